@@ -1,0 +1,36 @@
+"""Every error class of the library, so that callers can catch what they can act on.
+
+The text of each error says what was given, what was expected, and what to do.
+"""
+
+
+class HfTrakError(Exception):
+    """Base class of the errors below."""
+
+
+class ConfigMismatchError(HfTrakError, ValueError):
+    """A store on disk was made with a configuration that differs from the one given."""
+
+
+class CheckpointMismatchError(HfTrakError, ValueError):
+    """A `model_id` is already tied to a checkpoint with other weights."""
+
+
+class StoreError(HfTrakError, RuntimeError):
+    """A file of the feature store is missing, truncated, corrupted or of an unknown format."""
+
+
+class IncompleteStoreError(StoreError):
+    """The store lacks rows (or a finalized stage) that the call needs."""
+
+
+class GradientEngineError(HfTrakError, RuntimeError):
+    """An engine cannot take correct per-sample gradients of this model; names the parameter, the module, the remedy."""
+
+
+class NonFiniteError(HfTrakError, ValueError):
+    """A gradient, feature or score is NaN or infinite; names the sample."""
+
+
+class SingularGramError(HfTrakError, ValueError):
+    """The regularized Gram matrix is not positive definite."""

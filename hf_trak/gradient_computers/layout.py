@@ -1,0 +1,97 @@
+"""The order of parameters: which are attributed, and where each begins in the concatenated gradient vector."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ParameterSlot:
+    """One attributed parameter: its name, its shape, and the position of its first element in the gradient vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """The attributed parameters in `named_parameters()` order, concatenated without gaps.
+
+    Row i of the projection matrix belongs to position i of this concatenation (see `hf_trak.projectors`), so the layout is
+    part of what defines the features and is written into the store.
+    """
+
+    slots: tuple[ParameterSlot, ...]
+
+    @classmethod
+    def from_model(cls, model: torch.nn.Module, grad_wrt: Iterable[str] | None = None) -> "ParameterLayout":
+        """Lay out the parameters that are attributed.
+
+        Args:
+            model: the model; a tied parameter appears once, under its first name, as in `named_parameters()`.
+            grad_wrt: names of the parameters to attribute, any alias of a tied one. `None` takes every parameter with
+                `requires_grad`; a frozen parameter that is named is attributed all the same.
+
+        Raises:
+            ValueError: a name in `grad_wrt` is unknown, or no parameter is left.
+        """
+        parameters = dict(model.named_parameters())
+        if grad_wrt is None:
+            selected = {id(parameter) for parameter in parameters.values() if parameter.requires_grad}
+            remedy = "The model has no parameter with `requires_grad=True`: unfreeze some, or name them in `grad_wrt`."
+        else:
+            if isinstance(grad_wrt, str):
+                raise ValueError(f"`grad_wrt` is the string {grad_wrt!r}; expected a list of parameter names.")
+            aliases = dict(model.named_parameters(remove_duplicate=False))
+            unknown = sorted(set(grad_wrt := list(grad_wrt)) - set(aliases))
+            if unknown:
+                raise ValueError(
+                    f"`grad_wrt` names {unknown}, which the model does not have. Expected names from "
+                    f"`model.named_parameters()`, for example {list(parameters)[:3]}."
+                )
+            selected = {id(aliases[name]) for name in grad_wrt}
+            remedy = "`grad_wrt` is empty: name at least one parameter, or pass `None` for all."
+        slots, offset = [], 0
+        for name, parameter in parameters.items():
+            if id(parameter) in selected:
+                slots.append(ParameterSlot(name, tuple(parameter.shape), offset))
+                offset += parameter.numel()
+        if not slots:
+            raise ValueError(f"No parameter to attribute. {remedy}")
+        return cls(tuple(slots))
+
+    @property
+    def total(self) -> int:
+        """P, the length of the gradient vector."""
+        last = self.slots[-1]
+        return last.offset + last.numel
+
+    @property
+    def names(self) -> list[str]:
+        """Parameter names in order."""
+        return [slot.name for slot in self.slots]
+
+    def slot(self, name: str) -> ParameterSlot:
+        """The slot of one parameter. Raises `KeyError` if it is not attributed."""
+        for slot in self.slots:
+            if slot.name == name:
+                return slot
+        raise KeyError(name)
+
+    def to_list(self) -> list[list[object]]:
+        """JSON form: `[[name, shape, offset], …]`."""
+        return [[slot.name, list(slot.shape), slot.offset] for slot in self.slots]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of names, shapes and offsets."""
+        return hashlib.sha256(json.dumps(self.to_list()).encode()).hexdigest()[:32]

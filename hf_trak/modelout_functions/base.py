@@ -1,0 +1,86 @@
+"""What is attributed: the contract between a task, a model and a batch.
+
+A *task* defines, for a sample z and weights θ, the scalar model output f(z; θ) whose change is attributed, and the
+output-to-loss gradient q(z) = ∂L/∂f at z (TRAK paper, arXiv 2303.14186, Sections 2 and 3), with the sign chosen so that a
+positive score marks a helpful training example.
+
+Two forms of the same thing:
+
+* the *functional* form of the seed API, `get_output(model, weights, buffers, *sample)`, one sample at a time, which
+  `torch.func` can differentiate and vectorize;
+* the *batched* form, three small methods around one ordinary forward pass. It is all that the gradient computers need,
+  and the functional form follows from it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Batch = Mapping[str, Any] | Sequence[Tensor]
+"""A Hugging Face batch (names to tensors) or the seeds' plain sequence of tensors, in both cases batch dimension first."""
+
+Side = Literal["train", "target"]
+"""Whether a sample is a training example (a row of X) or a target (a row of t). Only the `loss` task distinguishes them."""
+
+
+class AbstractModelOutput(ABC):
+    """A task in the seeds' functional form. Subclass it, or rather [`BatchedModelOutput`], for a task of your own."""
+
+    @abstractmethod
+    def get_output(
+        self, model: torch.nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *sample: Tensor
+    ) -> Tensor:
+        """f(z; θ) of one sample, whose tensors have no batch dimension. Returns a scalar tensor."""
+
+    @abstractmethod
+    def get_out_to_loss_grad(
+        self, model: torch.nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any
+    ) -> Tensor:
+        """q of every sample of a batch. Returns a tensor of shape `(B,)`."""
+
+
+class BatchedModelOutput(AbstractModelOutput):
+    """A task defined by one batched forward pass: `model(*args, **kwargs)` → f `(B,)` and q `(B,)`.
+
+    No method may mix samples: element i of every result depends on sample i alone.
+    """
+
+    @abstractmethod
+    def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments with which the model is called for this batch."""
+
+    @abstractmethod
+    def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        """f of every sample, differentiable, shape `(B,)`, from what the model returned."""
+
+    @abstractmethod
+    def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        """q of every sample, detached, shape `(B,)`, from what the model returned."""
+
+    def get_output(
+        self, model: torch.nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *sample: Tensor
+    ) -> Tensor:
+        batch = tuple(tensor.unsqueeze(0) for tensor in sample)
+        return self.output(self._call(model, weights, buffers, batch), batch).squeeze(0)
+
+    def get_out_to_loss_grad(
+        self, model: torch.nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any
+    ) -> Tensor:
+        with torch.no_grad():
+            return self.out_to_loss_grad(self._call(model, weights, buffers, batch), batch)
+
+    def _call(
+        self,
+        model: torch.nn.Module,
+        weights: Mapping[str, Tensor] | None,
+        buffers: Mapping[str, Tensor] | None,
+        batch: Batch,
+    ) -> Any:
+        """The model's output with the given weights, or with its own where `weights` is `None`."""
+        args, kwargs = self.model_inputs(batch)
+        if weights is None:
+            return model(*args, **kwargs)
+        return torch.func.functional_call(model, (dict(weights), dict(buffers or {})), args, kwargs)
