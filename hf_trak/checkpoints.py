@@ -1,0 +1,223 @@
+"""Checkpoints: where weights come from, what identifies them, and how they are put into a model and taken out again."""
+
+import copy
+import json
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+Checkpoint = torch.nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
+"""A module, a state dict, a `checkpoint-N` directory, or a `.safetensors`, `.bin`, `.pt` or `.pth` file."""
+
+_WEIGHT_FILES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
+_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+def fingerprint_state_dict(state_dict: Mapping[str, Any]) -> str:
+    """Identify weights by their content: xxh3-128 over names, dtypes, shapes and bytes, in the order of names.
+
+    Args:
+        state_dict: names to tensors. Entries that are not tensors (the extra state of a module) are left out.
+
+    Returns:
+        32 hex digits, the same on every device and for every order of the entries.
+    """
+    digest = xxhash.xxh3_128()
+    for name in sorted(state_dict):
+        value = state_dict[name]
+        if not isinstance(value, Tensor):
+            continue
+        digest.update(f"{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
+        flat = value.detach().to("cpu").contiguous().reshape(-1)
+        if flat.numel():
+            digest.update(memoryview(flat.view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Read the weights of a checkpoint. Nothing is ever unpickled beyond plain tensors (`weights_only=True`).
+
+    Args:
+        checkpoint: see [`Checkpoint`]. Directories are searched for the files that `Trainer` and `save_pretrained` write,
+            sharded ones included, adapters of PEFT too.
+
+    Returns:
+        Names to tensors. Tensors of files are on the CPU; those of a module or a state dict are the given ones.
+
+    Raises:
+        FileNotFoundError: the path does not exist, or a directory holds no weights.
+        ValueError: the file is damaged, has an unknown suffix, or is a pickle of more than tensors.
+        TypeError: `checkpoint` is none of the kinds above.
+    """
+    if isinstance(checkpoint, torch.nn.Module):
+        return dict(checkpoint.state_dict())
+    if isinstance(checkpoint, Mapping):
+        _check_tensors(checkpoint, "the given state dict")
+        return dict(checkpoint)
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise TypeError(
+            f"A checkpoint is a {type(checkpoint).__name__}. Expected a module, a state dict, a checkpoint directory or a "
+            "`.safetensors`, `.bin`, `.pt` or `.pth` file."
+        )
+    path = Path(checkpoint)
+    if path.is_dir():
+        return _read_directory(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"The checkpoint {str(path)!r} does not exist. Expected a file or a checkpoint directory.")
+    return _read_file(path)
+
+
+def _read_directory(path: Path) -> dict[str, Tensor]:
+    for name in _INDEX_FILES:
+        if (path / name).is_file():
+            weight_map = json.loads((path / name).read_text())["weight_map"]
+            merged: dict[str, Tensor] = {}
+            for part in sorted(set(weight_map.values())):
+                merged.update(_read_file(path / part))
+            return merged
+    for name in _WEIGHT_FILES:
+        if (path / name).is_file():
+            return _read_file(path / name)
+    raise FileNotFoundError(
+        f"The checkpoint directory {str(path)!r} holds no weights. Expected one of {[*_WEIGHT_FILES, *_INDEX_FILES]}, as "
+        "written by `Trainer` or `save_pretrained`."
+    )
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(
+                f"The checkpoint file {str(path)!r} is damaged or not a safetensors file ({error}). Save it anew."
+            ) from error
+    if path.suffix not in _TORCH_SUFFIXES:
+        raise ValueError(
+            f"The checkpoint file {str(path)!r} has the suffix {path.suffix!r}. Expected `.safetensors`, "
+            f"{', '.join(f'`{suffix}`' for suffix in _TORCH_SUFFIXES)}."
+        )
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"The checkpoint file {str(path)!r} is damaged, or holds pickled Python objects besides tensors, which could "
+            "run code when loaded and are refused. Expected a state dict. Save `model.state_dict()` with "
+            "`safetensors.torch.save_file` or `torch.save`, and pass that file."
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"The checkpoint file {str(path)!r} is damaged ({error}). Save it anew.") from error
+    if not isinstance(content, Mapping):
+        raise ValueError(f"The checkpoint file {str(path)!r} holds a {type(content).__name__}. Expected a state dict.")
+    if isinstance(content.get("state_dict"), Mapping):  # the common {"state_dict": …, "epoch": …} wrapping
+        content = content["state_dict"]
+    _check_tensors(content, f"the checkpoint file {str(path)!r}")
+    return dict(content)
+
+
+def _check_tensors(state_dict: Mapping[Any, Any], where: str) -> None:
+    for name, value in state_dict.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise ValueError(
+                f"The entry {name!r} of {where} is a {type(value).__name__}. Expected names (`str`) mapped to tensors."
+            )
+
+
+def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Put the weights of a checkpoint into a model, all of them or none.
+
+    Names that safetensors files leave out because they are tied to another are filled by the tie; adapter files of PEFT
+    go into the active adapter of a `PeftModel` and leave its base model as it is.
+
+    Raises:
+        ValueError: names or shapes do not fit the model.
+    """
+    state_dict = read_state_dict(checkpoint)
+    if _is_adapter(model, state_dict):
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+        expected = get_peft_model_state_dict(model)
+        _check_fit(expected, state_dict, tied=set())
+        set_peft_model_state_dict(model, state_dict)
+        return
+    expected = model.state_dict()
+    _check_fit(expected, state_dict, tied=_tied_names(model, expected, set(state_dict)))
+    model.load_state_dict(state_dict, strict=False)
+
+
+def _is_adapter(model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> bool:
+    if not hasattr(model, "peft_config"):
+        return False
+    return not set(state_dict) <= set(model.state_dict())
+
+
+def _tied_names(model: torch.nn.Module, expected: Mapping[str, Tensor], given: set[str]) -> set[str]:
+    """Names absent from a checkpoint whose tensor shares its memory with one that is present."""
+    present = {(expected[name].data_ptr(), expected[name].shape) for name in given & set(expected)}
+    return {name for name, value in expected.items() if (value.data_ptr(), value.shape) in present} - given
+
+
+def _check_fit(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], tied: set[str]) -> None:
+    missing = sorted(set(expected) - set(given) - tied)
+    unexpected = sorted(set(given) - set(expected))
+    shapes = [
+        f"{name}: {tuple(given[name].shape)} instead of {tuple(expected[name].shape)}"
+        for name in sorted(set(given) & set(expected))
+        if given[name].shape != expected[name].shape
+    ]
+    if missing or unexpected or shapes:
+        raise ValueError(
+            f"The checkpoint does not fit the model: {len(missing)} names missing (first: {missing[:3]}), "
+            f"{len(unexpected)} unexpected (first: {unexpected[:3]}), {len(shapes)} of another shape (first: "
+            f"{shapes[:3]}). Expected weights of this very architecture; pass the model that they belong to."
+        )
+
+
+@contextmanager
+def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None) -> Iterator[torch.nn.Module]:
+    """The model in eval mode with the weights of a checkpoint, and as it was before when the block ends, come what may.
+
+    Args:
+        model: changed in place, restored on exit: weights, buffers, the mode of every module.
+        checkpoint: `None` or the model itself keeps the current weights.
+    """
+    modes = {name: module.training for name, module in model.named_modules()}
+    saved = None
+    if checkpoint is not None and checkpoint is not model:
+        saved = {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+    try:
+        if saved is not None:
+            load_into(model, checkpoint)  # type: ignore[arg-type]
+        model.eval()
+        yield model
+    finally:
+        if saved is not None:
+            model.load_state_dict(saved)
+        for name, module in model.named_modules():
+            module.training = modes[name]
+
+
+def describe(checkpoint: Checkpoint | None, model: torch.nn.Module) -> str:
+    """One line that says where weights come from, for logs and for the store. Paths are made absolute."""
+    if checkpoint is None or checkpoint is model:
+        return "the model's current weights"
+    if isinstance(checkpoint, torch.nn.Module):
+        return f"a {type(checkpoint).__name__}"
+    if isinstance(checkpoint, Mapping):
+        return "a state dict"
+    return str(Path(checkpoint).resolve())
+
+
+def frozen_copy(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of a state dict on the CPU that later training cannot change."""
+    return {name: copy.deepcopy(value.detach().to("cpu")) for name, value in state_dict.items()}
