@@ -1,6 +1,5 @@
 """Checkpoints: where weights come from, what identifies them, and how they are put into a model and taken out again."""
 
-import copy
 import json
 import os
 import pickle
@@ -73,7 +72,9 @@ def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
     if path.is_dir():
         return _read_directory(path)
     if not path.is_file():
-        raise FileNotFoundError(f"The checkpoint {str(path)!r} does not exist. Expected a file or a checkpoint directory.")
+        raise FileNotFoundError(
+            f"The checkpoint {str(path)!r} does not exist. Expected a file or a checkpoint directory."
+        )
     return _read_file(path)
 
 
@@ -216,8 +217,3 @@ def describe(checkpoint: Checkpoint | None, model: torch.nn.Module) -> str:
     if isinstance(checkpoint, Mapping):
         return "a state dict"
     return str(Path(checkpoint).resolve())
-
-
-def frozen_copy(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of a state dict on the CPU that later training cannot change."""
-    return {name: copy.deepcopy(value.detach().to("cpu")) for name, value in state_dict.items()}

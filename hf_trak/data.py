@@ -1,0 +1,177 @@
+"""Datasets: what identifies one, which columns reach the model, and how rows become batches in a fixed order."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import torch
+import xxhash
+from accelerate.utils import send_to_device
+from datasets import Dataset as HFDataset
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import default_collate as torch_collate
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, default_data_collator
+from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
+from transformers.utils.generic import find_labels
+
+Collator = Callable[[list[Any]], Any]
+
+_FINGERPRINT_ROWS = 1000
+_FINGERPRINT_SAMPLES = 64
+
+
+def row_count(dataset: Any, name: str) -> int:
+    """Number of rows of a map-style dataset.
+
+    Raises:
+        TypeError: the dataset has no length, as a stream has not; rows are identified by their position.
+        ValueError: the dataset is empty.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"`{name}` is a {type(dataset).__name__}, which has no length or no rows by index. Expected a map-style dataset, "
+            "since scores refer to row numbers. Materialize a stream first, for example with "
+            "`Dataset.from_generator`."
+        )
+    if len(dataset) == 0:
+        raise ValueError(f"`{name}` is empty. Expected at least one row.")
+    return len(dataset)
+
+
+def fingerprint_dataset(dataset: Any) -> str:
+    """Identify a dataset by its content, the same on every machine.
+
+    A `datasets.Dataset` is hashed whole (column names, types, and every stored value in row order; a transform set on it
+    is not part of it, nor are files that it only names by path). Any other dataset is identified by its length and
+    up to 64 evenly spaced rows.
+
+    Returns:
+        32 hex digits.
+    """
+    digest = xxhash.xxh3_128()
+    digest.update(f"{len(dataset)}\0".encode())
+    if isinstance(dataset, HFDataset):
+        for table in dataset.with_format("arrow").iter(batch_size=_FINGERPRINT_ROWS):
+            for column in table.column_names:
+                batch = pa.RecordBatch.from_arrays([_one_array(table[column])], names=[column])
+                sink = pa.BufferOutputStream()
+                with pa.ipc.new_stream(sink, batch.schema.remove_metadata()) as writer:
+                    writer.write_batch(batch.replace_schema_metadata(None))
+                digest.update(memoryview(sink.getvalue()))
+        return digest.hexdigest()
+    stride = max(1, len(dataset) // _FINGERPRINT_SAMPLES)
+    for index in range(0, len(dataset), stride):
+        _update(digest, dataset[index])
+    return digest.hexdigest()
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    """The chunks of a column as one array that owns just its values, so that equal values give equal bytes."""
+    combined = column.combine_chunks()
+    array = combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
+    return array.take(pa.array(range(len(array)))) if array.offset else array
+
+
+def _update(digest: Any, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for key in sorted(value):
+            digest.update(f"{key}\0".encode())
+            _update(digest, value[key])
+    elif isinstance(value, str | bytes):
+        digest.update(value.encode() if isinstance(value, str) else value)
+    elif isinstance(value, list | tuple):
+        digest.update(f"[{len(value)}".encode())
+        for item in value:
+            _update(digest, item)
+    elif hasattr(value, "tobytes") and not isinstance(value, torch.Tensor):  # numpy arrays and PIL images
+        digest.update(f"{getattr(value, 'shape', getattr(value, 'size', ''))}\0".encode() + value.tobytes())
+    elif isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(f"{value.dtype}{tuple(value.shape)}\0".encode())
+        if flat.numel():
+            digest.update(memoryview(flat.view(torch.uint8).numpy()))
+    else:
+        digest.update(f"{value!r}\0".encode())
+
+
+def forward_columns(model: torch.nn.Module, label_names: Sequence[str] | None = None) -> list[str]:
+    """Names of the dataset columns that `Trainer` would keep for this model: arguments of `forward`, and labels."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    labels = find_labels(type(base)) if label_names is None else list(label_names)
+    return [*inspect.signature(base.forward).parameters, "label", "label_ids", *labels]
+
+
+def default_collator(dataset: Any, processing_class: Any = None) -> Collator:
+    """The collator that `Trainer` would choose; for datasets of tuples, the one of `torch.utils.data`."""
+    if isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor):
+        return DataCollatorWithPadding(processing_class)
+    if not isinstance(dataset, HFDataset) and isinstance(dataset[0], tuple | list):
+        return torch_collate
+    return default_data_collator
+
+
+class RowBatches:
+    """Batches of given rows in a given order, collated and moved to a device.
+
+    The order is that of `batches`, whatever the number of workers, so that row numbers need no column of their own.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collator: Collator,
+        *,
+        columns: Sequence[str] | None,
+        device: torch.device,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        """
+        Args:
+            dataset: a map-style dataset.
+            collator: turns a list of rows into a batch.
+            columns: the columns that reach the collator; `None` keeps all.
+            device: where batches are wanted.
+            num_workers: processes that load rows.
+            pin_memory: whether batches pass through pinned memory.
+        """
+        if columns is not None and isinstance(dataset, HFDataset) and dataset.format["type"] != "custom":
+            # Unused columns are dropped before they are decoded; a transform, however, may need them.
+            dataset = dataset.select_columns([name for name in dataset.column_names if name in columns])
+        self.dataset: Dataset = dataset
+        self.collator = collator
+        self.columns = None if columns is None else frozenset(columns)
+        self.device = device
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+
+    def _collate(self, rows: list[Any]) -> Any:
+        if self.columns is not None and rows and isinstance(rows[0], Mapping):
+            rows = [{name: value for name, value in row.items() if name in self.columns} for row in rows]
+            if not rows[0]:
+                raise ValueError(
+                    "No column of the dataset is an argument of the model's `forward`. Expected some of "
+                    f"{sorted(self.columns or ())}. Rename the columns, or set `remove_unused_columns=False` if the "
+                    "data collator makes them."
+                )
+        return self.collator(rows)
+
+    def iterate(self, batches: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
+        """Yield `(row numbers, batch)` for each list of row numbers in `batches`."""
+        batches = [list(rows) for rows in batches]
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=batches,
+            collate_fn=self._collate,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+        )
+        for rows, batch in zip(batches, loader, strict=True):
+            yield rows, send_to_device(batch, self.device)
+
+
+def batch_rows(start: int, stop: int, batch_size: int) -> Iterator[range]:
+    """Cut the rows `start … stop` into batches; the cut depends on these three numbers alone."""
+    for first in range(start, stop, batch_size):
+        yield range(first, min(first + batch_size, stop))
