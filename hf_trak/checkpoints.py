@@ -1,4 +1,4 @@
-"""Checkpoints: where weights come from, what identifies them, and how they are put into a model and taken out again."""
+"""Checkpoints: where weights come from, what identifies them, how they get into a model and out again."""
 
 import json
 import os
@@ -47,8 +47,8 @@ def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Read the weights of a checkpoint. Nothing is ever unpickled beyond plain tensors (`weights_only=True`).
 
     Args:
-        checkpoint: see [`Checkpoint`]. Directories are searched for the files that `Trainer` and `save_pretrained` write,
-            sharded ones included, adapters of PEFT too.
+        checkpoint: see [`Checkpoint`]. Directories are searched for the files that `Trainer` and `save_pretrained`
+            write, sharded ones included, adapters of PEFT too.
 
     Returns:
         Names to tensors. Tensors of files are on the CPU; those of a module or a state dict are the given ones.
@@ -65,7 +65,8 @@ def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
         return dict(checkpoint)
     if not isinstance(checkpoint, str | os.PathLike):
         raise TypeError(
-            f"A checkpoint is a {type(checkpoint).__name__}. Expected a module, a state dict, a checkpoint directory or a "
+            f"A checkpoint is a {type(checkpoint).__name__}. Expected a module, a state dict, a "
+            "checkpoint directory, or a "
             "`.safetensors`, `.bin`, `.pt` or `.pth` file."
         )
     path = Path(checkpoint)
@@ -90,8 +91,8 @@ def _read_directory(path: Path) -> dict[str, Tensor]:
         if (path / name).is_file():
             return _read_file(path / name)
     raise FileNotFoundError(
-        f"The checkpoint directory {str(path)!r} holds no weights. Expected one of {[*_WEIGHT_FILES, *_INDEX_FILES]}, as "
-        "written by `Trainer` or `save_pretrained`."
+        f"The checkpoint directory {str(path)!r} holds no weights. Expected one of "
+        f"{[*_WEIGHT_FILES, *_INDEX_FILES]}, as written by `Trainer` or `save_pretrained`."
     )
 
 
@@ -112,8 +113,9 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"The checkpoint file {str(path)!r} is damaged, or holds pickled Python objects besides tensors, which could "
-            "run code when loaded and are refused. Expected a state dict. Save `model.state_dict()` with "
+            f"The checkpoint file {str(path)!r} is damaged, or holds pickled Python objects besides "
+            "tensors, which could run code when loaded and are refused. Expected a state dict. Save "
+            "`model.state_dict()` with "
             "`safetensors.torch.save_file` or `torch.save`, and pass that file."
         ) from error
     except (RuntimeError, EOFError) as error:
@@ -137,8 +139,8 @@ def _check_tensors(state_dict: Mapping[Any, Any], where: str) -> None:
 def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     """Put the weights of a checkpoint into a model, all of them or none.
 
-    Names that safetensors files leave out because they are tied to another are filled by the tie; adapter files of PEFT
-    go into the active adapter of a `PeftModel` and leave its base model as it is.
+    Names that safetensors files leave out because they are tied to another are filled by the tie; adapter files of
+    PEFT go into the active adapter of a `PeftModel` and leave its base model as it is.
 
     Raises:
         ValueError: names or shapes do not fit the model.
@@ -185,25 +187,37 @@ def _check_fit(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], tied
 
 
 @contextmanager
-def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None) -> Iterator[torch.nn.Module]:
-    """The model in eval mode with the weights of a checkpoint, and as it was before when the block ends, come what may.
+def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.dtype | None = None) -> Iterator[str]:
+    """The model in eval mode with the weights of a checkpoint; when the block ends it is as it was before, come
+    what may.
 
     Args:
-        model: changed in place, restored on exit: weights, buffers, the mode of every module.
+        model: changed in place, restored on exit: weights, buffers, dtypes, the mode of every module.
         checkpoint: `None` or the model itself keeps the current weights.
+        dtype: cast floating-point weights and buffers to it. `None` keeps what they are.
+
+    Yields:
+        The fingerprint of the weights in the model's own dtype, before the cast.
     """
     modes = {name: module.training for name, module in model.named_modules()}
-    saved = None
-    if checkpoint is not None and checkpoint is not model:
-        saved = {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+    tensors = [*model.parameters(), *model.buffers()]
+    foreign = checkpoint is not None and checkpoint is not model
+    saved = [value.detach().to("cpu", copy=True) for value in tensors] if foreign or dtype is not None else None
     try:
-        if saved is not None:
+        if foreign:
             load_into(model, checkpoint)  # type: ignore[arg-type]
+        fingerprint = fingerprint_state_dict(model.state_dict())
+        if dtype is not None:
+            for value in tensors:
+                if value.is_floating_point():
+                    value.data = value.data.to(dtype)
         model.eval()
-        yield model
+        yield fingerprint
     finally:
         if saved is not None:
-            model.load_state_dict(saved)
+            for value, before in zip(tensors, saved, strict=True):
+                value.data = value.data.to(before.dtype)
+                value.data.copy_(before)
         for name, module in model.named_modules():
             module.training = modes[name]
 

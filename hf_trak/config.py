@@ -21,8 +21,8 @@ class TrakConfig:
     proj_type: ProjectionName = field(
         default="sjlt",
         metadata={
-            "help": "Random projection of the gradients: `sjlt` (sparse, fastest), `rademacher` or `normal` (dense), or "
-            "`none` (keep whole gradients; for small models)."
+            "help": "Random projection of the gradients: `sjlt` (sparse, fastest), `rademacher` or "
+            "`normal` (dense), or `none` (keep whole gradients; for small models)."
         },
     )
     proj_dim: int = field(

@@ -30,8 +30,8 @@ def row_count(dataset: Any, name: str) -> int:
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            f"`{name}` is a {type(dataset).__name__}, which has no length or no rows by index. Expected a map-style dataset, "
-            "since scores refer to row numbers. Materialize a stream first, for example with "
+            f"`{name}` is a {type(dataset).__name__}, which has no length or no rows by index. Expected a "
+            "map-style dataset, since scores refer to row numbers. Materialize a stream first, for example with "
             "`Dataset.from_generator`."
         )
     if len(dataset) == 0:
@@ -42,9 +42,9 @@ def row_count(dataset: Any, name: str) -> int:
 def fingerprint_dataset(dataset: Any) -> str:
     """Identify a dataset by its content, the same on every machine.
 
-    A `datasets.Dataset` is hashed whole (column names, types, and every stored value in row order; a transform set on it
-    is not part of it, nor are files that it only names by path). Any other dataset is identified by its length and
-    up to 64 evenly spaced rows.
+    A `datasets.Dataset` is hashed whole (column names, types, and every stored value in row order; a transform set
+    on it is not part of it, nor are files that it only names by path). Any other dataset is identified by its
+    length and some 64 evenly spaced rows.
 
     Returns:
         32 hex digits.

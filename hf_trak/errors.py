@@ -25,7 +25,7 @@ class IncompleteStoreError(StoreError):
 
 
 class GradientEngineError(HfTrakError, RuntimeError):
-    """An engine cannot take correct per-sample gradients of this model; names the parameter, the module, the remedy."""
+    """An engine cannot take right per-sample gradients of a model; names the parameter, the module, the remedy."""
 
 
 class NonFiniteError(HfTrakError, ValueError):

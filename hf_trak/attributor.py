@@ -1,0 +1,394 @@
+"""The front door: from a `Trainer`, or from what a `Trainer` takes, to scores as columns of a dataset."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset as HFDataset
+from torch import Tensor
+
+from hf_trak import __version__
+from hf_trak.checkpoints import Checkpoint, describe, loaded
+from hf_trak.config import TrakConfig
+from hf_trak.data import Collator, default_collator, fingerprint_dataset, row_count
+from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError
+from hf_trak.featurizer import Featurizer
+from hf_trak.gradient_computers.layout import ParameterLayout
+from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
+from hf_trak.projectors import BlockProjector, make_projector
+from hf_trak.savers import FeatureStore, Gram
+from hf_trak.savers.atomic import safe_name
+from hf_trak.score_computers import RidgeSystem, gram_update, ridge_lambda, score_blocks, self_influence_blocks
+from hf_trak.scored_dataset import attach_columns, full_scores, top_k_columns
+
+logger = logging.getLogger(__name__)
+
+
+class TrakAttributor:
+    """Which training examples made a model do this: TRAK (arXiv 2303.14186) for models of the Hugging Face ecosystem.
+
+    ```python
+    attributor = TrakAttributor.from_trainer(trainer, args=TrakConfig(output_dir="trak"))
+    attributor.featurize(checkpoints=["out/checkpoint-100", "out/checkpoint-200"])
+    scored = attributor.attribute(eval_dataset, top_k=20)
+    ```
+
+    With one row per target, `scored[j]["trak_indices"][r]` is the row of the training dataset that helped target j
+    r-th most, `scored[j]["trak_scores"][r]` its score; `trak_opponent_indices` and `trak_opponent_scores` are the
+    most harmful
+    ones. A positive score says that training on the example raised the model output of the target.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: TrakConfig | None = None,
+        train_dataset: Any = None,
+        data_collator: Collator | None = None,
+        processing_class: Any = None,
+        task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            model: the trained model, as `Trainer` takes it. Left in place, as it was, after every call.
+            args: the configuration; `None` takes the defaults.
+            train_dataset: the training rows, map-style. Indices in results count its rows from 0.
+            data_collator: turns rows into a batch; `None` chooses as `Trainer` does.
+            processing_class: tokenizer, image processor, feature extractor or processor, for that choice.
+            task: the model output function: a name, an `AbstractModelOutput`, or a function
+                `output_fn(model_output, batch) -> (B,)`. `None` infers it from the class of the model.
+
+        Raises:
+            ValueError: unknown task or parameter name, empty dataset, or a model whose task cannot be inferred.
+            TypeError: `train_dataset` has no rows by index.
+        """
+        self.args = TrakConfig() if args is None else args
+        self.model = model
+        self.task = get_task(infer_task(model) if task is None else task)
+        self.train_dataset = train_dataset
+        self.processing_class = processing_class
+        self._train_size = row_count(train_dataset, "train_dataset")
+        self.data_collator = data_collator or default_collator(train_dataset, processing_class)
+        self.layout = ParameterLayout.from_model(model, self.args.grad_wrt)
+        self.processes = PartialState(cpu=self.args.use_cpu)
+        self._sources: dict[int, Checkpoint | None] = {}
+        self._train_fingerprint: str | None = None
+        self._store: FeatureStore | None = None
+        if getattr(model, "hf_device_map", None) is None:
+            model.to(self.device)
+
+    @classmethod
+    def from_trainer(
+        cls, trainer: Any, args: TrakConfig | None = None, task: str | AbstractModelOutput | None = None
+    ) -> "TrakAttributor":
+        """Take model, training dataset, collator and processing class from a `transformers.Trainer`.
+
+        `remove_unused_columns` and `label_names` are the trainer's, those in `args` are not looked at.
+
+        Raises:
+            ValueError: the trainer has no training dataset, and all of `TrakAttributor(...)`.
+        """
+        if trainer.train_dataset is None:
+            raise ValueError(
+                "The trainer has no `train_dataset`. Expected the dataset that the model was trained on. Build the "
+                "attributor with `TrakAttributor(model, args, train_dataset=...)`, or give the trainer its dataset."
+            )
+        args = TrakConfig() if args is None else args
+        args = TrakConfig(
+            **{
+                **args.to_dict(),
+                "remove_unused_columns": trainer.args.remove_unused_columns,
+                "label_names": trainer.args.label_names,
+                "use_cpu": args.use_cpu or trainer.args.device.type == "cpu",
+            }
+        )
+        return cls(
+            trainer.accelerator.unwrap_model(trainer.model),
+            args,
+            train_dataset=trainer.train_dataset,
+            data_collator=trainer.data_collator,
+            processing_class=trainer.processing_class,
+            task=task,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches go: the device of this process, or that of the first layer of a dispatched model."""
+        if getattr(self.model, "hf_device_map", None) is not None:
+            return next(self.model.parameters()).device
+        return self.processes.device
+
+    @property
+    def proj_dim(self) -> int:
+        """k, the number of features per example."""
+        return self.layout.total if self.args.proj_type == "none" else self.args.proj_dim
+
+    @property
+    def store(self) -> FeatureStore:
+        """The feature store, created on first use. Raises `ConfigMismatchError` if it was made otherwise."""
+        if self._store is None:
+            self._store = FeatureStore.open(self.args.output_dir, self._store_config())
+        return self._store
+
+    def _store_config(self) -> dict[str, Any]:
+        """Everything that defines the features (DESIGN: the store's `trak_config.json`)."""
+        if self._train_fingerprint is None:
+            self._train_fingerprint = fingerprint_dataset(self.train_dataset)
+        config = getattr(self.model, "config", None)
+        return {
+            "hf_trak_version": __version__,
+            "task": self.task.identity(),
+            "projection": self._projector().algorithm,
+            "proj_dim": self.proj_dim,
+            "seed": self.args.seed,
+            "parameters": self.layout.to_list(),
+            "parameters_fingerprint": self.layout.fingerprint,
+            "feature_dtype": self.args.feature_dtype,
+            "model_dtype": self.args.model_dtype,
+            "shard_size": self.args.shard_size,
+            "train_size": self._train_size,
+            "train_fingerprint": self._train_fingerprint,
+            "model_class": type(self.model).__name__,
+            "model_name": getattr(config, "_name_or_path", None) or None,
+            "model_revision": getattr(config, "_commit_hash", None),
+        }
+
+    def _projector(self) -> BlockProjector:
+        return make_projector(
+            self.args.proj_type,
+            grad_dim=self.layout.total,
+            proj_dim=self.proj_dim,
+            seed=self.args.seed,
+            device=self.device,
+            nonzeros=self.args.proj_nonzeros,
+        )
+
+    def _featurizer(self) -> Featurizer:
+        return Featurizer(
+            self.model, self.task, self._projector(), self.data_collator, self.args, self.processes, self.device
+        )
+
+    # -- featurize ---------------------------------------------------------------------------------------------------
+
+    def featurize(
+        self,
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
+        model_ids: Sequence[int] | None = None,
+    ) -> "TrakAttributor":
+        """Compute the features of the training rows for one or several checkpoints, and their Gram matrices.
+
+        Shards that are on disk already are left alone, so the same call after an interruption finishes the work.
+        The weights
+        of the model are the same afterwards as before.
+
+        Args:
+            checkpoints: one checkpoint or a list: modules, state dicts, `checkpoint-N` directories, `.safetensors`, or
+                `.pt` files of tensors. `None` takes the model's current weights.
+            model_ids: the ids under which they are kept; 0, 1, … by default.
+
+        Returns:
+            The attributor itself.
+
+        Raises:
+            ConfigMismatchError: `output_dir` holds features made with another configuration.
+            CheckpointMismatchError: a `model_id` is taken by other weights.
+            NonFiniteError: a gradient is NaN or infinite; names the row.
+            StoreError: a shard on disk is damaged.
+        """
+        sources = _as_list(checkpoints)
+        ids = _checked_ids(sources, model_ids)
+        for model_id, source in zip(ids, sources, strict=True):
+            with self._weights(model_id, source, register=True):
+                description = f"train rows, checkpoint {model_id}"
+                self._featurizer().fill(self.store.train(model_id), self.train_dataset, model_id, "train", description)
+            self._sources[model_id] = source
+            self._gram(model_id)
+        return self
+
+    @contextmanager
+    def _weights(self, model_id: int, source: Checkpoint | None, register: bool = False) -> Iterator[None]:
+        """The model with the weights of a checkpoint, which must be those that `model_id` stands for."""
+        dtype = None if self.args.model_dtype is None else getattr(torch, self.args.model_dtype)
+        with loaded(self.model, source, dtype) as fingerprint:
+            if register:
+                self.store.register_checkpoint(model_id, fingerprint, describe(source, self.model))
+            elif (expected := self.store.checkpoint_info(model_id)["fingerprint"]) != fingerprint:
+                raise CheckpointMismatchError(
+                    f"The weights given for model_id {model_id} ({describe(source, self.model)}) have the fingerprint "
+                    f"{fingerprint}; its features were made with {expected}. Expected the same weights: pass that "
+                    "checkpoint in `checkpoints=`, or featurize these weights under another model_id."
+                )
+            yield
+
+    def _gram(self, model_id: int) -> Gram:
+        """XᵀX of a checkpoint, from the store, or computed from its shards and kept there."""
+        gram = self.store.read_gram(model_id)
+        self.processes.wait_for_everyone()  # every process must come to the same decision
+        if gram is None:
+            if self.processes.is_main_process:
+                matrix = torch.zeros(self.proj_dim, self.proj_dim, dtype=torch.float64)
+                for shard in self.store.train(model_id):
+                    gram_update(matrix, shard.grads)
+                self.store.write_gram(model_id, matrix, self._train_size)
+            self.processes.wait_for_everyone()
+            gram = self.store.read_gram(model_id)
+        if gram is None:
+            raise IncompleteStoreError(
+                f"The Gram matrix of model_id {model_id} has vanished from {self.args.output_dir!r}. Expected the "
+                "file that was just written. Run `featurize` again, and let nothing else delete files there."
+            )
+        return gram
+
+    # -- attribute ---------------------------------------------------------------------------------------------------
+
+    def attribute(
+        self,
+        eval_dataset: Any,
+        top_k: int | None = 20,
+        name: str | None = None,
+        per: Literal["target", "train"] = "target",
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
+        model_ids: Sequence[int] | None = None,
+    ) -> HFDataset:
+        """Score every training row against every target, over the ensemble of featurized checkpoints.
+
+        Args:
+            eval_dataset: the targets, with the columns of the training dataset.
+            top_k: how many training rows to return per target, from either end. `None` returns every score.
+            name: name of the experiment, under which target features are kept. By default one that identifies the
+            dataset.
+            per: `"target"` for one row per target; `"train"` for one row per training row, whose indices and
+            scores then
+                refer to targets.
+            checkpoints: the featurized weights, in the order of `model_ids`; needed where they cannot be found
+            again (state
+                dicts or modules of another process).
+            model_ids: the checkpoints to average over. `None` takes all in the store.
+
+        Returns:
+            The rows (as stored, without a transform set on them, if they are a `datasets.Dataset`) with the columns
+            `trak_indices`, `trak_scores`, `trak_opponent_indices`, `trak_opponent_scores`, or with `trak_scores`
+            alone: a
+            fixed-size list with one score per training row (`per="target"`) or per target (`per="train"`).
+
+        Raises:
+            IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
+            CheckpointMismatchError: the weights at hand are not those of the features.
+            ValueError: `top_k`, `name` or `per` is out of range, or the dataset is empty.
+            SingularGramError: the ridge is too small for these features.
+        """
+        if per not in ("target", "train"):
+            raise ValueError(f"`per` is {per!r}. Expected 'target' or 'train'.")
+        n_targets = row_count(eval_dataset, "eval_dataset")
+        length = self._train_size if per == "target" else n_targets
+        if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1):
+            raise ValueError(f"`top_k` is {top_k!r}. Expected an integer of at least 1, or `None` for every score.")
+        fingerprint = fingerprint_dataset(eval_dataset)
+        name = f"targets-{fingerprint[:12]}" if name is None else name
+        ids = self._ensemble(model_ids)
+        sources = dict(zip(ids, _as_list(checkpoints), strict=True)) if checkpoints is not None else {}
+        targets = []
+        for model_id in ids:
+            system = self._system(model_id)
+            features = self._target_features(name, model_id, eval_dataset, n_targets, fingerprint, sources)
+            targets.append(system.solve(features))
+        rows = eval_dataset if per == "target" else self.train_dataset
+        blocks = score_blocks([self.store.train(model_id) for model_id in ids], targets)
+        if top_k is None:
+            path = self.store.output_dir / "scores" / safe_name(name, "name") / f"per-{per}.arrow"
+            if self.processes.is_main_process:
+                full_scores(path, blocks, self._train_size, n_targets, per)
+            self.processes.wait_for_everyone()
+            return attach_columns(rows, HFDataset.from_file(str(path)))
+        columns = top_k_columns(blocks, min(top_k, length), n_targets, per)
+        return attach_columns(rows, columns)
+
+    def self_influence(self, model_ids: Sequence[int] | None = None) -> Tensor:
+        """τ(z_i, z_i) of every training row, shape `(n_train,)`: high for rows that only they themselves explain,
+        such as mislabelled ones and outliers (TRAK paper, Section 2, with the row as its own target).
+
+        Raises:
+            IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
+        """
+        ids = self._ensemble(model_ids)
+        systems = [self._system(model_id) for model_id in ids]
+        result = torch.empty(self._train_size)
+        for start, stop, block in self_influence_blocks([self.store.train(model_id) for model_id in ids], systems):
+            result[start:stop] = block
+        return result
+
+    def _ensemble(self, model_ids: Sequence[int] | None) -> list[int]:
+        known = self.store.model_ids
+        ids = known if model_ids is None else list(model_ids)
+        if not ids or set(ids) - set(known) or len(set(ids)) < len(ids):
+            raise IncompleteStoreError(
+                f"Asked to score with the model_ids {ids}; featurized in {self.args.output_dir!r} are "
+                f"{known}. Expected one "
+                "or more of those, each once. Call `featurize()` first."
+            )
+        for model_id in ids:
+            if left := self.store.train(model_id).missing():
+                raise IncompleteStoreError(
+                    f"{len(left)} shards of model_id {model_id} are missing in {self.args.output_dir!r}. Call "
+                    "`featurize()` with the same checkpoints to finish them, or leave this id out of `model_ids`."
+                )
+        return ids
+
+    def _system(self, model_id: int) -> RidgeSystem:
+        gram = self._gram(model_id)
+        lam = ridge_lambda(
+            gram.trace, self._train_size, self.proj_dim, self.args.lambda_reg, self.args.lambda_relative
+        )
+        return RidgeSystem(gram.matrix, lam)
+
+    def _target_features(
+        self,
+        name: str,
+        model_id: int,
+        eval_dataset: Any,
+        n_targets: int,
+        fingerprint: str,
+        sources: Mapping[int, Checkpoint | None],
+    ) -> Tensor:
+        """t of one checkpoint, `(m, k)`, float32."""
+        shards = self.store.targets(name, model_id, n_targets, fingerprint)
+        incomplete = bool(shards.missing())
+        self.processes.wait_for_everyone()  # every process must come to the same decision
+        if incomplete:
+            with self._weights(model_id, self._source(model_id, sources)):
+                description = f"{name}, checkpoint {model_id}"
+                self._featurizer().fill(shards, eval_dataset, model_id, "target", description)
+        return torch.cat([shard.grads.float() for shard in shards])
+
+    def _source(self, model_id: int, given: Mapping[int, Checkpoint | None]) -> Checkpoint | None:
+        """Where the weights of a featurized checkpoint are: given now, remembered, or at the path in the store."""
+        for known in (given, self._sources):
+            if model_id in known:
+                return known[model_id]
+        path = self.store.checkpoint_info(model_id)["source"]
+        return path if isinstance(path, str) and path.startswith("/") else None
+
+
+def _as_list(checkpoints: Checkpoint | Sequence[Checkpoint] | None) -> list[Checkpoint | None]:
+    if checkpoints is None or isinstance(checkpoints, str | os.PathLike | Mapping | torch.nn.Module):
+        return [checkpoints]
+    return list(checkpoints)
+
+
+def _checked_ids(sources: Sequence[Checkpoint | None], model_ids: Sequence[int] | None) -> list[int]:
+    ids = list(range(len(sources))) if model_ids is None else list(model_ids)
+    if not sources:
+        raise ValueError(
+            "`checkpoints` is an empty list. Expected at least one checkpoint, or `None` for the current weights."
+        )
+    whole = all(isinstance(model_id, int) and not isinstance(model_id, bool) and model_id >= 0 for model_id in ids)
+    if not whole or len(ids) != len(sources) or len(set(ids)) != len(ids):
+        raise ValueError(
+            f"`model_ids` is {ids} for {len(sources)} checkpoints. Expected one distinct integer of at "
+            f"least 0 for each."
+        )
+    return ids

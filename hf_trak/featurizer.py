@@ -1,0 +1,142 @@
+"""From rows to features on disk: the life of a batch, for one set of weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from hf_trak.config import TrakConfig
+from hf_trak.data import Collator, RowBatches, batch_rows, forward_columns
+from hf_trak.errors import IncompleteStoreError, NonFiniteError
+from hf_trak.gradient_computers import AbstractGradientComputer, make_gradient_computer
+from hf_trak.modelout_functions import AbstractModelOutput
+from hf_trak.modelout_functions.base import Side
+from hf_trak.projectors import BlockProjector
+from hf_trak.savers import ShardSet
+
+
+class Featurizer:
+    """Fills the missing shards of a feature matrix with projected per-sample gradients of a model as it is now."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        task: AbstractModelOutput,
+        projector: BlockProjector,
+        collator: Collator,
+        args: TrakConfig,
+        processes: PartialState,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            model: in eval mode, with the weights of the checkpoint.
+            task: the model output function.
+            projector: R, of size P × k.
+            collator: turns rows into a batch of as many samples.
+            args: the configuration.
+            processes: the processes among which shards are divided.
+            device: where batches go.
+        """
+        self.model = model
+        self.task = task
+        self.projector = projector
+        self.collator = collator
+        self.args = args
+        self.processes = processes
+        self.device = device
+
+    def fill(self, shards: ShardSet, dataset: Any, model_id: int, side: Side, description: str) -> None:
+        """Compute the missing shards that fall to this process, and wait for those of the others.
+
+        Args:
+            shards: the feature matrix; row i belongs to `dataset[i]`.
+            dataset: the rows.
+            model_id: the checkpoint, which has a random matrix of its own.
+            side: whether rows are training examples or targets.
+            description: for the progress bar and for errors.
+
+        Raises:
+            NonFiniteError: a gradient is NaN or infinite; names the row.
+            IncompleteStoreError: another process did not finish its part.
+        """
+        rank, world = self.processes.process_index, self.processes.num_processes
+        missing = shards.missing()
+        self.processes.wait_for_everyone()  # nobody writes before everybody has looked
+        mine = [index for index in missing if index % world == rank]
+        if mine:
+            self._fill(mine, shards, dataset, model_id, side, description)
+        self.processes.wait_for_everyone()
+        if left := shards.missing():
+            raise IncompleteStoreError(
+                f"{len(left)} of {len(shards)} shards of {description} are missing after every process has finished "
+                f"its part (first: {shards.path(left[0])}). Expected all. Run the same command again."
+            )
+
+    def _fill(
+        self, indices: Sequence[int], shards: ShardSet, dataset: Any, model_id: int, side: Side, description: str
+    ) -> None:
+        computer = make_gradient_computer(
+            self.args.engine, self.model, self.task, grad_wrt=self.args.grad_wrt, device=self.device
+        )
+        batches = RowBatches(
+            dataset,
+            self.collator,
+            columns=forward_columns(self.model, self.args.label_names) if self.args.remove_unused_columns else None,
+            device=self.device,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.device.type == "cuda",
+        )
+        ranges = [shards.plan.rows(index) for index in indices]
+        # Batches never cross a shard boundary, so a shard is the same whichever others are computed in this run.
+        cuts = [cut for rows in ranges for cut in batch_rows(rows.start, rows.stop, self.args.per_device_batch_size)]
+        stream = batches.iterate(cuts)
+        with tqdm(
+            total=sum(map(len, ranges)),
+            desc=description,
+            unit="rows",
+            disable=self.args.disable_tqdm or not self.processes.is_main_process,
+        ) as progress:
+            for index, shard_rows in zip(indices, ranges, strict=True):
+                grads = torch.empty(len(shard_rows), self.projector.proj_dim)
+                out_to_loss = torch.empty(len(shard_rows))
+                filled = 0
+                while filled < len(shard_rows):
+                    rows, batch = next(stream)
+                    part = slice(filled, filled + len(rows))
+                    grads[part], out_to_loss[part] = self._features(rows, batch, computer, model_id, side)
+                    filled += len(rows)
+                    progress.update(len(rows))
+                shards.write(index, grads, out_to_loss)
+
+    def _features(
+        self, rows: Sequence[int], batch: Any, computer: AbstractGradientComputer, model_id: int, side: Side
+    ) -> tuple[Tensor, Tensor]:
+        """Projected gradients `(B, k)`, scaled so that inner products are preserved, and q `(B,)`, both on the CPU."""
+        out = torch.zeros(len(rows), self.projector.proj_dim, device=self.device)
+
+        def accumulate(start: int, block: Tensor) -> None:
+            if block.shape[0] != len(rows):
+                raise ValueError(
+                    f"The collator made a batch of {block.shape[0]} samples from {len(rows)} rows. Expected one "
+                    "sample per row, since scores are kept by row. Use a collator that neither drops nor adds samples."
+                )
+            self.projector.accumulate(out, block, start, model_id)
+
+        try:
+            outputs = computer.stream(batch, accumulate, side)
+        except Exception as error:
+            error.add_note(f"This happened in the batch of {side} rows {rows[0]} to {rows[-1]}.")
+            raise
+        out *= self.projector.scale
+        bad = ~(torch.isfinite(out).all(dim=1) & torch.isfinite(outputs.out_to_loss))
+        if bad.any():
+            raise NonFiniteError(
+                f"The gradient of {side} row {rows[int(bad.nonzero()[0])]} is not finite ({int(bad.sum())} of "
+                f"{len(rows)} rows in its batch). Expected finite values. Look at that row and at the checkpoint for "
+                "NaN or infinite values, or compute in float32 (`model_dtype='float32'`)."
+            )
+        return out.cpu(), outputs.out_to_loss.float().cpu()
