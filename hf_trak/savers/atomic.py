@@ -1,0 +1,229 @@
+"""Files that are either absent or complete, and names that stay inside their directory.
+
+Everything the store writes goes to a temporary file in the target directory first, is flushed to disk, and is then
+renamed (or, where the first writer must win, hard-linked) into place. A killed process leaves at most a temporary
+file behind, which no reader looks at.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from hf_trak.errors import StoreError
+
+logger = logging.getLogger(__name__)
+
+MAX_NAME_BYTES = 200
+"""Longest accepted name; file systems stop at 255 bytes, and the store adds suffixes of its own."""
+
+_TEMPORARY = re.compile(r"\.hf_trak-tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{16}")
+_STALE_SECONDS = 3600.0
+
+
+def safe_name(name: str, what: str = "name") -> str:
+    """Check that `name` can be used as the name of one file or directory, and return it unchanged.
+
+    Args:
+        name: the name given by the user.
+        what: the argument it came from, for the error message.
+
+    Raises:
+        TypeError: it is not a string.
+        ValueError: it is empty or blank, starts with a dot, contains a path separator, a drive, a NUL or another
+            control character, or is longer than `MAX_NAME_BYTES` bytes: it could leave the output directory, or not
+            be written.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"`{what}` is {name!r} of type {type(name).__name__}; expected a string.")
+    problem = None
+    if not name.strip():
+        problem = "it is empty"
+    elif name.startswith("."):
+        problem = "it starts with a dot"
+    elif "/" in name or "\\" in name:
+        problem = "it contains a path separator"
+    elif PureWindowsPath(name).drive:
+        problem = "it starts with a drive"
+    elif any(ord(char) < 32 or ord(char) == 127 for char in name):
+        problem = "it contains a control character"
+    elif len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+        problem = f"it is longer than {MAX_NAME_BYTES} bytes"
+    if problem:
+        raise ValueError(
+            f"`{what}` is {name!r}: {problem}. Expected the plain name of one directory inside the output directory. "
+            "Use letters, digits, dashes and underscores."
+        )
+    return name
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary path in the directory of `path`; renamed onto `path` when the block ends without an exception.
+
+    The file gets the permissions that the process's umask asks for, even when the code in the block rewrites it with
+    tighter ones (safetensors writes mode 0600). Parent directories are created.
+    """
+    temporary, mode = _create_temporary(path.parent)
+    try:
+        yield temporary
+        os.chmod(temporary, mode)
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` to `path`, atomically, replacing what is there."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def create_bytes(path: Path, data: bytes) -> bool:
+    """Create `path` with `data` unless it exists; of several processes that try at once, exactly one succeeds.
+
+    Returns:
+        Whether this call created the file.
+    """
+    temporary, _ = _create_temporary(path.parent)
+    try:
+        temporary.write_bytes(data)
+        _sync(temporary)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            return _create_without_links(path, data)
+        _sync(path.parent)
+        return True
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def json_bytes(content: Any) -> bytes:
+    """JSON with sorted keys, so that equal content gives equal bytes.
+
+    Raises:
+        TypeError, ValueError: the content is not plain JSON (NaN and infinities included).
+    """
+    return (json.dumps(content, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        StoreError: the file is not a JSON object.
+    """
+    data = path.read_bytes()
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        raise StoreError(
+            f"{path} is not valid JSON ({error}). Expected a file written by hf_trak. Restore it from a copy, or "
+            "delete the directory it describes and run again."
+        ) from error
+    if not isinstance(content, dict):
+        raise StoreError(f"{path} holds a JSON {type(content).__name__}; expected an object, as hf_trak writes it.")
+    return content
+
+
+def differing(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """One line per key whose values differ: `key: saved …, given …`."""
+    absent = object()
+
+    def show(value: Any) -> str:
+        text = "(absent)" if value is absent else json.dumps(value, sort_keys=True, default=repr)
+        return text if len(text) <= 400 else f"{text[:397]}…"
+
+    keys = sorted(set(saved) | set(given))
+    pairs = [(key, saved.get(key, absent), given.get(key, absent)) for key in keys]
+    return [f"{key}: saved {show(old)}, given {show(new)}" for key, old, new in pairs if old != new]
+
+
+def remove_stale_temporaries(directory: Path) -> None:
+    """Remove temporary files that processes of this host left behind when they died, if they are over an hour old.
+
+    Files of other hosts stay: whether their writers live cannot be seen from here. The age guards against process ids
+    that mean something else in another container on a host of the same name.
+    """
+    for entry in directory.glob(".hf_trak-tmp-*"):
+        match = _TEMPORARY.fullmatch(entry.name)
+        if match is None or match["host"] != _host() or _is_alive(int(match["pid"])):
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - entry.stat().st_mtime > _STALE_SECONDS:
+                entry.unlink()
+                logger.info("Removed %s, left behind by a process that died.", entry)
+
+
+def _create_temporary(directory: Path) -> tuple[Path, int]:
+    """An empty file under a name that no other writer uses, and the permissions that the umask gave it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f".hf_trak-tmp-{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        return path, stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        os.close(descriptor)
+
+
+def _create_without_links(path: Path, data: bytes) -> bool:
+    """Exclusive creation on file systems without hard links: still one winner, but a crash can leave a partial
+    file.
+    """
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    except FileExistsError:
+        return False
+    with open(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return True
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or a directory's entries, to disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open directories
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # network file systems refuse to sync a directory; their rename is durable on the server's terms
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64] or "unknown"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,226 @@
+"""Row shards: which rows go into which file, and how one file is written, checked and read.
+
+A shard is one safetensors file. Its metadata has the single key `hf_trak`, a JSON object with sorted keys:
+
+    {"checksum": xxh3-128 of the tensors' bytes, "format_version": 1, "identity": {…}, "start": first row, "stop": one
+     past the last row}
+
+One key, because safetensors serializes several in an order that changes from call to call, and the same features have
+to give the same bytes. `identity` says what the rows were computed from (hash of the configuration, fingerprint of the
+weights, …); a file of another identity is refused.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hf_trak.errors import StoreError
+from hf_trak.savers.atomic import atomic_path, differing
+
+FORMAT_VERSION = 1
+METADATA_KEY = "hf_trak"
+
+Identity = Mapping[str, str | int]
+"""What a file was computed from, as JSON."""
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The division of rows `0 … n_rows` into shards of `shard_size` rows, the last one shorter.
+
+    It depends on these two numbers alone, never on the number of processes or on batches, so that any process can
+    compute any shard and the result is the same.
+    """
+
+    n_rows: int
+    shard_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("n_rows", "shard_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"`{name}` is {value!r}; expected an integer of at least 1.")
+
+    def __len__(self) -> int:
+        """Number of shards."""
+        return -(-self.n_rows // self.shard_size)
+
+    def rows(self, index: int) -> range:
+        """The rows of one shard.
+
+        Raises:
+            IndexError: there is no such shard.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"Shard {index} does not exist; expected 0 ≤ index < {len(self)}.")
+        start = index * self.shard_size
+        return range(start, min(start + self.shard_size, self.n_rows))
+
+    def shard_of(self, row: int) -> int:
+        """Index of the shard that holds a row.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        if not 0 <= row < self.n_rows:
+            raise IndexError(f"Row {row} does not exist; expected 0 ≤ row < {self.n_rows}.")
+        return row // self.shard_size
+
+    def file_name(self, index: int, prefix: str) -> str:
+        """For example `train-00000-of-00004.safetensors`."""
+        return f"{prefix}-{index:05d}-of-{len(self):05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor of a file has to look like: its shape, and the dtypes that are accepted."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """xxh3-128 (hex) of the names and bytes of CPU tensors, in the order of their names."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], identity: Identity, **extra: Any) -> None:
+    """Write tensors to a file, atomically; the same content gives the same bytes.
+
+    Args:
+        path: the file.
+        tensors: what to write, by name.
+        identity: what it was computed from.
+        **extra: further plain JSON for the metadata.
+    """
+    tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    header = {
+        **extra,
+        "checksum": checksum(tensors),
+        "format_version": FORMAT_VERSION,
+        "identity": dict(identity),
+    }
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(header, sort_keys=True, allow_nan=False)})
+
+
+def read_header(path: Path, identity: Identity, specs: Mapping[str, TensorSpec], **extra: Any) -> dict[str, Any]:
+    """Check everything about a file but the bytes of its tensors, which are not read.
+
+    Args:
+        path: the file.
+        identity: the identity it has to have.
+        specs: the tensors it has to hold.
+        **extra: metadata that it has to have.
+
+    Returns:
+        The metadata.
+
+    Raises:
+        StoreError: the file is truncated or foreign, or anything differs.
+    """
+    with _open(path) as file:
+        return _check_header(path, file, identity, specs, extra)
+
+
+def read_tensors(
+    path: Path, identity: Identity, specs: Mapping[str, TensorSpec], verify: bool | None = None, **extra: Any
+) -> dict[str, Tensor]:
+    """The tensors of a file, memory-mapped: pages are read when they are touched, and slices cost only their rows.
+
+    Args:
+        path: the file.
+        identity: the identity it has to have.
+        specs: the tensors it has to hold; others in the file are not returned.
+        verify: whether to compare the checksum, which reads the file once. By default this is done the first time that
+            this process reads the file as it is now.
+        **extra: metadata that it has to have.
+
+    Raises:
+        StoreError: as in `read_header`, or the checksum differs.
+    """
+    stat = path.stat() if path.exists() else None
+    stamp = None if stat is None else (str(path.absolute()), stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    with _open(path) as file:
+        header = _check_header(path, file, identity, specs, extra)
+        tensors = {name: file.get_tensor(name) for name in specs}
+        if verify or (verify is None and stamp not in _verified):
+            found = checksum({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (no iterator)
+            if found != header.get("checksum"):
+                raise _broken(
+                    path, f"the checksum of its tensors is {found}, its metadata says {header.get('checksum')}"
+                )
+            _verified.add(stamp)
+    return tensors
+
+
+_verified: set[object] = set()
+"""Files whose checksum this process has compared, by path, inode, size and modification time."""
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError as error:
+        raise StoreError(f"{path} is missing. Run the command that computes it again.") from error
+    except (SafetensorError, OSError) as error:
+        raise _broken(path, f"it cannot be read ({error})") from error
+    with file:
+        yield file
+
+
+def _check_header(
+    path: Path, file: Any, identity: Identity, specs: Mapping[str, TensorSpec], extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    text = (file.metadata() or {}).get(METADATA_KEY)
+    if text is None:
+        raise _broken(path, f"it was not written by hf_trak (no `{METADATA_KEY}` in its metadata)")
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise _broken(path, f"its metadata is not valid JSON ({error})") from error
+    if not isinstance(header, dict) or header.get("format_version") != FORMAT_VERSION:
+        version = header.get("format_version") if isinstance(header, dict) else header
+        raise StoreError(
+            f"{path} has format version {version!r}; this version of hf_trak reads {FORMAT_VERSION}. Use the version "
+            "of hf_trak that wrote it, or another output directory."
+        )
+    changes = differing(header.get("identity") or {}, dict(identity))
+    changes += differing({key: header.get(key) for key in extra}, extra)
+    if changes:
+        raise _broken(path, "it belongs to another run (" + "; ".join(changes) + ")")
+    names = set(file.keys())
+    for name, spec in specs.items():
+        if name not in names:
+            raise _broken(path, f"tensor `{name}` is missing")
+        found = file.get_slice(name)
+        shape, dtype = tuple(found.get_shape()), _DTYPES.get(found.get_dtype())
+        if shape != spec.shape or dtype not in spec.dtypes:
+            expected = " or ".join(map(str, spec.dtypes))
+            raise _broken(path, f"`{name}` is {dtype or found.get_dtype()} {shape}, expected {expected} {spec.shape}")
+    return header
+
+
+def _broken(path: Path, problem: str) -> StoreError:
+    return StoreError(
+        f"{path} cannot be used: {problem}. Delete this file and run the same command again; only its rows are "
+        "computed anew."
+    )
+
+
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+"""safetensors' names of the dtypes that the store holds."""
