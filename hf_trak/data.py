@@ -1,7 +1,7 @@
 """Datasets: what identifies one, which columns reach the model, and how rows become batches in a fixed order."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -135,10 +135,15 @@ class RowBatches:
             device: where batches are wanted.
             num_workers: processes that load rows.
             pin_memory: whether batches pass through pinned memory.
+
+        Raises:
+            ValueError: the dataset has none of the columns.
         """
         if columns is not None and isinstance(dataset, HFDataset) and dataset.format["type"] != "custom":
             # Unused columns are dropped before they are decoded; a transform, however, may need them.
-            dataset = dataset.select_columns([name for name in dataset.column_names if name in columns])
+            kept = [name for name in dataset.column_names if name in columns]
+            _check_columns(kept, dataset.column_names, columns)
+            dataset = dataset.select_columns(kept)
         self.dataset: Dataset = dataset
         self.collator = collator
         self.columns = None if columns is None else frozenset(columns)
@@ -148,13 +153,9 @@ class RowBatches:
 
     def _collate(self, rows: list[Any]) -> Any:
         if self.columns is not None and rows and isinstance(rows[0], Mapping):
+            given = rows[0]
             rows = [{name: value for name, value in row.items() if name in self.columns} for row in rows]
-            if not rows[0]:
-                raise ValueError(
-                    "No column of the dataset is an argument of the model's `forward`. Expected some of "
-                    f"{sorted(self.columns or ())}. Rename the columns, or set `remove_unused_columns=False` if the "
-                    "data collator makes them."
-                )
+            _check_columns(rows[0], given, self.columns)
         return self.collator(rows)
 
     def iterate(self, batches: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
@@ -169,6 +170,14 @@ class RowBatches:
         )
         for rows, batch in zip(batches, loader, strict=True):
             yield rows, send_to_device(batch, self.device)
+
+
+def _check_columns(kept: Collection[str], given: Collection[str], columns: Collection[str]) -> None:
+    if not kept:
+        raise ValueError(
+            f"No column of the dataset reaches the model: it has {sorted(given)}. Expected some of {sorted(columns)}. "
+            "Rename the columns, or set `remove_unused_columns=False` if the data collator makes the model's inputs."
+        )
 
 
 def batch_rows(start: int, stop: int, batch_size: int) -> Iterator[range]:

@@ -1,0 +1,158 @@
+"""Checkpoints load from everything that Trainer users have, and never run code or leave traces."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hf_trak.checkpoints import fingerprint_state_dict, load_into, loaded, read_state_dict
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+def same(left: dict, right: dict) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def tiny_gpt2(seed: int = 0) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=32))
+
+
+@pytest.mark.parametrize("kind", ["module", "state_dict", ".safetensors", ".pt", ".pth", ".bin", "wrapped"])
+def test_every_kind_of_checkpoint_loads(kind: str, tmp_path: Path) -> None:
+    source, target = make_model(1), make_model(2)
+    state = source.state_dict()
+    path = tmp_path / f"weights{kind if kind.startswith('.') else '.pt'}"
+    if kind == ".safetensors":
+        save_file(state, path)
+    elif kind.startswith("."):
+        torch.save(state, path)
+    elif kind == "wrapped":
+        torch.save({"state_dict": state, "epoch": 3}, path)
+    load_into(target, {"module": source, "state_dict": state}.get(kind, path))
+    assert same(dict(target.state_dict()), dict(state))
+
+
+@pytest.mark.parametrize("shard_size", ["10MB", "10KB"])
+def test_save_pretrained_directories_load_with_tied_weights(shard_size: str, tmp_path: Path) -> None:
+    source, target = tiny_gpt2(1), tiny_gpt2(2)
+    source.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "10KB")
+    load_into(target, tmp_path)
+    assert same(dict(target.state_dict()), dict(source.state_dict()))
+    assert target.lm_head.weight is target.transformer.wte.weight
+
+
+def test_adapter_checkpoint_goes_into_the_adapter_only(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False)
+    source, target = peft.get_peft_model(tiny_gpt2(1), config), peft.get_peft_model(tiny_gpt2(2), config)
+    base = {name: value.clone() for name, value in target.state_dict().items() if "lora" not in name}
+    source.save_pretrained(tmp_path)
+    load_into(target, tmp_path)
+    for name, value in target.state_dict().items():
+        expected = source.state_dict()[name] if "lora" in name else base[name]
+        assert torch.equal(value, expected), name
+
+
+class Exploit:
+    """Unpickling this runs a command."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_pickled_objects_are_refused_and_not_run(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2), "extra": Exploit(tmp_path / "ran")}, tmp_path / "evil.pt")
+    with pytest.raises(ValueError, match=r"pickled Python objects.*safetensors"):
+        read_state_dict(tmp_path / "evil.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_missing_damaged_and_foreign_files(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        read_state_dict(tmp_path / "nothing.pt")
+    with pytest.raises(FileNotFoundError, match="holds no weights"):
+        read_state_dict(tmp_path)
+    (tmp_path / "short.safetensors").write_bytes(b"\x10")
+    with pytest.raises(ValueError, match="damaged"):
+        read_state_dict(tmp_path / "short.safetensors")
+    torch.save(make_model().state_dict(), tmp_path / "cut.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "cut.pt").read_bytes()[:200])
+    with pytest.raises(ValueError, match="damaged"):
+        read_state_dict(tmp_path / "cut.pt")
+    (tmp_path / "notes.txt").write_text("no weights")
+    with pytest.raises(ValueError, match=r"suffix '\.txt'"):
+        read_state_dict(tmp_path / "notes.txt")
+    with pytest.raises(ValueError, match="Expected names"):
+        read_state_dict({"weight": 3})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="int"):
+        read_state_dict(3)  # type: ignore[arg-type]
+
+
+def test_weights_of_another_architecture_are_refused_whole() -> None:
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    broken = {name: torch.zeros_like(value) for name, value in before.items()}
+    broken["3.weight"] = torch.zeros(7, 4)
+    del broken["0.bias"]
+    with pytest.raises(ValueError, match=r"1 names missing.*0\.bias.*3\.weight: \(7, 4\)"):
+        load_into(model, broken)
+    assert same(dict(model.state_dict()), before)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_loaded_restores_weights_dtypes_and_modes(fail: bool) -> None:
+    model = make_model(0)
+    model[1].eval()
+    model.train()
+    model[2].eval()
+    modes = [module.training for module in model.modules()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    other = make_model(1)
+    try:
+        with loaded(model, other, torch.bfloat16) as fingerprint:
+            assert fingerprint == fingerprint_state_dict(other.state_dict())
+            assert not any(module.training for module in model.modules())
+            assert model[0].weight.dtype == torch.bfloat16
+            assert torch.equal(model[0].weight, other[0].weight.to(torch.bfloat16))
+            if fail:
+                raise KeyError("stop")
+    except KeyError:
+        assert fail
+    assert same(dict(model.state_dict()), before)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_fingerprint_depends_on_content_alone(tmp_path: Path) -> None:
+    state = make_model(0).state_dict()
+    fingerprint = fingerprint_state_dict(state)
+    assert fingerprint_state_dict(dict(reversed(state.items()))) == fingerprint
+    save_file({name: value.contiguous() for name, value in state.items()}, tmp_path / "x.safetensors")
+    assert fingerprint_state_dict(read_state_dict(tmp_path / "x.safetensors")) == fingerprint
+    for change in (
+        {**state, "0.weight": state["0.weight"] + 1e-6},
+        {**state, "0.weight": state["0.weight"].double()},
+        {**state, "0.weight": state["0.weight"].reshape(3, 4)},
+        {("a" if name == "0.bias" else name): value for name, value in state.items()},
+    ):
+        assert fingerprint_state_dict(change) != fingerprint
+
+
+def test_index_that_names_a_missing_part(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match="model-00001-of-00002"):
+        read_state_dict(tmp_path)
