@@ -12,9 +12,9 @@ from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, Side
 
 GradientSink = Callable[[int, Tensor], None]
-"""Receives `(start, block)`: `block` of shape `(B, n)` holds columns `start … start + n` of the per-sample gradients, in the
-order of [`ParameterLayout`]. Blocks come in any order; columns that come twice (shared parameters) are to be added up.
-The block may be reused or freed by its producer as soon as the sink returns."""
+"""Receives `(start, block)`: `block` of shape `(B, n)` holds columns `start … start + n` of the per-sample gradients,
+in the order of [`ParameterLayout`]. Blocks come in any order; columns that come twice (shared parameters) are to be
+added up. The block may be reused or freed by its producer as soon as the sink returns."""
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ class ParameterSlot:
 class ParameterLayout:
     """The attributed parameters in `named_parameters()` order, concatenated without gaps.
 
-    Row i of the projection matrix belongs to position i of this concatenation (see `hf_trak.projectors`), so the layout is
-    part of what defines the features and is written into the store.
+    Row i of the projection matrix belongs to position i of this concatenation (see `hf_trak.projectors`), so the
+    layout is part of what defines the features and is written into the store.
     """
 
     slots: tuple[ParameterSlot, ...]

@@ -1,0 +1,153 @@
+"""The engine that chooses an engine, and checks it on the first batch before it is trusted."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_trak.errors import GradientEngineError
+from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
+from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.functional import FunctionalGradientComputer
+from hf_trak.gradient_computers.iterative import IterativeGradientComputer
+from hf_trak.gradient_computers.self_check import Reference, SamplesMixedError, check_against, reference_of
+from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
+
+logger = logging.getLogger(__name__)
+
+ENGINES: dict[str, Callable[..., AbstractGradientComputer]] = {
+    "functional": FunctionalGradientComputer,
+    "iterative": IterativeGradientComputer,
+}
+"""The engines by name, in the order in which `auto` tries them."""
+
+
+def engines_of(engine: str) -> tuple[str, ...]:
+    """The engines that a choice allows: all of them in order for `"auto"`. Raises `ValueError` for an unknown name."""
+    if engine != "auto" and engine not in ENGINES:
+        raise ValueError(f"`engine` is {engine!r}; expected 'auto' or one of {list(ENGINES)}.")
+    return tuple(ENGINES) if engine == "auto" else (engine,)
+
+
+class AutoGradientComputer(AbstractGradientComputer):
+    """Tries engines in order, and keeps the first whose gradients are those of plain autograd on each sample alone.
+
+    The check takes two samples of the first batch (and of the first batch that looks different: another side, other
+    keys). It costs one extra pass over that batch and one forward and backward pass of each of the two samples.
+
+    Attributes:
+        engine (`str` or `None`): name of the engine in use, `None` before the first batch.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        task: AbstractModelOutput,
+        grad_dim: int | None = None,
+        dtype: torch.dtype | None = torch.float16,
+        device: torch.device | str | None = "cuda",
+        grad_wrt: Iterable[str] | None = None,
+        engines: Sequence[str] = tuple(ENGINES),
+        self_check: bool = True,
+    ) -> None:
+        """See [`AbstractGradientComputer`].
+
+        Args:
+            engines: names from [`ENGINES`] in the order in which they are tried.
+            self_check: whether to compare two samples of the first batch with plain autograd.
+
+        Raises:
+            ValueError: an unknown engine.
+        """
+        super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
+        unknown = [name for name in engines if name not in ENGINES]
+        if unknown or not engines:
+            raise ValueError(f"`engines` is {list(engines)}; expected names from {list(ENGINES)}.")
+        self.self_check = self_check
+        self.engine: str | None = None
+        self.engines = tuple(engines)
+        self._remaining = list(engines)
+        self._explicit = len(engines) == 1
+        self._announced: str | None = None
+        self._computer: AbstractGradientComputer | None = None
+        self._checked: set[tuple[object, ...]] = set()
+        self._refusals: list[str] = []
+
+    def load_model_params(self, model: torch.nn.Module) -> None:
+        self.model = model
+        if self._computer is not None:
+            self._computer.load_model_params(model)
+
+    def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor] | Tensor:
+        return self._ready(batch, "train").compute_per_sample_grad(batch)
+
+    def compute_loss_grad(self, batch: Batch) -> Tensor:
+        if self._computer is not None:
+            return self._computer.compute_loss_grad(batch)
+        weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
+        with torch.no_grad():
+            return self.modelout_fn.get_out_to_loss_grad(self.model, weights, buffers, batch)
+
+    def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
+        return self._ready(batch, side).stream(batch, sink, side)
+
+    def _ready(self, batch: Batch, side: Side) -> AbstractGradientComputer:
+        """The engine to use for this batch, chosen and checked."""
+        split = SplitBatch.of(batch)
+        # a batch of one cannot show that samples mix, so a larger one is checked again
+        kind = (side, split.keys, split.size > 1)
+        if self._computer is not None and (not self.self_check or kind in self._checked):
+            return self._computer
+        reference = None
+        if self.self_check:
+            alone = self._make("iterative", dtype=None)
+            reference = reference_of(alone, self.layout, batch, side, self.model)
+        while True:
+            try:
+                computer = self._computer or self._next()
+                if reference is not None:
+                    self._check(computer, reference, batch, side)
+                break
+            except SamplesMixedError:
+                raise
+            except GradientEngineError as error:
+                if self._explicit:
+                    raise
+                self._refusals.append(f"{self.engine}: {error}")
+                self._computer = None
+                if not self._remaining:
+                    raise GradientEngineError(
+                        f"No engine takes correct per-sample gradients of {type(self.model).__name__}:\n"
+                        + "\n".join(self._refusals)
+                    ) from error
+        self._checked.add(kind)
+        if self._announced != self.engine:
+            self._announced = self.engine
+            because = "; the others cannot: " + " | ".join(self._refusals) if self._refusals else ""
+            logger.info(
+                "Per-sample gradients of %s by the %s engine%s.", type(self.model).__name__, self.engine, because
+            )
+        return computer
+
+    def _check(self, computer: AbstractGradientComputer, reference: Reference, batch: Batch, side: Side) -> None:
+        """[`check_against`], at the precision of the parameters rather than that of the features."""
+        kept = computer.dtype, computer.device
+        computer.dtype = computer.device = None
+        try:
+            check_against(reference, computer, batch, side, self.model, self.engine or "")
+        finally:
+            computer.dtype, computer.device = kept
+
+    def _next(self) -> AbstractGradientComputer:
+        self.engine = self._remaining.pop(0)
+        self._computer = self._make(self.engine, self.dtype)
+        return self._computer
+
+    def _make(self, name: str, dtype: torch.dtype | None) -> AbstractGradientComputer:
+        computer = ENGINES[name](self.model, self.modelout_fn, self.grad_dim, dtype, self.device, self.grad_wrt)
+        if isinstance(computer, IterativeGradientComputer) and not isinstance(self.modelout_fn, BatchedModelOutput):
+            # chosen by name, the iterative engine calls a task without a batched form as the seeds' one does; as a
+            # stand-in or reference for the functional engine, it calls it as that one would
+            computer.sample_form = self.engines != ("iterative",)
+        return computer

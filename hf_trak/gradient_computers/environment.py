@@ -1,0 +1,78 @@
+"""What an engine changes for the time of one pass, as context managers that put everything back, also on
+exceptions."""
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def only_differentiating(model: torch.nn.Module, wanted: Collection[int]) -> Iterator[None]:
+    """Give `requires_grad` to the parameters whose `id` is in `wanted`, and to no other."""
+    saved = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in saved:
+            parameter.requires_grad_(id(parameter) in wanted)
+        yield
+    finally:
+        for parameter, flag in saved:
+            parameter.requires_grad_(flag)
+
+
+@contextmanager
+def mask_code_traceable() -> Iterator[None]:
+    """Let the mask code of transformers run under `torch.func.vmap`.
+
+    It looks for all-true masks with `.all()`, which has no meaning under vmap; told that it is being traced, it builds
+    the full mask instead, which gives the same values. The answer holds inside this context alone.
+    """
+    replaced: list[tuple[Any, str, Any]] = []
+    utils = sys.modules.get("transformers.utils.import_utils")
+    try:
+        for name, answer in (("is_tracing", _yes), ("torch_compilable_check", _unchecked)):
+            original: Any = getattr(utils, name, None)
+            if original is None:  # transformers is not loaded, or does not have this function
+                continue
+            for module in [m for key, m in sys.modules.items() if key.startswith("transformers.")]:
+                # `is` on the module's own dict: attribute access would trigger transformers' lazy imports
+                if getattr(module, "__dict__", {}).get(name) is original and module is not utils:
+                    replaced.append((module, name, original))
+                    setattr(module, name, answer)
+        yield
+    finally:
+        for module, name, original in replaced:
+            setattr(module, name, original)
+
+
+def _yes(tensor: Any = None) -> bool:
+    return True
+
+
+def _unchecked(cond: Any, msg: Any, error_type: type[Exception] = ValueError) -> None:
+    """Data-dependent input checks cannot run under vmap; an ordinary forward pass makes them."""
+
+
+@contextmanager
+def problem_type_fixed(model: torch.nn.Module, labels: Any) -> Iterator[None]:
+    """Set `config.problem_type`, which the sequence-classification loss otherwise writes during its first call.
+
+    Under vmap that write would be decided by a tensor of one sample. The rule is that of transformers.
+    """
+    config = getattr(model, "config", None)
+    if labels is None or config is None or getattr(config, "problem_type", "absent") is not None:
+        yield
+        return
+    if getattr(config, "num_labels", None) == 1:
+        kind = "regression"
+    elif isinstance(labels, torch.Tensor) and labels.dtype in (torch.long, torch.int):
+        kind = "single_label_classification"
+    else:
+        kind = "multi_label_classification"
+    config.problem_type = kind
+    try:
+        yield
+    finally:
+        config.problem_type = None

@@ -1,0 +1,153 @@
+"""The functional engine: `torch.func.vmap` of the gradient of one sample (the seeds' default engine)."""
+
+import contextlib
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_trak.errors import GradientEngineError
+from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
+from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.environment import mask_code_traceable, problem_type_fixed
+from hf_trak.gradient_computers.memory import free_bytes, saved_activation_bytes
+from hf_trak.gradient_computers.outputs import call_model, one_per_sample
+from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
+
+logger = logging.getLogger(__name__)
+
+MEMORY_SHARE = 0.5
+"""Share of the free memory that the vectorized pass may plan with."""
+
+
+class FunctionalGradientComputer(AbstractGradientComputer):
+    """`vmap(grad(f))` over the samples of a batch, differentiating the attributed parameters alone.
+
+    Attributes:
+        chunk_size (`int` or `None`): samples that are vectorized together. `None` chooses by free memory.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        task: AbstractModelOutput,
+        grad_dim: int | None = None,
+        dtype: torch.dtype | None = torch.float16,
+        device: torch.device | str | None = "cuda",
+        grad_wrt: Iterable[str] | None = None,
+    ) -> None:
+        """See [`AbstractGradientComputer`]."""
+        super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
+        self.chunk_size: int | None = None
+        self._measured: tuple[int, int] | None = None
+        self.load_model_params(model)
+
+    def load_model_params(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.func_weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self.func_buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
+
+    def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
+        """Gradients of f of every sample, by parameter name, shapes `(B, *shape)`, in `dtype` on `device`.
+
+        Raises:
+            GradientEngineError: the model does something that `torch.func.vmap` cannot vectorize.
+            TypeError: a mapping is given to a task that only has the seeds' functional form.
+        """
+        gradients, _, _ = self._run(batch, "train")
+        return {name: gradient.to(self.device, self.dtype) for name, gradient in gradients.items()}
+
+    def compute_loss_grad(self, batch: Batch) -> Tensor:
+        return self.modelout_fn.get_out_to_loss_grad(self.model, self.func_weights, self.func_buffers, batch)
+
+    def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
+        gradients, output, q = self._run(batch, side)
+        for slot in self.layout.slots:
+            sink(slot.offset, gradients.pop(slot.name).to(self.device, self.dtype).flatten(1))
+        if q is None:
+            q = self.compute_loss_grad(batch).detach()
+        return BatchOutputs(output, q)
+
+    def _run(self, batch: Batch, side: Side) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+        """Gradients, f, and q where the task has a batched form (`None` where it has not)."""
+        split = SplitBatch.of(batch)
+        task = self.modelout_fn
+        if split.is_mapping and not isinstance(task, BatchedModelOutput):
+            raise TypeError(
+                f"The batch is a mapping with keys {list(split.keys)}, but the task {type(task).__name__} has "
+                f"only the "
+                "seeds' form get_output(model, weights, buffers, *sample). Pass a tuple of tensors, or derive the "
+                "task from BatchedModelOutput."
+            )
+        attributed = {name: self.func_weights[name] for name in self.layout.names}
+        fixed = {name: weight for name, weight in self.func_weights.items() if name not in attributed}
+
+        def value(weights: dict[str, Tensor], mapped: dict[Any, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+            everything = {**fixed, **weights}
+            if not isinstance(task, BatchedModelOutput):
+                sample = split.rebuild(mapped)
+                f = task.get_output(self.model, everything, self.func_buffers, *sample)
+                return f, (f.detach(),)
+            single = split.rebuild({key: tensor.unsqueeze(0) for key, tensor in mapped.items()})
+            result = call_model(task, self.model, single, everything, self.func_buffers)
+            f = one_per_sample(task.output(result, single, side), 1, task).squeeze(0)
+            return f, (f.detach(), task.out_to_loss_grad(result, single, side).detach().squeeze(0))
+
+        labels = split.mapped.get("labels") if split.is_mapping else None
+        gradient_of_one = torch.func.grad(value, has_aux=True)
+        with problem_type_fixed(self.model, labels):
+            chunk = self.chunk_size or self._chunk_by_memory(split, lambda: value(attributed, _first(split)))
+            with mask_code_traceable():
+                while True:
+                    vectorized = torch.func.vmap(
+                        gradient_of_one, in_dims=(None, 0), randomness="different", chunk_size=chunk
+                    )
+                    try:
+                        gradients, aux = vectorized(attributed, split.mapped)
+                        break
+                    except torch.OutOfMemoryError:
+                        if chunk == 1:
+                            raise
+                        chunk = max(1, min(chunk, split.size) // 2)
+                        logger.info("Out of memory: vectorizing %d samples at a time.", chunk)
+                    except (RuntimeError, NotImplementedError) as error:
+                        raise GradientEngineError(
+                            f"The functional engine cannot vectorize {type(self.model).__name__}: {error}\n"
+                            'Use engine="auto", "hooked" or "iterative" (IterativeGradientComputer in TRAKer).'
+                        ) from error
+        return gradients, aux[0], aux[1] if len(aux) > 1 else None
+
+    def _chunk_by_memory(self, split: SplitBatch, forward: Any) -> int:
+        """Samples that fit into [`MEMORY_SHARE`] of the free memory, at least one.
+
+        A sample costs what its forward pass saves, about as much again for the backward pass, and its gradient twice
+        (once as it is taken, once in the result, for which the whole batch is accounted beforehand).
+        """
+        if self._measured is None or self._measured[0] < split.sample_elements:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_differentiable(self.func_weights, self.layout.names))
+                self._measured = (split.sample_elements, saved_activation_bytes(forward))
+        weights = self.func_weights
+        gradient = sum(slot.numel * weights[slot.name].element_size() for slot in self.layout.slots)
+        available = free_bytes(next(iter(weights.values())).device) * MEMORY_SHARE - split.size * gradient
+        chunk = int(available // max(2 * self._measured[1] + gradient, 1))
+        return max(1, min(split.size, chunk))
+
+
+def _first(split: SplitBatch) -> dict[Any, Tensor]:
+    return {key: tensor[0] for key, tensor in split.mapped.items()}
+
+
+@contextlib.contextmanager
+def _differentiable(weights: dict[str, Tensor], names: Iterable[str]) -> Any:
+    """Let autograd record operations on detached weights, so that what it saves can be counted."""
+    tensors = [weights[name] for name in names]
+    try:
+        for tensor in tensors:
+            tensor.requires_grad_(True)
+        yield
+    finally:
+        for tensor in tensors:
+            tensor.requires_grad_(False)

@@ -1,0 +1,359 @@
+"""The functional and the iterative engine against plain autograd on each sample alone (and what both must refuse)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
+
+from hf_trak.errors import GradientEngineError
+from hf_trak.gradient_computers import (
+    FunctionalGradientComputer,
+    IterativeGradientComputer,
+    ParameterLayout,
+    make_gradient_computer,
+    per_sample_gradients,
+)
+from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
+
+
+class Margin(BatchedModelOutput):
+    """Classification margin of mapping batches (labels stay out of the model) and of `(images, labels)` tuples."""
+
+    def model_inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(batch, tuple | list):
+            return (batch[0],), {}
+        return (), {key: value for key, value in batch.items() if key != "labels"}
+
+    def output(self, model_output: Any, batch: Any, side: str = "train") -> Tensor:
+        logits = model_output if isinstance(model_output, Tensor) else model_output.logits
+        labels = batch[1] if isinstance(batch, tuple | list) else batch["labels"]
+        true = logits.gather(1, labels[:, None]).squeeze(1)
+        others = logits.scatter(1, labels[:, None], -torch.inf)
+        return true - others.logsumexp(1)
+
+    def out_to_loss_grad(self, model_output: Any, batch: Any, side: str = "train") -> Tensor:
+        return torch.sigmoid(-self.output(model_output, batch, side)).detach()
+
+
+class MarginWithLabels(Margin):
+    """Passes the labels to the model as well, as `Trainer` does."""
+
+    def model_inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (), dict(batch)
+
+
+class SeedMargin(AbstractModelOutput):
+    """The seeds' functional form: one sample, weights given."""
+
+    def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
+        image, label = sample
+        logits = torch.func.functional_call(model, (weights, buffers), image.unsqueeze(0))
+        return Margin().output(logits, (image, label.unsqueeze(0)))[0]
+
+    def get_out_to_loss_grad(self, model: nn.Module, weights: Any, buffers: Any, batch: Any) -> Tensor:
+        images, labels = batch
+        logits = torch.func.functional_call(model, (weights, buffers), images)
+        return torch.sigmoid(-Margin().output(logits, (images, labels))).detach()
+
+
+class SeedIterativeMargin(AbstractModelOutput):
+    """The seeds' iterative form: a batch, no weights."""
+
+    def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
+        assert weights is None and buffers is None
+        return Margin().output(model(sample[0]), sample)
+
+    def get_out_to_loss_grad(self, model: nn.Module, weights: Any, buffers: Any, batch: Any) -> Tensor:
+        return torch.sigmoid(-Margin().output(model(batch[0]), tuple(batch))).detach()
+
+
+def small_cnn() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3, stride=2), nn.BatchNorm2d(8),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
+    )  # fmt: skip
+    for _ in range(3):  # running statistics that are not the initial ones
+        model(torch.randn(16, 3, 9, 9) * 2 + 1)
+    return model.eval(), (torch.randn(5, 3, 9, 9), torch.tensor([0, 1, 2, 3, 1]))
+
+
+def small_vit() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=12, patch_size=4,
+        num_labels=3,
+    )  # fmt: skip
+    batch = {"pixel_values": torch.randn(4, 3, 12, 12), "labels": torch.tensor([0, 1, 2, 1])}
+    return ViTForImageClassification(config).eval(), batch
+
+
+def small_bert() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=16, num_labels=3,
+    )  # fmt: skip
+    mask = torch.ones(4, 7, dtype=torch.long)
+    mask[1, 4:] = 0
+    mask[2, :2] = 0
+    batch = {"input_ids": torch.randint(1, 40, (4, 7)), "attention_mask": mask, "labels": torch.tensor([0, 1, 2, 1])}
+    return BertForSequenceClassification(config).eval(), batch
+
+
+MODELS: list[Callable[[], tuple[nn.Module, Any]]] = [small_cnn, small_vit, small_bert]
+
+
+def rows_of(batch: Any, start: int, stop: int) -> Any:
+    if isinstance(batch, dict):
+        return {key: value[start:stop] for key, value in batch.items()}
+    return tuple(value[start:stop] for value in batch)
+
+
+def truth(model: nn.Module, task: BatchedModelOutput, batch: Any) -> dict[str, Tensor]:
+    """One ordinary forward pass and one `autograd.grad` per sample, written without the library."""
+    size = len(batch["labels"] if isinstance(batch, dict) else batch[1])
+    parameters = dict(model.named_parameters())
+    rows = []
+    for i in range(size):
+        single = rows_of(batch, i, i + 1)
+        args, kwargs = task.model_inputs(single)
+        f = task.output(model(*args, **kwargs), single)
+        gradients = torch.autograd.grad(f.sum(), list(parameters.values()), allow_unused=True)
+        rows.append(
+            [torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), gradients, strict=True)]
+        )
+    return {name: torch.stack(column) for name, column in zip(parameters, zip(*rows, strict=True), strict=True)}
+
+
+def streamed(computer: Any, batch: Any, size: int) -> tuple[Tensor, Any]:
+    total = torch.zeros(size, computer.layout.total)
+
+    def sink(start: int, block: Tensor) -> None:
+        total[:, start : start + block.shape[1]] += block
+
+    return total, computer.stream(batch, sink)
+
+
+def concatenated(gradients: dict[str, Tensor], layout: ParameterLayout) -> Tensor:
+    return torch.cat([gradients[name].flatten(1) for name in layout.names], dim=1)
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    assert actual.shape == expected.shape
+    error = torch.linalg.vector_norm(actual - expected, dim=1) / torch.linalg.vector_norm(expected, dim=1)
+    assert float(error.max()) < tolerance
+
+
+@pytest.mark.parametrize("engine", [FunctionalGradientComputer, IterativeGradientComputer])
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+def test_engines_equal_plain_autograd(build: Callable[[], tuple[nn.Module, Any]], engine: Any) -> None:
+    """Traps 13 and 17: masks under vmap; a sample's gradient is that of the sample alone, not 1/B of it."""
+    model, batch = build()
+    expected = truth(model, Margin(), batch)
+    computer = engine(model, Margin(), None, torch.float32, "cpu")
+    size = len(next(iter(expected.values())))
+    actual = computer.compute_per_sample_grad(batch)
+    if isinstance(actual, dict):
+        assert list(actual) == [name for name, _ in model.named_parameters()]
+        assert all(actual[name].shape == expected[name].shape for name in actual)
+        actual = concatenated(actual, computer.layout)
+    assert_close(actual, concatenated(expected, computer.layout))
+    total, outputs = streamed(computer, batch, size)
+    assert_close(total, concatenated(expected, computer.layout))
+    args, kwargs = Margin().model_inputs(batch)
+    f = Margin().output(model(*args, **kwargs), batch)
+    torch.testing.assert_close(outputs.output, f.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs.out_to_loss, torch.sigmoid(-f).detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(computer.compute_loss_grad(batch), torch.sigmoid(-f).detach(), rtol=1e-4, atol=1e-5)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("engine", [FunctionalGradientComputer, IterativeGradientComputer])
+def test_only_the_selected_parameters_are_differentiated(engine: Any) -> None:
+    """Trap 12: neither frozen nor unnamed parameters are counted; a frozen one that is named is."""
+    model, batch = small_bert()
+    expected = truth(model, Margin(), batch)
+    names = [n for n, _ in model.named_parameters() if "layer.1" in n]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("query" not in name and "layer.0" not in name)
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    for grad_wrt in (names, None):
+        computer = engine(model, Margin(), None, torch.float32, "cpu", grad_wrt)
+        selected = names if grad_wrt else [n for n, flag in before.items() if flag]
+        assert computer.grad_dim == sum(expected[n][0].numel() for n in selected)
+        total, _ = streamed(computer, batch, 4)
+        assert_close(total, torch.cat([expected[n].flatten(1) for n in selected], 1))
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+
+
+def test_functional_chunks_agree() -> None:
+    model, batch = small_bert()
+    computer = FunctionalGradientComputer(model, Margin(), None, torch.float32, "cpu")
+    whole, _ = streamed(computer, batch, 4)
+    computer.chunk_size = 3
+    chunked, outputs = streamed(computer, batch, 4)
+    assert_close(chunked, whole)
+    assert outputs.output.shape == outputs.out_to_loss.shape == (4,)
+
+
+def test_functional_sets_the_problem_type_only_while_it_runs() -> None:
+    """The sequence-classification loss would write `config.problem_type` under vmap."""
+    model, batch = small_bert()
+    computer = FunctionalGradientComputer(model, MarginWithLabels(), None, torch.float32, "cpu")
+    assert_close(streamed(computer, batch, 4)[0], concatenated(truth(model, Margin(), batch), computer.layout))
+    assert model.config.problem_type is None
+
+
+def test_mask_code_is_restored_after_an_exception() -> None:
+    from transformers import masking_utils, modeling_attn_mask_utils
+
+    class Failing(Margin):
+        def output(self, model_output: Any, batch: Any, side: str = "train") -> Tensor:
+            if masking_utils.is_tracing() and modeling_attn_mask_utils.is_tracing():
+                raise KeyError("inside the engine")
+            return super().output(model_output, batch, side)
+
+    model, batch = small_bert()
+    before = masking_utils.is_tracing, modeling_attn_mask_utils.is_tracing
+    with pytest.raises(KeyError, match="inside the engine"):
+        FunctionalGradientComputer(model, Failing(), None, torch.float32, "cpu").compute_per_sample_grad(batch)
+    assert (masking_utils.is_tracing, modeling_attn_mask_utils.is_tracing) == before
+    assert not masking_utils.is_tracing()
+
+
+def test_seed_tasks_on_tuple_batches() -> None:
+    model, batch = small_cnn()
+    expected = truth(model, Margin(), batch)
+    functional = FunctionalGradientComputer(model, SeedMargin(), None, torch.float32, "cpu")
+    iterative = IterativeGradientComputer(model, SeedIterativeMargin(), None, torch.float32, "cpu")
+    for computer in (functional, iterative):
+        total, outputs = streamed(computer, batch, 5)
+        assert_close(total, concatenated(expected, computer.layout))
+        q = torch.sigmoid(-Margin().output(model(batch[0]), batch)).detach()
+        torch.testing.assert_close(outputs.out_to_loss, q)
+    for engine, task in (("auto", SeedMargin()), ("functional", SeedMargin()), ("iterative", SeedIterativeMargin())):
+        computer = make_gradient_computer(engine, model, task)
+        assert_close(streamed(computer, list(batch), 5)[0], concatenated(expected, computer.layout))
+    with pytest.raises(TypeError, match="seeds' form"):
+        functional.compute_per_sample_grad({"x": batch[0], "y": batch[1]})
+
+
+def test_tied_and_unused_parameters() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(2, 2)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).tanh())
+
+    torch.manual_seed(0)
+    model, batch = Tied(), (torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    expected = truth(model, Margin(), batch)
+    assert "second.weight" not in expected
+    for engine in (FunctionalGradientComputer, IterativeGradientComputer):
+        computer = engine(model, Margin(), None, torch.float32, "cpu")
+        total, _ = streamed(computer, batch, 3)
+        assert_close(total, concatenated(expected, computer.layout))
+        assert total[:, computer.layout.slot("unused.weight").offset :].abs().max() == 0
+
+
+def test_values_without_a_batch_dimension_are_passed_on() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, shift: Tensor, scale: float, flag: bool) -> Tensor:
+            return self.linear(x * scale if flag else x) + shift
+
+    torch.manual_seed(0)
+    batch = {
+        "x": torch.randn(5, 4),
+        "shift": torch.randn(3),
+        "scale": 3.0,
+        "flag": True,
+        "labels": torch.tensor([0, 1, 2, 0, 1]),
+    }
+    model = Scaled()
+    functional = FunctionalGradientComputer(model, Margin(), None, torch.float32, "cpu")
+    iterative = IterativeGradientComputer(model, Margin(), None, torch.float32, "cpu")
+    assert_close(streamed(functional, batch, 5)[0], streamed(iterative, batch, 5)[0])
+
+
+def test_a_mean_over_the_batch_is_refused() -> None:
+    """Trap 17: a mean loss is 1/B too small and mixes samples."""
+
+    class Mean(Margin):
+        def output(self, model_output: Any, batch: Any, side: str = "train") -> Tensor:
+            return super().output(model_output, batch, side).mean()
+
+    model, batch = small_cnn()
+    for engine in (FunctionalGradientComputer, IterativeGradientComputer):
+        with pytest.raises(ValueError, match="one scalar per sample"):
+            engine(model, Mean(), None, torch.float32, "cpu").compute_per_sample_grad(batch)
+
+
+def test_gradients_come_in_the_dtype_asked_for() -> None:
+    model, batch = small_cnn()
+    for dtype in (torch.float16, torch.float64):
+        functional = FunctionalGradientComputer(model, Margin(), None, dtype, "cpu").compute_per_sample_grad(batch)
+        assert {gradient.dtype for gradient in functional.values()} == {dtype}
+        assert (
+            IterativeGradientComputer(model, Margin(), None, dtype, "cpu").compute_per_sample_grad(batch).dtype
+            == dtype
+        )
+
+
+def test_functional_follows_newly_loaded_weights() -> None:
+    model, batch = small_cnn()
+    computer = FunctionalGradientComputer(model, Margin(), None, torch.float32, "cpu")
+    other, _ = small_cnn()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    computer.load_model_params(other)
+    assert_close(streamed(computer, batch, 5)[0], concatenated(truth(other, Margin(), batch), computer.layout))
+
+
+def test_functional_says_what_vmap_cannot_do() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) if x.sum().item() > 0 else self.linear(2 * x)
+
+    batch = (torch.ones(2, 4), torch.tensor([0, 1]))
+    with pytest.raises(GradientEngineError, match="iterative"):
+        FunctionalGradientComputer(Branching(), Margin(), None, torch.float32, "cpu").compute_per_sample_grad(batch)
+
+
+def test_unknown_engine() -> None:
+    model, _ = small_cnn()
+    with pytest.raises(ValueError, match="expected 'auto' or one of"):
+        make_gradient_computer("fast", model, Margin())
+
+
+@pytest.mark.parametrize("engine", ["auto", "functional", "iterative"])
+def test_per_sample_gradients(engine: str) -> None:
+    model, batch = small_bert()
+    expected = truth(model, Margin(), batch)
+    actual = per_sample_gradients(model, batch, lambda result, batch: Margin().output(result, batch), engine)
+    assert list(actual) == list(expected)
+    for name, gradient in actual.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    cnn, (images, labels) = small_cnn()
+    names = ["8.weight"]
+    expected = truth(cnn, Margin(), (images, labels))
+    pair = per_sample_gradients(cnn, (images, labels), lambda y, batch: Margin().output(y, batch), engine, names)
+    assert list(pair) == names
+    torch.testing.assert_close(pair["8.weight"], expected["8.weight"], rtol=1e-4, atol=1e-6)
+    single = per_sample_gradients(cnn, images, lambda y, batch: (y * batch.mean()).sum(1), "iterative", names)
+    assert single["8.weight"].shape == (5, 4, 8)
