@@ -19,6 +19,7 @@ from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError
 from hf_trak.featurizer import Featurizer
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
+from hf_trak.modelout_functions.identity import task_identity
 from hf_trak.projectors import BlockProjector, make_projector
 from hf_trak.savers import FeatureStore, Gram
 from hf_trak.savers.atomic import safe_name
@@ -141,7 +142,7 @@ class TrakAttributor:
         config = getattr(self.model, "config", None)
         return {
             "hf_trak_version": __version__,
-            "task": self.task.identity(),
+            "task": task_identity(self.task),
             "projection": self._projector().algorithm,
             "proj_dim": self.proj_dim,
             "seed": self.args.seed,
