@@ -1,0 +1,1 @@
+"""Command lines: the parser that recipes and commands share."""

@@ -1,0 +1,241 @@
+"""Dataclasses from a YAML file and the command line: the one parser of recipes and commands.
+
+It is `transformers.HfArgumentParser` with a `--config file.yaml` in front (the idea of TRL's parser): the file sets
+defaults, the command line overrides them. Unlike `HfArgumentParser.parse_yaml_file`, values of the file are converted
+and checked just as the same text on the command line would be, and keys that no argument has are an error.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from transformers import HfArgumentParser
+
+_CONFIG = "config"
+_UNSET = object()
+_NULL = "tag:yaml.org,2002:null"
+_PERCENT = re.compile(r"%%|%\(\w+\)[a-z]|%")
+
+
+def parse_yaml_and_args(
+    dataclass_types: type | Sequence[type],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str | None = None,
+    description: str | None = None,
+) -> tuple[Any, ...]:
+    """Fill dataclasses from the command line, from the YAML file that it names with `--config`, and from defaults.
+
+    A field name that several dataclasses have is one argument, which goes to each of them; where it is not given, each
+    keeps its own default. YAML files are flat: one key per field, `null` for `None`, lists for list fields.
+
+    Args:
+        dataclass_types: one dataclass or several.
+        argv: the command line without the name of the program. `None` takes `sys.argv[1:]`.
+        prog: name of the program in `--help`.
+        description: text in `--help`.
+
+    Returns:
+        One instance of each dataclass, in the given order.
+
+    Raises:
+        FileNotFoundError: the YAML file does not exist.
+        ValueError: the YAML file is no flat mapping, has a key twice or one that no dataclass has, or a value that its
+            argument does not take; or a dataclass refuses its values; or two dataclasses give one name two types.
+        SystemExit: the command line is wrong, as argparse has it, with usage and reason on stderr.
+    """
+    types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types)
+    optional = _optional_arguments(types)
+    parser = _build(types, prog, description)
+    arguments = _actions_by_name(parser, optional)
+
+    before = ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument(f"--{_CONFIG}")
+    config, rest = before.parse_known_args(argv)
+    given: dict[str, Any] = {}
+    if config.config is not None:
+        given = _read(Path(config.config), arguments, optional)
+        parser.set_defaults(**given)  # for --help; what counts is `given`
+        for name in given:
+            arguments[name].required = False
+
+    namespace, unknown = parser.parse_known_args(rest, Namespace(**dict.fromkeys(arguments, _UNSET)))
+    if unknown:
+        parser.error(_unrecognized(unknown, arguments))
+    given.update((name, value) for name in arguments if (value := getattr(namespace, name)) is not _UNSET)
+    return tuple(kind(**{name: given[name] for name in _field_names(kind) if name in given}) for kind in types)
+
+
+def _field_names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind) if field.init]
+
+
+def _optional_arguments(types: Iterable[type]) -> dict[str, bool]:
+    """The name of every argument, and whether it can be `None` in all dataclasses that have it.
+
+    Raises:
+        ValueError: two dataclasses give one name two types, or a name is taken by the parser itself.
+    """
+    owners: dict[str, tuple[type, Any]] = {}
+    optional: dict[str, bool] = {}
+    for kind in types:
+        declared = get_type_hints(kind)
+        for name in _field_names(kind):
+            if name == _CONFIG:
+                raise ValueError(
+                    f"`{kind.__name__}` has a field named '{_CONFIG}'. Expected another name, since `--{_CONFIG}` is "
+                    "the YAML file."
+                )
+            owner, hint = owners.setdefault(name, (kind, declared[name]))
+            if _without_none(declared[name]) != _without_none(hint):
+                raise ValueError(
+                    f"`{name}` is {hint} in `{owner.__name__}` and {declared[name]} in `{kind.__name__}`. Expected "
+                    "one type, since both are filled from one argument. Rename one of the fields."
+                )
+            optional[name] = optional.get(name, True) and NoneType in get_args(declared[name])
+    return optional
+
+
+def _without_none(hint: Any) -> frozenset[Any]:
+    return frozenset(get_args(hint) or (hint,)) - {NoneType}
+
+
+def _build(types: Iterable[type], prog: str | None, description: str | None) -> HfArgumentParser:
+    """The parser of copies of the dataclasses: each name once, help texts safe from `%`-formatting.
+
+    Copies, because `HfArgumentParser` rewrites the types of the fields that it is given.
+    """
+    seen: set[str] = set()
+    copies: list[Any] = []
+    for kind in types:
+        declared = get_type_hints(kind)
+        specs = []
+        for field in dataclasses.fields(kind):
+            if not field.init or field.name in seen:
+                continue
+            seen.add(field.name)
+            metadata = dict(field.metadata)
+            if "help" in metadata:
+                metadata["help"] = _PERCENT.sub(lambda m: "%%" if m[0] == "%" else m[0], metadata["help"])
+            copied = dataclasses.field(metadata=metadata, **_default(field))
+            specs.append((field.name, declared[field.name], copied))
+        copies.append(dataclasses.make_dataclass(kind.__name__, specs, kw_only=True))
+    parser = HfArgumentParser(copies, prog=prog, description=description, allow_abbrev=False)
+    parser.add_argument(f"--{_CONFIG}", metavar="FILE", help="YAML file of defaults for all of these arguments.")
+    return parser
+
+
+def _default(field: dataclasses.Field) -> dict[str, Any]:
+    if field.default_factory is not dataclasses.MISSING:
+        return {"default_factory": field.default_factory}
+    return {} if field.default is dataclasses.MISSING else {"default": field.default}
+
+
+def _actions_by_name(parser: ArgumentParser, names: Iterable[str]) -> dict[str, Action]:
+    """The argument of each field; not its `--no_` complement, which shares the destination."""
+    return {
+        action.dest: action
+        for action in parser._actions
+        if action.dest in names and action.option_strings[0] == f"--{action.dest}"
+    }
+
+
+def _unrecognized(unknown: Sequence[str], arguments: Iterable[str]) -> str:
+    names = [text.split("=", 1)[0].lstrip("-").replace("-", "_") for text in unknown if text.startswith("-")]
+    near = {match for name in names for match in difflib.get_close_matches(name, [*arguments, _CONFIG], n=2)}
+    hint = f" (did you mean {' or '.join(f'--{name}' for name in sorted(near))}?)" if near else ""
+    return f"unrecognized arguments: {' '.join(unknown)}{hint}"
+
+
+# -- YAML ------------------------------------------------------------------------------------------------------------
+
+
+class _TextLoader(yaml.SafeLoader):
+    """Scalars as the text that they are in the file (so `2e-5` and `0123` reach the argument as they would on the
+    command line), except `null`. A key twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
+            raise yaml.MarkedYAMLError(problem=f"the keys {twice} are there twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
+_TextLoader.yaml_implicit_resolvers = {
+    first: kept
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    if (kept := [(tag, pattern) for tag, pattern in resolvers if tag == _NULL])
+}
+
+
+def _read(path: Path, arguments: Mapping[str, Action], optional: Mapping[str, bool]) -> dict[str, Any]:
+    """The converted values of a YAML file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"`--{_CONFIG}` is {str(path)!r}, which is no file. Expected a YAML file.")
+    text = path.read_text(encoding="utf-8")
+    try:
+        content = yaml.load(text, Loader=_TextLoader)
+        typed = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}. Expected `name: value` lines.") from error
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds a {type(content).__name__}. Expected a mapping, with `name: value` lines.")
+    if unknown := [name for name in content if name not in arguments]:
+        raise ValueError(
+            f"{path} sets {', '.join(_with_nearest(str(name), arguments) for name in unknown)}. Expected names of "
+            "arguments; `--help` lists them."
+        )
+    return {
+        name: _convert(path, arguments[name], optional[name], value, typed[name]) for name, value in content.items()
+    }
+
+
+def _with_nearest(name: str, arguments: Mapping[str, Action]) -> str:
+    nearest = difflib.get_close_matches(name, arguments, n=3)
+    return f"'{name}', which no argument is called" + (f" (nearest: {', '.join(nearest)})" if nearest else "")
+
+
+def _convert(path: Path, action: Action, optional: bool, value: Any, typed: Any) -> Any:
+    """A YAML value as the command line would convert and check it."""
+    if value is None:
+        if not optional:
+            raise ValueError(
+                f"{path}: `{action.dest}` is null. Expected {_expected(action)}. Give a value or leave it out."
+            )
+        return None
+    if action.nargs == "+":
+        if not isinstance(value, list):
+            raise ValueError(f"{path}: `{action.dest}` is {value!r}. Expected a list: `{action.dest}: [{value}]`.")
+        return [_convert_text(path, action, item) for item in value]
+    # Dictionaries are JSON on the command line.
+    return _convert_text(path, action, json.dumps(typed) if isinstance(value, Mapping) else value)
+
+
+def _convert_text(path: Path, action: Action, text: Any) -> Any:
+    problem = ValueError(f"{path}: `{action.dest}` is {text!r}. Expected {_expected(action)}.")
+    if not isinstance(text, str):
+        raise problem
+    try:
+        value = action.type(text) if callable(action.type) else text
+    except (ValueError, TypeError, ArgumentTypeError) as error:
+        raise problem from error
+    if action.choices is not None and value not in action.choices:
+        raise problem
+    return value
+
+
+def _expected(action: Action) -> str:
+    if action.choices is not None:
+        return f"one of {list(action.choices)}"
+    name = getattr(action.type, "__name__", "text")
+    known = {"int": "an integer", "float": "a number", "str": "text", "string_to_bool": "true or false"}
+    return known.get(name, name)
