@@ -1,8 +1,8 @@
 """What is attributed: the contract between a task, a model and a batch.
 
 A *task* defines, for a sample z and weights θ, the scalar model output f(z; θ) whose change is attributed, and the
-output-to-loss gradient q(z) = ∂L/∂f at z (TRAK paper, arXiv 2303.14186, Sections 2 and 3), with the sign chosen so that a
-positive score marks a helpful training example.
+output-to-loss gradient q(z) = ∂L/∂f at z (TRAK paper, arXiv 2303.14186, Sections 2 and 3), with the sign chosen so
+that a positive score marks a helpful training example.
 
 Two forms of the same thing:
 
@@ -13,17 +13,19 @@ Two forms of the same thing:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Batch = Mapping[str, Any] | Sequence[Tensor]
-"""A Hugging Face batch (names to tensors) or the seeds' plain sequence of tensors, in both cases batch dimension first."""
+"""A Hugging Face batch (names to tensors) or the seeds' plain sequence of tensors, in both cases batch dimension
+first."""
 
 Side = Literal["train", "target"]
-"""Whether a sample is a training example (a row of X) or a target (a row of t). Only the `loss` task distinguishes them."""
+"""Whether a sample is a training example (a row of X) or a target (a row of t). Only the `loss` task distinguishes
+them."""
 
 
 class AbstractModelOutput(ABC):
@@ -41,11 +43,28 @@ class AbstractModelOutput(ABC):
     ) -> Tensor:
         """q of every sample of a batch. Returns a tensor of shape `(B,)`."""
 
+    def bind(self, model: torch.nn.Module) -> None:  # noqa: B027  # most tasks have nothing to do here
+        """Learn which model the next batches go through. Called whenever a checkpoint has been loaded into it."""
+
+    def reference_rows(self, train_size: int) -> Sequence[int]:
+        """Rows of the train dataset that [`~AbstractModelOutput.prepare`] needs, ascending; none by default."""
+        return ()
+
+    def prepare(self, model: torch.nn.Module, loader: Iterable[Any]) -> None:  # noqa: B027
+        """Compute what the task has to know about a checkpoint before its first batch (CLIP: simulated negatives).
+
+        Args:
+            model: the model, with the checkpoint's weights loaded.
+            loader: batches of the rows that [`~AbstractModelOutput.reference_rows`] names, in that order.
+        """
+
 
 class BatchedModelOutput(AbstractModelOutput):
     """A task defined by one batched forward pass: `model(*args, **kwargs)` → f `(B,)` and q `(B,)`.
 
-    No method may mix samples: element i of every result depends on sample i alone.
+    No method may mix samples: element i of every result depends on sample i alone. `output` may run under `torch.func`
+    transforms, where values cannot be looked at; `out_to_loss_grad` never does, and so it is the one that checks them.
+    An engine calls it before any gradient of the batch leaves it for the store.
     """
 
     @abstractmethod
@@ -58,7 +77,11 @@ class BatchedModelOutput(AbstractModelOutput):
 
     @abstractmethod
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        """q of every sample, detached, shape `(B,)`, from what the model returned."""
+        """q of every sample, detached, shape `(B,)`, from what the model returned.
+
+        Raises:
+            ValueError: the batch cannot be attributed under this task (for example, a label that is not a class).
+        """
 
     def get_output(
         self, model: torch.nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *sample: Tensor
@@ -81,6 +104,17 @@ class BatchedModelOutput(AbstractModelOutput):
     ) -> Any:
         """The model's output with the given weights, or with its own where `weights` is `None`."""
         args, kwargs = self.model_inputs(batch)
-        if weights is None:
-            return model(*args, **kwargs)
-        return torch.func.functional_call(model, (dict(weights), dict(buffers or {})), args, kwargs)
+        return call_model(model, weights, buffers, args, kwargs)
+
+
+def call_model(
+    model: torch.nn.Module,
+    weights: Mapping[str, Tensor] | None,
+    buffers: Mapping[str, Tensor] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """`model(*args, **kwargs)` with the given weights and buffers, or with its own where `weights` is `None`."""
+    if weights is None:
+        return model(*args, **kwargs)
+    return torch.func.functional_call(model, (dict(weights), dict(buffers or {})), args, kwargs)

@@ -1,0 +1,132 @@
+"""Reading batches and model outputs: inputs and labels from the former, logits from the latter."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_trak.modelout_functions.base import Batch
+
+LABEL_NAMES = ("labels", "label")
+"""Names under which a mapping batch may hold its labels. They are never passed on to the model: its own loss is a mean
+over the batch, which is what per-sample attribution must not see."""
+
+
+def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+    """Separate a classification batch into the model's arguments and the labels.
+
+    Args:
+        batch: a mapping with an entry `labels` or `label` (all other entries become keyword arguments), or a sequence
+            `(input, …, labels)` (all but the last become positional arguments).
+
+    Returns:
+        `(args, kwargs, labels)`, labels of shape `(B,)`.
+
+    Raises:
+        ValueError, TypeError: labels are missing, ambiguous, not integers, or not one per sample.
+    """
+    if isinstance(batch, Mapping):
+        found = [name for name in LABEL_NAMES if name in batch]
+        if len(found) != 1:
+            raise ValueError(
+                f"The batch has the keys {list(batch)}, of which {found or 'none'} hold labels. Expected exactly one "
+                f"of {list(LABEL_NAMES)}. Rename the label column, or remove the extra one in the data collator."
+            )
+        kwargs = {name: value for name, value in batch.items() if name not in LABEL_NAMES}
+        return (), kwargs, _as_labels(batch[found[0]])
+    items = as_sequence(batch, "(input, …, labels)")
+    if len(items) < 2:
+        raise ValueError(
+            f"The batch is a sequence of {len(items)} tensor(s). Expected at least two, (input, …, labels): labels "
+            "last."
+        )
+    return tuple(items[:-1]), {}, _as_labels(items[-1])
+
+
+def as_sequence(batch: Any, expected: str) -> Sequence[Any]:
+    """The batch as a sequence, or an error that says what a batch of this task looks like."""
+    if isinstance(batch, Tensor) or not isinstance(batch, Sequence):
+        raise TypeError(
+            f"The batch is a {type(batch).__name__}. Expected a mapping of names to tensors, or {expected}."
+        )
+    return batch
+
+
+def _as_labels(labels: Any) -> Tensor:
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"The labels are a {type(labels).__name__}. Expected a tensor of integers of shape (B,).")
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise ValueError(
+            f"The labels have dtype {labels.dtype}. Expected integer class indices. For regression, soft or multi-hot "
+            "labels, pass a task of your own (`FunctionModelOutput`)."
+        )
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels.squeeze(1)
+    if labels.ndim != 1:
+        raise ValueError(
+            f"The labels have shape {tuple(labels.shape)}. Expected (B,), one class index per sample. For one-hot "
+            "labels pass `labels.argmax(-1)`; for labels per token pass a task of your own (`FunctionModelOutput`)."
+        )
+    return labels
+
+
+def logits_of(model_output: Any, labels: Tensor) -> Tensor:
+    """The classification logits `(B, C)` in what a model returned: a tensor, a mapping or object with `logits`, or a
+    tuple whose first tensor of two or more dimensions they are (the loss, where there is one, is a scalar).
+
+    Raises:
+        ValueError, TypeError: no logits are found, their shape is not `(B, C)` with B the number of labels, or C < 2.
+    """
+    logits = _find_logits(model_output)
+    if logits.ndim != 2 or logits.shape[0] != labels.shape[0]:
+        raise ValueError(
+            f"The model returned logits of shape {tuple(logits.shape)} for {labels.shape[0]} label(s). Expected "
+            f"({labels.shape[0]}, number of classes). For other outputs, pass a task of your own "
+            "(`FunctionModelOutput`)."
+        )
+    if logits.shape[1] < 2:
+        raise ValueError(
+            "The model returned logits of one class, for which no margin is defined. Expected two or more classes. "
+            "For regression or a single binary logit, pass a task of your own (`FunctionModelOutput`)."
+        )
+    return logits
+
+
+def _find_logits(model_output: Any) -> Tensor:
+    if isinstance(model_output, Tensor):
+        return model_output
+    if isinstance(model_output, Mapping):
+        if isinstance(model_output.get("logits"), Tensor):
+            return model_output["logits"]
+        raise ValueError(
+            f"The model returned a mapping with the keys {list(model_output)}. Expected a tensor `logits`."
+        )
+    if isinstance(getattr(model_output, "logits", None), Tensor):
+        return model_output.logits
+    if isinstance(model_output, tuple | list):
+        for item in model_output:
+            if isinstance(item, Tensor) and item.ndim >= 2:
+                return item
+    raise TypeError(
+        f"No logits found in what the model returned (a {type(model_output).__name__}). Expected a tensor (B, C), an "
+        "object with `.logits`, or a tuple with the logits first. Pass a task of your own (`FunctionModelOutput`) to "
+        "read others."
+    )
+
+
+def check_labels(labels: Tensor, num_classes: int) -> None:
+    """Look at the values of the labels. Under `torch.func.vmap`, at those of all vectorized samples.
+
+    Raises:
+        ValueError: a label is not a class; names the sample, the label and the number of classes.
+    """
+    outside = torch.func.debug_unwrap((labels < 0) | (labels >= num_classes), recurse=True).flatten()
+    if bool(outside.any()):
+        index = int(outside.nonzero()[0])
+        label = int(torch.func.debug_unwrap(labels, recurse=True).flatten()[index])
+        raise ValueError(
+            f"Sample {index} of {outside.numel()} has the label {label}, but the model has {num_classes} classes. "
+            f"Expected a label in 0 … {num_classes - 1}. Map the labels to the model's classes, or drop the sample "
+            "(-100, `ignore_index`, marks what has no label, and cannot be attributed)."
+        )

@@ -1,0 +1,275 @@
+"""Contrastive image-text models (CLIP), TRAK paper, Section 5.1.
+
+With φ, ψ the image and text embedding of a pair, s the logit scale, and (φ_b, ψ_b), b ∈ B, the embeddings of a fixed
+set of *simulated negatives*:
+
+    f = −logsumexp_b(−φ·(ψ − ψ_b)) − logsumexp_b(−ψ·(φ − φ_b))
+    q = 1 − ½ [ p(s φ·ψ | s φ·ψ_b) + p(s ψ·φ | s ψ·φ_b) ],      p(a | a_b) = eᵃ / (eᵃ + Σ_b e^{a_b})
+
+B is drawn once, uniformly without replacement and with a seed, from embeddings computed with the same checkpoint, and
+is the same for every pair. Neither f nor q of a pair depends on which others share its batch.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_trak.errors import HfTrakError
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, call_model
+from hf_trak.modelout_functions.clip_embeddings import ClipEmbeddings, clip_inputs, draw_rows, embed, read_output
+from hf_trak.modelout_functions.weights_stamp import model_tensors
+
+DEFAULT_SIMULATED_BATCH_SIZE = 300
+
+
+class MissingEmbeddingsError(HfTrakError, AssertionError):
+    """A CLIP task lacks embeddings of the checkpoint at hand (the seeds raise `AssertionError`, which this is)."""
+
+
+class ClassOrInstanceMethod:
+    """A method bound to the instance where there is one, to the class otherwise."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__wrapped__ = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self.__wrapped__.__get__(owner if instance is None else instance)
+
+
+class ClassOrInstanceProperty(ClassOrInstanceMethod):
+    """A read-only attribute computed from the instance where there is one, from the class otherwise."""
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self.__wrapped__(owner if instance is None else instance)
+
+
+class CLIPModelOutput(BatchedModelOutput):
+    """`clip`: batches are `(images, texts)`, or mappings of what the processor returned.
+
+    For open_clip models (outputs as tuple or dict) and `transformers` models with `image_embeds`, `text_embeds` and a
+    parameter `logit_scale`.
+
+    Where embeddings live: `task.get_embeddings(model, …)` keeps them on that task;
+    `CLIPModelOutput.get_embeddings(model, …)`, as the seeds call it, leaves them on the class as the default of tasks
+    without their own. Either way they remember the weights they were computed with, and a batch of a checkpoint with
+    other weights is refused.
+    """
+
+    sim_batch_size: int = 0
+    _embeddings: ClipEmbeddings | None = None
+
+    def __init__(
+        self,
+        temperature: float | None = None,
+        simulated_batch_size: int = DEFAULT_SIMULATED_BATCH_SIZE,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            temperature: takes the place of the model's logit scale s in q: as in the seeds, it *multiplies* the
+                similarities. `None` reads s from the model at every batch.
+            simulated_batch_size: number of simulated negatives.
+            seed: seed of their draw, an integer ≥ 0.
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
+        super().__init__()
+        if temperature is not None and not (temperature > 0 and math.isfinite(temperature)):
+            raise ValueError(
+                f"`temperature` is {temperature}. Expected a positive finite number that multiplies the similarities, "
+                "or `None` for the model's own logit scale."
+            )
+        if simulated_batch_size < 1 or seed < 0:
+            raise ValueError(
+                f"`simulated_batch_size` is {simulated_batch_size} and `seed` is {seed}. Expected at least 1 and at "
+                "least 0."
+            )
+        self.temperature = temperature
+        self.sim_batch_size = simulated_batch_size
+        self.seed = seed
+        self._bound: weakref.ref[torch.nn.Module] | None = None
+        self._negatives: tuple[ClipEmbeddings, Tensor, Tensor] | None = None
+
+    @ClassOrInstanceProperty
+    def image_embeddings(self: "CLIPModelOutput | type[CLIPModelOutput]") -> Tensor | None:
+        """Image embeddings `(N, d)`, `None` before `get_embeddings`."""
+        return None if self._embeddings is None else self._embeddings.image
+
+    @ClassOrInstanceProperty
+    def text_embeddings(self: "CLIPModelOutput | type[CLIPModelOutput]") -> Tensor | None:
+        """Text embeddings `(N, d)`, `None` before `get_embeddings`."""
+        return None if self._embeddings is None else self._embeddings.text
+
+    @ClassOrInstanceProperty
+    def num_computed_embeddings(self: "CLIPModelOutput | type[CLIPModelOutput]") -> int:
+        """N, 0 before `get_embeddings`."""
+        return 0 if self._embeddings is None else self._embeddings.image.shape[0]
+
+    @ClassOrInstanceMethod
+    def get_embeddings(
+        self: "CLIPModelOutput | type[CLIPModelOutput]",
+        model: torch.nn.Module,
+        loader: Iterable[Any],
+        batch_size: int | None = None,
+        embedding_dim: int | None = None,
+        size: int = 50_000,
+        preprocess_fn_img: Callable[[Any], Tensor] | None = None,
+        preprocess_fn_txt: Callable[[Any], Tensor] | None = None,
+    ) -> None:
+        """Embed pairs from which the simulated negatives are drawn. Needed for each checkpoint, before its first
+        batch.
+
+        The model runs in evaluation mode (its mode is restored), without gradients. Results are kept as
+        `image_embeddings` and `text_embeddings` of the task, or of the class where this is called on the class.
+
+        Args:
+            model: with the checkpoint's weights loaded.
+            loader: yields `(images, texts)`, or mappings for the model.
+            batch_size: not needed, batches are counted as they come; kept from the seeds' signature.
+            embedding_dim: d, checked where it is given.
+            size: number of pairs after which to stop.
+            preprocess_fn_img, preprocess_fn_txt: applied to the images and the texts of each `(images, texts)` batch.
+
+        Raises:
+            ValueError: the loader gives too few pairs, or the embeddings do not have `embedding_dim` columns.
+            NonFiniteError: an embedding is not finite.
+        """
+        embeddings = embed(model, loader, size, preprocess_fn_img, preprocess_fn_txt)
+        if embedding_dim is not None and embedding_dim != embeddings.image.shape[1]:
+            raise ValueError(
+                f"`embedding_dim` is {embedding_dim}, but the model's embeddings have {embeddings.image.shape[1]} "
+                "columns. Pass that number, or leave `embedding_dim` out."
+            )
+        if isinstance(self, CLIPModelOutput):
+            draw_rows(len(embeddings.image), self.sim_batch_size, self.seed)  # complain now, not at the first batch
+            self.bind(model)
+        self._embeddings = embeddings
+
+    @ClassOrInstanceMethod
+    def get_output(
+        self: "CLIPModelOutput | type[CLIPModelOutput]",
+        model: torch.nn.Module,
+        weights: Mapping[str, Tensor] | None,
+        buffers: Mapping[str, Tensor] | None,
+        image: Tensor,
+        label: Tensor,
+    ) -> Tensor:
+        """f of one pair.
+
+        Args:
+            model: maps `image` and `text` to embeddings.
+            weights, buffers: replace the model's own for this call; `None` uses its own.
+            image: `(C, H, W)`, without batch dimension.
+            label: `(context length,)`, the text's tokens.
+
+        Returns:
+            a scalar tensor.
+
+        Raises:
+            MissingEmbeddingsError: `get_embeddings` has not been called.
+        """
+        task = self if isinstance(self, CLIPModelOutput) else self()
+        kwargs = {"image": image.unsqueeze(0), "text": label.unsqueeze(0)}
+        return task.output(call_model(model, weights, buffers, (), kwargs), ()).squeeze(0)
+
+    def bind(self, model: torch.nn.Module) -> None:
+        self._bound = weakref.ref(model)
+
+    def reference_rows(self, train_size: int) -> Sequence[int]:
+        return draw_rows(train_size, self.sim_batch_size, self.seed)
+
+    def prepare(self, model: torch.nn.Module, loader: Iterable[Any]) -> None:
+        self.get_embeddings(model, loader)
+
+    def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (), clip_inputs(batch)
+
+    def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        image, text, _ = read_output(model_output)
+        over_texts, over_images = _contrasts(image, text, *self._negatives_like(image), scale=1.0)
+        return over_texts + over_images
+
+    def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        model = (self._bound or self._require_embeddings().model)()
+        return self._error_probability(model_output, None if model is None else model_tensors(model))
+
+    def get_out_to_loss_grad(
+        self,
+        model: torch.nn.Module,
+        weights: Mapping[str, Tensor] | None,
+        buffers: Mapping[str, Tensor] | None,
+        batch: Any,
+    ) -> Tensor:
+        tensors = {**model_tensors(model), **(weights or {}), **(buffers or {})}
+        with torch.no_grad():
+            return self._error_probability(self._call(model, weights, buffers, batch), tensors)
+
+    def _error_probability(self, model_output: Any, tensors: Mapping[str, Tensor] | None) -> Tensor:
+        """q of every pair, shape `(B,)`; `tensors` are the weights behind the output, where they are known."""
+        if tensors is not None and not self._require_embeddings().stamp.matches(tensors.values()):
+            raise MissingEmbeddingsError(
+                "The simulated negatives were computed with other weights than those of the model at hand. Expected "
+                "embeddings of the same checkpoint: call `get_embeddings` again after loading each checkpoint."
+            )
+        image, text, scale = read_output(model_output)
+        image, text = image.detach(), text.detach()
+        if self.temperature is not None:
+            scale = torch.tensor(self.temperature)
+        elif scale is None:
+            scale = _logit_scale_of(tensors)
+        scale = scale.detach().to(device=image.device, dtype=torch.float32)
+        over_texts, over_images = _contrasts(image, text, *self._negatives_like(image), scale=scale)
+        return (torch.sigmoid(-over_texts) + torch.sigmoid(-over_images)) / 2
+
+    def _require_embeddings(self) -> ClipEmbeddings:
+        if self._embeddings is None:
+            raise MissingEmbeddingsError(
+                "The CLIP task has no embeddings to draw simulated negatives from. Expected a call of "
+                "`task.get_embeddings(model, loader)` after loading a checkpoint, before its first batch."
+            )
+        return self._embeddings
+
+    def _negatives_like(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The negatives on the device of `features`."""
+        embeddings = self._require_embeddings()
+        cached = self._negatives
+        if cached is None or cached[0] is not embeddings or cached[1].device != features.device:
+            # Under `torch.func` transforms results come wrapped for the transform at hand; they must not outlive it.
+            image, text = (
+                torch.func.debug_unwrap(rows.to(features.device), recurse=True)
+                for rows in embeddings.negatives(self.sim_batch_size, self.seed)
+            )
+            self._negatives = cached = (embeddings, image, text)
+        return cached[1:]
+
+
+def _contrasts(
+    image: Tensor, text: Tensor, image_negatives: Tensor, text_negatives: Tensor, scale: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """log(eᵃ / Σ_b e^{a_b}) of every pair, `(B,)` each: over the texts, over the images. a = s φ·ψ.
+
+    With s = 1 this is −logsumexp_b(−φ·(ψ − ψ_b)); sigmoid(−·) of it is 1 − p(a | a_b).
+    """
+    image, text = image.float(), text.float()
+    true = scale * (image * text).sum(dim=-1)
+    return (
+        true - (scale * image @ text_negatives.T).logsumexp(dim=-1),
+        true - (scale * text @ image_negatives.T).logsumexp(dim=-1),
+    )
+
+
+def _logit_scale_of(tensors: Mapping[str, Tensor] | None) -> Tensor:
+    """exp of the parameter `logit_scale`, whose logarithm CLIP models learn."""
+    for name, tensor in (tensors or {}).items():
+        if name.rpartition(".")[2] == "logit_scale":
+            return tensor.detach().float().exp().reshape(())
+    raise ValueError(
+        "The model neither returns a logit scale nor has a parameter `logit_scale` (or it no longer exists). "
+        "Construct the task with `temperature=…`, the factor by which the model multiplies similarities."
+    )

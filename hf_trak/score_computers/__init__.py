@@ -1,0 +1,20 @@
+"""From features to scores: Gram matrices, λ, solves, and products that stream."""
+
+from hf_trak.score_computers.base import AbstractScoreComputer
+from hf_trak.score_computers.basic import BasicScoreComputer, BasicSingleBlockScoreComputer
+from hf_trak.score_computers.ridge import RidgeSystem, gram_update, ridge_lambda
+from hf_trak.score_computers.streaming import FeatureShard, score_blocks, self_influence_blocks
+from hf_trak.score_computers.topk import TopK
+
+__all__ = [
+    "AbstractScoreComputer",
+    "BasicScoreComputer",
+    "BasicSingleBlockScoreComputer",
+    "FeatureShard",
+    "RidgeSystem",
+    "TopK",
+    "gram_update",
+    "ridge_lambda",
+    "score_blocks",
+    "self_influence_blocks",
+]

@@ -1,0 +1,212 @@
+"""The ridge regression of TRAK: G = XᵀX, λ, and the solution of (G + λI) A = tᵀ by a Cholesky factorization in
+float64."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from hf_trak.errors import NonFiniteError, SingularGramError
+
+
+def check_finite_rows(values: Tensor, what: str, start: int = 0) -> None:
+    """Raise `NonFiniteError` that names the first row of `values` `(rows, …)` with a NaN or an infinity.
+
+    Args:
+        values: the rows.
+        what: what a row is, for the message.
+        start: number of the first row.
+    """
+    if bool(values.isfinite().all()):
+        return
+    finite = values.isfinite().reshape(values.shape[0], -1).all(dim=1)
+    row = int((~finite).nonzero()[0])
+    raise NonFiniteError(
+        f"The {what} of row {start + row} is NaN or infinite. Expected finite numbers: inspect that example, take "
+        "gradients in float32 (float16 overflows above 65504), or leave the example out."
+    )
+
+
+def gram_update(gram: Tensor, features: Tensor, start: int = 0) -> Tensor:
+    """`gram += featuresᵀ · features`, in place, in the precision of `gram`.
+
+    Args:
+        gram: `(k, k)`, float64 (or float32).
+        features: `(rows, k)`, any floating dtype.
+        start: index of the first row, for messages.
+
+    Returns:
+        `gram`.
+
+    Raises:
+        ValueError: shapes do not fit, or `gram` is of lower precision than float32.
+        NonFiniteError: a row of `features` is not finite; names it. `gram` is unchanged.
+    """
+    if gram.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"`gram` has dtype {gram.dtype}, which overflows. Expected torch.float64 or torch.float32.")
+    if features.ndim != 2 or gram.shape != (features.shape[1], features.shape[1]):
+        raise ValueError(
+            f"`features` has shape {tuple(features.shape)} and `gram` {tuple(gram.shape)}. Expected (rows, k) and (k, "
+            "k)."
+        )
+    check_finite_rows(features, "feature vector", start)
+    wide = features.to(device=gram.device, dtype=gram.dtype)
+    return gram.addmm_(wide.T, wide)
+
+
+def ridge_lambda(trace: float, n: int, k: int, lambda_reg: float | None, lambda_relative: float) -> float:
+    """λ: absolute where it is given, else relative to the mean of the eigenvalues of XᵀX that can be nonzero.
+
+    λ = `lambda_reg`, or `lambda_relative` · trace(XᵀX) / min(n, k) where `lambda_reg` is `None`. The latter does not
+    depend on the scale of gradients or features.
+
+    Args:
+        trace: trace(XᵀX).
+        n: number of training examples.
+        k: number of features.
+        lambda_reg: absolute value, or `None`.
+        lambda_relative: the relative one.
+
+    Raises:
+        ValueError: n or k is not positive, or the value that is used is negative or not finite.
+        NonFiniteError: the trace is not finite.
+    """
+    if n < 1 or k < 1:
+        raise ValueError(
+            f"λ for {n} train example(s) and {k} feature(s) is not defined. Expected at least one of each."
+        )
+    for name, value in (("lambda_reg", lambda_reg), ("lambda_relative", lambda_relative)):
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            raise ValueError(
+                f"`{name}` is {value}. Expected a finite number ≥ 0; 0.1 relative to the trace is a good one."
+            )
+    if lambda_reg is not None:
+        return float(lambda_reg)
+    if not math.isfinite(trace):
+        raise NonFiniteError(
+            f"The trace of XᵀX is {trace}. Expected a finite number: some feature is NaN or infinite."
+        )
+    return lambda_relative * trace / min(n, k)
+
+
+class RidgeSystem:
+    """A = G + λI, factorized once for any number of right-hand sides.
+
+    Attributes:
+        condition (`float`): estimate of the condition number of A in the 1-norm (a lower bound, usually within a
+            factor
+            of 3), by the method of Higham (1988, ACM TOMS 14:381).
+    """
+
+    def __init__(self, gram: Tensor, lam: float) -> None:
+        """
+        Args:
+            gram: G `(k, k)`, symmetric; float64, or float32 where it was accumulated or stored so.
+            lam: λ ≥ 0.
+
+        Raises:
+            ValueError: G is not square, or λ is negative or not finite.
+            SingularGramError: A holds NaN or infinities, is not positive definite, or cannot be told from a singular
+                matrix at the precision of `gram`.
+        """
+        if gram.ndim != 2 or gram.shape[0] != gram.shape[1] or gram.shape[0] == 0:
+            raise ValueError(f"`gram` has shape {tuple(gram.shape)}. Expected (k, k) with k ≥ 1.")
+        if not (lam >= 0 and math.isfinite(lam)):
+            raise ValueError(f"λ is {lam}. Expected a finite number ≥ 0.")
+        self.lam = float(lam)
+        self._cholesky = self._factorize(gram)
+        matrix = gram.double() + torch.zeros_like(gram, dtype=torch.float64).fill_diagonal_(self.lam)
+        self.condition = _norm1(matrix) * _inverse_norm1(self._cholesky)
+        if not self.condition * _uncertainty(gram) < 1:
+            self._raise_singular(
+                f"its condition number is about {self.condition:.1e}, too large to tell it from a singular one in "
+                f"{gram.dtype}"
+            )
+
+    @property
+    def k(self) -> int:
+        """Number of features."""
+        return self._cholesky.shape[0]
+
+    def solve(self, targets: Tensor) -> Tensor:
+        """Preconditioned targets, the rows of which are (G + λI)⁻¹ t.
+
+        Args:
+            targets: `(m, k)`, any floating dtype.
+
+        Returns:
+            `(m, k)`, float64, on the device of `gram`.
+
+        Raises:
+            ValueError: the shape does not fit.
+            NonFiniteError: a target is not finite; names its row.
+        """
+        wide = self._check_rows(targets, "target feature vector")
+        return torch.cholesky_solve(wide.T, self._cholesky).T.contiguous()
+
+    def quadratic(self, features: Tensor, start: int = 0) -> Tensor:
+        """xᵀ (G + λI)⁻¹ x for every row x of `features` `(rows, k)`. Shape `(rows,)`, float64, never negative."""
+        wide = self._check_rows(features, "feature vector", start)
+        return torch.linalg.solve_triangular(self._cholesky, wide.T, upper=False).square().sum(dim=0)
+
+    def inverse(self) -> Tensor:
+        """(G + λI)⁻¹ `(k, k)`, float64. Prefer [`~RidgeSystem.solve`]."""
+        return torch.cholesky_inverse(self._cholesky)
+
+    def _check_rows(self, rows: Tensor, what: str, start: int = 0) -> Tensor:
+        if rows.ndim != 2 or rows.shape[1] != self.k:
+            raise ValueError(f"The {what}s have shape {tuple(rows.shape)}. Expected (rows, {self.k}).")
+        check_finite_rows(rows, what, start)
+        return rows.to(device=self._cholesky.device, dtype=torch.float64)
+
+    def _factorize(self, gram: Tensor) -> Tensor:
+        if not bool(gram.isfinite().all()):
+            self._raise_singular("it contains NaN or infinities, so some feature does (or the matrix overflowed)")
+        matrix = gram.double()
+        matrix = matrix + torch.zeros_like(matrix).fill_diagonal_(self.lam)
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        if int(info) != 0:
+            self._raise_singular(f"its leading minor of order {int(info)} is not positive")
+        return factor
+
+    def _raise_singular(self, reason: str) -> None:
+        raise SingularGramError(
+            f"XᵀX + λI with λ = {self.lam:g} is singular: {reason}. Expected a positive definite matrix, which λ = 0 "
+            "gives only for clearly more train examples than features. Set a positive λ, about 0.1 · trace(XᵀX) / "
+            "min(n, k), or lower the projection dimension."
+        )
+
+
+def _uncertainty(gram: Tensor) -> float:
+    """Relative size of an eigenvalue that rounding alone can make out of zero."""
+    if gram.dtype == torch.float64:
+        return gram.shape[0] * torch.finfo(torch.float64).eps
+    return 2 * torch.finfo(gram.dtype).eps
+
+
+def _norm1(matrix: Tensor) -> float:
+    return float(matrix.abs().sum(dim=0).max())
+
+
+def _inverse_norm1(cholesky: Tensor, max_iterations: int = 5) -> float:
+    """Lower bound of ‖A⁻¹‖₁ by maximizing the convex ‖A⁻¹x‖₁ over the unit ball, vertex by vertex (A = LLᵀ)."""
+    k = cholesky.shape[0]
+
+    def apply(vector: Tensor) -> Tensor:
+        return torch.cholesky_solve(vector.unsqueeze(1), cholesky).squeeze(1)
+
+    # Besides the gradient ascent, an alternating vector that catches the matrices on which the ascent stops at once.
+    index = torch.arange(k, dtype=torch.float64, device=cholesky.device)
+    alternating = torch.where(index % 2 == 0, 1.0, -1.0) * (1 + index / max(k - 1, 1))
+    best = 2 * float(apply(alternating).abs().sum()) / (3 * k)
+    vector = torch.full((k,), 1 / k, dtype=torch.float64, device=cholesky.device)
+    for _ in range(max_iterations):
+        image = apply(vector)
+        best = max(best, float(image.abs().sum()))
+        gradient = apply(torch.where(image >= 0, 1.0, -1.0).double())
+        vertex = int(gradient.abs().argmax())
+        if float(gradient.abs()[vertex]) <= float(gradient @ vector):
+            break
+        vector = torch.zeros_like(vector)
+        vector[vertex] = 1
+    return best

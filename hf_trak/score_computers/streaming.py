@@ -1,0 +1,158 @@
+"""Scores from shards on disk, row block by row block.
+
+    τ = (mean_c X_c A_cᵀ) ∘ (mean_c q_c),      A_c = t_c (X_cᵀX_c + λ_c I)⁻¹   (rows: preconditioned targets)
+
+the mean of the products times the mean of the q's (TRAK paper, Section 3.4). Memory is one shard of one checkpoint
+plus one block of scores; neither X (n, k) nor τ (n, m) is ever held.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_trak.errors import StoreError
+from hf_trak.score_computers.ridge import RidgeSystem, check_finite_rows
+
+
+class FeatureShard(Protocol):
+    """Rows `start … stop` of the features of one checkpoint."""
+
+    @property
+    def start(self) -> int:
+        """Index of the first row."""
+
+    @property
+    def stop(self) -> int:
+        """One past the index of the last row."""
+
+    @property
+    def grads(self) -> Tensor:
+        """`(stop - start, k)`."""
+
+    @property
+    def out_to_loss(self) -> Tensor:
+        """`(stop - start,)`."""
+
+
+def score_blocks(
+    checkpoints: Sequence[Iterable[FeatureShard]],
+    preconditioned_targets: Sequence[Tensor],
+) -> Iterator[tuple[int, int, Tensor]]:
+    """TRAK scores of all train examples for m targets.
+
+    Args:
+        checkpoints: for each checkpoint its shards, in the same order with the same row ranges for all. Read once,
+            lazily.
+        preconditioned_targets: for each checkpoint A_c `(m, k)`, see [`RidgeSystem.solve`]. Products are computed on
+            the
+            device of A_c, in float32.
+
+    Yields:
+        `(start, stop, block)`: `block[i, j]`, float32, is the score of train example `start + i` for target j. One
+        block for each row range.
+
+    Raises:
+        ValueError: there is no checkpoint, their number differs from that of the targets, or shapes do not fit.
+        StoreError: checkpoints are cut into shards differently.
+        NonFiniteError: a score is not finite; names the train row.
+    """
+    _check_counts(checkpoints, preconditioned_targets, "preconditioned target matrices")
+    targets = [matrix.float() for matrix in preconditioned_targets]
+    if len({matrix.shape[0] for matrix in targets}) != 1:
+        raise ValueError(
+            f"The checkpoints have {[matrix.shape[0] for matrix in targets]} targets. Expected the same number in "
+            "each."
+        )
+
+    def product(checkpoint: int, grads: Tensor, start: int) -> Tensor:
+        matrix = targets[checkpoint]
+        _check_columns(grads, matrix.shape[1], checkpoint)
+        return grads.to(device=matrix.device, dtype=torch.float32) @ matrix.T
+
+    yield from _average(checkpoints, product)
+
+
+def self_influence_blocks(
+    checkpoints: Sequence[Iterable[FeatureShard]], systems: Sequence[RidgeSystem]
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Score of every train example for itself: mean_c(x_cᵀ (G_c + λ_c I)⁻¹ x_c) · mean_c q_c.
+
+    High values mark examples that the model can fit only by themselves, among them mislabelled ones.
+
+    Args:
+        checkpoints: as in [`score_blocks`].
+        systems: for each checkpoint its factorized Gram matrix.
+
+    Yields:
+        `(start, stop, block)`, `block` of shape `(stop - start,)`, float32.
+
+    Raises:
+        As [`score_blocks`].
+    """
+    _check_counts(checkpoints, systems, "ridge systems")
+
+    def product(checkpoint: int, grads: Tensor, start: int) -> Tensor:
+        _check_columns(grads, systems[checkpoint].k, checkpoint)
+        return systems[checkpoint].quadratic(grads, start).unsqueeze(1)
+
+    for start, stop, block in _average(checkpoints, product):
+        yield start, stop, block.squeeze(1)
+
+
+def _average(
+    checkpoints: Sequence[Iterable[FeatureShard]], product: Callable[[int, Tensor, int], Tensor]
+) -> Iterator[tuple[int, int, Tensor]]:
+    iterators = [iter(shards) for shards in checkpoints]
+    count = len(iterators)
+    for first in iterators[0]:
+        start, stop = first.start, first.stop
+        total = product(0, _grads(first), start)
+        weight = first.out_to_loss.to(device=total.device, dtype=torch.float32)
+        del first  # one shard at a time
+        for checkpoint in range(1, count):
+            shard = next(iterators[checkpoint], None)
+            if shard is None or (shard.start, shard.stop) != (start, stop):
+                found = "nothing" if shard is None else f"rows {shard.start} … {shard.stop}"
+                raise StoreError(
+                    f"Checkpoint number {checkpoint} has {found} where checkpoint number 0 has rows {start} … {stop}. "
+                    "Expected the same shards in each: featurize them with one shard size and one train dataset."
+                )
+            total = total + product(checkpoint, _grads(shard), start).to(total.device)
+            weight = weight + shard.out_to_loss.to(weight)
+            del shard
+        block = ((total / count) * (weight / count).unsqueeze(1)).float()
+        check_finite_rows(block, "score", start)
+        yield start, stop, block
+    for checkpoint in range(1, count):
+        if (shard := next(iterators[checkpoint], None)) is not None:
+            raise StoreError(
+                f"Checkpoint number {checkpoint} has rows {shard.start} … {shard.stop}, which checkpoint number 0 "
+                "lacks. Featurize all checkpoints on the same train dataset."
+            )
+
+
+def _grads(shard: FeatureShard) -> Tensor:
+    grads = shard.grads
+    if grads.ndim != 2 or grads.shape[0] != shard.stop - shard.start:
+        raise StoreError(
+            f"The shard of rows {shard.start} … {shard.stop} holds features of shape {tuple(grads.shape)}. Expected "
+            f"({shard.stop - shard.start}, k). Delete that file and featurize again."
+        )
+    return grads
+
+
+def _check_columns(grads: Tensor, k: int, checkpoint: int) -> None:
+    if grads.shape[1] != k:
+        raise ValueError(
+            f"The features of checkpoint number {checkpoint} have {grads.shape[1]} columns, its targets {k}. Expected "
+            "the same: project both with the same projector."
+        )
+
+
+def _check_counts(checkpoints: Sequence[object], others: Sequence[object], what: str) -> None:
+    if not checkpoints or len(checkpoints) != len(others):
+        raise ValueError(
+            f"Given {len(checkpoints)} checkpoint(s) and {len(others)} {what}. Expected one for each, and ≥ 1."
+        )
