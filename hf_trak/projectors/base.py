@@ -7,6 +7,16 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from hf_trak.projectors.checks import (
+    check_block,
+    check_grad_dim,
+    check_model_id,
+    check_proj_dim,
+    check_seed,
+    require_finite,
+    same_device,
+)
+
 
 class ProjectionType(StrEnum):
     """Distribution of the entries of R (seed API: `normal`, `rademacher`)."""
@@ -52,7 +62,7 @@ class AbstractProjector(ABC):
             `(B, k)`, equal to `grads @ R` with the unscaled R of this class.
         """
 
-    def free_memory(self) -> None:
+    def free_memory(self) -> None:  # noqa: B027 - a projector without caches has nothing to drop
         """Drop caches. Safe at any time; the next `project` works as before."""
 
 
@@ -61,26 +71,114 @@ class BlockProjector(AbstractProjector):
 
     `scale` is the factor that makes inner products come out right in expectation:
     E⟨scale · xR, scale · yR⟩ = ⟨x, y⟩. [`~AbstractProjector.project`] and `accumulate` leave it out, as the seeds do.
+
+    Subclasses implement `scale` and `_accumulate`; arguments are checked here, once for all maps.
     """
 
     algorithm: str
-    """Id and version of the map, for example `"rademacher-1"`: with seed, model_id and k it determines R to the bit."""
+    """Id and version of the map, such as `"rademacher-1"`: with seed, model_id and k it determines R to the bit."""
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device,
+    ) -> None:
+        """
+        Args:
+            grad_dim: P, 1 ≤ P < 2⁶³.
+            proj_dim: k, 1 ≤ k ≤ 2²⁶.
+            seed: 0 ≤ seed < 2⁶³.
+            proj_type: name of the distribution, for the record.
+            device: where [`~BlockProjector.project`] expects gradients. Not touched before the first batch;
+                `accumulate` works wherever its tensors are.
+
+        Raises:
+            TypeError: a float, bool or other non-integer where an integer is expected.
+            ValueError: a number outside its range.
+        """
+        super().__init__(check_grad_dim(grad_dim), check_proj_dim(proj_dim), check_seed(seed), proj_type, device)
 
     @property
     @abstractmethod
     def scale(self) -> float:
         """The factor that preserves inner products in expectation."""
 
-    @abstractmethod
     def accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
         """`out += block @ R[start : start + n]`, accumulated in fp32.
+
+        Any cut of a gradient gives the same sum to rounding; the same cut gives the same bits on every run. Values are
+        not inspected here, since that would read the block twice (and stall a GPU once per layer): NaN and infinity
+        reach `out`, in the same row, whatever the map. Call [`require_finite`] on `out` once per batch, as
+        [`~BlockProjector.project`] does.
 
         Args:
             out: `(B, k)`, float32, changed in place.
             block: `(B, n)`, float32, bfloat16 or float16, on the device of `out`.
             start: position of the block's first column in the gradient vector.
-            model_id: id of the checkpoint.
+            model_id: id of the checkpoint, 0 ≤ model_id < 2³².
 
         Raises:
+            TypeError: `start` or `model_id` is not an integer.
             ValueError: the block does not lie in [0, P), or shapes, dtypes or devices do not fit.
         """
+        start = check_block(out, block, start, self.grad_dim, self.proj_dim)
+        model_id = check_model_id(model_id)
+        if block.numel() == 0:
+            return
+        # Inside somebody's autocast region products would silently be rounded to bf16.
+        with torch.no_grad(), torch.autocast(block.device.type, enabled=False):
+            self._accumulate(out.detach(), block.detach(), start, model_id)
+
+    @abstractmethod
+    def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
+        """[`~BlockProjector.accumulate`] on checked arguments and a block of at least one element."""
+
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
+        """Project whole gradients, see [`AbstractProjector.project`]. A mapping is not concatenated first.
+
+        Raises:
+            ValueError: the gradients do not have P columns, or are not on `device`.
+            NonFiniteError: a gradient holds NaN or infinity, or its projection overflows; names the row.
+        """
+        blocks = blocks_of(grads)
+        total = sum(block.shape[1] for block in blocks)
+        if total != self.grad_dim:
+            raise ValueError(
+                f"The gradients have {total} columns, but this {type(self).__name__} was made for "
+                f"grad_dim={self.grad_dim}. Pass the gradients of exactly the parameters that were counted."
+            )
+        for block in blocks:
+            if not same_device(block.device, self.device):
+                raise ValueError(
+                    f"The gradients are on {block.device}, but this {type(self).__name__} was made for device "
+                    f"'{self.device}'. Move them, or construct the projector with device='{block.device}'."
+                )
+        out = torch.zeros(blocks[0].shape[0], self.proj_dim, dtype=torch.float32, device=blocks[0].device)
+        start = 0
+        for block in blocks:
+            self.accumulate(out, block, start, model_id)
+            start += block.shape[1]
+        require_finite(out)
+        return out
+
+
+def blocks_of(grads: Mapping[str, Tensor] | Tensor) -> list[Tensor]:
+    """Gradients as a list of `(B, n)` blocks in the order of the concatenation."""
+    if isinstance(grads, Tensor):
+        if grads.ndim != 2:
+            raise ValueError(f"Expected gradients of shape (batch size, P), got {tuple(grads.shape)}.")
+        return [grads]
+    blocks = []
+    for name, grad in grads.items():
+        if grad.ndim == 0:
+            raise ValueError(f"The gradient of '{name}' is a scalar. Expected (batch size, *parameter shape).")
+        blocks.append(grad.reshape(grad.shape[0], -1) if grad.numel() else grad.new_zeros(grad.shape[0], 0))
+    if not blocks:
+        raise ValueError("The mapping of gradients is empty: there is nothing to project.")
+    sizes = {name: grad.shape[0] for name, grad in grads.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"The gradients have different batch sizes: {sizes}. Expected one.")
+    return blocks

@@ -1,0 +1,141 @@
+"""Philox4x32-10, the counter-based generator behind every random projection of this library.
+
+Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC'11, doi 10.1145/2063384.2063405). A
+64-bit key and a 128-bit counter go through ten rounds of multiplications and xors; for a fixed key the result is a
+bijection of the counter. There is no state: any word of any matrix can be computed by itself, in any order, anywhere.
+
+How the bits are spent (the same for every map, see `reference.py` for the maps themselves):
+
+| word | content |
+|---|---|
+| key 0, key 1 | low and high 32 bits of the seed, 0 ≤ seed < 2⁶³ |
+| counter 0, counter 1 | low and high 32 bits of a position, 0 ≤ position < 2⁶³ |
+| counter 2 | stream number (upper 8 bits), column block or copy (lower 24 bits) |
+| counter 3 | model id, 0 ≤ model_id < 2³² |
+
+No two combinations of (seed, model id, stream, position, column block) share key and counter, so no two checkpoints,
+seeds, maps or parameters share random bits: it is the layout that guarantees this, not a hash.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+MASK32 = 0xFFFFFFFF
+
+SEED_LIMIT = 2**63
+MODEL_ID_LIMIT = 2**32
+COLUMN_BLOCK_LIMIT = 2**24
+
+Word = int | Tensor
+"""A 32-bit word: a Python int, or an int64 tensor of values in [0, 2³²)."""
+
+
+class Stream(IntEnum):
+    """Stream numbers, one per use of random bits. A changed map gets a new number (and a new version in its id)."""
+
+    RADEMACHER_1 = 1
+    NORMAL_1 = 2
+    SJLT_1_SIGNS = 3
+    SJLT_1_PLACES = 4
+    SJLT_1_FOLDS = 5
+
+
+def philox_4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds of Philox on counters that broadcast against each other.
+
+    Args:
+        counter: four words, at least one of them a tensor. The first two rounds run on the unbroadcast shapes.
+        key: two 32-bit ints.
+
+    Returns:
+        Four int64 tensors of the broadcast shape, values in [0, 2³²).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        product0 = c0 * MULTIPLIERS[0]
+        product1 = c2 * MULTIPLIERS[1]
+        # The low halves are only xored in the next round, whose mask also removes what is above 32 bits here.
+        c0 = _high_xor_mask(product1, c1, k0)
+        c2 = _high_xor_mask(product0, c3, k1)
+        c1 = product1 & MASK32 if isinstance(product1, int) else product1
+        c3 = product0 & MASK32 if isinstance(product0, int) else product0
+        k0 = (k0 + KEY_STEPS[0]) & MASK32
+        k1 = (k1 + KEY_STEPS[1]) & MASK32
+    c0, c1, c2, c3 = torch.broadcast_tensors(*(torch.as_tensor(c) for c in (c0, c1, c2, c3)))
+    return c0, c1 & MASK32, c2, c3 & MASK32
+
+
+def _high_xor_mask(product: Word, word: Word, key: int) -> Word:
+    """`(high half of product) ^ word ^ key`, in place where the shapes allow it.
+
+    int64 products wrap around at 2⁶⁴ and the shift is arithmetic: the mask removes the copies of the sign bit.
+    """
+    high = product >> 32
+    if isinstance(high, Tensor) and (isinstance(word, int) or high.shape == word.shape):
+        high ^= word ^ key if isinstance(word, int) else word
+        if isinstance(word, Tensor):
+            high ^= key
+        return high.bitwise_and_(MASK32)
+    return (high ^ word ^ key) & MASK32
+
+
+def philox_words(
+    start: int,
+    n: int,
+    seed: int,
+    model_id: int,
+    stream: Stream,
+    column_blocks: Word = 0,
+    device: str | torch.device = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The words at positions `start … start + n` of a stream, with the key and counter layout of this module.
+
+    Args:
+        start, n: positions, start + n ≤ 2⁶³.
+        seed: in [0, 2⁶³).
+        model_id: in [0, 2³²).
+        stream: what the bits are for.
+        column_blocks: in [0, 2²⁴), an int or a 1-D int64 tensor of them.
+        device: where to compute.
+
+    Returns:
+        Four int64 tensors, `(n,)`, or `(n, number of column blocks)` for a tensor of column blocks.
+    """
+    positions = torch.arange(n, dtype=torch.int64, device=device) + start
+    if isinstance(column_blocks, Tensor):
+        positions = positions[:, None]
+    high: Word = positions >> 32
+    if start >> 32 == (start + n - 1) >> 32:
+        high = start >> 32  # a plain int keeps the first round on one row
+    counter = (positions & MASK32, high, column_blocks | (int(stream) << 24), model_id)
+    return philox_4x32(counter, (seed & MASK32, seed >> 32))
+
+
+def packed_words(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    """Stack four int64 words into an int32 tensor `(…, 4)` with the same bits."""
+    packed = torch.empty((*words[0].shape, 4), dtype=torch.int32, device=words[0].device)
+    for index, word in enumerate(words):
+        packed[..., index] = word  # the conversion keeps the low 32 bits
+    return packed
+
+
+def sign_tensor(words: Tensor) -> Tensor:
+    """Expand packed bits into ±1: bit b of word w becomes entry 32·w + b, +1 for a 0 and −1 for a 1.
+
+    Args:
+        words: int32, `(…, m)`.
+
+    Returns:
+        float32, `(…, 32·m)`.
+    """
+    shifts = torch.arange(31, -1, -1, dtype=torch.int32, device=words.device)
+    bits = words.unsqueeze(-1) << shifts
+    # 0x3F800000 is 1.0: the bit in question sits in the sign position and everything below comes from the constant.
+    bits.bitwise_and_(-(2**31)).bitwise_or_(0x3F800000)
+    return bits.view(torch.float32).flatten(-2)

@@ -1,0 +1,133 @@
+"""The random maps, defined entry by entry. Slow on purpose: plain Python, to be checked by hand.
+
+Everything here is a pure function of (seed, model id, algorithm, i, j), where i is the position of a coordinate in the
+concatenation of the selected parameters (`named_parameters()` order) and j one of the k outputs. Backends must
+reproduce signs and indices to the bit.
+
+Generator
+    `philox(position, block, stream, seed, model_id)` gives four 32-bit words w₀ … w₃: Philox4x32-10 with key
+    (seed mod 2³², ⌊seed / 2³²⌋) and counter (position mod 2³², ⌊position / 2³²⌋, stream · 2²⁴ + block, model_id).
+    "Bit t of a call" (0 ≤ t < 128) is bit t mod 32 of word ⌊t / 32⌋, bit 0 the least significant. A sign is +1 for a
+    0 bit and −1 for a 1 bit. A draw from {0, …, n − 1} out of a word w is ⌊w · n / 2³²⌋ (uniform up to n / 2³²).
+
+`rademacher-1` (stream 1)
+    R[i, j] is the sign from bit j mod 128 of the call at position i, block ⌊j / 128⌋.
+
+`normal-1` (stream 2)
+    The call at position i, block ⌊j / 4⌋ gives four entries, j = 4b … 4b + 3: with u = (⌊w₀ / 2⁸⌋ + 1) / 2²⁴ and
+    v = ⌊w₁ / 2⁸⌋ / 2²⁴ the first two are √(−2 ln u) cos 2πv and √(−2 ln u) sin 2πv; the last two come from w₂ and w₃
+    in the same way. Computed in float32.
+
+`sjlt-1` (streams 3, 4, 5), s nonzeros per row
+    The outputs are cut into s consecutive segments, of sizes ⌊k / s⌋ and, for the first k mod s of them, one more.
+    Row i has one nonzero entry in each. For segment c of size m, let K be the smallest multiple of m with K ≥ 16384.
+    - sign: bit i mod 128 of the call at position ⌊i / 128⌋, block c, stream 3.
+    - place: chunk ⌊i / 8192⌋ has, from its call at stream 4, block c, an offset r = a draw from {0, …, K − 1} out of
+      w₀ and a step d = 512 + a draw from {0, …, 511} out of w₁. With i mod 8192 = 512·a + b the coordinate has place
+      p = (r + a·d + b) mod K.
+    - fold: group g = ⌊p / m⌋ has a rotation ρ(g) = a draw from {0, …, m − 1} out of w₀ of the call at position g,
+      block c, stream 5, except ρ(0) = 0. The output is the segment's first one plus (p mod m + ρ(g)) mod m.
+
+`none-1`
+    R is the identity, k = P.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_MASK = 2**32 - 1
+
+
+def philox_4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10 on Python ints (Salmon et al. 2011, figure 2 and section 5)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = divmod(_MULTIPLIERS[0] * c0, 2**32)
+        high1, low1 = divmod(_MULTIPLIERS[1] * c2, 2**32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def philox(position: int, block: int, stream: int, seed: int, model_id: int) -> tuple[int, int, int, int]:
+    """The generator with the key and counter layout of this library."""
+    return philox_4x32_10(
+        (position & _MASK, position >> 32, stream << 24 | block, model_id), (seed & _MASK, seed >> 32)
+    )
+
+
+def sign(words: tuple[int, int, int, int], bit: int) -> int:
+    """±1 from bit `bit` of 128."""
+    return 1 - 2 * (words[bit // 32] >> bit % 32 & 1)
+
+
+def draw(word: int, n: int) -> int:
+    """A number in {0, …, n − 1} out of a 32-bit word."""
+    return word * n >> 32
+
+
+def rademacher_entry(i: int, j: int, seed: int, model_id: int) -> int:
+    """R[i, j] of `rademacher-1`."""
+    return sign(philox(i, j // 128, 1, seed, model_id), j % 128)
+
+
+def normal_entry(i: int, j: int, seed: int, model_id: int) -> float:
+    """R[i, j] of `normal-1`, in double precision."""
+    words = philox(i, j // 4, 2, seed, model_id)
+    pair = j % 4 // 2 * 2
+    radius = math.sqrt(-2 * math.log(((words[pair] >> 8) + 1) / 2**24))
+    angle = 2 * math.pi * (words[pair + 1] >> 8) / 2**24
+    return radius * (math.sin(angle) if j % 2 else math.cos(angle))
+
+
+def sjlt_row(i: int, k: int, seed: int, model_id: int, nonzeros: int = 1) -> list[tuple[int, int]]:
+    """The nonzero entries of row i of `sjlt-1`: s pairs (output, sign)."""
+    entries = []
+    first = 0
+    for copy in range(nonzeros):
+        m = k // nonzeros + (copy < k % nonzeros)
+        K = -(-16384 // m) * m
+        place_words = philox(i // 8192, copy, 4, seed, model_id)
+        a, b = divmod(i % 8192, 512)
+        place = (draw(place_words[0], K) + a * (512 + draw(place_words[1], 512)) + b) % K
+        group, index = divmod(place, m)
+        rotation = draw(philox(group, copy, 5, seed, model_id)[0], m) if group else 0
+        output = first + (index + rotation) % m
+        entries.append((output, sign(philox(i // 128, copy, 3, seed, model_id), i % 128)))
+        first += m
+    return entries
+
+
+def matrix(
+    algorithm: str, start: int, n: int, k: int, seed: int, model_id: int, nonzeros: int = 1
+) -> NDArray[np.float64]:
+    """Rows `start … start + n` of the unscaled R as a dense `(n, k)` array.
+
+    Args:
+        algorithm: `rademacher-1`, `normal-1` or `sjlt-1`.
+
+    Raises:
+        ValueError: an unknown algorithm.
+    """
+    result = np.zeros((n, k))
+    dense: dict[str, Callable[[int, int, int, int], float]] = {
+        "rademacher-1": rademacher_entry,
+        "normal-1": normal_entry,
+    }
+    if algorithm in dense:
+        for row in range(n):
+            for j in range(k):
+                result[row, j] = dense[algorithm](start + row, j, seed, model_id)
+    elif algorithm == "sjlt-1":
+        for row in range(n):
+            for output, value in sjlt_row(start + row, k, seed, model_id, nonzeros):
+                result[row, output] = value
+    else:
+        raise ValueError(f"Unknown algorithm '{algorithm}'. Expected 'rademacher-1', 'normal-1' or 'sjlt-1'.")
+    return result

@@ -1,0 +1,166 @@
+"""Every map against its entry-by-entry definition, in any cut, dtype and position; and the errors."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from hf_trak.errors import NonFiniteError
+from hf_trak.projectors import (
+    BasicProjector,
+    BasicSingleBlockProjector,
+    ChunkedCudaProjector,
+    CudaProjector,
+    NoOpProjector,
+    NormalProjector,
+    ProjectionType,
+    RademacherProjector,
+    SparseProjector,
+    make_projector,
+    reference,
+)
+
+MAPS = [("rademacher", 1), ("normal", 1), ("sjlt", 1), ("sjlt", 3)]
+
+
+def entries(projector, start, n, model_id):
+    """Rows of R as the fast path has them: what unit vectors are mapped to."""
+    out = torch.zeros(n, projector.proj_dim)
+    projector.accumulate(out, torch.eye(n), start, model_id)
+    return out.numpy()
+
+
+@pytest.mark.parametrize("start", [0, 8190, 2**20 - 50, 2**32 - 77, 2**40 + 511, 2**63 - 101])
+@pytest.mark.parametrize(("name", "nonzeros"), MAPS)
+@pytest.mark.parametrize("k", [1, 3, 130])
+def test_entries_equal_reference(name, nonzeros, k, start):
+    if nonzeros > k:
+        pytest.skip("s ≤ k")
+    projector = make_projector(name, start + 100, k, 2**40 + 3, "cpu", nonzeros=nonzeros)
+    expected = reference.matrix(projector.algorithm, start, 100, k, 2**40 + 3, 9, nonzeros)
+    # float32: the angle is off by 1.5 · 2⁻²⁴ · 2π at most, the radius is at most 5.77.
+    tolerance = 4e-6 if name == "normal" else 0
+    assert np.abs(entries(projector, start, 100, 9) - expected).max() <= tolerance
+
+
+@pytest.mark.parametrize(("name", "nonzeros"), MAPS)
+def test_any_cut_gives_the_same_features(name, nonzeros):
+    generator = torch.Generator().manual_seed(0)
+    grads = torch.randn(3, 70_001, generator=generator)
+    projector = make_projector(name, 70_001, 37, 11, "cpu", nonzeros=nonzeros)
+    whole = projector.project(grads, 2)
+    pieces = torch.zeros_like(whole)
+    cuts = [0, 5, 517, 9000, 9001, 40_000, 70_001]
+    for first, last in reversed(list(pairwise(cuts))):
+        projector.accumulate(pieces, grads[:, first:last], first, 2)
+    assert torch.allclose(pieces, whole, rtol=0, atol=1e-5 * float(whole.abs().max()) + 1e-3)
+
+
+def test_constructors_touch_no_device():
+    for name in ("sjlt", "rademacher", "normal", "none"):
+        projector = make_projector(name, 10, 4, 0, "cuda:7")
+        assert projector.device == "cuda:7"
+    BasicProjector(10, 4, 0, ProjectionType.rademacher, "cuda:7")
+    BasicSingleBlockProjector(10, 4, 0, ProjectionType.normal, "cuda:7")
+
+
+@pytest.mark.parametrize("proj_type", list(ProjectionType))
+def test_basic_projectors_share_the_dense_map(proj_type):
+    """Trap 9: block size must not change R."""
+    grads = torch.randn(4, 321, generator=torch.Generator().manual_seed(1))
+    dense = {"rademacher": RademacherProjector, "normal": NormalProjector}[proj_type](321, 150, 3)
+    expected = dense.project(grads, 5)
+    for block_size in (1, 100, 1000):
+        basic = BasicProjector(321, 150, 3, proj_type, "cpu", block_size=block_size, model_id=77)
+        assert torch.equal(basic.project(grads, 5), expected)
+    single = BasicSingleBlockProjector(321, 150, 3, proj_type, "cpu")
+    assert torch.allclose(
+        single.project({"a": grads[:, :21], "b": grads[:, 21:].view(4, 3, 100)}, 5), expected, atol=1e-4
+    )
+
+
+def test_free_memory_at_any_time():
+    """Trap 4."""
+    grads = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
+    for projector in (
+        BasicSingleBlockProjector(50, 7, 0, "normal", "cpu"),
+        BasicProjector(50, 7, 0, "rademacher", "cpu"),
+        SparseProjector(50, 7),
+        RademacherProjector(50, 7),
+        NoOpProjector(50, device="cpu"),
+    ):
+        projector.free_memory()
+        before = projector.project(grads, 0)
+        projector.free_memory()
+        projector.free_memory()
+        assert torch.equal(projector.project(grads, 0), before)
+
+
+def test_noop_is_the_identity_in_both_forms():
+    grads = torch.randn(2, 9)
+    assert NoOpProjector().project(grads, 0) is grads
+    projector = NoOpProjector(9, device="cpu")
+    out = torch.zeros(2, 9)
+    projector.accumulate(out, grads[:, 4:], 4, 0)
+    projector.accumulate(out, grads[:, :4], 0, 0)
+    assert torch.equal(out, grads)
+    assert torch.equal(projector.project({"w": grads[:, :6].view(2, 2, 3), "b": grads[:, 6:]}, 0), grads)
+
+
+@pytest.mark.parametrize("name", ["rademacher", "normal", "sjlt"])
+def test_bad_numbers(name):
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match=f"`proj_dim` is {bad}"):
+            make_projector(name, 10, bad, 0, "cpu")
+    for bad in (-1, 2**63):
+        with pytest.raises(ValueError, match="`seed` is"):
+            make_projector(name, 10, 4, bad, "cpu")
+    for bad in (1.0, True, "3", None):
+        with pytest.raises(TypeError, match="`seed` is"):
+            make_projector(name, 10, 4, bad, "cpu")
+    projector = make_projector(name, 10, 4, 0, "cpu")
+    for bad, error in ((-1, ValueError), (2**32, ValueError), (1.5, TypeError), (False, TypeError)):
+        with pytest.raises(error, match="`model_id` is"):
+            projector.project(torch.zeros(1, 10), bad)
+
+
+@pytest.mark.parametrize("name", ["rademacher", "normal", "sjlt", "none"])
+def test_bad_blocks(name):
+    projector = make_projector(name, 10, 10, 0, "cpu")
+    out = torch.zeros(2, 10)
+    for block, start, message in (
+        (torch.zeros(2, 5), 6, "columns 6 to 11"),
+        (torch.zeros(2, 5), -1, "`start` is -1"),
+        (torch.zeros(3, 5), 0, r"\(3, 10\)"),
+        (torch.zeros(5), 0, r"\(5,\)"),
+        (torch.zeros(2, 5, dtype=torch.float64), 0, "float64"),
+        (torch.zeros(2, 5, device="meta"), 0, "meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            projector.accumulate(out, block, start, 0)
+    with pytest.raises(ValueError, match="float16"):
+        projector.accumulate(out.half(), torch.zeros(2, 5), 0, 0)
+    with pytest.raises(ValueError, match="9 columns"):
+        projector.project(torch.zeros(2, 9), 0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["rademacher", "normal", "sjlt"])
+def test_non_finite_gradients_are_an_error_that_names_the_row(name, bad):
+    projector = make_projector(name, 100_000, 64, 0, "cpu")
+    grads = torch.zeros(4, 100_000)
+    grads[2, 77_777] = bad
+    with pytest.raises(NonFiniteError, match="row 2"):
+        projector.project(grads, 0)
+
+
+def test_cuda_projectors_say_what_to_use():
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        CudaProjector(10, 4, 0, "rademacher", "cpu", 8)
+    with pytest.raises(NotImplementedError, match="SparseProjector"):
+        CudaProjector(10, 4, 0, "rademacher", "cuda:0", 8)
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        ChunkedCudaProjector([], 10, [10], 8, "cpu", torch.float32)
+    with pytest.raises(NotImplementedError, match="SparseProjector"):
+        ChunkedCudaProjector([], 10, [10], 8, "cuda", torch.float32)
