@@ -1,0 +1,266 @@
+"""A picture of attributions: each target image beside the training images that helped and harmed it most."""
+
+import os
+import textwrap
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from datasets import ClassLabel, Dataset
+
+from hf_trak.scored_dataset import TOP_K_COLUMNS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Blue against vermilion: told apart with every common colour vision deficiency.
+_HELPED, _HARMED, _NEUTRAL, _INK, _FAINT = "#0072B2", "#D55E00", "#9AA0A6", "#202124", "#6B7075"
+_CELL_INCHES = 1.05
+_ROW_INCHES = 1.55
+_HEADER_INCHES = 0.62
+_FOOTER_INCHES = 0.36
+_FOOTER_LINE_INCHES = 0.14
+_FOOTER_CHARACTERS_PER_INCH = 16
+_GAP = 0.34  # of a cell, between the target, the helpful and the harmful images
+_SMOOTH_FROM = 64  # pixels; smaller images are shown pixel by pixel
+_LONGEST_LABEL = 14
+_NOTE = (
+    "Under each training image: its row and its score. Positive: training on it raised the model output for the "
+    "target's label; negative: it lowered it. Bold: a label other than the target's."
+)
+_CAPTION: dict[str, Any] = {"fontsize": 7.5, "labelpad": 3, "linespacing": 1.25}
+
+
+def image_grid(
+    scored: Dataset,
+    train_dataset: Any,
+    targets: Sequence[int],
+    path: str | os.PathLike[str],
+    *,
+    image_column: str = "image",
+    label_column: str | None = "label",
+    n: int = 5,
+    label_names: Sequence[str] | None = None,
+    predictions: Sequence[int] | None = None,
+    title: str | None = None,
+) -> Path:
+    """Draw one row per target: the target, its n most helpful and its n most harmful training images.
+
+    Frames and numbers are blue where the score is positive (training on the image raised the target's output), and
+    vermilion where it is negative. Under a training image: its row number and its score.
+
+    Args:
+        scored: what `TrakAttributor.attribute(..., top_k=...)` returns, one row per target.
+        train_dataset: the training rows that the indices in `scored` refer to.
+        targets: the rows of `scored` to draw, top to bottom.
+        path: the picture; its suffix decides on the format. Replaced at once when it is complete.
+        image_column: the column of images in both datasets: `datasets.Image`, or arrays (H, W), (H, W, C), (C, H, W).
+        label_column: the column of labels in both datasets. `None` draws no labels.
+        n: images on either side, or fewer if `scored` has fewer.
+        label_names: names of integer labels. By default those of the `datasets.ClassLabel` column, if it is one.
+        predictions: the predicted label of each row of `scored`. Wrong ones are set in vermilion.
+        title: a heading.
+
+    Returns:
+        The path.
+
+    Raises:
+        ImportError: matplotlib is not installed (extra `report`).
+        ValueError: a column, target or index that does not exist, or predictions of another length.
+    """
+    _check(scored, train_dataset, targets, image_column, label_column, n, predictions)
+    figure_class = _figure_class()
+    rows, train_rows = _raw(scored), _raw(train_dataset)
+    n = min(n, len(rows[int(targets[0])][TOP_K_COLUMNS[0]]))
+    if label_names is None and label_column is not None and isinstance(scored.features[label_column], ClassLabel):
+        label_names = scored.features[label_column].names
+
+    def label_of(row: dict[str, Any]) -> str | None:
+        return None if label_column is None else _name(row[label_column], label_names)
+
+    figure, axes = _layout(figure_class, len(targets), n, title)
+    for cells, target in zip(axes, targets, strict=True):
+        row = rows[int(target)]
+        truth = label_of(row)
+        _draw(cells[0], row[image_column], _INK, 1.0)
+        if truth is not None:
+            cells[0].set_title(_short(truth), fontsize=11, fontweight="bold", color=_INK, pad=4)
+        caption, wrong = f"row {int(target)}", False
+        if predictions is not None:
+            guess = _name(predictions[int(target)], label_names)
+            caption, wrong = f"{caption}\npredicted {_short(guess)}", guess != truth
+        weight = "bold" if wrong else "normal"
+        cells[0].set_xlabel(caption, color=_HARMED if wrong else _FAINT, fontweight=weight, **_CAPTION)
+        for side, (indices, scores) in enumerate((TOP_K_COLUMNS[:2], TOP_K_COLUMNS[2:])):
+            for cell, index, score in zip(
+                cells[1 + side * n : 1 + (side + 1) * n], row[indices][:n], row[scores][:n], strict=True
+            ):
+                if not 0 <= index < len(train_dataset):
+                    raise ValueError(
+                        f"Row {int(target)} of `scored` names training row {index}; `train_dataset` has "
+                        f"{len(train_dataset)} rows. Expected the dataset that was attributed."
+                    )
+                train_row = train_rows[index]
+                color = _HELPED if score > 0 else _HARMED if score < 0 else _NEUTRAL
+                _draw(cell, train_row[image_column], color, 2.2)
+                label = label_of(train_row)
+                if label is not None:
+                    same = label == truth
+                    cell.set_title(
+                        _short(label), fontsize=10, color=_INK, pad=4, fontweight="normal" if same else "bold"
+                    )
+                cell.set_xlabel(f"row {index}\n{score:+.3g}".replace("-", "−"), color=_FAINT, **_CAPTION)
+    return _save(figure, Path(path))
+
+
+def _check(
+    scored: Dataset,
+    train_dataset: Any,
+    targets: Sequence[int],
+    image_column: str,
+    label_column: str | None,
+    n: int,
+    predictions: Sequence[int] | None,
+) -> None:
+    if missing := [name for name in TOP_K_COLUMNS if name not in scored.column_names]:
+        raise ValueError(
+            f"`scored` has the columns {scored.column_names}; {missing} are missing. Expected the result of "
+            "`attribute(..., top_k=...)` with a number as `top_k`."
+        )
+    for which, dataset in (("scored", scored), ("train_dataset", train_dataset)):
+        # A training set that is no `datasets.Dataset` is looked at row by row.
+        columns = getattr(dataset, "column_names", None) or list(dataset[0])
+        for name in (image_column, label_column):
+            if name is not None and name not in columns:
+                raise ValueError(
+                    f"`{which}` has no column {name!r}. Expected one of {columns}. Set `image_column` or "
+                    "`label_column`."
+                )
+    if len(targets) == 0:
+        raise ValueError("`targets` is empty. Expected at least one row number of `scored`.")
+    if outside := [int(target) for target in targets if not 0 <= target < len(scored)]:
+        raise ValueError(f"`targets` has {outside}. Expected row numbers of `scored`, 0 … {len(scored) - 1}.")
+    if n < 1:
+        raise ValueError(f"`n` is {n}. Expected at least 1.")
+    if predictions is not None and len(predictions) != len(scored):
+        raise ValueError(f"`predictions` has {len(predictions)} entries. Expected one per target, {len(scored)}.")
+
+
+def _figure_class() -> type["Figure"]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "`image_grid` draws with matplotlib, which is not installed. Install it with "
+            "`pip install 'hf_trak[report]'`."
+        ) from error
+    return Figure
+
+
+def _raw(dataset: Any) -> Any:
+    """The rows as stored: a transform set for training may have replaced the images by tensors."""
+    return dataset.with_format(None) if isinstance(dataset, Dataset) else dataset
+
+
+def _name(label: Any, names: Sequence[str] | None) -> str:
+    if isinstance(label, str) or names is None:
+        return str(label)
+    return str(names[int(label)])
+
+
+def _short(label: str) -> str:
+    label = label.split(",")[0]
+    return label if len(label) <= _LONGEST_LABEL else label[: _LONGEST_LABEL - 1] + "…"
+
+
+def _layout(figure_class: type["Figure"], rows: int, n: int, title: str | None) -> tuple["Figure", list[list["Axes"]]]:
+    """The figure and, for each row, the axes of the target, the n helpful and the n harmful images.
+
+    A `Figure` of its own, without pyplot: no window, no display, and nobody's global state.
+    """
+    widths = [1.1, _GAP, *[1.0] * n, _GAP, *[1.0] * n]
+    header = _HEADER_INCHES + (0.35 if title else 0.0)
+    width = (sum(widths) + 0.6) * _CELL_INCHES
+    note = textwrap.wrap(_NOTE, int(width * _FOOTER_CHARACTERS_PER_INCH))
+    footer = _FOOTER_INCHES + len(note) * _FOOTER_LINE_INCHES
+    height = header + rows * _ROW_INCHES + footer
+    figure = figure_class(figsize=(width, height), dpi=150, facecolor="white")
+    left, right = 0.3 * _CELL_INCHES / width, 1 - 0.3 * _CELL_INCHES / width
+    grid = figure.add_gridspec(
+        rows,
+        len(widths),
+        width_ratios=widths,
+        left=left,
+        right=right,
+        top=1 - header / height,
+        bottom=(footer + 0.2) / height,
+        wspace=0.12,
+        hspace=0.62,
+    )
+    columns = [0, *range(2, 2 + n), *range(3 + n, 3 + 2 * n)]
+    axes = [[figure.add_subplot(grid[row, column]) for column in columns] for row in range(rows)]
+
+    def heading(first: "Axes", last: "Axes", text: str, color: str) -> None:
+        start, stop = first.get_position().x0, last.get_position().x1
+        figure.text(
+            (start + stop) / 2, 1 - (header - 0.32) / height, text, ha="center", va="bottom", fontsize=11, color=color,
+            fontweight="bold",
+        )  # fmt: skip
+
+    heading(axes[0][0], axes[0][0], "Target", _INK)
+    heading(axes[0][1], axes[0][n], "Helped most", _HELPED)
+    heading(axes[0][n + 1], axes[0][2 * n], "Harmed most", _HARMED)
+    if title:
+        figure.text(left, 1 - 0.14 / height, title, ha="left", va="top", fontsize=13, color=_INK)
+    figure.text(left, 0.12 / height, "\n".join(note), va="bottom", fontsize=7.5, color=_FAINT)
+    return figure, axes
+
+
+def _draw(axes: "Axes", image: Any, color: str, line_width: float) -> None:
+    pixels = _pixels(image)
+    smooth = max(pixels.shape[:2]) >= _SMOOTH_FROM
+    axes.imshow(pixels, cmap="gray", interpolation="antialiased" if smooth else "nearest", vmin=0.0, vmax=1.0)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set_color(color)
+        spine.set_linewidth(line_width)
+
+
+def _pixels(image: Any) -> np.ndarray:
+    """An image as (H, W) or (H, W, 3 or 4) in [0, 1].
+
+    Bytes are divided by 255, and floats in [0, 1] kept; any other values are stretched from least to greatest.
+    """
+    if hasattr(image, "convert") and image.mode not in ("L", "I", "I;16", "F"):
+        image = image.convert("L" if image.mode == "1" else "RGB")
+    array = np.asarray(image.cpu() if isinstance(image, torch.Tensor) else image)
+    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
+        array = np.moveaxis(array, 0, 2)
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)):
+        raise ValueError(
+            f"An image has the shape {array.shape}. Expected (H, W), (H, W, C) or (C, H, W) with C one of 1, 3, 4."
+        )
+    if array.dtype == np.uint8:
+        return array / 255.0
+    low, high = float(array.min()), float(array.max())
+    if array.dtype.kind == "f" and low >= 0.0 and high <= 1.0:
+        return array.astype(np.float64)
+    return (array - low) / ((high - low) or 1.0)
+
+
+def _save(figure: "Figure", path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        figure.savefig(temporary, format=path.suffix.lstrip(".") or "png")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
