@@ -54,15 +54,15 @@ class TopK:
         self._keys = keys.topk(min(self.k, keys.shape[1]), dim=1, sorted=True).values
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """`(indices, scores)`, each `(m, min(k, rows))`: int64 row indices and float32 scores, best first.
+        """`(scores, indices)`, each `(m, min(k, rows))`: float32 scores, best first, and int64 row indices.
 
         Raises:
             ValueError: there was no block.
         """
         if self._keys is None:
             raise ValueError("No scores were given. Call `update` with at least one block before `result`.")
-        indices, scores = _unpack(self._keys)
-        return indices, scores if self.largest else -scores
+        scores, indices = _unpack(self._keys)
+        return (scores if self.largest else -scores), indices
 
 
 def _pack(scores: Tensor, start: int) -> Tensor:
@@ -76,4 +76,4 @@ def _pack(scores: Tensor, start: int) -> Tensor:
 def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
     ordered = (keys >> 32).int()
     bits = torch.where(ordered >= 0, ordered, ordered ^ 0x7FFFFFFF)
-    return _MAX_ROWS - 1 - (keys & (_MAX_ROWS - 1)), bits.contiguous().view(torch.float32)
+    return bits.contiguous().view(torch.float32), _MAX_ROWS - 1 - (keys & (_MAX_ROWS - 1))

@@ -1,0 +1,140 @@
+"""Gram accumulation, λ, and the factorized ridge system."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hf_trak.errors import NonFiniteError, SingularGramError
+from hf_trak.score_computers import RidgeSystem, gram_update, ridge_lambda
+
+
+def spd(k: int, condition: float) -> torch.Tensor:
+    """A float64 matrix with eigenvalues spread evenly, on a log scale, from 1 to 1/condition."""
+    basis, _ = torch.linalg.qr(torch.randn(k, k, dtype=torch.float64))
+    return basis @ torch.diag(torch.logspace(0, -math.log10(condition), k, dtype=torch.float64)) @ basis.T
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gram_is_exact_to_float64_for_every_feature_dtype(dtype):
+    features = (torch.randn(200, 12) * 100).to(dtype)
+    gram = torch.zeros(12, 12, dtype=torch.float64)
+    for start in range(0, 200, 64):
+        assert gram_update(gram, features[start : start + 64], start) is gram
+    exact = features.double().numpy().T @ features.double().numpy()
+    np.testing.assert_allclose(gram.numpy(), exact, rtol=1e-13, atol=1e-9)
+
+
+def test_gram_names_the_row_that_is_not_finite_and_stays_as_it_was():
+    features = torch.ones(4, 3)
+    features[2, 0] = float("nan")
+    gram = torch.eye(3, dtype=torch.float64)
+    with pytest.raises(NonFiniteError, match="row 102 "):
+        gram_update(gram, features, start=100)
+    assert torch.equal(gram, torch.eye(3, dtype=torch.float64))
+
+
+def test_gram_refuses_half_precision_accumulators_and_wrong_shapes():
+    with pytest.raises(ValueError, match="overflows"):
+        gram_update(torch.zeros(3, 3, dtype=torch.float16), torch.ones(2, 3))
+    with pytest.raises(ValueError, match="Expected"):
+        gram_update(torch.zeros(3, 3), torch.ones(2, 4))
+
+
+def test_lambda():
+    assert ridge_lambda(600.0, n=30, k=20, lambda_reg=None, lambda_relative=0.1) == pytest.approx(3.0)
+    assert ridge_lambda(600.0, n=10, k=20, lambda_reg=None, lambda_relative=0.1) == pytest.approx(6.0)
+    assert ridge_lambda(600.0, n=10, k=20, lambda_reg=0.25, lambda_relative=0.1) == 0.25
+    assert ridge_lambda(600.0, n=10, k=20, lambda_reg=0.0, lambda_relative=0.1) == 0.0
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="`lambda_reg` is"):
+            ridge_lambda(1.0, 1, 1, lambda_reg=bad, lambda_relative=0.1)
+        with pytest.raises(ValueError, match="`lambda_relative` is"):
+            ridge_lambda(1.0, 1, 1, lambda_reg=None, lambda_relative=bad)
+    with pytest.raises(NonFiniteError, match="trace"):
+        ridge_lambda(float("inf"), 1, 1, lambda_reg=None, lambda_relative=0.1)
+    with pytest.raises(ValueError, match="at least one"):
+        ridge_lambda(1.0, 0, 1, lambda_reg=None, lambda_relative=0.1)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e6])
+def test_relative_lambda_makes_scores_independent_of_the_scale_of_features(scale):
+    features, targets = torch.randn(50, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
+
+    def scores(factor: float) -> torch.Tensor:
+        x, t = features * factor, targets * factor
+        gram = x.T @ x
+        return x @ RidgeSystem(gram, ridge_lambda(float(gram.trace()), 50, 8, None, 0.1)).solve(t).T
+
+    torch.testing.assert_close(scores(scale), scores(1.0), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5])
+def test_solve_and_quadratic_equal_numpy(lam):
+    gram, targets = spd(16, 1e4), torch.randn(5, 16)
+    system = RidgeSystem(gram, lam)
+    matrix = gram.numpy() + lam * np.eye(16)
+    expected = np.linalg.solve(matrix, targets.double().numpy().T).T
+    np.testing.assert_allclose(system.solve(targets).numpy(), expected, rtol=1e-9, atol=1e-12)
+    quadratic = np.einsum("ij,ij->i", targets.double().numpy(), expected)
+    np.testing.assert_allclose(system.quadratic(targets).numpy(), quadratic, rtol=1e-9)
+    np.testing.assert_allclose(system.inverse().numpy(), np.linalg.inv(matrix), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 40])
+@pytest.mark.parametrize("condition", [1.0, 1e3, 1e8])
+def test_condition_estimate_is_a_tight_lower_bound(k, condition):
+    for _ in range(10):
+        matrix = spd(k, condition)
+        exact = float(np.linalg.cond(matrix.numpy(), 1))
+        estimate = RidgeSystem(matrix, 0.0).condition
+        assert exact / 3 <= estimate <= exact * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rank", [1, 15, 31])
+def test_rank_deficient_without_ridge_is_an_error_with_a_remedy(dtype, rank):
+    """Trap 8. Rounding often leaves such a matrix barely positive definite; that must not pass for regular."""
+    for _ in range(10):
+        features = torch.randn(rank, 32, dtype=torch.float64).repeat(3, 1)
+        gram = (features.T @ features).to(dtype)
+        with pytest.raises(SingularGramError, match="Set a positive λ"):
+            RidgeSystem(gram, 0.0)
+        regular = RidgeSystem(gram, ridge_lambda(float(gram.trace()), 3 * rank, 32, None, 0.1))
+        assert regular.solve(torch.randn(2, 32)).isfinite().all()
+
+
+def test_a_regular_matrix_of_many_features_passes_without_ridge():
+    features = torch.randn(400, 64)
+    gram = (features.T @ features).double()
+    assert RidgeSystem(gram, 0.0).condition < 1e3
+    assert RidgeSystem(gram.float(), 0.0).condition < 1e3
+    assert RidgeSystem(spd(64, 1e9), 0.0).condition > 1e8
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_gram_is_an_error(value):
+    gram = torch.eye(4, dtype=torch.float64)
+    gram[1, 2] = gram[2, 1] = value
+    with pytest.raises(SingularGramError, match="NaN or infinities"):
+        RidgeSystem(gram, 1.0)
+
+
+def test_non_finite_rows_are_named():
+    system = RidgeSystem(torch.eye(3, dtype=torch.float64), 0.0)
+    rows = torch.zeros(5, 3)
+    rows[3, 2] = float("inf")
+    with pytest.raises(NonFiniteError, match="target feature vector of row 3 "):
+        system.solve(rows)
+    with pytest.raises(NonFiniteError, match="row 10 "):
+        system.quadratic(rows, start=7)
+
+
+def test_wrong_shapes_and_lambdas():
+    with pytest.raises(ValueError, match=r"\(3, 2\)"):
+        RidgeSystem(torch.ones(3, 2), 0.0)
+    with pytest.raises(ValueError, match="λ is -1"):
+        RidgeSystem(torch.eye(3), -1.0)
+    with pytest.raises(ValueError, match=r"\(2, 4\).*\(rows, 3\)"):
+        RidgeSystem(torch.eye(3), 0.0).solve(torch.ones(2, 4))
