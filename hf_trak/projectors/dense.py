@@ -13,9 +13,12 @@ from hf_trak.projectors.base import BlockProjector, ProjectionType
 from hf_trak.projectors.checks import check_integer, check_model_id
 from hf_trak.projectors.philox import Stream, packed_words, philox_words, sign_tensor
 
-_CALLS_PER_TILE = {"cpu": 2**16, "default": 2**20}
-_ENTRIES_PER_PRODUCT = {"cpu": 2**18, "default": 2**24}
 _COLUMNS_PER_PANEL = 2**14
+# Sizes of what is made at a time: bits that stay in the L2 caches, entries that stay in the L3 cache. GPUs want more.
+_CALLS_PER_TILE = {"cpu": 2**16}
+_ENTRIES_PER_PRODUCT = {"cpu": 2**20}
+_CALLS_ELSEWHERE = 2**20
+_ENTRIES_ELSEWHERE = 2**24
 
 
 class _DenseProjector(BlockProjector):
@@ -31,34 +34,33 @@ class _DenseProjector(BlockProjector):
 
     @abstractmethod
     def _random(self, start: int, n: int, column_blocks: Tensor, model_id: int) -> Tensor:
-        """What the generator gives for rows `start … start + n`, before it is made into floats: `(n, …)`."""
+        """What the generator gives for rows `start … start + n`, before it is made into floats: int32 `(n, …)`."""
 
     @abstractmethod
-    def _expand(self, random: Tensor) -> Tensor:
-        """float32 entries `(rows, columns_per_call · column blocks)` from raw material."""
+    def _expand(self, random: Tensor, workspace: Tensor) -> Tensor:
+        """float32 entries `(rows, columns_per_call · column blocks)` from what the generator gave."""
 
     def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
         device = block.device
-        calls = _CALLS_PER_TILE.get(device.type, _CALLS_PER_TILE["default"])
-        entries = _ENTRIES_PER_PRODUCT.get(device.type, _ENTRIES_PER_PRODUCT["default"])
+        calls = _CALLS_PER_TILE.get(device.type, _CALLS_ELSEWHERE)
+        entries = _ENTRIES_PER_PRODUCT.get(device.type, _ENTRIES_ELSEWHERE)
         for first in range(0, self.proj_dim, _COLUMNS_PER_PANEL):
             last = min(first + _COLUMNS_PER_PANEL, self.proj_dim)
-            blocks = torch.arange(
-                first // self.columns_per_call, -(-last // self.columns_per_call), dtype=torch.int64, device=device
-            )
-            rows_per_tile = max(1, calls // len(blocks))
-            rows_per_product = max(1, entries // (len(blocks) * self.columns_per_call))
-            panel = out[:, first:last]
+            blocks = self._column_blocks(first, last, device)
+            width = len(blocks) * self.columns_per_call
+            rows_per_tile = min(block.shape[1], max(1, calls // len(blocks)))
+            rows_per_product = min(rows_per_tile, max(1, entries // width))
+            workspace = torch.empty(rows_per_product * width, dtype=torch.int32, device=device)
+            part = torch.empty(block.shape[0], rows_per_product, dtype=torch.float32, device=device)
             for tile in range(0, block.shape[1], rows_per_tile):
                 tile_end = min(tile + rows_per_tile, block.shape[1])
                 random = self._random(start + tile, tile_end - tile, blocks, model_id)
                 for row in range(tile, tile_end, rows_per_product):
                     row_end = min(row + rows_per_product, tile_end)
-                    matrix = self._expand(random[row - tile : row_end - tile])[:, : last - first]
-                    # A fresh contiguous copy: BLAS may order its sums by the alignment of what it is given.
-                    part = torch.empty(block.shape[0], row_end - row, dtype=torch.float32, device=device)
-                    part.copy_(block[:, row:row_end])
-                    panel.addmm_(part, matrix)
+                    matrix = self._expand(random[row - tile : row_end - tile], workspace)
+                    # The same memory each time: BLAS may choose the order of its sums by the alignment of the block.
+                    columns = part[:, : row_end - row].copy_(block[:, row:row_end])
+                    out[:, first:last].addmm_(columns, matrix[:, : last - first])
 
     def matrix(self, start: int, n: int, model_id: int, device: str | torch.device = "cpu") -> Tensor:
         """Rows `start … start + n` of the unscaled R, float32 `(n, k)`. For tests and for matrices that fit in memory.
@@ -68,14 +70,19 @@ class _DenseProjector(BlockProjector):
         """
         start = check_integer("start", start, 0, self.grad_dim)
         n = check_integer("n", n, 0, self.grad_dim - start + 1)
-        blocks = torch.arange(-(-self.proj_dim // self.columns_per_call), dtype=torch.int64, device=device)
-        rows_per_tile = max(1, 2**16 // len(blocks))
+        model_id = check_model_id(model_id)
+        blocks = self._column_blocks(0, self.proj_dim, torch.device(device))
+        rows = max(1, _CALLS_PER_TILE["cpu"] // len(blocks))
         result = torch.empty(n, self.proj_dim, dtype=torch.float32, device=device)
-        for row in range(0, n, rows_per_tile):
-            row_end = min(row + rows_per_tile, n)
-            random = self._random(start + row, row_end - row, blocks, check_model_id(model_id))
-            result[row:row_end] = self._expand(random)[:, : self.proj_dim]
+        workspace = torch.empty(rows * len(blocks) * self.columns_per_call, dtype=torch.int32, device=device)
+        for row in range(0, n, rows):
+            random = self._random(start + row, min(rows, n - row), blocks, model_id)
+            result[row : row + rows] = self._expand(random, workspace)[:, : self.proj_dim]
         return result
+
+    def _column_blocks(self, first: int, last: int, device: torch.device) -> Tensor:
+        """Numbers of the column blocks that hold columns `first … last`; `first` is a multiple of their width."""
+        return torch.arange(first // self.columns_per_call, -(-last // self.columns_per_call), device=device)
 
 
 class RademacherProjector(_DenseProjector):
@@ -103,8 +110,8 @@ class RademacherProjector(_DenseProjector):
         words = philox_words(start, n, self.seed, model_id, Stream.RADEMACHER_1, column_blocks, column_blocks.device)
         return packed_words(words).flatten(1)
 
-    def _expand(self, random: Tensor) -> Tensor:
-        return sign_tensor(random)
+    def _expand(self, random: Tensor, workspace: Tensor) -> Tensor:
+        return sign_tensor(random, workspace)
 
 
 class NormalProjector(_DenseProjector):
@@ -133,7 +140,7 @@ class NormalProjector(_DenseProjector):
         words = philox_words(start, n, self.seed, model_id, Stream.NORMAL_1, column_blocks, column_blocks.device)
         return packed_words(words)
 
-    def _expand(self, random: Tensor) -> Tensor:
+    def _expand(self, random: Tensor, workspace: Tensor) -> Tensor:
         # 24 bits are exact in float32. u lies in (0, 1]: its logarithm is finite, the largest entry √(48 ln 2) ≈ 5.77.
         parts = ((random >> 8) & 0xFFFFFF).to(torch.float32)
         radius = (parts[..., 0::2] + 1.0).mul_(2.0**-24).log_().mul_(-2.0).sqrt_()

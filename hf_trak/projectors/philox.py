@@ -57,32 +57,26 @@ def philox_4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) ->
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(ROUNDS):
-        product0 = c0 * MULTIPLIERS[0]
-        product1 = c2 * MULTIPLIERS[1]
-        # The low halves are only xored in the next round, whose mask also removes what is above 32 bits here.
-        c0 = _high_xor_mask(product1, c1, k0)
-        c2 = _high_xor_mask(product0, c3, k1)
-        c1 = product1 & MASK32 if isinstance(product1, int) else product1
-        c3 = product0 & MASK32 if isinstance(product0, int) else product0
-        k0 = (k0 + KEY_STEPS[0]) & MASK32
-        k1 = (k1 + KEY_STEPS[1]) & MASK32
-    c0, c1, c2, c3 = torch.broadcast_tensors(*(torch.as_tensor(c) for c in (c0, c1, c2, c3)))
-    return c0, c1 & MASK32, c2, c3 & MASK32
-
-
-def _high_xor_mask(product: Word, word: Word, key: int) -> Word:
-    """`(high half of product) ^ word ^ key`, in place where the shapes allow it.
-
-    int64 products wrap around at 2⁶⁴ and the shift is arithmetic: the mask removes the copies of the sign bit.
-    """
-    high = product >> 32
-    if isinstance(high, Tensor) and (isinstance(word, int) or high.shape == word.shape):
-        high ^= word ^ key if isinstance(word, int) else word
-        if isinstance(word, Tensor):
-            high ^= key
-        return high.bitwise_and_(MASK32)
-    return (high ^ word ^ key) & MASK32
+    low, high = MULTIPLIERS
+    keys = [((k0 + r * KEY_STEPS[0]) & MASK32, (k1 + r * KEY_STEPS[1]) & MASK32) for r in range(ROUNDS)]
+    # int64 products wrap around at 2⁶⁴ and shifts are arithmetic: masks remove the copies of the sign bit.
+    for k0, k1 in keys[:2]:
+        product0, product1 = c0 * low, c2 * high
+        c0, c1 = ((product1 >> 32) ^ c1 ^ k0) & MASK32, product1 & MASK32
+        c2, c3 = ((product0 >> 32) ^ c3 ^ k1) & MASK32, product0 & MASK32
+    w0, w1, w2, w3 = (
+        word.contiguous() for word in torch.broadcast_tensors(*(torch.as_tensor(c) for c in (c0, c1, c2, c3)))
+    )
+    p0, p1 = torch.empty_like(w0), torch.empty_like(w0)
+    for k0, k1 in keys[2:]:
+        torch.mul(w0, low, out=p0)
+        torch.mul(w2, high, out=p1)
+        torch.bitwise_right_shift(p1, 32, out=w0).bitwise_xor_(w1).bitwise_xor_(k0).bitwise_and_(MASK32)
+        torch.bitwise_right_shift(p0, 32, out=w2).bitwise_xor_(w3).bitwise_xor_(k1).bitwise_and_(MASK32)
+        # The low halves become words unmasked: they are xored next, and the mask then clears what is above 32 bits.
+        w1, p1 = p1, w1
+        w3, p0 = p0, w3
+    return w0, w1.bitwise_and_(MASK32), w2, w3.bitwise_and_(MASK32)
 
 
 def philox_words(
@@ -125,17 +119,23 @@ def packed_words(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     return packed
 
 
-def sign_tensor(words: Tensor) -> Tensor:
+def sign_tensor(words: Tensor, workspace: Tensor | None = None) -> Tensor:
     """Expand packed bits into ±1: bit b of word w becomes entry 32·w + b, +1 for a 0 and −1 for a 1.
 
     Args:
         words: int32, `(…, m)`.
+        workspace: int32, at least 32 times as many elements, to write into; reused memory is faster than fresh memory.
 
     Returns:
-        float32, `(…, 32·m)`.
+        float32, `(…, 32·m)`, in the workspace if there is one.
     """
+    shape = (*words.shape, 32)
+    if workspace is None:
+        bits = torch.empty(shape, dtype=torch.int32, device=words.device)
+    else:
+        bits = workspace[: 32 * words.numel()].view(shape)
     shifts = torch.arange(31, -1, -1, dtype=torch.int32, device=words.device)
-    bits = words.unsqueeze(-1) << shifts
+    torch.bitwise_left_shift(words.unsqueeze(-1), shifts, out=bits)
     # 0x3F800000 is 1.0: the bit in question sits in the sign position and everything below comes from the constant.
     bits.bitwise_and_(-(2**31)).bitwise_or_(0x3F800000)
     return bits.view(torch.float32).flatten(-2)
