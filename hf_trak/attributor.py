@@ -145,6 +145,7 @@ class TrakAttributor:
             "task": task_identity(self.task),
             "projection": self._projector().algorithm,
             "proj_dim": self.proj_dim,
+            "proj_nonzeros": self.args.proj_nonzeros,
             "seed": self.args.seed,
             "parameters": self.layout.to_list(),
             "parameters_fingerprint": self.layout.fingerprint,

@@ -20,6 +20,7 @@ ScoreBlock = tuple[int, int, Tensor]
 """`(start, stop, block)`: `block` of shape `(stop - start, m)` scores these training rows against m targets."""
 
 TOP_K_COLUMNS = ("trak_indices", "trak_scores", "trak_opponent_indices", "trak_opponent_scores")
+"""Columns of a top-k result. A full result has `trak_scores` alone."""
 
 _ROW_GROUP_BYTES = 64 << 20
 
@@ -62,8 +63,8 @@ def top_k_columns(
     for (indices_name, scores_name), parts in zip(
         (TOP_K_COLUMNS[:2], TOP_K_COLUMNS[2:]), (highest, lowest), strict=True
     ):
-        table[indices_name] = fixed_size_list(torch.cat([indices for _, indices in parts]).numpy())
-        table[scores_name] = fixed_size_list(torch.cat([scores for scores, _ in parts]).numpy())
+        table[indices_name] = fixed_size_list(torch.cat([indices for indices, _ in parts]).numpy())
+        table[scores_name] = fixed_size_list(torch.cat([scores for _, scores in parts]).numpy())
     return Dataset(pa.table(table))
 
 
@@ -131,6 +132,6 @@ def attach_columns(rows: Any, columns: Dataset) -> Dataset:
     """
     if not isinstance(rows, Dataset):
         return columns
-    stale = [name for name in (*TOP_K_COLUMNS, "trak_scores") if name in rows.column_names]
+    stale = [name for name in TOP_K_COLUMNS if name in rows.column_names]
     kept = rows.with_format(None).remove_columns(stale)
     return concatenate_datasets([kept, columns], axis=1)
