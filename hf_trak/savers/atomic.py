@@ -15,7 +15,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -92,14 +92,23 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def create_bytes(path: Path, data: bytes) -> bool:
-    """Create `path` with `data` unless it exists; of several processes that try at once, exactly one succeeds.
+    """Create `path` with `data` unless it exists, see [`create_file`]."""
+    return create_file(path, lambda temporary: temporary.write_bytes(data))
+
+
+def create_file(path: Path, fill: Callable[[Path], object]) -> bool:
+    """Create a file unless it exists; of several processes that try at once, exactly one succeeds.
+
+    Args:
+        path: the file.
+        fill: writes the content to the temporary path that it is given.
 
     Returns:
         Whether this call created the file.
     """
     temporary, _ = _create_temporary(path.parent)
     try:
-        temporary.write_bytes(data)
+        fill(temporary)
         _sync(temporary)
         try:
             os.link(temporary, path)
@@ -108,7 +117,7 @@ def create_bytes(path: Path, data: bytes) -> bool:
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
-            return _create_without_links(path, data)
+            return _create_without_links(temporary, path)
         _sync(path.parent)
         return True
     finally:
@@ -185,18 +194,15 @@ def _create_temporary(directory: Path) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-def _create_without_links(path: Path, data: bytes) -> bool:
-    """Exclusive creation on file systems without hard links: still one winner, but a crash can leave a partial
-    file.
+def _create_without_links(temporary: Path, path: Path) -> bool:
+    """Exclusive creation on file systems without hard links: one winner, but for an instant an empty file is
+    visible.
     """
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     except FileExistsError:
         return False
-    with open(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    os.replace(temporary, path)
     return True
 
 

@@ -62,19 +62,20 @@ class ShardSet:
         """The file of a shard."""
         return self.directory / self.plan.file_name(index, self.prefix)
 
+    def has(self, index: int) -> bool:
+        """Whether a shard is there. Raises `StoreError` as `missing` does."""
+        if not self.path(index).exists():
+            return False
+        self._header(index)
+        return True
+
     def missing(self) -> list[int]:
         """Indices of the shards that are not there yet.
 
         Raises:
             StoreError: a file that is there is truncated or does not belong here. (Checksums are compared by `read`.)
         """
-        absent = []
-        for index in range(len(self.plan)):
-            if self.path(index).exists():
-                self._header(index)
-            else:
-                absent.append(index)
-        return absent
+        return [index for index in range(len(self.plan)) if not self.has(index)]
 
     @property
     def complete(self) -> bool:
@@ -168,7 +169,7 @@ class ShardSet:
 
     def _to_storage(self, grads: Tensor, rows: range) -> Tensor:
         check_finite(grads, rows, "projected gradient")
-        stored, worst = cast_rows(grads, self.dtype, rows)
+        stored, worst = cast_rows(grads, self.dtype, rows, "projected gradient")
         if worst > UNDERFLOW_TOLERANCE and not self._warned:
             self._warned = True
             warnings.warn(
@@ -191,7 +192,7 @@ def check_finite(values: Tensor, rows: Sequence[int], what: str) -> None:
         )
 
 
-def cast_rows(grads: Tensor, dtype: torch.dtype, rows: Sequence[int]) -> tuple[Tensor, float]:
+def cast_rows(grads: Tensor, dtype: torch.dtype, rows: Sequence[int], what: str) -> tuple[Tensor, float]:
     """Cast finite rows to the storage dtype.
 
     Returns:
@@ -207,7 +208,7 @@ def cast_rows(grads: Tensor, dtype: torch.dtype, rows: Sequence[int]) -> tuple[T
     if not bool(finite.all()):
         first = int(torch.nonzero(~finite)[0])
         raise NonFiniteError(
-            f"The projected gradient of sample {rows[first]} has the magnitude {grads[first].abs().max().item():.3g}, "
+            f"The {what} of sample {rows[first]} has the magnitude {grads[first].abs().max().item():.3g}, "
             f"which {dtype} cannot hold (at most {torch.finfo(dtype).max:.3g}). Store the features as float32."
         )
     worst = 0.0

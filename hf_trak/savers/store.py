@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import math
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ class FeatureStore:
 
     def checkpoint_dir(self, model_id: int) -> Path:
         """Directory of one checkpoint's train features."""
-        return self.output_dir / f"checkpoint-{_checked_id(model_id)}"
+        return self.output_dir / f"checkpoint-{checked_model_id(model_id)}"
 
     def register_checkpoint(self, model_id: int, fingerprint: str, source: str | None = None) -> None:
         """Tie a `model_id` to the weights that its features are computed with.
@@ -163,6 +164,7 @@ class FeatureStore:
         Raises:
             CheckpointMismatchError: the id is tied to other weights; the store is left as it was.
         """
+        model_id = checked_model_id(model_id)
         path = self.checkpoint_dir(model_id) / "checkpoint.json"
         content = {
             "config_hash": self.config_hash,
@@ -370,9 +372,7 @@ class FeatureStore:
         if absent:
             raise ValueError(f"The configuration lacks {absent}; expected at least {list(cls.REQUIRED)}.")
         for key in ("train_size", "proj_dim", "shard_size"):
-            value = content[key]
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"`{key}` is {value!r} in the configuration; expected an integer of at least 1.")
+            checked_count(content[key], key)
         if content["feature_dtype"] not in FEATURE_DTYPES:
             raise ValueError(
                 f"`feature_dtype` is {content['feature_dtype']!r}; expected one of {sorted(FEATURE_DTYPES)}."
@@ -380,7 +380,15 @@ class FeatureStore:
         return content
 
 
-def _checked_id(model_id: int) -> int:
-    if not isinstance(model_id, int) or isinstance(model_id, bool) or model_id < 0:
+def checked_model_id(model_id: Any) -> int:
+    """`model_id` as an `int` ≥ 0. Raises `ValueError` if it is not one."""
+    if isinstance(model_id, bool) or not hasattr(model_id, "__index__") or operator.index(model_id) < 0:
         raise ValueError(f"`model_id` is {model_id!r}; expected an integer ≥ 0, a different one for every checkpoint.")
-    return model_id
+    return operator.index(model_id)
+
+
+def checked_count(value: Any, name: str) -> int:
+    """`value` as an `int` ≥ 1. Raises `ValueError` if it is not one."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
+        raise ValueError(f"`{name}` is {value!r}; expected an integer of at least 1.")
+    return operator.index(value)
