@@ -63,8 +63,8 @@ def top_k_columns(
     for (indices_name, scores_name), parts in zip(
         (TOP_K_COLUMNS[:2], TOP_K_COLUMNS[2:]), (highest, lowest), strict=True
     ):
-        table[indices_name] = fixed_size_list(torch.cat([indices for indices, _ in parts]).numpy())
-        table[scores_name] = fixed_size_list(torch.cat([scores for _, scores in parts]).numpy())
+        table[indices_name] = fixed_size_list(torch.cat([indices for _, indices in parts]).numpy())
+        table[scores_name] = fixed_size_list(torch.cat([scores for scores, _ in parts]).numpy())
     return Dataset(pa.table(table))
 
 

@@ -289,8 +289,8 @@ def test_two_processes_write_the_bytes_of_one(trained: Any, tmp_path: Path) -> N
         )
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    subprocess.run([*launch, str(script)], env=environment, check=True, timeout=300)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    subprocess.run([*launch, str(script)], env=environment, check=True, timeout=120)
     one = make(at_checkpoint(model, checkpoints[-1]), tmp_path / "one").featurize()
     assert load_from_disk(str(tmp_path / "top")).to_dict() == one.attribute(eval_rows(), top_k=3).to_dict()
     assert features(tmp_path / "two") == features(tmp_path / "one")
