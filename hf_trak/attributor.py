@@ -171,7 +171,14 @@ class TrakAttributor:
 
     def _featurizer(self) -> Featurizer:
         return Featurizer(
-            self.model, self.task, self._projector(), self.data_collator, self.args, self.processes, self.device
+            self.model,
+            self.task,
+            self._projector(),
+            self.data_collator,
+            self.train_dataset,
+            self.args,
+            self.processes,
+            self.device,
         )
 
     # -- featurize ---------------------------------------------------------------------------------------------------

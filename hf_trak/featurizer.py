@@ -27,6 +27,7 @@ class Featurizer:
         task: AbstractModelOutput,
         projector: BlockProjector,
         collator: Collator,
+        train_dataset: Any,
         args: TrakConfig,
         processes: PartialState,
         device: torch.device,
@@ -37,6 +38,7 @@ class Featurizer:
             task: the model output function.
             projector: R, of size P × k.
             collator: turns rows into a batch of as many samples.
+            train_dataset: the training rows, from which a task may take references (CLIP: simulated negatives).
             args: the configuration.
             processes: the processes among which shards are divided.
             device: where batches go.
@@ -45,6 +47,7 @@ class Featurizer:
         self.task = task
         self.projector = projector
         self.collator = collator
+        self.train_dataset = train_dataset
         self.args = args
         self.processes = processes
         self.device = device
@@ -82,14 +85,8 @@ class Featurizer:
         computer = make_gradient_computer(
             self.args.engine, self.model, self.task, grad_wrt=self.args.grad_wrt, device=self.device
         )
-        batches = RowBatches(
-            dataset,
-            self.collator,
-            columns=forward_columns(self.model, self.args.label_names) if self.args.remove_unused_columns else None,
-            device=self.device,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory and self.device.type == "cuda",
-        )
+        self._prepare_task()
+        batches = self._batches(dataset)
         ranges = [shards.plan.rows(index) for index in indices]
         # Batches never cross a shard boundary, so a shard is the same whichever others are computed in this run.
         cuts = [cut for rows in ranges for cut in batch_rows(rows.start, rows.stop, self.args.per_device_batch_size)]
@@ -111,6 +108,25 @@ class Featurizer:
                     filled += len(rows)
                     progress.update(len(rows))
                 shards.write(index, grads, out_to_loss)
+
+    def _batches(self, dataset: Any) -> RowBatches:
+        return RowBatches(
+            dataset,
+            self.collator,
+            columns=forward_columns(self.model, self.args.label_names) if self.args.remove_unused_columns else None,
+            device=self.device,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.device.type == "cuda",
+        )
+
+    def _prepare_task(self) -> None:
+        """Let the task learn what it has to know about this checkpoint: the same in every process and every run."""
+        self.task.bind(self.model)
+        rows = self.task.reference_rows(len(self.train_dataset))
+        if rows:
+            size = self.args.per_device_batch_size
+            cuts = [[rows[i] for i in cut] for cut in batch_rows(0, len(rows), size)]
+            self.task.prepare(self.model, (batch for _, batch in self._batches(self.train_dataset).iterate(cuts)))
 
     def _features(
         self, rows: Sequence[int], batch: Any, computer: AbstractGradientComputer, model_id: int, side: Side

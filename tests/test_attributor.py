@@ -1,5 +1,6 @@
 """TrakAttributor end to end, on real digits and real Trainer runs, against the formula of the paper."""
 
+import copy
 import hashlib
 import os
 import signal
@@ -17,7 +18,7 @@ import torch
 from datasets import Dataset, List, load_from_disk
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import CLIPConfig, CLIPModel, Trainer, TrainingArguments
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from hf_trak import TrakAttributor, TrakConfig
@@ -28,6 +29,7 @@ from hf_trak.errors import (
     NonFiniteError,
     StoreError,
 )
+from hf_trak.modelout_functions import CLIPModelOutput
 
 N_TRAIN, N_EVAL = 61, 7
 
@@ -385,6 +387,45 @@ def test_self_influence_is_the_diagonal(trained: Any, tmp_path: Path) -> None:
     attributor = make(copy_of(model), tmp_path).featurize(checkpoints[:2])
     diagonal = np.diag(full(attributor, train_rows()))
     assert relative_error(attributor.self_influence().numpy(), diagonal) < 1e-4
+
+
+def test_clip_pairs_from_a_dataset(tmp_path: Path) -> None:
+    """Trap 15: negatives come from the training rows, the same for every batch size, embedded anew per checkpoint."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CLIPConfig(
+        text_config={**vision, "vocab_size": 30, "max_position_embeddings": 8, "eos_token_id": 29},
+        vision_config={**vision, "image_size": 8, "patch_size": 4},
+        projection_dim=8,
+    )
+    data = load_digits()
+
+    def pairs(start: int, stop: int) -> Dataset:
+        images = np.repeat(data.images[start:stop, None] / 16.0, 3, axis=1)
+        words = [[int(label) + 1, 12, 29] for label in data.target[start:stop]]
+        return Dataset.from_dict(
+            {"pixel_values": images, "input_ids": words, "attention_mask": [[1] * 3] * len(words)}
+        )
+
+    torch.manual_seed(0)
+    models = [CLIPModel(config), CLIPModel(config)]
+    results = []
+    for batch_size in (1, 8):
+        arguments = TrakConfig(
+            output_dir=str(tmp_path / str(batch_size)),
+            proj_dim=64,
+            shard_size=8,
+            per_device_batch_size=batch_size,
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        task = CLIPModelOutput(simulated_batch_size=10)
+        attributor = TrakAttributor(copy.deepcopy(models[0]), arguments, train_dataset=pairs(0, 20), task=task)
+        attributor.featurize(models)
+        first, second = (torch.cat([s.out_to_loss for s in attributor.store.train(i)]) for i in (0, 1))
+        assert (first > 0).all() and not torch.allclose(first, second)
+        results.append(full(attributor, pairs(100, 103)))
+    assert results[0].shape == (20, 3)
+    assert relative_error(results[0], results[1]) < 1e-4
 
 
 # -- Trainer ---------------------------------------------------------------------------------------------------------

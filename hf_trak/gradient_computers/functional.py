@@ -65,7 +65,9 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
         gradients, output, q = self._run(batch, side)
         for slot in self.layout.slots:
-            sink(slot.offset, gradients.pop(slot.name).to(self.device, self.dtype).flatten(1))
+            sink(
+                slot.offset, gradients.pop(slot.name).to(self.device, self.dtype).reshape(output.shape[0], slot.numel)
+            )
         if q is None:
             q = self.compute_loss_grad(batch).detach()
         return BatchOutputs(output, q)
