@@ -24,8 +24,12 @@ from hf_trak.projectors import (
 MAPS = [("rademacher", 1), ("normal", 1), ("sjlt", 1), ("sjlt", 3)]
 
 
-def entries(projector, start, n, model_id):
+def entries(projector, start, n, model_id, form="accumulate"):
     """Rows of R as the fast path has them: what unit vectors are mapped to."""
+    if form == "sink":
+        sink = projector.sink(n, model_id, "cpu")
+        sink(start, torch.eye(n))
+        return sink.result().numpy()
     out = torch.zeros(n, projector.proj_dim)
     projector.accumulate(out, torch.eye(n), start, model_id)
     return out.numpy()
@@ -34,14 +38,15 @@ def entries(projector, start, n, model_id):
 @pytest.mark.parametrize("start", [0, 8190, 2**20 - 50, 2**32 - 77, 2**40 + 511, 2**63 - 101])
 @pytest.mark.parametrize(("name", "nonzeros"), MAPS)
 @pytest.mark.parametrize("k", [1, 3, 130])
-def test_entries_equal_reference(name, nonzeros, k, start):
+@pytest.mark.parametrize("form", ["accumulate", "sink"])
+def test_entries_equal_reference(name, nonzeros, k, start, form):
     if nonzeros > k:
         pytest.skip("s ≤ k")
     projector = make_projector(name, start + 100, k, 2**40 + 3, "cpu", nonzeros=nonzeros)
     expected = reference.matrix(projector.algorithm, start, 100, k, 2**40 + 3, 9, nonzeros)
     # float32: the angle is off by 1.5 · 2⁻²⁴ · 2π at most, the radius is at most 5.77.
     tolerance = 4e-6 if name == "normal" else 0
-    assert np.abs(entries(projector, start, 100, 9) - expected).max() <= tolerance
+    assert np.abs(entries(projector, start, 100, 9, form) - expected).max() <= tolerance
 
 
 @pytest.mark.parametrize(("name", "nonzeros"), MAPS)

@@ -132,6 +132,19 @@ class BlockProjector(AbstractProjector):
         with torch.no_grad(), torch.autocast(block.device.type, enabled=False):
             self._accumulate(out.detach(), block.detach(), start, model_id)
 
+    def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> "ProjectionSink":
+        """The block form for a whole batch: a callable `(start, block)` with a `result()`.
+
+        The same features as from `accumulate` on zeros, to rounding. Maps that keep more than `(B, k)` between the
+        blocks of a batch do so here, which pays off for models with many small parameters.
+
+        Args:
+            batch_size: B of every block.
+            model_id: id of the checkpoint.
+            device: device of the blocks.
+        """
+        return ProjectionSink(self, batch_size, model_id, device)
+
     @abstractmethod
     def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
         """[`~BlockProjector.accumulate`] on checked arguments and a block of at least one element."""
@@ -156,13 +169,58 @@ class BlockProjector(AbstractProjector):
                     f"The gradients are on {block.device}, but this {type(self).__name__} was made for device "
                     f"'{self.device}'. Move them, or construct the projector with device='{block.device}'."
                 )
-        out = torch.zeros(blocks[0].shape[0], self.proj_dim, dtype=torch.float32, device=blocks[0].device)
+        sink = self.sink(blocks[0].shape[0], model_id, blocks[0].device)
         start = 0
         for block in blocks:
-            self.accumulate(out, block, start, model_id)
+            sink(start, block)
             start += block.shape[1]
+        out = sink.result()
         require_finite(out)
         return out
+
+
+class ProjectionSink:
+    """Takes the blocks of one batch in any order, gives their unscaled projection. See [`BlockProjector.sink`]."""
+
+    def __init__(self, projector: BlockProjector, batch_size: int, model_id: int, device: str | torch.device) -> None:
+        self.projector = projector
+        self.model_id = check_model_id(model_id)
+        self._out = torch.zeros(batch_size, projector.proj_dim, dtype=torch.float32, device=device)
+        self._finished = False
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        """Add columns `start … start + n`; arguments and errors as in [`BlockProjector.accumulate`].
+
+        Raises:
+            RuntimeError: the result has been taken already.
+        """
+        self._require_open()
+        start = check_block(self._out, block, start, self.projector.grad_dim, self.projector.proj_dim)
+        if block.numel():
+            with torch.no_grad(), torch.autocast(block.device.type, enabled=False):
+                self._add(start, block.detach())
+
+    def result(self) -> Tensor:
+        """The features `(B, k)`, float32, unscaled and not checked for NaN and infinity ([`require_finite`] does).
+
+        Raises:
+            RuntimeError: the result has been taken already.
+        """
+        self._require_open()
+        self._finished = True
+        with torch.no_grad():
+            self._finish()
+        return self._out
+
+    def _add(self, start: int, block: Tensor) -> None:
+        self.projector._accumulate(self._out, block, start, self.model_id)
+
+    def _finish(self) -> None:
+        """Whatever has to be done after the last block."""
+
+    def _require_open(self) -> None:
+        if self._finished:
+            raise RuntimeError("The result of this sink has been taken already. Open a new one for the next batch.")
 
 
 def blocks_of(grads: Mapping[str, Tensor] | Tensor) -> list[Tensor]:

@@ -3,9 +3,9 @@
 Kane and Nelson, "Sparser Johnson-Lindenstrauss transforms" (J. ACM 61, 2014), the block construction: the k outputs
 are cut into s segments, and every coordinate has one ±1 in each. Per segment of k outputs:
 
-1. coordinates are taken in chunks of 8192 = 16 runs of 512 consecutive ones. The generator gives every chunk an offset
-   r and a step d; run j of the chunk is added, with one sign per coordinate, to K ≥ 16384 accumulators from position
-   r + j·d on, going around at K. One strided vector addition adds a whole chunk.
+1. coordinates are taken in chunks of 4096 = 8 runs of 512 consecutive ones. The generator gives every chunk an offset
+   r and a step d; run a of the chunk is added, with one sign per coordinate, to K ≥ 8192 accumulators from position
+   r + a·d on, going around at K. One strided vector addition adds a whole chunk.
 2. the K accumulators, a multiple of k, are folded into k outputs: every group of k is rotated by an amount of its own.
 
 Signs are independent, so E⟨Rx, Ry⟩ = s⟨x, y⟩ exactly, and the variance depends on nothing but the probability that
@@ -23,20 +23,21 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hf_trak.projectors.base import BlockProjector, ProjectionType
+from hf_trak.projectors.base import BlockProjector, ProjectionSink, ProjectionType
 from hf_trak.projectors.checks import check_integer
 from hf_trak.projectors.philox import Stream, packed_words, philox_words, sign_tensor
 
 RUN = 512
-RUNS_PER_CHUNK = 16
+RUNS_PER_CHUNK = 8
 CHUNK = RUN * RUNS_PER_CHUNK
 ACCUMULATORS = 2 * CHUNK
 """K is the smallest multiple of k that is at least this: steps are below 2·RUN, so a chunk never overlaps itself."""
 
 _SPAN = (RUNS_PER_CHUNK - 1) * (2 * RUN - 1) + RUN  # the longest stretch of accumulators that a chunk touches
-_REGION = 2**20  # coordinates whose bits are generated and cached together
+_REGION = 2**23  # coordinates whose bits are generated and cached together
 _CACHE_BYTES = 2**26
-_CPU_ACCUMULATOR_FLOATS = 2**19  # rows × K at a time: what stays in the L2 caches
+_SLICE = 2**18  # coordinates whose signs are expanded to floats together; on a CPU they stay in the L2 cache
+_CPU_ACCUMULATOR_FLOATS = 2**18  # rows × K that are added to in turn on a CPU, for the same reason
 _PIECE_COST = 2**12  # floats that are zeroed and folded in the time of one small operation
 _LOOP_FOLD_GROUPS = 64
 
@@ -55,8 +56,9 @@ def segment_bounds(proj_dim: int, nonzeros: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Region:
-    """Random bits of up to 2²⁰ coordinates: packed signs, and offset and step of every chunk."""
+    """Random bits of up to 2²³ coordinates: packed signs, and offset and step of every chunk."""
 
+    origin: int
     signs: Tensor
     offsets: list[int]
     steps: list[int]
@@ -64,6 +66,12 @@ class _Region:
     @property
     def nbytes(self) -> int:
         return self.signs.numel() * 4 + len(self.offsets) * 128
+
+    def place(self, position: int) -> tuple[int, int, int]:
+        """Accumulator of a coordinate, not yet modulo K; the chunk's step; and the coordinate's index in its chunk."""
+        chunk, within = divmod(position - self.origin, CHUNK)
+        run, inside = divmod(within, RUN)
+        return self.offsets[chunk] + run * self.steps[chunk] + inside, self.steps[chunk], within
 
 
 class SparseProjector(BlockProjector):
@@ -84,15 +92,15 @@ class SparseProjector(BlockProjector):
 
         Args:
             proj_type: must be `sjlt`.
-            nonzeros: s, 1 ≤ s ≤ k. Costs grow with it; the variance is that of s = 1 up to the terms that s removes,
-                Σ x_i² y_i² / k.
+            nonzeros: s, 1 ≤ s ≤ k. Time grows with it; larger s makes rare large errors rarer.
         """
         if proj_type != "sjlt":
             raise ValueError(f"`proj_type` is '{proj_type}', but {type(self).__name__} is the 'sjlt' map.")
         super().__init__(grad_dim, proj_dim, seed, proj_type, device)
         self.nonzeros = check_integer("nonzeros", nonzeros, 1, self.proj_dim + 1)
+        self.segments = segment_bounds(self.proj_dim, self.nonzeros)
         self._regions: OrderedDict[tuple[int, int, int, torch.device], _Region] = OrderedDict()
-        self._fold_cache: dict[tuple[int, int], list[int]] = {}
+        self._rotation_cache: dict[tuple[int, int], list[int]] = {}
 
     @property
     def scale(self) -> float:
@@ -100,68 +108,84 @@ class SparseProjector(BlockProjector):
         return 1.0 / math.sqrt(self.nonzeros)
 
     def free_memory(self) -> None:
-        """Drop the cached bits (at most 64 MiB of them are kept)."""
+        """Drop the cached bits (one bit per coordinate and nonzero, at most 64 MiB of them)."""
         self._regions.clear()
-        self._fold_cache.clear()
+        self._rotation_cache.clear()
+
+    def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> ProjectionSink:
+        """See [`BlockProjector.sink`]. Folds once per batch instead of once per block."""
+        return _SparseSink(self, batch_size, model_id, device)
 
     def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
-        for copy, (first, last) in enumerate(segment_bounds(self.proj_dim, self.nonzeros)):
+        for copy, (first, last) in enumerate(self.segments):
             segment = out[:, first:last]
-            rotations = self._rotations(model_id, copy, last - first)
             pieces = block.shape[1] * (1 / RUN + 1 / (last - first)) + 2
             if pieces * _PIECE_COST < block.shape[0] * accumulators(last - first):
-                self._add_pieces(segment, block, start, model_id, copy, rotations)
+                self._add_pieces(segment, block, start, model_id, copy)
             else:
-                self._add_chunks(segment, block, start, model_id, copy, rotations)
+                sums = self.empty_sums(block.shape[0], copy, block.device)
+                self.add_to_sums(sums, block, start, model_id, copy)
+                self.fold(segment, sums, model_id, copy)
 
-    def _add_chunks(
-        self, out: Tensor, block: Tensor, start: int, model_id: int, copy: int, rotations: list[int]
-    ) -> None:
-        """Both steps of the map on a long block: chunks into accumulators, accumulators into `out`."""
-        size = accumulators(out.shape[1])
+    def empty_sums(self, batch_size: int, copy: int, device: str | torch.device) -> Tensor:
+        """Zeroed accumulators for one segment, `(B, K + the span of a chunk)`: additions need not go around at K."""
+        first, last = self.segments[copy]
+        return torch.zeros(batch_size, accumulators(last - first) + _SPAN, dtype=torch.float32, device=device)
+
+    def add_to_sums(self, sums: Tensor, block: Tensor, start: int, model_id: int, copy: int) -> None:
+        """Step 1 of the map: add a block to the accumulators of [`~SparseProjector.empty_sums`]."""
         rows = block.shape[0]
         if block.device.type == "cpu":
-            rows = min(rows, max(1, _CPU_ACCUMULATOR_FLOATS // (size + _SPAN)))
-        totals = torch.empty(rows, size + _SPAN, dtype=torch.float32, device=block.device)
-        for row in range(0, block.shape[0], rows):
-            part = block[row : row + rows]
-            sums = totals[: part.shape[0]].zero_()
-            for first, last, region, origin in self._parts(start, block.shape[1], model_id, copy, block.device):
-                signs = _signs(region, first - origin, last - origin)
-                _add_to_accumulators(sums, part[:, first - start : last - start], signs, first, region, origin)
-            sums[:, :_SPAN] += sums[:, size:]
-            _fold(out[row : row + rows], sums[:, :size], rotations)
+            rows = min(rows, max(1, _CPU_ACCUMULATOR_FLOATS // sums.shape[1]))
+        for first, last, region in self._slices(start, block.shape[1], model_id, copy, block.device):
+            signs = _signs(region, first, last)
+            columns = block[:, first - start : last - start]
+            for row in range(0, block.shape[0], rows):
+                _add_slice(sums[row : row + rows], columns[row : row + rows], signs, first, region)
 
-    def _add_pieces(
-        self, out: Tensor, block: Tensor, start: int, model_id: int, copy: int, rotations: list[int]
-    ) -> None:
-        """Both steps at once on a short block: every stretch of a run that stays together goes straight to `out`."""
+    def fold(self, out: Tensor, sums: Tensor, model_id: int, copy: int) -> None:
+        """Step 2 of the map: go around at K, rotate every group of accumulators, and add them all to a segment."""
         outputs = out.shape[1]
-        size = accumulators(outputs)
-        for first, last, region, origin in self._parts(start, block.shape[1], model_id, copy, block.device):
-            signs = _signs(region, first - origin, last - origin)
+        rotations = self._rotations(model_id, copy)
+        size = outputs * len(rotations)
+        sums[:, :_SPAN] += sums[:, size:]
+        if len(rotations) > _LOOP_FOLD_GROUPS:
+            index = torch.arange(outputs) - torch.tensor(rotations)[:, None]
+            index = index % outputs + outputs * torch.arange(len(rotations))[:, None]
+            values = sums.index_select(1, index.flatten().to(sums.device))
+            out += values.view(-1, len(rotations), outputs).sum(1)
+            return
+        for group, rotation in enumerate(rotations):
+            values = sums[:, group * outputs : (group + 1) * outputs]
+            out[:, rotation:] += values[:, : outputs - rotation]
+            if rotation:
+                out[:, :rotation] += values[:, outputs - rotation :]
+
+    def _add_pieces(self, out: Tensor, block: Tensor, start: int, model_id: int, copy: int) -> None:
+        """Both steps at once for a short block: every stretch of a run that stays together goes straight to `out`."""
+        outputs = out.shape[1]
+        rotations = self._rotations(model_id, copy)
+        size = outputs * len(rotations)
+        for first, last, region in self._slices(start, block.shape[1], model_id, copy, block.device):
+            signs = _signs(region, first, last)
             position = first
             while position < last:
-                chunk, within = divmod(position - origin, CHUNK)
-                run, inside = divmod(within, RUN)
-                place = (region.offsets[chunk] + run * region.steps[chunk] + inside) % size
-                group, index = divmod(place, outputs)
+                place, _, within = region.place(position)
+                group, index = divmod(place % size, outputs)
                 output = (index + rotations[group]) % outputs
-                length = min(last - position, RUN - inside, outputs - index, outputs - output)
-                columns = slice(position - start, position - start + length)
-                values = signs[position - first : position - first + length]
-                out[:, output : output + length].addcmul_(block[:, columns], values)
+                length = min(last - position, RUN - within % RUN, outputs - index, outputs - output)
+                columns = block[:, position - start : position - start + length]
+                out[:, output : output + length].addcmul_(columns, signs[position - first : position - first + length])
                 position += length
 
-    def _parts(
+    def _slices(
         self, start: int, n: int, model_id: int, copy: int, device: torch.device
-    ) -> Iterator[tuple[int, int, _Region, int]]:
-        """The block cut at region boundaries: first and last coordinate, the region and its first coordinate."""
+    ) -> Iterator[tuple[int, int, _Region]]:
+        """The block cut into slices: first and last coordinate, and the region that they lie in."""
         position = start
         while position < start + n:
-            index = position // _REGION
-            last = min(start + n, (index + 1) * _REGION)
-            yield position, last, self._region(index, model_id, copy, device), index * _REGION
+            last = min(start + n, (position // _SLICE + 1) * _SLICE)
+            yield position, last, self._region(position // _REGION, model_id, copy, device)
             position = last
 
     def _region(self, index: int, model_id: int, copy: int, device: torch.device) -> _Region:
@@ -176,88 +200,83 @@ class SparseProjector(BlockProjector):
         words = philox_words(
             origin // 128, -(-length // 128), self.seed, model_id, Stream.SJLT_1_SIGNS, copy, device=device
         )
-        offsets, steps = self._places(origin // CHUNK, -(-length // CHUNK), model_id, copy)
-        region = _Region(packed_words(words).flatten(), offsets, steps)
+        places = philox_words(origin // CHUNK, -(-length // CHUNK), self.seed, model_id, Stream.SJLT_1_PLACES, copy)
+        first, last = self.segments[copy]
+        offsets = (places[0] * accumulators(last - first)) >> 32
+        steps = RUN + ((places[1] * RUN) >> 32)
+        region = _Region(origin, packed_words(words).flatten(), offsets.tolist(), steps.tolist())
         self._regions[key] = region
         kept = sum(cached.nbytes for cached in self._regions.values())
         while kept > _CACHE_BYTES and len(self._regions) > 1:
             kept -= self._regions.popitem(last=False)[1].nbytes
         return region
 
-    def _places(self, first: int, n: int, model_id: int, copy: int) -> tuple[list[int], list[int]]:
-        """Offset r in [0, K) and step d in [512, 1024) of chunks `first … first + n`."""
-        bounds = segment_bounds(self.proj_dim, self.nonzeros)[copy]
-        size = accumulators(bounds[1] - bounds[0])
-        words = philox_words(first, n, self.seed, model_id, Stream.SJLT_1_PLACES, copy)
-        offsets = (words[0] * size) >> 32
-        steps = RUN + ((words[1] * RUN) >> 32)
-        return offsets.tolist(), steps.tolist()
-
-    def _rotations(self, model_id: int, copy: int, outputs: int) -> list[int]:
+    def _rotations(self, model_id: int, copy: int) -> list[int]:
         """By how much each group of accumulators is rotated in the fold; the first one is not."""
         key = (model_id, copy)
-        if key not in self._fold_cache:
-            if len(self._fold_cache) >= 1024:
-                self._fold_cache.clear()
-            groups = accumulators(outputs) // outputs
+        if key not in self._rotation_cache:
+            if len(self._rotation_cache) >= 64:
+                self._rotation_cache.clear()
+            first, last = self.segments[copy]
+            groups = accumulators(last - first) // (last - first)
             words = philox_words(0, groups, self.seed, model_id, Stream.SJLT_1_FOLDS, copy)
-            rotations = (words[0] * outputs) >> 32
+            rotations = (words[0] * (last - first)) >> 32
             rotations[0] = 0
-            self._fold_cache[key] = rotations.tolist()
-        return self._fold_cache[key]
+            self._rotation_cache[key] = rotations.tolist()
+        return self._rotation_cache[key]
+
+
+class _SparseSink(ProjectionSink):
+    """Keeps the K accumulators of every segment until all blocks have come."""
+
+    def __init__(self, projector: SparseProjector, batch_size: int, model_id: int, device: str | torch.device) -> None:
+        super().__init__(projector, batch_size, model_id, device)
+        self._sparse = projector
+        self._sums = [projector.empty_sums(batch_size, copy, device) for copy in range(projector.nonzeros)]
+
+    def _add(self, start: int, block: Tensor) -> None:
+        for copy, sums in enumerate(self._sums):
+            self._sparse.add_to_sums(sums, block, start, self.model_id, copy)
+
+    def _finish(self) -> None:
+        for copy, (sums, (first, last)) in enumerate(zip(self._sums, self._sparse.segments, strict=True)):
+            self._sparse.fold(self._out[:, first:last], sums, self.model_id, copy)
+        self._sums.clear()
 
 
 def _signs(region: _Region, first: int, last: int) -> Tensor:
-    """±1 for coordinates `first … last` of a region, float32."""
-    word = first // 32
-    signs = sign_tensor(region.signs[word : -(-last // 32)])
-    return signs[first - 32 * word : last - 32 * word]
+    """±1 for coordinates `first … last`, float32."""
+    offset = first - region.origin
+    word = offset // 32
+    signs = sign_tensor(region.signs[word : -(-(last - region.origin) // 32)])
+    return signs[offset - 32 * word : last - region.origin - 32 * word]
 
 
-def _add_to_accumulators(sums: Tensor, block: Tensor, signs: Tensor, first: int, region: _Region, origin: int) -> None:
-    """Step 1 of the map: add `first … first + n`, signed, to accumulators that do not go around yet.
+def _add_slice(sums: Tensor, block: Tensor, signs: Tensor, first: int, region: _Region) -> None:
+    """Add coordinates `first … first + n` of a region, signed, to accumulators: one operation per chunk.
 
     Args:
-        sums: `(B, K + span)`, contiguous.
+        sums: `(B, K + span)`.
         block: `(B, n)`, any strides and dtype.
         signs: `(n,)`.
         first: first coordinate of the block.
         region: the bits.
-        origin: first coordinate of the region.
     """
     position, last = first, first + block.shape[1]
     while position < last:
-        chunk, within = divmod(position - origin, CHUNK)
-        run, inside = divmod(within, RUN)
-        place = region.offsets[chunk] + run * region.steps[chunk] + inside
-        if inside or last - position < RUN:
-            runs, length = 1, min(last - position, RUN - inside)
+        place, step, within = region.place(position)
+        if within % RUN or last - position < RUN:
+            runs, length = 1, min(last - position, RUN - within % RUN)
         else:
-            runs, length = min((last - position) // RUN, RUNS_PER_CHUNK - run), RUN
+            runs, length = min((last - position) // RUN, RUNS_PER_CHUNK - within // RUN), RUN
         column = position - first
-        sums.as_strided(
-            (sums.shape[0], runs, length), (sums.stride(0), region.steps[chunk], 1), sums.storage_offset() + place
-        ).addcmul_(
-            block.as_strided(
-                (block.shape[0], runs, length),
-                (block.stride(0), RUN * block.stride(1), block.stride(1)),
-                block.storage_offset() + column * block.stride(1),
-            ),
-            signs.as_strided((runs, length), (RUN, 1), signs.storage_offset() + column),
+        target = sums.as_strided(
+            (sums.shape[0], runs, length), (sums.stride(0), step, 1), sums.storage_offset() + place
         )
+        values = block.as_strided(
+            (block.shape[0], runs, length),
+            (block.stride(0), RUN * block.stride(1), block.stride(1)),
+            block.storage_offset() + column * block.stride(1),
+        )
+        target.addcmul_(values, signs.as_strided((runs, length), (RUN, 1), signs.storage_offset() + column))
         position += runs * length
-
-
-def _fold(out: Tensor, sums: Tensor, rotations: list[int]) -> None:
-    """Step 2 of the map: rotate every group of k accumulators and add them all to `out`."""
-    outputs = out.shape[1]
-    if len(rotations) > _LOOP_FOLD_GROUPS:
-        index = torch.arange(outputs, device=out.device) - torch.tensor(rotations, device=out.device)[:, None]
-        index = index % outputs + outputs * torch.arange(len(rotations), device=out.device)[:, None]
-        out += sums.index_select(1, index.flatten()).view(-1, len(rotations), outputs).sum(1)
-        return
-    for group, rotation in enumerate(rotations):
-        values = sums[:, group * outputs : (group + 1) * outputs]
-        out[:, rotation:] += values[:, : outputs - rotation]
-        if rotation:
-            out[:, :rotation] += values[:, outputs - rotation :]
