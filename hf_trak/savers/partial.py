@@ -88,8 +88,8 @@ class PartialShard:
 
     def mark(self, rows: np.ndarray) -> None:
         """Declare rows that have been written to be there."""
-        for row in rows.tolist():
-            self.hashes[row] = self._hash(row)
+        hashes = np.array([self._hash(row) for row in rows.tolist()], dtype=np.uint64)
+        self.hashes[rows] = hashes  # in one go, so that a killed process marks the batch wholly or not at all
 
     def _hash(self, row: int) -> int:
         digest = xxhash.xxh3_64(self.grads[row].data)
