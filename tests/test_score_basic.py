@@ -51,7 +51,7 @@ def test_scores_of_checkpoints_accumulate_in_place():
 
 @pytest.mark.parametrize("cls", [BasicScoreComputer, BasicSingleBlockScoreComputer])
 def test_half_precision_features_of_60000_rows(cls):
-    """Trap 7: a Gram matrix of 60,000 float16 rows overflows float16 by far; here it is exact, and scores are finite."""
+    """Trap 7: the Gram matrix of 60,000 float16 rows overflows float16 by far; here it is exact, and scores finite."""
     features = torch.randn(60_000, 16).mul_(30).to(torch.float16)
     targets = torch.randn(4, 16).mul_(30).to(torch.float16)
     computer = cls(torch.float16, "cpu")

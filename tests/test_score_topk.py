@@ -1,5 +1,7 @@
 """The running top-k against a full sort."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ def sorted_rows(scores: torch.Tensor, k: int, largest: bool) -> np.ndarray:
 def run(scores: torch.Tensor, cuts: list[int], k: int, largest: bool, order: list[int] | None = None):
     top = TopK(k, largest=largest)
     edges = [0, *cuts, len(scores)]
-    blocks = list(zip(edges[:-1], edges[1:], strict=True))
+    blocks = list(itertools.pairwise(edges))
     for index in order or range(len(blocks)):
         start, stop = blocks[index]
         top.update(start, scores[start:stop])

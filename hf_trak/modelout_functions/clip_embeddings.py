@@ -1,5 +1,6 @@
 """Embeddings of image-text pairs by one checkpoint, and the simulated negatives drawn from them."""
 
+import inspect
 import random
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -97,6 +98,7 @@ def embed(
 
     Raises:
         ValueError: there is no pair, or preprocessing functions are given for batches that are mappings.
+        TypeError: the batches are tuples, but the model is one of transformers and takes mappings.
         NonFiniteError: an embedding is NaN or infinite; names the pair.
     """
     device = next(model.parameters()).device
@@ -110,6 +112,11 @@ def embed(
             if count >= size:
                 break
             inputs = clip_inputs(batch)
+            if not isinstance(batch, Mapping) and "pixel_values" in inspect.signature(model.forward).parameters:
+                raise TypeError(
+                    f"The loader yields (images, texts), but {type(model).__name__} takes its inputs by other names. "
+                    "Expected mappings, {'pixel_values': images, 'input_ids': texts, …}, as its processor makes them."
+                )
             if isinstance(batch, Mapping) and (preprocess_fn_img or preprocess_fn_txt):
                 raise ValueError(
                     "`preprocess_fn_img` and `preprocess_fn_txt` apply to (images, texts) batches, but the loader "

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 
 from hf_trak.modelout_functions.base import AbstractModelOutput
 from hf_trak.modelout_functions.classification import (
@@ -27,8 +28,6 @@ TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
 _CLIP_CLASSES = frozenset(
     {"CLIP", "CustomTextCLIP", "CLIPModel", "AltCLIPModel", "ChineseCLIPModel", "MetaClip2Model"}
 )
-_WRAPPERS = ("module", "_orig_mod", "base_model", "model")
-"""Where DistributedDataParallel, torch.compile and PEFT keep the model they wrap."""
 
 
 def get_task(task: str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Any]) -> AbstractModelOutput:
@@ -91,13 +90,7 @@ def infer_task(model: torch.nn.Module) -> str:
 
 
 def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside wrappers that hold it as an attribute; stops at the first class that names a head or a CLIP."""
-    while True:
-        name = type(model).__name__
-        if name in _CLIP_CLASSES or ("For" in name and not name.startswith("Peft")):
-            return model
-        parts = (getattr(model, name, None) for name in _WRAPPERS)
-        inner = next((part for part in parts if part is not None), None)
-        if not isinstance(inner, torch.nn.Module):
-            return model
-        model = inner
+    """The model inside the wrappers of `accelerate`, `torch.compile`, data parallelism and PEFT."""
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    get_base_model = getattr(model, "get_base_model", None)
+    return model if get_base_model is None else get_base_model()
