@@ -96,10 +96,13 @@ def _update(digest: Any, value: Any) -> None:
 
 
 def forward_columns(model: torch.nn.Module, label_names: Sequence[str] | None = None) -> list[str]:
-    """Names of the dataset columns that `Trainer` would keep for this model: arguments of `forward`, and labels."""
+    """Names of the dataset columns that `Trainer` would keep for this model: arguments of `forward`, and labels.
+
+    `labels` is kept even if `forward` does not take it, since tasks need it and do not pass it on.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     labels = find_labels(type(base)) if label_names is None else list(label_names)
-    return [*inspect.signature(base.forward).parameters, "label", "label_ids", *labels]
+    return [*inspect.signature(base.forward).parameters, "label", "label_ids", "labels", *labels]
 
 
 def default_collator(dataset: Any, processing_class: Any = None) -> Collator:

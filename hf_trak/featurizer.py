@@ -132,22 +132,22 @@ class Featurizer:
         self, rows: Sequence[int], batch: Any, computer: AbstractGradientComputer, model_id: int, side: Side
     ) -> tuple[Tensor, Tensor]:
         """Projected gradients `(B, k)`, scaled so that inner products are preserved, and q `(B,)`, both on the CPU."""
-        out = torch.zeros(len(rows), self.projector.proj_dim, device=self.device)
+        sink = self.projector.sink(len(rows), model_id, self.device)
 
-        def accumulate(start: int, block: Tensor) -> None:
+        def checked(start: int, block: Tensor) -> None:
             if block.shape[0] != len(rows):
                 raise ValueError(
                     f"The collator made a batch of {block.shape[0]} samples from {len(rows)} rows. Expected one "
                     "sample per row, since scores are kept by row. Use a collator that neither drops nor adds samples."
                 )
-            self.projector.accumulate(out, block, start, model_id)
+            sink(start, block)
 
         try:
-            outputs = computer.stream(batch, accumulate, side)
+            outputs = computer.stream(batch, checked, side)
         except Exception as error:
             error.add_note(f"This happened in the batch of {side} rows {rows[0]} to {rows[-1]}.")
             raise
-        out *= self.projector.scale
+        out = sink.result() * self.projector.scale
         bad = ~(torch.isfinite(out).all(dim=1) & torch.isfinite(outputs.out_to_loss))
         if bad.any():
             raise NonFiniteError(
