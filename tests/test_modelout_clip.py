@@ -13,6 +13,8 @@ from transformers import CLIPConfig, CLIPModel
 from hf_trak.errors import NonFiniteError
 from hf_trak.modelout_functions import CLIPModelOutput, MissingEmbeddingsError, get_task
 from hf_trak.modelout_functions.clip_embeddings import draw_rows
+from hf_trak.projectors import NoOpProjector
+from hf_trak.traker import TRAKer
 
 PAIRS, NEGATIVES = 20, 8
 
@@ -270,13 +272,15 @@ def test_embeddings_of_another_checkpoint_are_refused(case):
         lambda: task.out_to_loss_grad(result, batch),
         lambda: task.get_out_to_loss_grad(model, None, None, batch),
         lambda: task.get_out_to_loss_grad(model, dict(model.named_parameters()), dict(model.named_buffers()), batch),
-        lambda: vmap(lambda i: task.out_to_loss_grad(result, batch)[0] * i)(torch.arange(2)),
+        lambda: vmap(grad(lambda i: task.out_to_loss_grad(result, batch)[0] * i))(torch.ones(2)),
     ):
         with pytest.raises(MissingEmbeddingsError, match="other weights"):
             attempt()
     model.load_state_dict(original)  # the same weights again, if not the same versions of the tensors
     before = task.out_to_loss_grad(call(task, model, batch), batch)
-    vmap(lambda i: task.out_to_loss_grad(call(task, model, batch), batch)[0] * i)(torch.arange(2))
+    model.load_state_dict(original)
+    result = call(task, model, batch)
+    vmap(grad(lambda i: task.out_to_loss_grad(result, batch)[0] * i))(torch.ones(2))
     detached = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     torch.testing.assert_close(task.get_out_to_loss_grad(model, detached, {}, batch), before)
     model.load_state_dict(other)
@@ -413,3 +417,48 @@ def test_bad_input_says_what_to_do(pairs):
     with pytest.raises(NonFiniteError, match="image embedding of pair 11 "):
         task.get_embeddings(model, [(broken, pairs[1])])
     assert task.image_embeddings is None
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_trak_end_to_end_does_not_depend_on_the_batch_size(batch_size, pairs, tmp_path):
+    """Trap 15, in the seeds' API: two checkpoints, batches of one and of five, against the closed form in float64."""
+    model = open_clip_model()
+    checkpoints = [open_clip_model(seed).state_dict() for seed in (0, 1)]
+    names = ["visual.proj", "text_projection"]
+    traker = TRAKer(
+        model,
+        CLIPModelOutput(simulated_batch_size=NEGATIVES),
+        train_set_size=PAIRS,
+        save_dir=str(tmp_path),
+        device="cpu",
+        projector=NoOpProjector(device="cpu"),
+        proj_dim=model.visual.proj.numel() + model.text_projection.numel(),
+        use_half_precision=False,
+        grad_wrt=names,
+        lambda_reg=1e-4,
+    )
+    products, qs = [], []
+    for model_id, checkpoint in enumerate(checkpoints):
+        traker.load_checkpoint(checkpoint, model_id)
+        batches = [rows(pairs, slice(start, start + batch_size)) for start in range(0, PAIRS, batch_size)]
+        with pytest.raises(MissingEmbeddingsError):  # none, or those of the checkpoint before
+            traker.featurize(batches[0], inds=range(batch_size))
+        traker.task.get_embeddings(model, batches)
+        for batch in batches:
+            traker.featurize(batch, num_samples=batch_size)
+        f = traker.task.output(model(*pairs), pairs)
+        parameters = [dict(model.named_parameters())[name] for name in names]
+        rows_of_x = [torch.autograd.grad(value, parameters, retain_graph=True) for value in f]
+        x = np.stack([np.concatenate([part.double().numpy().ravel() for part in row]) for row in rows_of_x])
+        x /= np.sqrt(x.shape[1])
+        inverse = np.linalg.inv(x.T @ x + 1e-4 * np.eye(x.shape[1]))
+        products.append(x @ (inverse / np.abs(inverse).mean()) @ x[:4].T)
+        qs.append(paper(model, pairs, np.exp(1.5), seed=0)[1])
+    traker.finalize_features()
+    for model_id, checkpoint in enumerate(checkpoints):
+        traker.start_scoring_checkpoint("e", checkpoint, model_id, num_targets=4)
+        traker.task.get_embeddings(model, [pairs])
+        traker.score(rows(pairs, slice(4)), num_samples=4)
+    scores = np.asarray(traker.finalize_scores("e"))
+    expected = np.mean(products, axis=0) * np.mean(qs, axis=0)[:, None]
+    assert np.abs(scores - expected).max() < 2e-3 * np.abs(expected).max()

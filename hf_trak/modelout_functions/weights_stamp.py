@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import xxhash
@@ -50,9 +51,14 @@ class _Versions:
 
 
 def _digest(tensors: list[Tensor]) -> str:
+    # Contents cannot be read under `torch.func` transforms, but those belong to a thread, and a new one has none.
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        return executor.submit(_digest_here, tensors).result()
+
+
+def _digest_here(tensors: list[Tensor]) -> str:
     digest = xxhash.xxh3_128()
     for tensor in tensors:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
-        content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-        digest.update(torch.func.debug_unwrap(content, recurse=True).numpy().tobytes())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
