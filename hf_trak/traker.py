@@ -26,11 +26,10 @@ from hf_trak.errors import IncompleteStoreError, NonFiniteError
 from hf_trak.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
-    IterativeGradientComputer,
     ParameterLayout,
 )
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_pipeline import GradientPipeline, can_stream, require_device
+from hf_trak.gradient_pipeline import GradientPipeline, can_stream, is_ours, require_device
 from hf_trak.loaded_weights import LoadedWeights
 from hf_trak.modelout_functions import AbstractModelOutput, Batch, CLIPModelOutput, LossModelOutput, Side, get_task
 from hf_trak.modelout_functions.identity import task_identity
@@ -465,10 +464,9 @@ class TRAKer:
     def _metadata(self) -> dict[str, Any]:
         """All that defines the features."""
         computer = type(self.gradient_computer)
-        built_in = computer in (FunctionalGradientComputer, IterativeGradientComputer)
         return {
             "api": "TRAKer",  # features are divided by √P, unlike those of TrakAttributor
-            "gradient_computer": "built-in" if built_in else class_name(computer),
+            "gradient_computer": "built-in" if is_ours(computer) else class_name(computer),  # the former agree
             "hf_trak_version": __version__,
             "model_class": type(self.model).__name__,
             "parameters": self.layout.to_list(),
