@@ -45,7 +45,7 @@ class TrakConfig:
         metadata={"help": "Ridge λ added to the Gram matrix, absolute. `None` derives it from `lambda_relative`."},
     )
     lambda_relative: float = field(
-        default=0.2,
+        default=0.3,
         metadata={"help": "Ridge λ relative to trace(Gram) / min(n, k), used when `lambda_reg` is `None`."},
     )
     feature_dtype: FeatureDtype = field(

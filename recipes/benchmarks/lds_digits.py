@@ -153,7 +153,7 @@ def main() -> None:
         checkpoints = train(name, torch.ones(args.checkpoints, N_TRAIN, dtype=torch.bool), 99, args.epochs)
         accuracy = np.mean([(margins(network) > 0).float().mean().item() for network in checkpoints])
         print(
-            f"\n{name}: {len(masks)} halves × {args.repeats}, {len(checkpoints)} checkpoint(s), accuracy {accuracy:.2f}"
+            f"\n{name}: {len(masks)} halves × {args.repeats}, {len(checkpoints)} checkpoints, accuracy {accuracy:.2f}"
         )
         if args.sweep == "projection":
             for dim, projection in itertools.product(args.dims, ("sjlt", "rademacher", "normal")):
