@@ -10,6 +10,7 @@ from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.functional import FunctionalGradientComputer
+from hf_trak.gradient_computers.hooked import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.self_check import Reference, SamplesMixedError, check_against, reference_of
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
@@ -17,6 +18,7 @@ from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedM
 logger = logging.getLogger(__name__)
 
 ENGINES: dict[str, Callable[..., AbstractGradientComputer]] = {
+    "hooked": HookedGradientComputer,
     "functional": FunctionalGradientComputer,
     "iterative": IterativeGradientComputer,
 }

@@ -76,3 +76,17 @@ def problem_type_fixed(model: torch.nn.Module, labels: Any) -> Iterator[None]:
         yield
     finally:
         config.problem_type = None
+
+
+@contextmanager
+def without_caches(model: torch.nn.Module) -> Iterator[None]:
+    """Keep decoders from building key-value caches, which one pass over a batch has no use for."""
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if getattr(config, "use_cache", None) is True}
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True

@@ -1,0 +1,95 @@
+"""Where the batch is in a tensor that some layer sees: found by comparing with a pass of one sample alone.
+
+Guessing from sizes would confuse T with B as soon as they are equal. A pass of one sample shows every dimension as it
+is without the batch; the dimension that grows with B carries it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class UnsupportedError(Exception):
+    """An operation whose per-sample gradient the hooked engine cannot take where it stands."""
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """The dimension `dim` has size B, or B times `fold` rows per sample (windows, flattened tokens).
+
+    `major`: the rows of one sample are neighbours; otherwise the samples of one row are (sequence-first layouts).
+    """
+
+    dim: int
+    fold: int = 1
+    major: bool = True
+
+    def rows_first(self, tensor: Tensor) -> Tensor:
+        """`(B, *)`, or `(B, fold, *)` where rows are folded."""
+        tensor = tensor.movedim(self.dim, 0)
+        if self.fold == 1:
+            return tensor
+        rest = tensor.shape[1:]
+        if self.major:
+            return tensor.reshape(-1, self.fold, *rest)
+        return tensor.reshape(self.fold, -1, *rest).transpose(0, 1)
+
+    def sample(self, tensor: Tensor, index: int) -> Tensor:
+        """The part of one sample, in the shape that it has when it is alone."""
+        if self.fold == 1:
+            return tensor.narrow(self.dim, index, 1)
+        return self.rows_first(tensor)[index].movedim(0, self.dim)
+
+
+@dataclass(frozen=True)
+class TensorTrace:
+    """What a tensor looked like when one sample was alone: its shape, and one number per row to recognize rows by."""
+
+    shape: torch.Size
+    signature: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorTrace":
+        """Trace a tensor. Rows are summed up only where there are several, that is, where they may be folded."""
+        signature = None
+        if tensor.ndim > 0 and tensor.shape[0] > 1 and tensor.numel() > 0:
+            signature = _signature(tensor)
+        return cls(tensor.shape, signature)
+
+
+def _signature(tensor: Tensor) -> Tensor:
+    rows = tensor.detach().reshape(tensor.shape[0], -1)
+    # random, not constant weights: normalized rows all have the same sum
+    weights = torch.sin(torch.arange(1, rows.shape[1] + 1, device=rows.device, dtype=torch.float32) * 1.7)
+    return rows.to(torch.float32) @ weights
+
+
+def batch_axis(trace: TensorTrace, tensor: Tensor, size: int) -> BatchAxis | None:
+    """The dimension of `tensor` that carries `size` samples, given its trace for one sample; `None` if it has none.
+
+    Raises:
+        UnsupportedError: the shapes do not differ by exactly one dimension that is `size` times as large, or the
+        order of
+            folded rows cannot be told.
+    """
+    alone, together = trace.shape, tensor.shape
+    if alone == together:
+        return None
+    dims = [d for d in range(len(together)) if len(alone) == len(together) and alone[d] != together[d]]
+    if len(dims) != 1 or together[dims[0]] != size * alone[dims[0]]:
+        raise UnsupportedError(f"a tensor of shape {tuple(alone)} for one sample has {tuple(together)} for {size}")
+    dim = dims[0]
+    fold = alone[dim]
+    if fold == 1:
+        return BatchAxis(dim)
+    if dim != 0 or trace.signature is None:
+        raise UnsupportedError(f"the batch is folded into dimension {dim} of shape {tuple(together)}")
+    # sample 0 is the one that was traced: are its rows the first `fold`, or every size-th?
+    signature = _signature(tensor)
+    major = torch.linalg.vector_norm(signature[:fold] - trace.signature)
+    minor = torch.linalg.vector_norm(signature[::size] - trace.signature)
+    best = torch.minimum(major, minor)
+    if not bool(best <= 0.05 * torch.linalg.vector_norm(trace.signature) + 1e-6):
+        raise UnsupportedError(f"the rows of shape {tuple(together)} belong to samples in no recognizable order")
+    return BatchAxis(dim, fold, bool(major <= minor))

@@ -1,0 +1,348 @@
+"""One forward pass of the hooked engine: what is recorded of it, and what its backward pass will set off."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_trak.gradient_computers.axes import BatchAxis, UnsupportedError
+from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.rules.registry import Piece
+from hf_trak.gradient_computers.tracking import (
+    OpKey,
+    OpTrace,
+    Profile,
+    RestartError,
+    Tracked,
+    is_data,
+    mark_data,
+    outputs_of,
+    replace_tensors,
+    tensors_in,
+)
+from hf_trak.gradient_computers.workspace import Workspace
+from hf_trak.modelout_functions.base import Batch
+
+Emit = Callable[[str, int, Tensor], None]
+"""`emit(parameter name, start, (B, n))`."""
+
+
+@dataclass
+class Knowledge:
+    """What the engine has found out about a model, kept over batches.
+
+    Attributes:
+        batchless: calls of layers that see no batch (a position table looked up once for all samples).
+        carrying: calls of layers that do see it, although it was not apparent from one sample.
+        contacts: operations where a parameter value meets the batch.
+        alone: operations that look like contacts, but whose result has no batch dimension.
+        replayed: names of modules that are evaluated sample by sample.
+    """
+
+    batchless: set[tuple[str, int]] = field(default_factory=set)
+    carrying: set[tuple[str, int]] = field(default_factory=set)
+    contacts: set[tuple[OpKey, int]] = field(default_factory=set)
+    alone: set[tuple[OpKey, int]] = field(default_factory=set)
+    replayed: dict[str, str] = field(default_factory=dict)
+
+
+class ParameterUnsupportedError(UnsupportedError):
+    """An unsupported use of parameters, which are named."""
+
+    def __init__(self, roots: Iterable[str], reason: str) -> None:
+        super().__init__(reason)
+        self.roots = tuple(roots)
+
+
+class ModuleUnsupportedError(UnsupportedError):
+    """An unsupported call of a module, which is named."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(reason)
+        self.name = name
+
+
+class _Keep(torch.autograd.Function):
+    """Holds tensors as autograd holds what it saves: checked for changes in place, recomputed under checkpointing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.zeros_like(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError("nothing depends on this value")
+
+
+class _PerSample(torch.autograd.Function):
+    """A parameter value expanded along the batch dimension; its gradient, not yet summed over the batch, is handed
+    on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, value: Tensor, shape: list[int], receive: Callable[[Tensor], None]
+    ) -> Tensor:
+        ctx.receive = receive
+        return value.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.receive(grads[0])
+        return None, None, None, None
+
+
+class Session:
+    """State of one pass, of a batch or (`profile.calls` still empty, `calibrating`) of one sample that is traced."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        selected: dict[int, str],
+        size: int,
+        profile: Profile,
+        knowledge: Knowledge,
+        calibrating: bool,
+        emit: Emit | None,
+        workspace: Workspace,
+    ) -> None:
+        """
+        Args:
+            model: the model, its parameters frozen.
+            selected: names of the attributed parameters by `id`.
+            size: B.
+            profile: written when calibrating, read otherwise.
+            knowledge: added to.
+            calibrating: whether this is the pass of one sample.
+            emit: receives gradients.
+            workspace: scratch memory.
+        """
+        self.size = size
+        self.profile = profile
+        self.knowledge = knowledge
+        self.calibrating = calibrating
+        self.emit = emit
+        self.workspace = workspace
+        self.inside = 0
+        self.counters: dict[Any, int] = defaultdict(int)
+        self.tracked: dict[int, Tracked] = {}
+        self.stand_ins: dict[str, Tensor] = {}
+        self._anchors: dict[torch.device, Tensor] = {}
+        self._expanded: dict[tuple[int, BatchAxis, int], Tensor] = {}
+        self._kept_alive: list[Tensor] = []
+        for parameter in model.parameters():
+            name = selected.get(id(parameter))
+            if name is not None:
+                self.stand_ins[name] = parameter.detach().requires_grad_(True)
+                self.tracked[id(parameter)] = Tracked(self.stand_ins[name], (name,), True)
+
+    def next_index(self, key: Any) -> int:
+        """How many times this was called before in this pass."""
+        index = self.counters[key]
+        self.counters[key] += 1
+        return index
+
+    def marked(self, batch: Batch) -> Batch:
+        """The batch with its tensors marked as data; the caller's tensors are left as they are."""
+        split = SplitBatch.of(batch)
+        mapped = {key: tensor.detach().view_as(tensor) for key, tensor in split.mapped.items()}
+        mark_data(list(mapped.values()))
+        return split.rebuild(mapped)
+
+    # --- recording -------------------------------------------------------------------------------------------------
+
+    def anchor(self, device: torch.device) -> Tensor:
+        """A zero that requires a gradient: where it is added, the graph begins."""
+        if device not in self._anchors:
+            self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
+        return self._anchors[device]
+
+    def capture(
+        self, output: Tensor, kept: tuple[Tensor, ...], receive: Callable[[Tensor, tuple[Tensor, ...]], None]
+    ) -> Tensor:
+        """Call `receive(gradient of output, kept)` when the backward pass gets there.
+
+        Returns:
+            The output to continue with, which is part of a graph.
+        """
+        if not output.requires_grad:
+            output = output + self.anchor(output.device)
+        token: Tensor | None = _Keep.apply(self.anchor(output.device), *(t.detach() for t in kept))
+
+        def hook(grad: Tensor) -> None:
+            nonlocal token
+            if token is None:
+                raise RuntimeError("A graph of the hooked engine was run backward twice.")
+            node, token = token.grad_fn, None
+            with self.bypassed():
+                receive(grad, node.saved_tensors)  # type: ignore[union-attr]
+
+        output.register_hook(hook)
+        return output
+
+    def bypassed(self) -> "_Bypass":
+        """Context in which neither hooks nor the tracker do anything."""
+        return _Bypass(self)
+
+    def parameter_operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called by the tracker for a function with a parameter value among its arguments."""
+        from hf_trak.gradient_computers.contacts import CONTACTS, Contact, name_of
+
+        found = {id(t): self.tracked[id(t)] for t in tensors_in(args, kwargs) if id(t) in self.tracked}
+        roots = tuple(sorted({root for tracked in found.values() for root in tracked.roots}))
+        key: OpKey = (roots, name_of(func))
+        index = self.counters[key]
+        handler = CONTACTS.get(func)
+        known = self.knowledge
+        unknown = self.calibrating and handler is not None and (key, index) not in known.alone
+        if unknown and any(is_data(t) for t in tensors_in(args, kwargs)):
+            known.contacts.add((key, index))
+        if handler is not None and (key, index) in known.contacts:
+            self.counters[key] += 1
+            if self.calibrating:
+                return self._trace_contact(key, func, args, kwargs, found)
+            contact = Contact(self, func, args, kwargs, found, roots, self._trace_of(key, index))
+            if not contact.meets_batch():
+                known.contacts.discard((key, index))
+                known.alone.add((key, index))
+                raise RestartError
+            return handler(contact)
+
+        def graph(tensor: Tensor) -> Tensor:
+            return found[id(tensor)].value if id(tensor) in found else tensor
+
+        result = func(
+            *(replace_tensors(a, graph) for a in args), **{k: replace_tensors(v, graph) for k, v in kwargs.items()}
+        )
+        outputs = outputs_of(result)
+        if not outputs:
+            return result
+        self.counters[key] += 1
+        if self.calibrating:
+            self.profile.ops[key].append(OpTrace.of([], outputs))
+        else:
+            for tensor, traced in zip(outputs, self._trace_of(key, index).outputs, strict=True):
+                if tensor.shape != traced.trace.shape:
+                    if handler is None or (key, index) in known.alone:
+                        raise ParameterUnsupportedError(roots, f"{key[1]} mixes parameters with the batch")
+                    known.contacts.add((key, index))
+                    raise RestartError
+        for tensor in outputs:
+            if tensor.requires_grad and tensor.is_floating_point():
+                self.track(tensor, roots)
+        return result
+
+    def _trace_contact(
+        self,
+        key: OpKey,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found: dict[int, Tracked],
+    ) -> Any:
+        def plain(tensor: Tensor) -> Tensor:
+            return found[id(tensor)].value.detach() if id(tensor) in found else tensor
+
+        inputs = [plain(t) for t in tensors_in(args, kwargs)]
+        before = OpTrace.of(inputs, [])
+        result = func(
+            *(replace_tensors(a, plain) for a in args), **{k: replace_tensors(v, plain) for k, v in kwargs.items()}
+        )
+        before.outputs = OpTrace.of([], outputs_of(result)).outputs
+        self.profile.ops[key].append(before)
+        mark_data(result)
+        return result
+
+    def _trace_of(self, key: OpKey, index: int) -> OpTrace:
+        traces = self.profile.ops.get(key, [])
+        if not traces:
+            raise ParameterUnsupportedError(key[0], f"{key[1]} was not called for one sample alone")
+        # a checkpointed block runs again in the backward pass, and finds its own trace there
+        return traces[index % len(traces)]
+
+    def track(self, value: Tensor, roots: tuple[str, ...]) -> Tracked:
+        """Follow a parameter value."""
+        tracked = Tracked(value, roots)
+        self.tracked[id(value)] = tracked
+        self._kept_alive.append(value)
+        return tracked
+
+    # --- gradients -------------------------------------------------------------------------------------------------
+
+    def per_sample(self, tracked: Tracked, axis: BatchAxis, rank: int) -> Tensor:
+        """A parameter value expanded along the batch dimension of a result of `rank` dimensions.
+
+        Its gradient arrives per sample, and is deposited. Raises `UnsupportedError` where the value has a size of its
+        own in that dimension.
+        """
+        key = (id(tracked.value), axis, rank)
+        if key in self._expanded:
+            return self._expanded[key]
+        value = tracked.value
+        aligned = [1] * (rank - value.ndim) + list(value.shape)
+        if len(aligned) != rank or aligned[axis.dim] != 1:
+            raise ParameterUnsupportedError(
+                tracked.roots,
+                f"a value of shape {tuple(value.shape)} meets the batch in dimension {axis.dim} of {rank}",
+            )
+        shape = list(aligned)
+        shape[axis.dim] = self.size * axis.fold
+
+        def receive(grad: Tensor) -> None:
+            grad = axis.rows_first(grad)
+            if axis.fold > 1:
+                grad = grad.sum(1)
+            with self.bypassed():
+                self.deposit(tracked, grad.reshape(self.size, *value.shape))
+
+        expanded = _PerSample.apply(self.anchor(value.device), value.detach().view(aligned), shape, receive)
+        self._expanded[key] = expanded
+        return expanded
+
+    def deposit(self, tracked: Tracked, grad: Tensor) -> None:
+        """Take the per-sample gradient `(B, *shape)` of a parameter value back to its parameters, and emit it."""
+        assert self.emit is not None
+        if tracked.is_parameter:
+            self.emit(tracked.roots[0], 0, grad.flatten(1))
+            return
+        gradients = torch.autograd.grad(
+            tracked.value,
+            [self.stand_ins[root] for root in tracked.roots],
+            grad.to(tracked.value.dtype),
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=True,
+        )
+        for root, gradient in zip(tracked.roots, gradients, strict=True):
+            if gradient is not None:
+                self.emit(root, 0, gradient.flatten(1))
+
+    def deposit_pieces(self, targets: dict[str, Tracked], pieces: Iterable[Piece]) -> None:
+        """Route the pieces of a layer to the parameters, or parameter values, that it was called with."""
+        assert self.emit is not None
+        whole: dict[str, Tensor] = {}
+        for name, start, block in pieces:
+            tracked = targets[name]
+            if tracked.is_parameter:
+                self.emit(tracked.roots[0], start, block)
+                continue
+            if name not in whole:
+                whole[name] = block.new_zeros(self.size, tracked.value.numel())
+            whole[name][:, start : start + block.shape[1]] += block
+        for name, gradient in whole.items():
+            self.deposit(targets[name], gradient.view(self.size, *targets[name].value.shape))
+
+
+class _Bypass:
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def __enter__(self) -> None:
+        self.before = self.session.inside
+        self.session.inside = self.before + 1
+
+    def __exit__(self, *exception: Any) -> None:
+        self.session.inside = self.before
