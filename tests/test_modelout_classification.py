@@ -7,6 +7,7 @@ from sklearn.datasets import load_digits
 from torch.func import grad, vmap
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
+from hf_trak.gradient_computers import make_gradient_computer
 from hf_trak.modelout_functions import (
     ImageClassificationModelOutput,
     IterativeImageClassificationModelOutput,
@@ -216,6 +217,17 @@ def test_labels_outside_the_classes_are_named_on_every_path(label, cnn, digits):
 
     with pytest.raises(ValueError, match=message):
         vmap(grad(q_of_one, has_aux=True))(images, labels)
+
+
+@pytest.mark.parametrize("engine", ["functional", "iterative", "hooked"])
+@pytest.mark.parametrize("form", ["tuple", "mapping"])
+def test_no_engine_lets_a_label_outside_the_classes_pass(engine, form, vit, digits):
+    labels = digits[1].clone()
+    labels[7] = 10
+    batch = (digits[0], labels) if form == "tuple" else {"pixel_values": digits[0], "labels": labels}
+    computer = make_gradient_computer(engine, vit, ImageClassificationModelOutput(), grad_wrt=None, device="cpu")
+    with pytest.raises(ValueError, match="has the label 10, but the model has 10 classes"):
+        computer.stream(batch, lambda start, block: None)
 
 
 def test_what_cannot_be_a_classification_batch_is_refused(cnn, digits):

@@ -183,6 +183,7 @@ def test_batched_form_under_vmap_gives_the_same_q_and_leaves_nothing_wrapped(cas
         vectorized = vmap(grad(lambda image, text: f_and_q(dict(zip(keys, (image, text), strict=True))), has_aux=True))
         _, q = vectorized(images, texts)
     np.testing.assert_allclose(q.numpy(), paper(model, batch, np.exp(1.5))[1], rtol=1e-5)
+    assert all(torch.func.debug_unwrap(kept, recurse=True) is kept for kept in task._negatives[1:])
     assert task.output(call(task, model, batch), batch).isfinite().all()
 
 
@@ -341,6 +342,15 @@ def test_q_stays_exact_where_the_pair_is_certain():
     pair = (0.6 * axes[:1], 0.5 * axes[:1])
     q = task.out_to_loss_grad(model(*pair), pair)
     assert float(q) == pytest.approx(2 / (np.exp(30) + 2), rel=1e-4)
+
+
+def test_autocast_does_not_round_the_contrasts(case):
+    model, batch, task = case
+    result = call(task, model, batch)
+    expected = task.output(result, batch), task.out_to_loss_grad(result, batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = task.output(result, batch), task.out_to_loss_grad(result, batch)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
 def test_attention_backends_and_training_mode_are_left_alone(case):

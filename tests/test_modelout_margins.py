@@ -77,3 +77,12 @@ def test_gradients_are_those_of_the_formula_under_vmap(size):
     likelihoods = vmap(grad(lambda row, label: log_likelihood(row.unsqueeze(0), label.unsqueeze(0)).squeeze(0)))
     q = error_probability(logits, labels)
     torch.testing.assert_close(likelihoods(logits, labels), q.unsqueeze(1) * gradients, rtol=1e-4, atol=1e-12)
+
+
+def test_autocast_changes_nothing():
+    logits, labels = torch.randn(5, 4) * 30, torch.tensor([0, 1, 2, 3, 0])
+    functions = (margin, error_probability, log_likelihood)
+    expected = [function(logits, labels) for function in functions]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = [function(logits, labels) for function in functions]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

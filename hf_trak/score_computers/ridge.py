@@ -2,6 +2,7 @@
 float64."""
 
 import math
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -114,8 +115,13 @@ class RidgeSystem:
         if not (lam >= 0 and math.isfinite(lam)):
             raise ValueError(f"λ is {lam}. Expected a finite number ≥ 0.")
         self.lam = float(lam)
-        self._cholesky = self._factorize(gram)
-        matrix = gram.double() + torch.zeros_like(gram, dtype=torch.float64).fill_diagonal_(self.lam)
+        if not bool(gram.isfinite().all()):
+            self._raise_singular("it contains NaN or infinities, so some feature does (or the matrix overflowed)")
+        matrix = gram.to(torch.float64, copy=True)
+        matrix.diagonal().add_(self.lam)
+        self._cholesky, info = torch.linalg.cholesky_ex(matrix)
+        if int(info) != 0:
+            self._raise_singular(f"its leading minor of order {int(info)} is not positive")
         self.condition = _norm1(matrix) * _inverse_norm1(self._cholesky)
         if not self.condition * _uncertainty(gram) < 1:
             self._raise_singular(
@@ -159,17 +165,7 @@ class RidgeSystem:
         check_finite_rows(rows, what, start)
         return rows.to(device=self._cholesky.device, dtype=torch.float64)
 
-    def _factorize(self, gram: Tensor) -> Tensor:
-        if not bool(gram.isfinite().all()):
-            self._raise_singular("it contains NaN or infinities, so some feature does (or the matrix overflowed)")
-        matrix = gram.double()
-        matrix = matrix + torch.zeros_like(matrix).fill_diagonal_(self.lam)
-        factor, info = torch.linalg.cholesky_ex(matrix)
-        if int(info) != 0:
-            self._raise_singular(f"its leading minor of order {int(info)} is not positive")
-        return factor
-
-    def _raise_singular(self, reason: str) -> None:
+    def _raise_singular(self, reason: str) -> NoReturn:
         raise SingularGramError(
             f"XᵀX + λI with λ = {self.lam:g} is singular: {reason}. Expected a positive definite matrix, which λ = 0 "
             "gives only for clearly more train examples than features. Set a positive λ, about 0.1 · trace(XᵀX) / "

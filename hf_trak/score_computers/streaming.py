@@ -79,7 +79,8 @@ def self_influence_blocks(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Score of every train example for itself: mean_c(x_cᵀ (G_c + λ_c I)⁻¹ x_c) · mean_c q_c.
 
-    High values mark examples that the model can fit only by themselves, among them mislabelled ones.
+    High values mark examples that the model can fit only by themselves, among them mislabelled ones. The features of
+    the train side stand in for both sides, also for tasks that distinguish the sides.
 
     Args:
         checkpoints: as in [`score_blocks`].
