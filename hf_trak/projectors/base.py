@@ -89,7 +89,7 @@ class BlockProjector(AbstractProjector):
         """
         Args:
             grad_dim: P, 1 ≤ P < 2⁶³.
-            proj_dim: k, 1 ≤ k ≤ 2²⁶.
+            proj_dim: k, 1 ≤ k ≤ 2²⁴.
             seed: 0 ≤ seed < 2⁶³.
             proj_type: name of the distribution, for the record.
             device: where [`~BlockProjector.project`] expects gradients. Not touched before the first batch;

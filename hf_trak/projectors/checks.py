@@ -8,8 +8,8 @@ from torch import Tensor
 from hf_trak.errors import NonFiniteError
 from hf_trak.projectors.philox import MODEL_ID_LIMIT, SEED_LIMIT
 
-MAX_PROJ_DIM = 2**26
-"""Largest k: the column block of a dense normal map (4 columns each) has to fit in 24 bits."""
+MAX_PROJ_DIM = 2**24
+"""Largest k: the columns of the dense normal map are numbered with 24 bits of the counter."""
 
 BLOCK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,7 +45,7 @@ def check_grad_dim(grad_dim: object) -> int:
 
 
 def check_proj_dim(proj_dim: object) -> int:
-    """`proj_dim` as an `int` in [1, 2²⁶]."""
+    """`proj_dim` as an `int` in [1, 2²⁴]."""
     return check_integer("proj_dim", proj_dim, 1, MAX_PROJ_DIM + 1)
 
 

@@ -5,6 +5,7 @@ R is never stored: tiles are generated, multiplied, and dropped. `reference.py` 
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -22,10 +23,13 @@ _ENTRIES_ELSEWHERE = 2**24
 
 
 class _DenseProjector(BlockProjector):
-    """Tiling shared by the dense maps: panels of columns, tiles of rows."""
+    """Tiling shared by the dense maps: panels of columns, tiles of rows whose bits are made together."""
 
-    columns_per_call: int
-    """How many entries of a row come from one call of the generator."""
+    entries_per_call: int
+    """How many entries of R come from one call of the generator."""
+
+    column_multiple: int
+    """Entries are made for a multiple of so many columns."""
 
     @property
     def scale(self) -> float:
@@ -33,34 +37,38 @@ class _DenseProjector(BlockProjector):
         return 1.0 / math.sqrt(self.proj_dim)
 
     @abstractmethod
-    def _random(self, start: int, n: int, column_blocks: Tensor, model_id: int) -> Tensor:
-        """What the generator gives for rows `start … start + n`, before it is made into floats: int32 `(n, …)`."""
+    def _generate(self, start: int, n: int, columns: range, model_id: int, device: torch.device) -> Tensor:
+        """Rows `start … start + n` of some columns in whatever form the generator gives, `(n, …)`."""
 
     @abstractmethod
-    def _expand(self, random: Tensor, workspace: Tensor) -> Tensor:
-        """float32 entries `(rows, columns_per_call · column blocks)` from what the generator gave."""
+    def _entries(self, generated: Tensor, workspace: Tensor) -> Tensor:
+        """float32 entries, with up to `column_multiple` − 1 columns too many, of rows that were generated."""
+
+    def _tiles(
+        self, start: int, n: int, columns: range, model_id: int, device: torch.device
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Tiles of R from top to bottom: first row, relative to `start`, and entries that hold until the next tile."""
+        width = -(-len(columns) // self.column_multiple) * self.column_multiple
+        calls = _CALLS_PER_TILE.get(device.type, _CALLS_ELSEWHERE)
+        together = min(n, max(1, calls * self.entries_per_call // width))
+        rows = min(together, max(1, _ENTRIES_PER_PRODUCT.get(device.type, _ENTRIES_ELSEWHERE) // width))
+        workspace = torch.empty(rows * width, dtype=torch.int32, device=device)
+        for tile in range(0, n, together):
+            generated = self._generate(start + tile, min(together, n - tile), columns, model_id, device)
+            for row in range(0, len(generated), rows):
+                entries = self._entries(generated[row : row + rows], workspace)
+                yield tile + row, entries[:, : len(columns)]
 
     def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
-        device = block.device
-        calls = _CALLS_PER_TILE.get(device.type, _CALLS_ELSEWHERE)
-        entries = _ENTRIES_PER_PRODUCT.get(device.type, _ENTRIES_ELSEWHERE)
+        part = torch.empty(0, dtype=torch.float32, device=block.device)
         for first in range(0, self.proj_dim, _COLUMNS_PER_PANEL):
-            last = min(first + _COLUMNS_PER_PANEL, self.proj_dim)
-            blocks = self._column_blocks(first, last, device)
-            width = len(blocks) * self.columns_per_call
-            rows_per_tile = min(block.shape[1], max(1, calls // len(blocks)))
-            rows_per_product = min(rows_per_tile, max(1, entries // width))
-            workspace = torch.empty(rows_per_product * width, dtype=torch.int32, device=device)
-            part = torch.empty(block.shape[0], rows_per_product, dtype=torch.float32, device=device)
-            for tile in range(0, block.shape[1], rows_per_tile):
-                tile_end = min(tile + rows_per_tile, block.shape[1])
-                random = self._random(start + tile, tile_end - tile, blocks, model_id)
-                for row in range(tile, tile_end, rows_per_product):
-                    row_end = min(row + rows_per_product, tile_end)
-                    matrix = self._expand(random[row - tile : row_end - tile], workspace)
-                    # The same memory each time: BLAS may choose the order of its sums by the alignment of the block.
-                    columns = part[:, : row_end - row].copy_(block[:, row:row_end])
-                    out[:, first:last].addmm_(columns, matrix[:, : last - first])
+            columns = range(first, min(first + _COLUMNS_PER_PANEL, self.proj_dim))
+            for row, matrix in self._tiles(start, block.shape[1], columns, model_id, block.device):
+                # Contiguous, in the same memory each time: BLAS may order its sums by the alignment of its arguments.
+                if part.shape[1:] != matrix.shape[:1]:
+                    part = torch.empty(len(block), len(matrix), dtype=torch.float32, device=block.device)
+                part.copy_(block[:, row : row + len(matrix)])
+                out[:, columns.start : columns.stop].addmm_(part, matrix)
 
     def matrix(self, start: int, n: int, model_id: int, device: str | torch.device = "cpu") -> Tensor:
         """Rows `start … start + n` of the unscaled R, float32 `(n, k)`. For tests and for matrices that fit in memory.
@@ -70,19 +78,11 @@ class _DenseProjector(BlockProjector):
         """
         start = check_integer("start", start, 0, self.grad_dim)
         n = check_integer("n", n, 0, self.grad_dim - start + 1)
-        model_id = check_model_id(model_id)
-        blocks = self._column_blocks(0, self.proj_dim, torch.device(device))
-        rows = max(1, _CALLS_PER_TILE["cpu"] // len(blocks))
         result = torch.empty(n, self.proj_dim, dtype=torch.float32, device=device)
-        workspace = torch.empty(rows * len(blocks) * self.columns_per_call, dtype=torch.int32, device=device)
-        for row in range(0, n, rows):
-            random = self._random(start + row, min(rows, n - row), blocks, model_id)
-            result[row : row + rows] = self._expand(random, workspace)[:, : self.proj_dim]
+        columns = range(self.proj_dim)
+        for row, matrix in self._tiles(start, n, columns, check_model_id(model_id), torch.device(device)):
+            result[row : row + len(matrix)] = matrix
         return result
-
-    def _column_blocks(self, first: int, last: int, device: torch.device) -> Tensor:
-        """Numbers of the column blocks that hold columns `first … last`; `first` is a multiple of their width."""
-        return torch.arange(first // self.columns_per_call, -(-last // self.columns_per_call), device=device)
 
 
 class RademacherProjector(_DenseProjector):
@@ -92,7 +92,8 @@ class RademacherProjector(_DenseProjector):
     """
 
     algorithm = "rademacher-1"
-    columns_per_call = 128
+    entries_per_call = 128
+    column_multiple = 128
 
     def __init__(
         self,
@@ -106,23 +107,25 @@ class RademacherProjector(_DenseProjector):
         _check_proj_type(type(self), proj_type, ProjectionType.rademacher)
         super().__init__(grad_dim, proj_dim, seed, ProjectionType.rademacher, device)
 
-    def _random(self, start: int, n: int, column_blocks: Tensor, model_id: int) -> Tensor:
-        words = philox_words(start, n, self.seed, model_id, Stream.RADEMACHER_1, column_blocks, column_blocks.device)
+    def _generate(self, start: int, n: int, columns: range, model_id: int, device: torch.device) -> Tensor:
+        blocks = torch.arange(columns.start // 128, -(-columns.stop // 128), device=device)
+        words = philox_words(start, n, self.seed, model_id, Stream.RADEMACHER_1, blocks, device)
         return packed_words(words).flatten(1)
 
-    def _expand(self, random: Tensor, workspace: Tensor) -> Tensor:
-        return sign_tensor(random, workspace)
+    def _entries(self, generated: Tensor, workspace: Tensor) -> Tensor:
+        return sign_tensor(generated, workspace)
 
 
 class NormalProjector(_DenseProjector):
-    """R[i, j] ~ N(0, 1), independent: four columns per call of the generator, by Box and Muller's method.
+    """R[i, j] ~ N(0, 1), independent: four rows per call of the generator, by Box and Muller's method.
 
     The random bits are the same everywhere; the values agree between devices to the accuracy of their `log`, `cos` and
     `sin` (a few units in the last place).
     """
 
     algorithm = "normal-1"
-    columns_per_call = 4
+    entries_per_call = 4
+    column_multiple = 1
 
     def __init__(
         self,
@@ -136,16 +139,21 @@ class NormalProjector(_DenseProjector):
         _check_proj_type(type(self), proj_type, ProjectionType.normal)
         super().__init__(grad_dim, proj_dim, seed, ProjectionType.normal, device)
 
-    def _random(self, start: int, n: int, column_blocks: Tensor, model_id: int) -> Tensor:
-        words = philox_words(start, n, self.seed, model_id, Stream.NORMAL_1, column_blocks, column_blocks.device)
-        return packed_words(words)
+    def _generate(self, start: int, n: int, columns: range, model_id: int, device: torch.device) -> Tensor:
+        blocks = torch.arange(columns.start, columns.stop, device=device)
+        first, last = start // 4, -(-(start + n) // 4)
+        words = philox_words(first, last - first, self.seed, model_id, Stream.NORMAL_1, blocks, device)
+        entries = torch.empty(last - first, 4, len(columns), dtype=torch.float32, device=device)
+        for pair in (0, 2):
+            # 24 bits are exact in float32. u lies in (0, 1]: finite logarithm, largest entry √(48 ln 2) ≈ 5.77.
+            radius = (words[pair] >> 8).to(torch.float32).add_(1.0).mul_(2.0**-24).log_().mul_(-2.0).sqrt_()
+            angle = (words[pair + 1] >> 8).to(torch.float32).mul_(2.0 * math.pi * 2.0**-24)
+            torch.mul(radius, angle.cos(), out=entries[:, pair])
+            torch.mul(radius, angle.sin_(), out=entries[:, pair + 1])
+        return entries.flatten(0, 1)[start - 4 * first : start - 4 * first + n]
 
-    def _expand(self, random: Tensor, workspace: Tensor) -> Tensor:
-        # 24 bits are exact in float32. u lies in (0, 1]: its logarithm is finite, the largest entry √(48 ln 2) ≈ 5.77.
-        parts = ((random >> 8) & 0xFFFFFF).to(torch.float32)
-        radius = (parts[..., 0::2] + 1.0).mul_(2.0**-24).log_().mul_(-2.0).sqrt_()
-        angle = parts[..., 1::2].mul(2.0 * math.pi * 2.0**-24)
-        return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1).flatten(1)
+    def _entries(self, generated: Tensor, workspace: Tensor) -> Tensor:
+        return generated
 
 
 def _check_proj_type(cls: type, given: str | ProjectionType, expected: ProjectionType) -> None:

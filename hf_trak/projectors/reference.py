@@ -14,7 +14,7 @@ Generator
     R[i, j] is the sign from bit j mod 128 of the call at position i, block ⌊j / 128⌋.
 
 `normal-1` (stream 2)
-    The call at position i, block ⌊j / 4⌋ gives four entries, j = 4b … 4b + 3: with u = (⌊w₀ / 2⁸⌋ + 1) / 2²⁴ and
+    The call at position p, block j gives four entries, R[4p, j] … R[4p + 3, j]: with u = (⌊w₀ / 2⁸⌋ + 1) / 2²⁴ and
     v = ⌊w₁ / 2⁸⌋ / 2²⁴ the first two are √(−2 ln u) cos 2πv and √(−2 ln u) sin 2πv; the last two come from w₂ and w₃
     in the same way. Computed in float32.
 
@@ -79,11 +79,11 @@ def rademacher_entry(i: int, j: int, seed: int, model_id: int) -> int:
 
 def normal_entry(i: int, j: int, seed: int, model_id: int) -> float:
     """R[i, j] of `normal-1`, in double precision."""
-    words = philox(i, j // 4, 2, seed, model_id)
-    pair = j % 4 // 2 * 2
+    words = philox(i // 4, j, 2, seed, model_id)
+    pair = i % 4 // 2 * 2
     radius = math.sqrt(-2 * math.log(((words[pair] >> 8) + 1) / 2**24))
     angle = 2 * math.pi * (words[pair + 1] >> 8) / 2**24
-    return radius * (math.sin(angle) if j % 2 else math.cos(angle))
+    return radius * (math.sin(angle) if i % 2 else math.cos(angle))
 
 
 def sjlt_row(i: int, k: int, seed: int, model_id: int, nonzeros: int = 1) -> list[tuple[int, int]]:
