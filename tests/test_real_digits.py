@@ -2,8 +2,8 @@
 `Trainer` to scores.
 
 1,000 of scikit-learn's digits are the training set. 20 of them are there a second time with a wrong label (their
-*copies*; the originals are the *twins*), and 40 others have had their label changed (*flips*). Nothing tells the network
-which.
+*copies*; the originals are the *twins*), and 40 others have had their label changed (*flips*). Nothing tells the
+network which.
 """
 
 from dataclasses import dataclass
