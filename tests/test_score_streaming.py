@@ -158,10 +158,10 @@ def test_counts_and_widths_must_fit(problem):
     features, targets, qs, systems = problem
     solved = [system.solve(t) for system, t in zip(systems, targets, strict=True)]
     with pytest.raises(ValueError, match="1 checkpoint"):
-        next(score_blocks([shards(features[0], qs[0], 10)], solved))
+        score_blocks([shards(features[0], qs[0], 10)], solved)  # at the call, not at the first block
     with pytest.raises(ValueError, match="0 checkpoint"):
-        next(score_blocks([], []))
+        score_blocks([], [])
     with pytest.raises(ValueError, match=f"{K - 1} columns, its targets {K}"):
         next(score_blocks([shards(features[0][:, 1:], qs[0], 10)], solved[:1]))
     with pytest.raises(ValueError, match="targets"):
-        next(score_blocks([shards(x, qs[0], 10) for x in features], [solved[0], solved[1][1:], solved[2]]))
+        score_blocks([shards(x, qs[0], 10) for x in features], [solved[0], solved[1][1:], solved[2]])

@@ -25,8 +25,7 @@ class BasicSingleBlockScoreComputer(AbstractScoreComputer):
         return _gram(grads, self.dtype, grads.device, max(1, grads.shape[0]))
 
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
-        """X (XᵀX)⁻¹ `(n, k)` in `self.dtype`. Raises `SingularGramError`, `NonFiniteError` (overflow of
-        `self.dtype`)."""
+        """X (XᵀX)⁻¹ `(n, k)` in `self.dtype`. Raises `SingularGramError`, or `NonFiniteError` where that overflows."""
         inverse = _inverse(grads, xtx, 0.0)
         return _checked_cast(grads.to(inverse) @ inverse, self.dtype)
 

@@ -1,5 +1,4 @@
-"""The ridge regression of TRAK: G = XᵀX, λ, and the solution of (G + λI) A = tᵀ by a Cholesky factorization in
-float64."""
+"""The ridge regression of TRAK: G = XᵀX, λ, and (G + λI) A = tᵀ solved by Cholesky factorization in float64."""
 
 import math
 from typing import NoReturn
@@ -47,8 +46,7 @@ def gram_update(gram: Tensor, features: Tensor, start: int = 0) -> Tensor:
         raise ValueError(f"`gram` has dtype {gram.dtype}, which overflows. Expected torch.float64 or torch.float32.")
     if features.ndim != 2 or gram.shape != (features.shape[1], features.shape[1]):
         raise ValueError(
-            f"`features` has shape {tuple(features.shape)} and `gram` {tuple(gram.shape)}. Expected (rows, k) and (k, "
-            "k)."
+            f"`features` has shape {tuple(features.shape)}, `gram` {tuple(gram.shape)}. Expected (rows, k) and (k, k)."
         )
     check_finite_rows(features, "feature vector", start)
     wide = features.to(device=gram.device, dtype=gram.dtype)
@@ -95,8 +93,7 @@ class RidgeSystem:
 
     Attributes:
         condition (`float`): estimate of the condition number of A in the 1-norm (a lower bound, usually within a
-            factor
-            of 3), by the method of Higham (1988, ACM TOMS 14:381).
+            factor of 3), by the method of Higham (1988, ACM TOMS 14:381).
     """
 
     def __init__(self, gram: Tensor, lam: float) -> None:

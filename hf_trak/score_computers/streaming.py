@@ -46,12 +46,11 @@ def score_blocks(
         checkpoints: for each checkpoint its shards, in the same order with the same row ranges for all. Read once,
             lazily.
         preconditioned_targets: for each checkpoint A_c `(m, k)`, see [`RidgeSystem.solve`]. Products are computed on
-            the
-            device of A_c, in float32.
+            the device of A_c, in float32.
 
-    Yields:
-        `(start, stop, block)`: `block[i, j]`, float32, is the score of train example `start + i` for target j. One
-        block for each row range.
+    Returns:
+        an iterator of `(start, stop, block)`, one for each row range: `block[i, j]`, float32, is the score of train
+        example `start + i` for target j.
 
     Raises:
         ValueError: there is no checkpoint, their number differs from that of the targets, or shapes do not fit.
@@ -62,8 +61,7 @@ def score_blocks(
     targets = [matrix.float() for matrix in preconditioned_targets]
     if len({matrix.shape[0] for matrix in targets}) != 1:
         raise ValueError(
-            f"The checkpoints have {[matrix.shape[0] for matrix in targets]} targets. Expected the same number in "
-            "each."
+            f"The checkpoints have {[matrix.shape[0] for matrix in targets]} targets. Expected one and the same number."
         )
 
     def product(checkpoint: int, grads: Tensor, start: int) -> Tensor:
@@ -71,7 +69,7 @@ def score_blocks(
         _check_columns(grads, matrix.shape[1], checkpoint)
         return grads.to(device=matrix.device, dtype=torch.float32) @ matrix.T
 
-    yield from _average(checkpoints, product)
+    return _average(checkpoints, product)
 
 
 def self_influence_blocks(
@@ -86,8 +84,8 @@ def self_influence_blocks(
         checkpoints: as in [`score_blocks`].
         systems: for each checkpoint its factorized Gram matrix.
 
-    Yields:
-        `(start, stop, block)`, `block` of shape `(stop - start,)`, float32.
+    Returns:
+        an iterator of `(start, stop, block)`, `block` of shape `(stop - start,)`, float32.
 
     Raises:
         As [`score_blocks`].
@@ -98,8 +96,7 @@ def self_influence_blocks(
         _check_columns(grads, systems[checkpoint].k, checkpoint)
         return systems[checkpoint].quadratic(grads, start).unsqueeze(1)
 
-    for start, stop, block in _average(checkpoints, product):
-        yield start, stop, block.squeeze(1)
+    return ((start, stop, block.squeeze(1)) for start, stop, block in _average(checkpoints, product))
 
 
 def _average(
