@@ -61,7 +61,7 @@ def score_blocks(
     targets = [matrix.float() for matrix in preconditioned_targets]
     if len({matrix.shape[0] for matrix in targets}) != 1:
         raise ValueError(
-            f"The checkpoints have {[matrix.shape[0] for matrix in targets]} targets. Expected one and the same number."
+            f"The checkpoints have {[matrix.shape[0] for matrix in targets]} targets. Expected one number for all."
         )
 
     def product(checkpoint: int, grads: Tensor, start: int) -> Tensor:
