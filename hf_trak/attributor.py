@@ -241,7 +241,7 @@ class TrakAttributor:
             if self.processes.is_main_process:
                 matrix = torch.zeros(self.proj_dim, self.proj_dim, dtype=torch.float64)
                 for shard in self.store.train(model_id):
-                    gram_update(matrix, shard.grads)
+                    gram_update(matrix, shard.grads, shard.start)
                 self.store.write_gram(model_id, matrix, self._train_size)
             self.processes.wait_for_everyone()
             gram = self.store.read_gram(model_id)

@@ -6,7 +6,7 @@ the targets, and q_c the output-to-loss gradients. The scores are
     τ = (1/C Σ_c X_c (X_cᵀX_c + λI)⁻¹ t_cᵀ) ∘ (1/C Σ_c q_c)
 
 with the inverse as the score computer takes it: [`BasicScoreComputer`], the default, divides it by its mean absolute
-    value.
+value.
 """
 
 import logging
@@ -31,7 +31,7 @@ from hf_trak.gradient_computers import (
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_pipeline import GradientPipeline, can_stream, is_ours, require_device
 from hf_trak.loaded_weights import LoadedWeights
-from hf_trak.modelout_functions import AbstractModelOutput, Batch, CLIPModelOutput, LossModelOutput, Side, get_task
+from hf_trak.modelout_functions import AbstractModelOutput, Batch, LossModelOutput, Side, get_task
 from hf_trak.modelout_functions.identity import task_identity
 from hf_trak.plugins import class_name, construct, projection_identity
 from hf_trak.projectors import AbstractProjector, BasicProjector, NoOpProjector, ProjectionType
@@ -411,8 +411,7 @@ class TRAKer:
         load_into(self.model, checkpoint)
         self.model.eval()
         self.gradient_computer.load_model_params(self.model)
-        if isinstance(self.task, CLIPModelOutput):
-            self.task.bind(self.model)
+        self.task.bind(self.model)
         self._next_row = 0
         self._weights = LoadedWeights(self.model)
         return self._weights.fingerprint
