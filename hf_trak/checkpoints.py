@@ -39,7 +39,7 @@ def fingerprint_state_dict(state_dict: Mapping[str, Any]) -> str:
         digest.update(f"{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
         flat = value.detach().to("cpu").contiguous().reshape(-1)
         if flat.numel():
-            digest.update(memoryview(flat.view(torch.uint8).numpy()))
+            digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

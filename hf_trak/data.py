@@ -84,13 +84,13 @@ def _update(digest: Any, value: Any) -> None:
         digest.update(f"[{len(value)}".encode())
         for item in value:
             _update(digest, item)
-    elif hasattr(value, "tobytes") and not isinstance(value, torch.Tensor):  # numpy arrays and PIL images
-        digest.update(f"{getattr(value, 'shape', getattr(value, 'size', ''))}\0".encode() + value.tobytes())
     elif isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(f"{value.dtype}{tuple(value.shape)}\0".encode())
         if flat.numel():
-            digest.update(memoryview(flat.view(torch.uint8).numpy()))
+            digest.update(flat.view(torch.uint8).numpy().data)
+    elif hasattr(value, "tobytes"):  # numpy arrays and PIL images
+        digest.update(f"{getattr(value, 'shape', getattr(value, 'size', ''))}\0".encode() + value.tobytes())
     else:
         digest.update(f"{value!r}\0".encode())
 
@@ -100,7 +100,8 @@ def forward_columns(model: torch.nn.Module, label_names: Sequence[str] | None = 
 
     `labels` is kept even if `forward` does not take it, since tasks need it and do not pass it on.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    wrapper: Any = model
+    base = wrapper.get_base_model() if hasattr(model, "get_base_model") else model
     labels = find_labels(type(base)) if label_names is None else list(label_names)
     return [*inspect.signature(base.forward).parameters, "label", "label_ids", "labels", *labels]
 
@@ -108,7 +109,7 @@ def forward_columns(model: torch.nn.Module, label_names: Sequence[str] | None = 
 def default_collator(dataset: Any, processing_class: Any = None) -> Collator:
     """The collator that `Trainer` would choose; for datasets of tuples, the one of `torch.utils.data`."""
     if isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor):
-        return DataCollatorWithPadding(processing_class)
+        return DataCollatorWithPadding(processing_class)  # type: ignore[arg-type]  # as Trainer does
     if not isinstance(dataset, HFDataset) and isinstance(dataset[0], tuple | list):
         return torch_collate
     return default_data_collator
@@ -163,15 +164,15 @@ class RowBatches:
 
     def iterate(self, batches: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
         """Yield `(row numbers, batch)` for each list of row numbers in `batches`."""
-        batches = [list(rows) for rows in batches]
-        loader = DataLoader(
+        cuts = [list(rows) for rows in batches]
+        loader: DataLoader[Any] = DataLoader(
             self.dataset,
-            batch_sampler=batches,
+            batch_sampler=cuts,
             collate_fn=self._collate,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
         )
-        for rows, batch in zip(batches, loader, strict=True):
+        for rows, batch in zip(cuts, loader, strict=True):
             yield rows, send_to_device(batch, self.device)
 
 

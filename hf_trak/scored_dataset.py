@@ -83,7 +83,7 @@ def full_scores(
     path.parent.mkdir(parents=True, exist_ok=True)
     unique = f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}"
     temporary, scratch = path.with_name(f"{unique}.tmp"), path.with_name(f"{unique}.scratch")
-    rows = (block.numpy() for _, _, block in _finite(blocks))
+    rows: Iterator[np.ndarray] = (block.numpy() for _, _, block in _finite(blocks))
     length = n_targets
     try:
         if per == "target":
