@@ -1,5 +1,6 @@
 """Checkpoints: where weights come from, what identifies them, how they get into a model and out again."""
 
+import copy
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 Checkpoint = torch.nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 """A module, a state dict, a `checkpoint-N` directory, or a `.safetensors`, `.bin`, `.pt` or `.pth` file."""
@@ -140,7 +142,8 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     """Put the weights of a checkpoint into a model, all of them or none.
 
     Names that safetensors files leave out because they are tied to another are filled by the tie; adapter files of
-    PEFT go into the active adapter of a `PeftModel` and leave its base model as it is.
+    PEFT go into the active adapter of a `PeftModel` and leave its base model as it is. Files of transformers keep the
+    names of older versions for some architectures (ViT among them) and are converted as `from_pretrained` does.
 
     Raises:
         ValueError: names or shapes do not fit the model.
@@ -154,8 +157,24 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
         set_peft_model_state_dict(model, state_dict)
         return
     expected = model.state_dict()
+    if isinstance(model, PreTrainedModel) and not set(state_dict) <= set(expected):
+        state_dict = _converted(model, state_dict)
     _check_fit(expected, state_dict, tied=_tied_names(model, expected, set(state_dict)))
     model.load_state_dict(state_dict, strict=False)
+
+
+def _converted(model: PreTrainedModel, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under the names and in the shapes that the modules of transformers have; as given if they misfit."""
+    result: Any = type(model).from_pretrained(
+        None,
+        config=copy.deepcopy(model.config),
+        state_dict=dict(state_dict),
+        dtype=model.dtype,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    renamed, report = result
+    return state_dict if any(report.values()) else renamed.state_dict()
 
 
 def _is_adapter(model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> bool:
