@@ -355,5 +355,7 @@ def test_per_sample_gradients(engine: str) -> None:
     pair = per_sample_gradients(cnn, (images, labels), lambda y, batch: Margin().output(y, batch), engine, names)
     assert list(pair) == names
     torch.testing.assert_close(pair["8.weight"], expected["8.weight"], rtol=1e-4, atol=1e-6)
-    single = per_sample_gradients(cnn, images, lambda y, batch: (y * batch.mean()).sum(1), "iterative", names)
+    single = per_sample_gradients(
+        cnn, images, lambda y, batch: (y * batch.mean((1, 2, 3))[:, None]).sum(1), "iterative", names
+    )
     assert single["8.weight"].shape == (5, 4, 8)

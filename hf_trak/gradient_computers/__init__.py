@@ -7,6 +7,7 @@ import torch
 from hf_trak.gradient_computers.auto import ENGINES, AutoGradientComputer, engines_of
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink, batch_size_of
 from hf_trak.gradient_computers.functional import FunctionalGradientComputer
+from hf_trak.gradient_computers.hooked import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.gradient_computers.per_sample import per_sample_gradients
@@ -19,6 +20,7 @@ __all__ = [
     "BatchOutputs",
     "FunctionalGradientComputer",
     "GradientSink",
+    "HookedGradientComputer",
     "IterativeGradientComputer",
     "ParameterLayout",
     "ParameterSlot",

@@ -12,7 +12,7 @@ from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.functional import FunctionalGradientComputer
 from hf_trak.gradient_computers.hooked import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
-from hf_trak.gradient_computers.self_check import Reference, SamplesMixedError, check_against, reference_of
+from hf_trak.gradient_computers.self_check import Reference, check_against, check_company, reference_of
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
 logger = logging.getLogger(__name__)
@@ -105,14 +105,14 @@ class AutoGradientComputer(AbstractGradientComputer):
         if self.self_check:
             alone = self._make("iterative", dtype=None)
             reference = reference_of(alone, self.layout, batch, side, self.model)
+            if isinstance(self.modelout_fn, BatchedModelOutput) and split.size > 1:
+                check_company(reference, self.modelout_fn, batch, side, self.model)
         while True:
             try:
                 computer = self._computer or self._next()
                 if reference is not None:
                     self._check(computer, reference, batch, side)
                 break
-            except SamplesMixedError:
-                raise
             except GradientEngineError as error:
                 if self._explicit:
                     raise

@@ -134,7 +134,9 @@ class HookedGradientComputer(AbstractGradientComputer):
                     # checkpointed blocks run forward again during the backward pass, and need to be seen as before
                     with hooks.attached(), ParameterTracker(session):
                         opened_backward((output.sum(),))
-            except (UnsupportedError, RestartError) as error:
+            except (torch.OutOfMemoryError, GradientEngineError):
+                raise
+            except (UnsupportedError, RestartError, RuntimeError) as error:
                 raise GradientEngineError(
                     f"The hooked engine lost track of {type(self.model).__name__} in its backward pass: {error}. "
                     f"Use another "
@@ -196,9 +198,17 @@ class HookedGradientComputer(AbstractGradientComputer):
         session = Session(self.model, selected, size, profile, self._knowledge, calibrating, emit, self._workspace)
         if calibrating:
             batch = session.marked(batch)
-        with LayerHooks(self.model, session, selected).attached(), ParameterTracker(session):
-            result = call_model(task, self.model, batch)
-            output = one_per_sample(task.output(result, batch, side), size, task)
+        try:
+            with LayerHooks(self.model, session, selected).attached(), ParameterTracker(session):
+                result = call_model(task, self.model, batch)
+                output = one_per_sample(task.output(result, batch, side), size, task)
+        except (torch.OutOfMemoryError, GradientEngineError):
+            raise
+        except RuntimeError as error:
+            raise GradientEngineError(
+                f"The forward pass of {type(self.model).__name__} failed under the hooked engine: {error}. If it "
+                "succeeds without it, use the functional or the iterative engine."
+            ) from error
         if calibrating:
             return None
         return session, output, task.out_to_loss_grad(result, batch, side).detach()
@@ -206,8 +216,11 @@ class HookedGradientComputer(AbstractGradientComputer):
     def _fall_back(self, error: UnsupportedError, selected: dict[int, str]) -> None:
         """Have the smallest enclosing module that is not yet replayed replayed sample by sample.
 
+        Where that would be the whole model, an operation on parameters is trapped: the gradient of its result is an
+        error.
+
         Raises:
-            GradientEngineError: that would be the whole model.
+            GradientEngineError: it would be the whole model, and it is not about an operation on parameters.
         """
         known = self._knowledge.replayed
         roots: tuple[str, ...] = ()
@@ -226,13 +239,18 @@ class HookedGradientComputer(AbstractGradientComputer):
         while name and isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict | torch.nn.ParameterList):
             name = name.rpartition(".")[0]  # containers are never called
             module = self.model.get_submodule(name)
-        inside = sum(p.numel() for p in module.parameters() if id(p) in selected)
-        if not name or (inside > 0.5 * self.layout.total and len(self.layout.slots) > 8):
-            raise GradientEngineError(
-                f"The hooked engine has no way to take per-sample gradients of {', '.join(roots) or 'parameters'} in "
-                f"{type(self.model).__name__}: {error}. Use the functional or the iterative engine, or leave "
+        inside = sum(id(p) in selected for p in module.parameters())
+        # replaying nearly every layer would be the iterative engine by another name
+        if not name or (inside > 0.8 * len(self.layout.slots) and inside > 8):
+            message = (
+                f"The hooked engine has no way to take per-sample gradients of {', '.join(roots) or 'the parameters'} "
+                f"in {type(self.model).__name__}: {error}. Use the functional or the iterative engine, or leave "
                 f"{'them' if len(roots) != 1 else 'it'} out of `grad_wrt`."
-            ) from error
+            )
+            if isinstance(error, ParameterUnsupportedError) and error.operation is not None:
+                self._knowledge.trapped[error.operation] = message
+                return
+            raise GradientEngineError(message) from error
         logger.info("Module %r (%s) is differentiated sample by sample: %s.", name, type(module).__name__, error)
         known[name] = str(error)
 

@@ -74,11 +74,12 @@ class Replay:
         if not any(axes) or any(out_axes[i] is None for i in floating):
             raise ModuleUnsupportedError(self.name, "has an output without a batch dimension")
 
-        # the graph that leaves the module begins at its inputs, or, if they have none, here
+        # aliases, because the module itself may go on using what it returns (router logits); only the gradient from
+        # outside counts. Where no input is part of a graph, the graph begins here.
         result_leaves, result_structure = pytree.tree_flatten(result)
         anchored = [
-            y + self.session.anchor(y.device)
-            if isinstance(y, Tensor) and y.is_floating_point() and not y.requires_grad
+            (y.view_as(y) if y.requires_grad else y + self.session.anchor(y.device))
+            if isinstance(y, Tensor) and y.is_floating_point()
             else y
             for y in result_leaves
         ]
@@ -99,8 +100,6 @@ class Replay:
             kept.clear()
 
         torch.autograd.graph.register_multi_grad_hook(watched, receive)
-        if all(a is b for a, b in zip(anchored, result_leaves, strict=True)):
-            return None
         return pytree.tree_unflatten(anchored, result_structure)
 
     def _replay(
@@ -153,7 +152,7 @@ class Replay:
                 )
             else:
                 for local, gradient in found.items():
-                    self.session.emit(self.names[local], 0, gradient.flatten(1))
+                    self.session.emit(self.names[local], 0, gradient.reshape(size, -1))
                 return
         total = {local: p.new_zeros(size, p.numel()) for local, p in weights.items()}
         for b in range(size):

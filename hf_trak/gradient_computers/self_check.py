@@ -9,7 +9,8 @@ from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.modelout_functions.base import Batch, Side
+from hf_trak.gradient_computers.outputs import call_model, one_per_sample
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 
 REMEDY = (
     "Remedies: call model.eval() (train-mode BatchNorm and dropout mix samples or are random), use a task "
@@ -95,6 +96,28 @@ def reference_of(
     return reference
 
 
+def check_company(
+    reference: Reference, task: BatchedModelOutput, batch: Batch, side: Side, model: torch.nn.Module
+) -> None:
+    """Compare f of the samples within the batch with f of each of them alone.
+
+    Raises:
+        SamplesMixedError: they differ; no engine can help.
+    """
+    with torch.no_grad():
+        together = task.output(call_model(task, model, batch), batch, side)
+    size = SplitBatch.of(batch).size
+    together = one_per_sample(together, size, task)
+    picked = together[torch.tensor(reference.rows, device=together.device)]
+    tolerance = Tolerance.of(model, together).relative
+    scale = float(together.abs().mean())
+    if not torch.allclose(picked, reference.output.to(picked), rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+        raise SamplesMixedError(
+            f"The model output of a sample depends on the other samples of its batch: {picked.tolist()} in the batch, "
+            f"{reference.output.tolist()} alone. {REMEDY}"
+        )
+
+
 def check_against(
     reference: Reference,
     computer: AbstractGradientComputer,
@@ -116,17 +139,10 @@ def check_against(
     def sink(start: int, block: Tensor) -> None:
         residual[:, start : start + block.shape[1]] -= block[rows.to(block.device)].to(residual.device, residual.dtype)
 
-    outputs = computer.stream(batch, sink, side)
+    computer.stream(batch, sink, side)
     if not (reference.gradients.isfinite().all() and reference.output.isfinite().all()):
         return  # nothing to compare; whoever receives the features names the sample that is not finite
     tolerance = Tolerance.of(model, reference.output)
-    alone, together = reference.output, outputs.output[rows.to(outputs.output.device)].to(reference.output)
-    if not torch.allclose(alone, together, rtol=tolerance.relative, atol=tolerance.relative * _scale(outputs.output)):
-        raise SamplesMixedError(
-            f"The model output of a sample depends on the other samples of its batch: {together.tolist()} in the "
-            f"batch, "
-            f"{alone.tolist()} alone. {REMEDY}"
-        )
     worst = worst_parameter(computer.layout, residual, reference.gradients, tolerance)
     if worst is not None:
         name, error = worst
@@ -163,10 +179,6 @@ def _alone(computer: AbstractGradientComputer, single: Batch, side: Side) -> tup
     kept: list[Tensor] = []
     output = computer.stream(single, lambda start, block: kept.append(block), side)
     return kept[0], output
-
-
-def _scale(output: Tensor) -> float:
-    return float(output[output.isfinite()].abs().mean())  # another sample of the batch may be infinite
 
 
 def _some(names: list[str]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.axes import BatchAxis, UnsupportedError
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.rules.registry import Piece
@@ -39,7 +40,10 @@ class Knowledge:
         carrying: calls of layers that do see it, although it was not apparent from one sample.
         contacts: operations where a parameter value meets the batch.
         alone: operations that look like contacts, but whose result has no batch dimension.
-        replayed: names of modules that are evaluated sample by sample.
+        replayed: names of modules that are evaluated sample by sample, and why.
+        trapped: operations that nothing can handle. What they give may not matter to f (the logits of a CLIP model,
+        which
+            compare every image with every text); a gradient that does come back from them is an error.
     """
 
     batchless: set[tuple[str, int]] = field(default_factory=set)
@@ -47,6 +51,7 @@ class Knowledge:
     contacts: set[tuple[OpKey, int]] = field(default_factory=set)
     alone: set[tuple[OpKey, int]] = field(default_factory=set)
     replayed: dict[str, str] = field(default_factory=dict)
+    trapped: dict[tuple[OpKey, int], str] = field(default_factory=dict)
 
 
 class ParameterUnsupportedError(UnsupportedError):
@@ -55,6 +60,7 @@ class ParameterUnsupportedError(UnsupportedError):
     def __init__(self, roots: Iterable[str], reason: str) -> None:
         super().__init__(reason)
         self.roots = tuple(roots)
+        self.operation: tuple[OpKey, int] | None = None
 
 
 class ModuleUnsupportedError(UnsupportedError):
@@ -93,6 +99,19 @@ class _PerSample(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.receive(grads[0])
         return None, None, None, None
+
+
+class _Trap(torch.autograd.Function):
+    """A parameter value whose gradient nobody can take apart; it must not be asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, message: str) -> Tensor:
+        ctx.message = message
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise GradientEngineError(ctx.message)
 
 
 class Session:
@@ -197,6 +216,9 @@ class Session:
         index = self.counters[key]
         handler = CONTACTS.get(func)
         known = self.knowledge
+        if (key, index) in known.trapped:
+            self.counters[key] += 1
+            return self._trapped(func, args, kwargs, found, known.trapped[(key, index)])
         unknown = self.calibrating and handler is not None and (key, index) not in known.alone
         if unknown and any(is_data(t) for t in tensors_in(args, kwargs)):
             known.contacts.add((key, index))
@@ -204,12 +226,18 @@ class Session:
             self.counters[key] += 1
             if self.calibrating:
                 return self._trace_contact(key, func, args, kwargs, found)
-            contact = Contact(self, func, args, kwargs, found, roots, self._trace_of(key, index))
-            if not contact.meets_batch():
-                known.contacts.discard((key, index))
-                known.alone.add((key, index))
-                raise RestartError
-            return handler(contact)
+            try:
+                contact = Contact(self, func, args, kwargs, found, roots, self._trace_of(key, index))
+                meets_batch = contact.meets_batch()
+                if meets_batch:
+                    return handler(contact)
+            except UnsupportedError as error:
+                named = ParameterUnsupportedError(roots, f"{key[1]}: {error}")
+                named.operation = (key, index)
+                raise named from error
+            known.contacts.discard((key, index))
+            known.alone.add((key, index))
+            raise RestartError
 
         def graph(tensor: Tensor) -> Tensor:
             return found[id(tensor)].value if id(tensor) in found else tensor
@@ -227,7 +255,9 @@ class Session:
             for tensor, traced in zip(outputs, self._trace_of(key, index).outputs, strict=True):
                 if tensor.shape != traced.trace.shape:
                     if handler is None or (key, index) in known.alone:
-                        raise ParameterUnsupportedError(roots, f"{key[1]} mixes parameters with the batch")
+                        named = ParameterUnsupportedError(roots, f"{key[1]} mixes parameters with the batch")
+                        named.operation = (key, index)
+                        raise named
                     known.contacts.add((key, index))
                     raise RestartError
         for tensor in outputs:
@@ -254,6 +284,27 @@ class Session:
         before.outputs = OpTrace.of([], outputs_of(result)).outputs
         self.profile.ops[key].append(before)
         mark_data(result)
+        return result
+
+    def _trapped(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found: dict[int, Tracked],
+        message: str,
+    ) -> Any:
+        def trap(tensor: Tensor) -> Tensor:
+            if id(tensor) not in found:
+                return tensor
+            value = found[id(tensor)].value.detach()
+            return value if self.calibrating else _Trap.apply(self.anchor(value.device), value, message)
+
+        result = func(
+            *(replace_tensors(a, trap) for a in args), **{k: replace_tensors(v, trap) for k, v in kwargs.items()}
+        )
+        if self.calibrating:
+            mark_data(result)
         return result
 
     def _trace_of(self, key: OpKey, index: int) -> OpTrace:
@@ -306,7 +357,7 @@ class Session:
         """Take the per-sample gradient `(B, *shape)` of a parameter value back to its parameters, and emit it."""
         assert self.emit is not None
         if tracked.is_parameter:
-            self.emit(tracked.roots[0], 0, grad.flatten(1))
+            self.emit(tracked.roots[0], 0, grad.reshape(self.size, -1))
             return
         gradients = torch.autograd.grad(
             tracked.value,
@@ -318,7 +369,7 @@ class Session:
         )
         for root, gradient in zip(tracked.roots, gradients, strict=True):
             if gradient is not None:
-                self.emit(root, 0, gradient.flatten(1))
+                self.emit(root, 0, gradient.reshape(self.size, -1))
 
     def deposit_pieces(self, targets: dict[str, Tracked], pieces: Iterable[Piece]) -> None:
         """Route the pieces of a layer to the parameters, or parameter values, that it was called with."""

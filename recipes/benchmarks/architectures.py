@@ -115,7 +115,9 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
     values = {
         k: v for k, v in TINY.items() if getattr(default, k, None) is not None and not callable(getattr(default, k))
     }
-    values = {k: v for k, v in values.items() if not isinstance(getattr(default, k), list) or isinstance(v, list)}
+    values = {
+        k: v for k, v in values.items() if not isinstance(getattr(default, k), list | tuple) or isinstance(v, list)
+    }
     values |= SPECIAL.get(model_type, {})
     config = config_class(**{**values, **overrides})
     if getattr(config, "pad_token_id", 0) is None:
@@ -233,11 +235,11 @@ def relative_error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 
     Gradients that vanish by symmetry (key biases) are measured against 1e-3 of the sample's whole gradient.
     """
-    total = torch.stack([g.flatten(1).norm(dim=1) for g in truth.values()]).norm(dim=0)
+    total = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in truth.values()]).norm(dim=0)
     worst = 0.0
     for name, gradient in truth.items():
-        size = gradient.flatten(1).norm(dim=1).maximum(1e-3 * total)
-        error = float(((found[name] - gradient).flatten(1).norm(dim=1) / size.clamp_min(1e-30)).max())
+        size = gradient.reshape(len(gradient), -1).norm(dim=1).maximum(1e-3 * total)
+        error = float(((found[name] - gradient).reshape(len(gradient), -1).norm(dim=1) / size.clamp_min(1e-30)).max())
         if not error <= worst:  # also true of NaN
             worst = error
     return worst

@@ -124,7 +124,7 @@ def pieces_of(result: RuleResult) -> Iterator[Piece]:
     """The pieces of a rule's result, whichever form it has."""
     if isinstance(result, Mapping):
         for name, gradient in result.items():
-            yield name, 0, gradient.flatten(1)
+            yield name, 0, gradient.reshape(gradient.shape[0], -1)
     else:
         yield from result
 
