@@ -208,3 +208,28 @@ def test_cache_of_the_sparse_map_is_bounded_and_harmless(monkeypatch):
         features = projector.project(grads, model_id)
     assert torch.equal(features, expected)
     assert sum(region.nbytes for region in projector._regions.values()) <= 2**11
+
+
+def test_block_larger_than_32_bits_can_count():
+    """Trap 11: B · n = 2.2 · 10⁹ elements (one row, repeated without memory) do not wrap around."""
+    batch, n = 67_000, 33_000
+    projector = SparseProjector(n, 64)
+    row = torch.randn(1, n, generator=torch.Generator().manual_seed(0))
+    block = row.expand(batch, n)
+    assert block.numel() > 2**31
+    out = torch.zeros(batch, 64)
+    projector.accumulate(out, block, 0, 0)
+    single = torch.zeros(1, 64)
+    projector.accumulate(single, row, 0, 0)
+    assert torch.allclose(out, single.expand(batch, 64), atol=1e-3)
+
+
+@pytest.mark.slow
+def test_parameter_larger_than_32_bits_can_count():
+    """Trap 11: one parameter of 2³² + 5 elements; the parity of the sums shows that none is dropped or doubled."""
+    n = 2**32 + 5
+    out = torch.zeros(1, 4096)
+    SparseProjector(n, 4096).accumulate(out, torch.ones(1, 1).expand(1, n), 0, 0)
+    assert float(out.abs().max()) < 2**24
+    assert int(out.long().sum()) % 2 == 1
+    assert float(out.square().mean()) / (n / 4096) == pytest.approx(1, abs=4 * (2 / 4096) ** 0.5)

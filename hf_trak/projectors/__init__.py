@@ -1,6 +1,6 @@
 """Random projections of gradients: one linear map each, the same on every device (see `reference.py`)."""
 
-from hf_trak.projectors.base import AbstractProjector, BlockProjector, ProjectionType
+from hf_trak.projectors.base import AbstractProjector, BlockProjector, ProjectionSink, ProjectionType
 from hf_trak.projectors.basic import BasicProjector, BasicSingleBlockProjector
 from hf_trak.projectors.checks import require_finite
 from hf_trak.projectors.cuda import ChunkedCudaProjector, CudaProjector
@@ -19,6 +19,7 @@ __all__ = [
     "MapName",
     "NoOpProjector",
     "NormalProjector",
+    "ProjectionSink",
     "ProjectionType",
     "RademacherProjector",
     "SparseProjector",

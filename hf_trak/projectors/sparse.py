@@ -37,8 +37,6 @@ _SPAN = (RUNS_PER_CHUNK - 1) * (2 * RUN - 1) + RUN  # the longest stretch of acc
 _REGION = 2**23  # coordinates whose bits are generated and cached together
 _CACHE_BYTES = 2**26
 _SLICE = 2**18  # coordinates whose signs are expanded to floats together; on a CPU they stay in the L2 cache
-_CPU_ACCUMULATOR_FLOATS = 2**18  # rows × K that are added to in turn on a CPU, for the same reason
-_PIECE_COST = 2**12  # floats that are zeroed and folded in the time of one small operation
 _LOOP_FOLD_GROUPS = 64
 
 
@@ -120,7 +118,8 @@ class SparseProjector(BlockProjector):
         for copy, (first, last) in enumerate(self.segments):
             segment = out[:, first:last]
             pieces = block.shape[1] * (1 / RUN + 1 / (last - first)) + 2
-            if pieces * _PIECE_COST < block.shape[0] * accumulators(last - first):
+            # Below this, measured on a CPU, the pieces cost less than zeroing and folding K accumulators per sample.
+            if pieces < 12 + block.shape[0] * accumulators(last - first) / 2**14:
                 self._add_pieces(segment, block, start, model_id, copy)
             else:
                 sums = self.empty_sums(block.shape[0], copy, block.device)
@@ -134,14 +133,8 @@ class SparseProjector(BlockProjector):
 
     def add_to_sums(self, sums: Tensor, block: Tensor, start: int, model_id: int, copy: int) -> None:
         """Step 1 of the map: add a block to the accumulators of [`~SparseProjector.empty_sums`]."""
-        rows = block.shape[0]
-        if block.device.type == "cpu":
-            rows = min(rows, max(1, _CPU_ACCUMULATOR_FLOATS // sums.shape[1]))
         for first, last, region in self._slices(start, block.shape[1], model_id, copy, block.device):
-            signs = _signs(region, first, last)
-            columns = block[:, first - start : last - start]
-            for row in range(0, block.shape[0], rows):
-                _add_slice(sums[row : row + rows], columns[row : row + rows], signs, first, region)
+            _add_slice(sums, block[:, first - start : last - start], _signs(region, first, last), first, region)
 
     def fold(self, out: Tensor, sums: Tensor, model_id: int, copy: int) -> None:
         """Step 2 of the map: go around at K, rotate every group of accumulators, and add them all to a segment."""
