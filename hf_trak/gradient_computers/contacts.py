@@ -234,8 +234,8 @@ def repeating(op: Contact) -> Any:
         raise op.unsupported("repeats along the batch in a way that cannot be followed")
     times[axis.dim] //= size
     base = tracked.value.repeat(times)
-    if axis.fold == 1:
-        return op.session.per_sample(op.session.track(base, tracked.roots), axis, base.ndim)
+    if axis.fold == 1:  # contiguous, as copies are
+        return op.session.per_sample(op.session.track(base, tracked.roots), axis, base.ndim).contiguous()
     base = base.unsqueeze(0)
     expanded = op.session.per_sample(op.session.track(base, tracked.roots), BatchAxis(0), base.ndim)
     return expanded.flatten(0, 1)

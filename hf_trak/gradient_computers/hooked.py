@@ -16,7 +16,7 @@ from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import only_differentiating, without_caches
 from hf_trak.gradient_computers.hooks import LayerHooks
 from hf_trak.gradient_computers.opened import opened_backward
-from hf_trak.gradient_computers.outputs import call_model, one_per_sample
+from hf_trak.gradient_computers.outputs import call_model, gradients_of, one_per_sample
 from hf_trak.gradient_computers.session import (
     Knowledge,
     ModuleUnsupportedError,
@@ -239,9 +239,9 @@ class HookedGradientComputer(AbstractGradientComputer):
         while name and isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict | torch.nn.ParameterList):
             name = name.rpartition(".")[0]  # containers are never called
             module = self.model.get_submodule(name)
-        inside = sum(id(p) in selected for p in module.parameters())
+        inside = _owners(module, selected)
         # replaying nearly every layer would be the iterative engine by another name
-        if not name or (inside > 0.8 * len(self.layout.slots) and inside > 8):
+        if not name or (inside > 8 and inside > 0.8 * _owners(self.model, selected)):
             message = (
                 f"The hooked engine has no way to take per-sample gradients of {', '.join(roots) or 'the parameters'} "
                 f"in {type(self.model).__name__}: {error}. Use the functional or the iterative engine, or leave "
@@ -269,8 +269,13 @@ class HookedGradientComputer(AbstractGradientComputer):
             result = call_model(task, self.model, batch)
             output = one_per_sample(task.output(result, batch, side), 1, task)
             if output.requires_grad:
-                gradients = torch.autograd.grad(output.sum(), wanted, allow_unused=True)
+                gradients = gradients_of(output.sum(), wanted)
                 for slot, gradient in zip(self.layout.slots, gradients, strict=True):
                     if gradient is not None:
                         emit(slot.name, 0, gradient.reshape(1, -1))
         return BatchOutputs(output.detach(), task.out_to_loss_grad(result, batch, side).detach())
+
+
+def _owners(module: torch.nn.Module, selected: dict[int, str]) -> int:
+    """How many modules have attributed parameters of their own."""
+    return sum(any(id(p) in selected for p in m._parameters.values()) for m in module.modules())

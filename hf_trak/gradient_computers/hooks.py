@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -98,7 +97,7 @@ class _RuleHandler(_Handler):
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         session, known = self.session, self.session.knowledge
-        if session.inside or not (torch.is_grad_enabled() or session.calibrating):
+        if session.inside or not session.recording():
             self.stack.append(None)
             return
         index = session.next_index(self.name)
@@ -192,7 +191,7 @@ class _ReplayHandler(_Handler):
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         session = self.session
-        if session.inside or not (torch.is_grad_enabled() or session.calibrating):
+        if session.inside or not session.recording():
             self.stack.append(None)
             return
         self.stack.append(session.next_index(self.name))

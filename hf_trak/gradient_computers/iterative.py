@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import only_differentiating
-from hf_trak.gradient_computers.outputs import call_model, one_per_sample
+from hf_trak.gradient_computers.outputs import call_model, gradients_of, one_per_sample
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
 
@@ -76,7 +76,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
                 outputs.append(f.detach())
                 if not f.requires_grad:  # a sample without valid labels: f is a constant
                     continue
-                taken = torch.autograd.grad(f, self.model_params, allow_unused=True)
+                taken = gradients_of(f, self.model_params)
                 for slot, gradient in zip(self.layout.slots, taken, strict=True):
                     if gradient is not None:
                         gradients[row, slot.offset : slot.offset + slot.numel] = gradient.flatten()

@@ -1,6 +1,6 @@
 """Calling a model for a task, and checking that the task gives one number per sample."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,3 +32,25 @@ def one_per_sample(values: Tensor, size: int, task: AbstractModelOutput) -> Tens
             f"({size},), one scalar per sample. Do not average over the batch in the task."
         )
     return values
+
+
+def gradients_of(f: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """Plain autograd's gradients of a scalar, `None` for parameters that it does not depend on.
+
+    Reentrant activation checkpointing refuses `autograd.grad`; there, gradients are accumulated in `.grad`, which is
+    put back as it was.
+    """
+    try:
+        return list(torch.autograd.grad(f, parameters, allow_unused=True, retain_graph=True))
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        f.backward()
+        return [parameter.grad for parameter in parameters]
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient

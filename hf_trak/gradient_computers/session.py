@@ -149,6 +149,7 @@ class Session:
         self.counters: dict[Any, int] = defaultdict(int)
         self.tracked: dict[int, Tracked] = {}
         self.stand_ins: dict[str, Tensor] = {}
+        self._checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         self._anchors: dict[torch.device, Tensor] = {}
         self._expanded: dict[tuple[int, BatchAxis, int], Tensor] = {}
         self._kept_alive: list[Tensor] = []
@@ -157,6 +158,14 @@ class Session:
             if name is not None:
                 self.stand_ins[name] = parameter.detach().requires_grad_(True)
                 self.tracked[id(parameter)] = Tracked(self.stand_ins[name], (name,), True)
+
+    def recording(self) -> bool:
+        """Whether what is called now can have a gradient.
+
+        Reentrant checkpointing runs its blocks first without, then with a graph: one sample alone is traced the first
+        time, a batch is captured the second time.
+        """
+        return torch.is_grad_enabled() or (self.calibrating and self._checkpointed)
 
     def next_index(self, key: Any) -> int:
         """How many times this was called before in this pass."""
@@ -196,8 +205,9 @@ class Session:
             if token is None:
                 raise RuntimeError("A graph of the hooked engine was run backward twice.")
             node, token = token.grad_fn, None
+            saved = node.saved_tensors  # type: ignore[union-attr]  # may run a checkpointed block again, hooks and all
             with self.bypassed():
-                receive(grad, node.saved_tensors)  # type: ignore[union-attr]
+                receive(grad, saved)
 
         output.register_hook(hook)
         return output
@@ -214,6 +224,9 @@ class Session:
         roots = tuple(sorted({root for tracked in found.values() for root in tracked.roots}))
         key: OpKey = (roots, name_of(func))
         index = self.counters[key]
+        length = 0 if self.calibrating else len(self.profile.ops.get(key, ()))
+        if length and index >= length:  # a checkpointed block runs again in the backward pass
+            index %= length
         handler = CONTACTS.get(func)
         known = self.knowledge
         if (key, index) in known.trapped:
@@ -242,9 +255,10 @@ class Session:
         def graph(tensor: Tensor) -> Tensor:
             return found[id(tensor)].value if id(tensor) in found else tensor
 
-        result = func(
-            *(replace_tensors(a, graph) for a in args), **{k: replace_tensors(v, graph) for k, v in kwargs.items()}
-        )
+        with torch.enable_grad():
+            result = func(
+                *(replace_tensors(a, graph) for a in args), **{k: replace_tensors(v, graph) for k, v in kwargs.items()}
+            )
         outputs = outputs_of(result)
         if not outputs:
             return result

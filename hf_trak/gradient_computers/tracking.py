@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -97,7 +96,7 @@ class ParameterTracker(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         session = self.session
-        if session.inside or not torch.is_grad_enabled():
+        if session.inside or not session.recording():
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:  # its projections are seen one by one
