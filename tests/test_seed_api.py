@@ -140,6 +140,8 @@ FUNCTIONS: list[tuple[str, str, list[Any]]] = [
         ],
     ),
     ("projectors", "BasicProjector.free_memory", []),
+    ("projectors", "BasicProjector.generate_sketch_matrix", ["generator_state"]),
+    ("projectors", "BasicProjector.get_generator_states", []),
     ("projectors", "BasicProjector.project", ["grads", "model_id"]),
     (
         "projectors",
@@ -147,12 +149,16 @@ FUNCTIONS: list[tuple[str, str, list[Any]]] = [
         ["grad_dim", "proj_dim", "seed", "proj_type", "device", "dtype", ("model_id", 0), "*args", "**kwargs"],
     ),
     ("projectors", "BasicSingleBlockProjector.free_memory", []),
+    ("projectors", "BasicSingleBlockProjector.generate_sketch_matrix", []),
     ("projectors", "BasicSingleBlockProjector.project", ["grads", "model_id"]),
     (
         "projectors",
         "ChunkedCudaProjector",
         ["projector_per_chunk", "max_chunk_size", "params_per_chunk", "feat_bs", "device", "dtype"],
     ),
+    ("projectors", "ChunkedCudaProjector.allocate_input", []),
+    ("projectors", "ChunkedCudaProjector.free_memory", []),
+    ("projectors", "ChunkedCudaProjector.project", ["grads", "model_id"]),
     (
         "projectors",
         "CudaProjector",

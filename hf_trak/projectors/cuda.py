@@ -91,3 +91,15 @@ class ChunkedCudaProjector:
                 "`BasicProjector`, which work on any device and need no chunks."
             )
         raise NotImplementedError(_INSTEAD)
+
+    def allocate_input(self) -> None:
+        """Allocate the buffer that a chunk is copied into. Raises `NotImplementedError` in this version."""
+        raise NotImplementedError(_INSTEAD)
+
+    def free_memory(self) -> None:
+        """Drop that buffer and the caches of the projectors. Raises `NotImplementedError` in this version."""
+        raise NotImplementedError(_INSTEAD)
+
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
+        """See [`AbstractProjector.project`]. Raises `NotImplementedError` in this version."""
+        raise NotImplementedError(_INSTEAD)
