@@ -120,8 +120,8 @@ class BasicProjector(_OverDenseMap):
         self.block_size = check_integer("block_size", block_size, 1, 2**63)
 
     def get_generator_states(self) -> list[tuple[int, int]]:
-        """What `generate_sketch_matrix` takes, block by block. The generator is counter-based and has no state, so this
-        is the range of columns, `(first, last)`.
+        """What `generate_sketch_matrix` takes for each block: its range of columns, `(first, last)`, since the
+        generator is counter-based and has no state.
         """
         return [
             (first, min(first + self.block_size, self.proj_dim)) for first in range(0, self.proj_dim, self.block_size)
