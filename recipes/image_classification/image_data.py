@@ -1,0 +1,133 @@
+"""Images and labels for the recipe: scikit-learn's digits, a dataset of the Hub, or one on disk."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, load_dataset, load_from_disk
+from PIL import Image as PILImage
+
+DIGITS = "digits"
+
+
+@dataclass
+class DataArguments:
+    """Which images to train on, and which to explain."""
+
+    dataset_name: str = field(
+        default=DIGITS,
+        metadata={
+            "help": "`digits` (scikit-learn's, needs no network), a dataset on the Hub, a directory written by "
+            "`save_to_disk`, or a directory of images in one folder per class."
+        },
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of a dataset on the Hub."})
+    train_split: str = field(default="train", metadata={"help": "Split to train on and to attribute to."})
+    eval_split: str | None = field(
+        default=None,
+        metadata={"help": "Split of targets. `None` takes `test` or `validation`, or holds out `eval_fraction`."},
+    )
+    eval_fraction: float = field(
+        default=0.2, metadata={"help": "Part of the train split to hold out where there is no other split."}
+    )
+    image_column: str = field(default="image", metadata={"help": "Column of images."})
+    label_column: str = field(default="label", metadata={"help": "Column of labels."})
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Train on this many rows, evenly spaced over the split. `None` takes all."}
+    )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Attribute this many targets, evenly spaced over the split. `None` takes all."}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_train_samples", "max_eval_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}. Expected at least 1, or `None` for all.")
+        if not 0 < self.eval_fraction < 1:
+            raise ValueError(f"`eval_fraction` is {self.eval_fraction}. Expected a number between 0 and 1.")
+
+
+def load_splits(args: DataArguments) -> tuple[Dataset, Dataset]:
+    """The training rows and the targets, with an `Image` and a `ClassLabel` column."""
+    if args.dataset_name == DIGITS:
+        splits = digits()
+    elif Path(args.dataset_name).is_dir():
+        if any((Path(args.dataset_name) / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            splits = load_from_disk(args.dataset_name)
+        else:
+            splits = load_dataset("imagefolder", data_dir=args.dataset_name)
+    else:
+        splits = load_dataset(args.dataset_name, args.dataset_config_name)
+    if isinstance(splits, Dataset):
+        splits = DatasetDict({args.train_split: splits})
+    for wanted in (args.train_split, args.eval_split):
+        if wanted is not None and wanted not in splits:
+            raise ValueError(
+                f"{args.dataset_name!r} has no split {wanted!r}. Expected one of {list(splits)}. Set "
+                "`train_split` and `eval_split`."
+            )
+    train = splits[args.train_split]
+    eval_split = args.eval_split or next((name for name in ("test", "validation") if name in splits), None)
+    if eval_split is None:
+        held_out = train.train_test_split(args.eval_fraction, seed=0)
+        train, targets = held_out["train"], held_out["test"]
+    else:
+        targets = splits[eval_split]
+    train, targets = evenly_spaced(train, args.max_train_samples), evenly_spaced(targets, args.max_eval_samples)
+    return with_labels(train, targets, args)
+
+
+def digits() -> DatasetDict:
+    """Scikit-learn's 1,797 handwritten digits of 8 × 8 pixels, a fifth of each kind held out."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    bunch = load_digits()
+    pixels = (bunch.images * 255 / 16).round().astype(np.uint8)
+    features = Features({"image": Image(), "label": ClassLabel(names=[str(name) for name in bunch.target_names])})
+    rows = train_test_split(np.arange(len(pixels)), test_size=0.2, random_state=0, stratify=bunch.target)
+    return DatasetDict(
+        {
+            split: Dataset.from_dict(
+                {"image": [PILImage.fromarray(pixels[i]) for i in chosen], "label": bunch.target[chosen].tolist()},
+                features=features,
+            )
+            for split, chosen in zip(("train", "test"), rows, strict=True)
+        }
+    )
+
+
+def evenly_spaced(dataset: Dataset, limit: int | None) -> Dataset:
+    """Rows ⌊i · rows / limit⌋, so that a dataset sorted by class keeps all of its classes."""
+    if limit is None or limit >= len(dataset):
+        return dataset
+    return dataset.select([i * len(dataset) // limit for i in range(limit)])
+
+
+def with_labels(train: Dataset, targets: Dataset, args: DataArguments) -> tuple[Dataset, Dataset]:
+    """Both datasets with the image and the label column in the types that the rest relies on."""
+    for dataset in (train, targets):
+        if missing := {args.image_column, args.label_column} - set(dataset.column_names):
+            raise ValueError(
+                f"{args.dataset_name!r} has the columns {dataset.column_names}, not {sorted(missing)}. Set "
+                "`image_column` and `label_column`."
+            )
+    if not isinstance(train.features[args.label_column], ClassLabel):
+        kind = ClassLabel(names=[str(label) for label in sorted(set(train[args.label_column]))])
+        train, targets = (
+            dataset.map(
+                lambda row: {args.label_column: kind.str2int(str(row[args.label_column]))},
+                features=Features({**dataset.features, args.label_column: kind}),
+                desc="Encoding labels",
+            )
+            for dataset in (train, targets)
+        )
+    if any(min(dataset[args.label_column], default=0) < 0 for dataset in (train, targets)):
+        raise ValueError(f"{args.dataset_name!r} has rows without a label (-1). Choose other splits.")
+    return tuple(
+        dataset
+        if isinstance(dataset.features[args.image_column], Image)
+        else dataset.cast_column(args.image_column, Image())
+        for dataset in (train, targets)
+    )
