@@ -68,7 +68,9 @@ def load_splits(args: DataArguments) -> tuple[Dataset, Dataset]:
                 "`train_split` and `eval_split`."
             )
     train = splits[args.train_split]
-    eval_split = args.eval_split or next((name for name in ("test", "validation") if name in splits), None)
+    eval_split = args.eval_split or next(
+        (name for name in ("test", "validation") if name in splits and name != args.train_split), None
+    )
     if eval_split is None:
         held_out = train.train_test_split(args.eval_fraction, seed=0)
         train, targets = held_out["train"], held_out["test"]
