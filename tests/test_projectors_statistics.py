@@ -176,11 +176,17 @@ def test_normal_inner_products(k):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REAL)
-@pytest.mark.parametrize("projector_class", [RademacherProjector, NormalProjector])
-def test_dense_inner_products_at_4096_on_everything(projector_class, name):
-    features = projections(projector_class, tuple(REAL), 4096, 130)[name]
-    check_bias_and_variance(features, gradients(name), 4096, subtract=int(projector_class is RademacherProjector))
+@pytest.mark.parametrize("name", ["bert", "gpt2", "lora"])
+def test_rademacher_inner_products_of_more_parameters_at_4096(name):
+    features = projections(RademacherProjector, ("bert", "gpt2", "lora"), 4096, 130)[name]
+    check_bias_and_variance(features, gradients(name), 4096, subtract=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["conv", "last_layer"])
+def test_normal_inner_products_at_4096(name):
+    features = projections(NormalProjector, ("conv", "last_layer"), 4096, 130)[name]
+    check_bias_and_variance(features, gradients(name), 4096, subtract=0)
 
 
 @pytest.mark.parametrize(("k", "nonzeros"), [(64, 1), (512, 1), (4096, 1), (512, 4)])
@@ -188,7 +194,8 @@ def test_dense_inner_products_at_4096_on_everything(projector_class, name):
 def test_sjlt_inner_products(name, k, nonzeros):
     """The variance has the theory of independent buckets as its upper limit. It is lower for small P, since
     coordinates of one chunk collide less often than by chance."""
-    unscaled = projections(SparseProjector, tuple(REAL), k, 300, nonzeros)[name]
+    seeds = 600 if k == 4096 else 300  # few, heavy collisions: the variance is harder to estimate
+    unscaled = projections(SparseProjector, tuple(REAL), k, seeds, nonzeros)[name]
     features = unscaled * math.sqrt(k / nonzeros)  # `deviations` divides by k
     check_bias_and_variance(features, gradients(name), k, subtract=1, lowest=0.2)
 
