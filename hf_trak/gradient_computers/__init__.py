@@ -11,6 +11,7 @@ from hf_trak.gradient_computers.hooked import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.gradient_computers.per_sample import per_sample_gradients
+from hf_trak.gradient_computers.rules import LayerCall, register_layer_rule
 from hf_trak.modelout_functions.base import AbstractModelOutput
 
 __all__ = [
@@ -22,11 +23,13 @@ __all__ = [
     "GradientSink",
     "HookedGradientComputer",
     "IterativeGradientComputer",
+    "LayerCall",
     "ParameterLayout",
     "ParameterSlot",
     "batch_size_of",
     "make_gradient_computer",
     "per_sample_gradients",
+    "register_layer_rule",
 ]
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-DEFAULT_MAX_BLOCK_BYTES = 64 * 2**20
+DEFAULT_MAX_BLOCK_BYTES = 32 * 2**20
 
 
 class Workspace:

@@ -44,26 +44,26 @@ def gpt2() -> tuple[nn.Module, dict[str, Tensor], Callable[..., Tensor]]:
 
 
 def vit() -> tuple[nn.Module, dict[str, Tensor], Callable[..., Tensor]]:
-    """6 layers, width 384, 64 patches and a class token, B = 16."""
+    """6 layers, width 384, 196 patches and a class token, B = 16."""
     config = transformers.ViTConfig(
         hidden_size=384,
         num_hidden_layers=6,
         num_attention_heads=6,
         intermediate_size=1536,
-        image_size=64,
+        image_size=112,
         patch_size=8,
         num_labels=10,
     )
-    batch = {"pixel_values": torch.randn(16, 3, 64, 64)}
+    batch = {"pixel_values": torch.randn(16, 3, 112, 112)}
     return transformers.ViTForImageClassification(config), batch, margin
 
 
 def resnet() -> tuple[nn.Module, dict[str, Tensor], Callable[..., Tensor]]:
-    """ResNet-18 on 64 × 64 images, B = 16."""
+    """ResNet-18 on 128 × 128 images, B = 16."""
     config = transformers.ResNetConfig(
         embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic", num_labels=10
     )
-    batch = {"pixel_values": torch.randn(16, 3, 64, 64)}
+    batch = {"pixel_values": torch.randn(16, 3, 128, 128)}
     return transformers.ResNetForImageClassification(config), batch, margin
 
 
