@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -91,7 +92,8 @@ class TrakAttributor:
         `remove_unused_columns` and `label_names` are the trainer's, those in `args` are not looked at.
 
         Raises:
-            ValueError: the trainer has no training dataset, and all of `TrakAttributor(...)`.
+            ValueError: the trainer has no training dataset, `args.output_dir` is the trainer's own, and all of
+                `TrakAttributor(...)`.
         """
         if trainer.train_dataset is None:
             raise ValueError(
@@ -99,6 +101,12 @@ class TrakAttributor:
                 "attributor with `TrakAttributor(model, args, train_dataset=...)`, or give the trainer its dataset."
             )
         args = TrakConfig() if args is None else args
+        if Path(args.output_dir).resolve() == Path(trainer.args.output_dir).resolve():
+            raise ValueError(
+                f"`output_dir` is {args.output_dir!r}, the trainer's own, where both would write `checkpoint-…` "
+                "directories, and the trainer may delete them. Expected another one, for example "
+                f"{os.path.join(args.output_dir, 'trak')!r}."
+            )
         args = TrakConfig(
             **{
                 **args.to_dict(),

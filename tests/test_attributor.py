@@ -468,6 +468,14 @@ def test_from_trainer_takes_everything_and_leaves_training_untouched(trained: An
         TrakAttributor.from_trainer(Trainer(model=DigitNet(), args=finished.args))
 
 
+def test_the_directory_of_the_trainer_is_refused(trained: Any) -> None:
+    """Its `save_total_limit` would delete the store's `checkpoint-…` directories."""
+    _, _, finished = trained
+    config = TrakConfig(output_dir=finished.args.output_dir + "/.")
+    with pytest.raises(ValueError, match=r"`output_dir` is .*the trainer's own.*trak"):
+        TrakAttributor.from_trainer(finished, config, task="image_classification")
+
+
 def test_current_weights_are_found_again_and_later_training_is_noticed(trained: Any, tmp_path: Path) -> None:
     """Trap 6: targets are never scored with other weights than those of the features."""
     model, _, _ = trained

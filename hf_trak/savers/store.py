@@ -66,7 +66,7 @@ class FeatureStore:
     """The store of one configuration: see the module's docstring for the files."""
 
     CONFIG_FILE: ClassVar[str] = "trak_config.json"
-    INFORMATIONAL: ClassVar[tuple[str, ...]] = ("hf_trak_version",)
+    INFORMATIONAL: ClassVar[tuple[str, ...]] = ("hf_trak_version", "model_name", "model_revision")
     """Keys of the configuration that are saved for the reader, but neither compared nor hashed."""
     REQUIRED: ClassVar[tuple[str, ...]] = ("train_size", "proj_dim", "feature_dtype", "shard_size")
 
