@@ -225,3 +225,16 @@ def test_a_batch_of_one_is_followed_by_a_check_of_a_larger_one(clean_registry: N
     computer.stream((batch[0][:1],), lambda start, block: None)
     with pytest.raises(GradientEngineError, match="Scale"):
         computer.stream(batch, lambda start, block: None)
+
+
+def test_samples_that_are_not_finite_are_left_to_the_consumer() -> None:
+    """The check compares what can be compared, and looks again at the next batch if nothing could."""
+    model, batch = mlp()
+    batch[0][0] = torch.nan
+    found = per_sample_gradients(model, batch, output, "auto")
+    assert found["0.weight"][0].isnan().any() and found["0.weight"][1:].isfinite().all()
+    computer = make_gradient_computer("auto", model, FunctionOutput(output, model))
+    computer.stream((torch.full((3, 6), torch.nan),), lambda start, block: None)
+    assert not computer._checked
+    computer.stream((torch.randn(3, 6),), lambda start, block: None)
+    assert computer._checked

@@ -105,7 +105,7 @@ class AutoGradientComputer(AbstractGradientComputer):
         if self.self_check:
             alone = self._make("iterative", dtype=None)
             reference = reference_of(alone, self.layout, batch, side, self.model)
-            if isinstance(self.modelout_fn, BatchedModelOutput) and split.size > 1:
+            if reference is not None and isinstance(self.modelout_fn, BatchedModelOutput) and split.size > 1:
                 check_company(reference, self.modelout_fn, batch, side, self.model)
         while True:
             try:
@@ -123,7 +123,8 @@ class AutoGradientComputer(AbstractGradientComputer):
                         f"No engine takes correct per-sample gradients of {type(self.model).__name__}:\n"
                         + "\n".join(self._refusals)
                     ) from error
-        self._checked.add(kind)
+        if reference is not None:
+            self._checked.add(kind)
         if self._announced != self.engine:
             self._announced = self.engine
             because = "; the others cannot: " + " | ".join(self._refusals) if self._refusals else ""

@@ -56,8 +56,14 @@ class Reference:
 
 def reference_of(
     computer: AbstractGradientComputer, layout: ParameterLayout, batch: Batch, side: Side, model: torch.nn.Module
-) -> Reference:
+) -> Reference | None:
     """Gradients of the first and the last sample, taken alone, after checking that they can be repeated.
+
+    A sample whose gradient is not finite is left out: it cannot be compared, and whoever uses the gradients will name
+    it.
+
+    Returns:
+        The gradients, or `None` if none is finite.
 
     Raises:
         GradientEngineError: the same sample gives two different gradients (dropout), or a BatchNorm is in training
@@ -76,14 +82,18 @@ def reference_of(
         )
     split = SplitBatch.of(batch)
     rows = tuple(sorted({0, split.size - 1}))
-    pieces, outputs = [], []
+    pieces, outputs, finite = [], [], []
     for row in rows:
         gradient, output = _alone(computer, split.rows(row, row + 1), side)
-        pieces.append(gradient)
-        outputs.append(output.output)
-    reference = Reference(rows, torch.cat(pieces), torch.cat(outputs))
+        if bool(torch.isfinite(gradient).all()):
+            finite.append(row)
+            pieces.append(gradient)
+            outputs.append(output.output)
+    if not finite:
+        return None
+    reference = Reference(tuple(finite), torch.cat(pieces), torch.cat(outputs))
     if any(module.training for module in model.modules()):
-        again, _ = _alone(computer, split.rows(0, 1), side)
+        again, _ = _alone(computer, split.rows(finite[0], finite[0] + 1), side)
         worst = worst_parameter(
             layout, again - reference.gradients[:1], reference.gradients[:1], Tolerance.of(model, output.output)
         )
@@ -110,7 +120,7 @@ def check_company(
     together = one_per_sample(together, size, task)
     picked = together[torch.tensor(reference.rows, device=together.device)]
     tolerance = Tolerance.of(model, together).relative
-    scale = float(together.abs().mean())
+    scale = float(reference.output.abs().mean())
     if not torch.allclose(picked, reference.output.to(picked), rtol=tolerance, atol=tolerance * scale, equal_nan=True):
         raise SamplesMixedError(
             f"The model output of a sample depends on the other samples of its batch: {picked.tolist()} in the batch, "
