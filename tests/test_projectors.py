@@ -36,12 +36,11 @@ def entries(projector, start, n, model_id, form="accumulate"):
 
 
 @pytest.mark.parametrize("start", [0, 8190, 2**20 - 50, 2**32 - 77, 2**40 + 511, 2**63 - 101])
-@pytest.mark.parametrize(("name", "nonzeros"), MAPS)
-@pytest.mark.parametrize("k", [1, 3, 130])
+@pytest.mark.parametrize(
+    ("name", "nonzeros", "k"), [(*entry, k) for entry in MAPS for k in (1, 3, 130) if entry[1] <= k]
+)
 @pytest.mark.parametrize("form", ["accumulate", "sink"])
 def test_entries_equal_reference(name, nonzeros, k, start, form):
-    if nonzeros > k:
-        pytest.skip("s ≤ k")
     projector = make_projector(name, start + 100, k, 2**40 + 3, "cpu", nonzeros=nonzeros)
     expected = reference.matrix(projector.algorithm, start, 100, k, 2**40 + 3, 9, nonzeros)
     # float32: the angle is off by 1.5 · 2⁻²⁴ · 2π at most, the radius is at most 5.77.
