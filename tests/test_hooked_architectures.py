@@ -28,7 +28,7 @@ QUICK = {
     "seq2seq-lm": ["t5"],
     "audio-classification": ["wav2vec2"],
 }
-LONG = {
+MORE = {
     "causal-lm": [
         "bloom", "cohere2", "falcon", "gemma2", "gpt_neox", "gpt_oss", "gptj", "granitemoe", "jamba",
         "llama4_text", "mamba2", "mistral", "mpt", "olmo2", "olmoe", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3",
@@ -37,7 +37,7 @@ LONG = {
     "sequence-classification": ["bert", "distilbert", "electra", "funnel", "mpnet", "roberta", "xlnet"],
     "masked-lm": ["bert", "modernbert", "deberta", "convbert"],
     "image-classification": [
-        "beit", "convnextv2", "deit", "dinov2", "mobilenet_v2", "poolformer", "pvt", "regnet", "swinv2", "vit",
+        "beit", "convnextv2", "vit_msn", "dinov2", "mobilenet_v2", "poolformer", "pvt", "regnet", "swinv2", "vit",
     ],
     "seq2seq-lm": ["bart", "marian", "mt5", "switch_transformers"],
     "audio-classification": ["hubert"],
@@ -68,9 +68,8 @@ def test_architecture(head: str, model_type: str) -> None:
     assert computer.engine == "hooked"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("head", "model_type"), cases(LONG))
-def test_architecture_long_tail(head: str, model_type: str) -> None:
+@pytest.mark.parametrize(("head", "model_type"), cases(MORE))
+def test_more_architectures(head: str, model_type: str) -> None:
     check(*zoo.HEADS[head][1](model_type), zoo.last_logits)
 
 
@@ -123,7 +122,6 @@ def test_open_clip() -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_050", "vit_tiny_patch16_224", "efficientnet_b0"])
-@pytest.mark.slow
 def test_timm(name: str) -> None:
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)

@@ -96,14 +96,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bit": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_groups": 4},
     "wav2vec2": {"conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "hidden_size": 32},
     "hubert": {"conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2]},
-    "mamba2": {"num_heads": 4, "head_dim": 16}, "gpt_neo": {"num_layers": 2}, "xlnet": {"d_head": 8, "d_inner": 48},
+    "mamba2": {"num_heads": 4, "head_dim": 16}, "gpt_neo": {"num_layers": 2}, "xlnet": {"d_head": 8, "d_inner": 48,
+    "max_position_embeddings": ...},
+    "falcon": {"head_dim": ...}, "funnel": {"num_hidden_layers": ..., "block_sizes": [1, 1], "d_inner": 48},
     "mpt": {"n_heads": 4}, "ctrl": {"dff": 48}, "openai-gpt": {"afn": "gelu"},
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 16},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8,
                    "share_att_key": True,
                    "norm_rel_ebd": "layer_norm"},
 }  # fmt: skip
-"""Values for single model types."""
+"""Values for single model types; `...` leaves a field as it is."""
 
 MAX_PARAMETERS = 8_000_000
 
@@ -119,11 +121,12 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
         k: v for k, v in values.items() if not isinstance(getattr(default, k), list | tuple) or isinstance(v, list)
     }
     values |= SPECIAL.get(model_type, {})
+    values = {k: v for k, v in values.items() if v is not ...}
     config = config_class(**{**values, **overrides})
     if getattr(config, "pad_token_id", 0) is None:
         config.pad_token_id = 0
     for name, part in vars(config).items():  # text and vision parts of composite models
-        if isinstance(part, transformers.PreTrainedConfig):
+        if isinstance(part, transformers.PreTrainedConfig) and part.model_type in CONFIG_MAPPING:
             setattr(config, name, tiny_config(part.model_type))
     return config
 
