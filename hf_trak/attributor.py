@@ -41,8 +41,7 @@ class TrakAttributor:
 
     With one row per target, `scored[j]["trak_indices"][r]` is the row of the training dataset that helped target j
     r-th most, `scored[j]["trak_scores"][r]` its score; `trak_opponent_indices` and `trak_opponent_scores` are the
-    most harmful
-    ones. A positive score says that training on the example raised the model output of the target.
+    most harmful ones. A positive score says that training on the example raised the model output of the target.
     """
 
     def __init__(
@@ -199,8 +198,7 @@ class TrakAttributor:
         """Compute the features of the training rows for one or several checkpoints, and their Gram matrices.
 
         Shards that are on disk already are left alone, so the same call after an interruption finishes the work.
-        The weights
-        of the model are the same afterwards as before.
+        The weights of the model are the same afterwards as before.
 
         Args:
             checkpoints: one checkpoint or a list: modules, state dicts, `checkpoint-N` directories, `.safetensors`, or
@@ -276,11 +274,10 @@ class TrakAttributor:
         Args:
             eval_dataset: the targets, with the columns of the training dataset.
             top_k: how many training rows to return per target, from either end. `None` returns every score.
-            name: name of the experiment, under which target features are kept. By default one that identifies the
-            dataset.
-            per: `"target"` for one row per target; `"train"` for one row per training row, whose indices and
-            scores then
-                refer to targets.
+            name: name of the experiment, under which target features are kept. By default one that
+                identifies the dataset.
+            per: `"target"` for one row per target; `"train"` for one row per training row, whose indices and scores
+                then refer to targets.
             checkpoints: the featurized weights, in the order of `model_ids`; needed where they cannot be found
             again (state
                 dicts or modules of another process).
@@ -343,9 +340,8 @@ class TrakAttributor:
         ids = known if model_ids is None else list(model_ids)
         if not ids or set(ids) - set(known) or len(set(ids)) < len(ids):
             raise IncompleteStoreError(
-                f"Asked to score with the model_ids {ids}; featurized in {self.args.output_dir!r} are "
-                f"{known}. Expected one "
-                "or more of those, each once. Call `featurize()` first."
+                f"Asked to score with the model_ids {ids}; featurized in {self.args.output_dir!r} are {known}. "
+                "Expected one or more of those, each once. Call `featurize()` first."
             )
         for model_id in ids:
             if left := self.store.train(model_id).missing():

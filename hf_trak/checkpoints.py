@@ -67,9 +67,8 @@ def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
         return dict(checkpoint)
     if not isinstance(checkpoint, str | os.PathLike):
         raise TypeError(
-            f"A checkpoint is a {type(checkpoint).__name__}. Expected a module, a state dict, a "
-            "checkpoint directory, or a "
-            "`.safetensors`, `.bin`, `.pt` or `.pth` file."
+            f"A checkpoint is a {type(checkpoint).__name__}. Expected a module, a state dict, a checkpoint "
+            "directory, or a `.safetensors`, `.bin`, `.pt` or `.pth` file."
         )
     path = Path(checkpoint)
     if path.is_dir():
@@ -115,9 +114,8 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"The checkpoint file {str(path)!r} is damaged, or holds pickled Python objects besides "
-            "tensors, which could run code when loaded and are refused. Expected a state dict. Save "
-            "`model.state_dict()` with "
+            f"The checkpoint file {str(path)!r} is damaged, or holds pickled Python objects besides tensors, which "
+            "could run code when loaded and are refused. Expected a state dict. Save `model.state_dict()` with "
             "`safetensors.torch.save_file` or `torch.save`, and pass that file."
         ) from error
     except (RuntimeError, EOFError) as error:

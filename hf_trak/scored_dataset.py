@@ -114,10 +114,9 @@ def _finite(blocks: Iterable[ScoreBlock]) -> Iterator[ScoreBlock]:
         bad = ~torch.isfinite(block).all(dim=1)
         if bad.any():
             raise NonFiniteError(
-                f"The scores of training row {start + int(bad.nonzero()[0])} are not finite ({int(bad.sum())} rows of "
-                f"{start} … {stop}). Expected finite scores. Raise `lambda_reg` or `lambda_relative`, or "
-                f"store features in "
-                "float32."
+                f"The scores of training row {start + int(bad.nonzero()[0])} are not finite ({int(bad.sum())} rows "
+                f"of {start} … {stop}). Expected finite scores. Raise `lambda_reg` or `lambda_relative`, or store "
+                "features in float32."
             )
         yield start, stop, block
 

@@ -10,8 +10,7 @@ def linear_datamodeling_score(scores: ArrayLike, masks: ArrayLike, outputs: Arra
     """How well scores predict what retraining on subsets does to each target.
 
     For subsets S_1 … S_s of the training set and target j: Spearman's rank correlation, over the subsets, of the
-    measured
-    output f(z_j; θ*(S)) with the predicted one, Σ_{i ∈ S} τ_{ij}.
+    measured output f(z_j; θ*(S)) with the predicted one, Σ_{i ∈ S} τ_{ij}.
 
     Args:
         scores: τ, `(n, m)`, of any attribution method, higher meaning more helpful.
@@ -21,8 +20,7 @@ def linear_datamodeling_score(scores: ArrayLike, masks: ArrayLike, outputs: Arra
 
     Returns:
         `(m,)`: the score of each target, in [-1, 1]; 0 where the predictions or the outputs are constant. The mean
-        over targets
-        is what the paper reports.
+        over targets is what the paper reports.
 
     Raises:
         ImportError: scipy is not installed.
@@ -40,9 +38,8 @@ def linear_datamodeling_score(scores: ArrayLike, masks: ArrayLike, outputs: Arra
     measured = np.asarray(outputs, dtype=np.float64)
     if tau.ndim != 2 or member.shape[1:] != tau.shape[:1] or measured.shape != (len(member), tau.shape[1]):
         raise ValueError(
-            f"`scores` has the shape {tau.shape}, `masks` {member.shape}, `outputs` {measured.shape}. "
-            f"Expected (n, m), "
-            "(s, n) and (s, m)."
+            f"`scores` has the shape {tau.shape}, `masks` {member.shape}, `outputs` {measured.shape}. Expected (n, "
+            "m), (s, n) and (s, m)."
         )
     if len(member) < 3:
         raise ValueError(f"{len(member)} subsets were given. Expected at least 3, better 50 or more.")
