@@ -10,6 +10,7 @@ from hf_trak.errors import NonFiniteError
 from hf_trak.projectors import (
     BasicProjector,
     BasicSingleBlockProjector,
+    BlockProjector,
     ChunkedCudaProjector,
     CudaProjector,
     NoOpProjector,
@@ -168,3 +169,31 @@ def test_cuda_projectors_say_what_to_use():
         ChunkedCudaProjector([], 10, [10], 8, "cpu", torch.float32)
     with pytest.raises(NotImplementedError, match="SparseProjector"):
         ChunkedCudaProjector([], 10, [10], 8, "cuda", torch.float32)
+
+
+def test_any_linear_map_is_a_block_projector():
+    """The map whose matrix is the targets' gradients scores without a random projection."""
+    targets = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+
+    class AgainstTargets(BlockProjector):
+        scale = 1.0
+
+        def accumulate(self, out, block, start, model_id):
+            out += block @ targets[:, start : start + block.shape[1]].T
+
+    grads = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    projector = AgainstTargets(50, 6, 0, "targets", "cpu")
+    scores = projector.project({"w": grads[:, :20], "b": grads[:, 20:]}, 0)
+    assert torch.allclose(scores, grads @ targets.T, atol=1e-5)
+
+
+def test_sink_is_used_up_by_its_result():
+    sink = SparseProjector(50, 6).sink(2, 0, "cpu")
+    sink(0, torch.zeros(2, 50))
+    sink.result()
+    with pytest.raises(RuntimeError, match="taken already"):
+        sink(0, torch.zeros(2, 50))
+    with pytest.raises(RuntimeError, match="taken already"):
+        sink.result()
+    with pytest.raises(ValueError, match="columns 45 to 55"):
+        SparseProjector(50, 6).sink(2, 0, "cpu")(45, torch.zeros(2, 10))

@@ -72,7 +72,7 @@ class BlockProjector(AbstractProjector):
     `scale` is the factor that makes inner products come out right in expectation:
     E⟨scale · xR, scale · yR⟩ = ⟨x, y⟩. [`~AbstractProjector.project`] and `accumulate` leave it out, as the seeds do.
 
-    Subclasses implement `scale` and `_accumulate`; arguments are checked here, once for all maps.
+    Subclasses implement `scale` and `_accumulate`, which gets checked arguments, or override `accumulate` itself.
     """
 
     algorithm: str
@@ -145,9 +145,9 @@ class BlockProjector(AbstractProjector):
         """
         return ProjectionSink(self, batch_size, model_id, device)
 
-    @abstractmethod
     def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
         """[`~BlockProjector.accumulate`] on checked arguments and a block of at least one element."""
+        raise NotImplementedError(f"{type(self).__name__} implements neither `accumulate` nor `_accumulate`.")
 
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
         """Project whole gradients, see [`AbstractProjector.project`]. A mapping is not concatenated first.
@@ -213,7 +213,7 @@ class ProjectionSink:
         return self._out
 
     def _add(self, start: int, block: Tensor) -> None:
-        self.projector._accumulate(self._out, block, start, self.model_id)
+        self.projector.accumulate(self._out, block, start, self.model_id)
 
     def _finish(self) -> None:
         """Whatever has to be done after the last block."""

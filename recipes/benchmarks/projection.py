@@ -1,10 +1,11 @@
 """How long a batch of gradients takes to project on a CPU: this library's maps, memory bandwidth, and traker 0.3.2.
 
-    pip install --no-deps --target /somewhere/traker traker==0.3.2
-    python recipes/benchmarks/projection.py --traker /somewhere/traker
+    pip install --no-deps --target peers traker==0.3.2
+    python recipes/benchmarks/projection.py --traker peers
 
-Every round measures everything once, in turn, so that all medians come from the same stretch of time. Without `--traker`
-the peer is left out. Close other programs: with as many threads as cores, a busy core makes every number worse.
+Every round measures everything once, in turn, so that all medians come from the same stretch of time. Without
+`--traker` the peer is left out. Close other programs: with as many threads as cores, a busy core makes every number
+worse.
 """
 
 import argparse
