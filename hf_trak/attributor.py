@@ -279,8 +279,7 @@ class TrakAttributor:
             per: `"target"` for one row per target; `"train"` for one row per training row, whose indices and scores
                 then refer to targets.
             checkpoints: the featurized weights, in the order of `model_ids`; needed where they cannot be found
-            again (state
-                dicts or modules of another process).
+                again (state dicts or modules of another process).
             model_ids: the checkpoints to average over. `None` takes all in the store.
 
         Returns:

@@ -46,8 +46,7 @@ def make_gradient_computer(
 
     Args:
         engine: `"auto"` tries the engines of [`ENGINES`] in order; a name takes that one alone, and its failing the
-        check
-            is an error.
+            check is an error.
         model: the model.
         task: the model output function.
         grad_wrt: names of the parameters to attribute; `None` takes those with `requires_grad`.

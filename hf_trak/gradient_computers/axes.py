@@ -70,8 +70,7 @@ def batch_axis(trace: TensorTrace, tensor: Tensor, size: int) -> BatchAxis | Non
 
     Raises:
         UnsupportedError: the shapes do not differ by exactly one dimension that is `size` times as large, or the
-        order of
-            folded rows cannot be told.
+            order of folded rows cannot be told.
     """
     alone, together = trace.shape, tensor.shape
     if alone == together:

@@ -78,10 +78,9 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         task = self.modelout_fn
         if split.is_mapping and not isinstance(task, BatchedModelOutput):
             raise TypeError(
-                f"The batch is a mapping with keys {list(split.keys)}, but the task {type(task).__name__} has "
-                f"only the "
-                "seeds' form get_output(model, weights, buffers, *sample). Pass a tuple of tensors, or derive the "
-                "task from BatchedModelOutput."
+                f"The batch is a mapping with keys {list(split.keys)}, but the task {type(task).__name__} has only "
+                "the seeds' form get_output(model, weights, buffers, *sample). Pass a tuple of tensors, or derive "
+                "the task from BatchedModelOutput."
             )
         attributed = {name: self.func_weights[name] for name in self.layout.names}
         fixed = {name: weight for name, weight in self.func_weights.items() if name not in attributed}

@@ -65,8 +65,8 @@ class HookedGradientComputer(AbstractGradientComputer):
         if not isinstance(task, BatchedModelOutput):
             raise GradientEngineError(
                 f"The hooked engine needs a task with a batched form, but {type(task).__name__} has only "
-                f"get_output(model, "
-                "weights, buffers, *sample). Derive it from BatchedModelOutput, or use the functional engine."
+                "get_output(model, weights, buffers, *sample). Derive it from BatchedModelOutput, or use the "
+                "functional engine."
             )
         self.max_block_bytes = DEFAULT_MAX_BLOCK_BYTES
         self._workspace = Workspace()
@@ -138,17 +138,15 @@ class HookedGradientComputer(AbstractGradientComputer):
                 raise
             except (UnsupportedError, RestartError, RuntimeError) as error:
                 raise GradientEngineError(
-                    f"The hooked engine lost track of {type(self.model).__name__} in its backward pass: {error}. "
-                    f"Use another "
-                    "engine."
+                    f"The hooked engine lost track of {type(self.model).__name__} in its backward pass: {error}. Use "
+                    "another engine."
                 ) from error
             leaked = [name for name, tensor in session.stand_ins.items() if tensor.grad is not None]
         if leaked:
             raise GradientEngineError(
-                f"The gradient of parameter {leaked[0]!r} arrived summed over the batch: it is used by an "
-                f"operation that the "
-                "hooked engine does not see. Use the functional or the iterative engine, or leave it out of "
-                "`grad_wrt`."
+                f"The gradient of parameter {leaked[0]!r} arrived summed over the batch: it is used by an operation "
+                "that the hooked engine does not see. Use the functional or the iterative engine, or leave it out "
+                "of `grad_wrt`."
             )
         return BatchOutputs(output.detach(), q)
 
@@ -187,8 +185,7 @@ class HookedGradientComputer(AbstractGradientComputer):
                     self._fall_back(error, selected)
         raise GradientEngineError(
             f"The hooked engine cannot make out how {type(self.model).__name__} handles the batch: what it sees "
-            f"changes from "
-            "pass to pass. Use the functional or the iterative engine."
+            "changes from pass to pass. Use the functional or the iterative engine."
         )
 
     def _pass(self, batch: Batch, size: int, side: Side, selected: dict[int, str], profile: Profile, emit: Any) -> Any:

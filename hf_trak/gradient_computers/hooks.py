@@ -173,8 +173,7 @@ class _RuleHandler(_Handler):
             if block.shape[0] != session.size:
                 raise GradientEngineError(
                     f"The layer rule for {type(self.module).__name__} returned {tuple(block.shape)} for parameter "
-                    f"{name!r} "
-                    f"of module {self.name!r}; expected {session.size} rows, one per sample."
+                    f"{name!r} of module {self.name!r}; expected {session.size} rows, one per sample."
                 )
             session.emit(self.own[name], start, block)
 

@@ -86,10 +86,9 @@ class IterativeGradientComputer(AbstractGradientComputer):
         task = self.modelout_fn
         if split.is_mapping:
             raise TypeError(
-                f"The batch is a mapping with keys {list(split.keys)}, but the task {type(task).__name__} has "
-                f"only the "
-                "seeds' form get_output(model, weights, buffers, *sample). Pass a tuple of tensors, or derive the "
-                "task from BatchedModelOutput."
+                f"The batch is a mapping with keys {list(split.keys)}, but the task {type(task).__name__} has only "
+                "the seeds' form get_output(model, weights, buffers, *sample). Pass a tuple of tensors, or derive "
+                "the task from BatchedModelOutput."
             )
         if self.sample_form:
             weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())

@@ -61,8 +61,7 @@ def per_sample_gradients(
     Args:
         model: the model, in the mode in which it is to be differentiated (usually `eval()`).
         batch: a mapping, handed to the model as those keyword arguments that its `forward` takes; a sequence of
-        tensors,
-            of which the model gets as many as its `forward` takes; or one tensor. Batch dimension first.
+            tensors, of which the model gets as many as its `forward` takes; or one tensor. Batch dimension first.
         output_fn: `output_fn(model_output, batch) -> (B,)`; element i may depend on sample i alone.
         engine: `"auto"`, or the name of an engine.
         grad_wrt: names of the parameters; `None` takes those with `requires_grad`.

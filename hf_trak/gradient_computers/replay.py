@@ -53,8 +53,7 @@ class Replay:
 
         Raises:
             UnsupportedError: an argument is something that cannot be cut into samples, or none is a tensor with a
-            batch
-                dimension.
+                batch dimension.
         """
         from hf_trak.gradient_computers.session import ModuleUnsupportedError
 
@@ -91,9 +90,9 @@ class Replay:
         def receive(grads: Any) -> None:
             if [x._version for x in inputs] != versions:
                 raise GradientEngineError(
-                    f"An input of module {self.name!r} ({type(self.module).__name__}) is changed in place after "
-                    f"the module "
-                    "has used it; per-sample gradients need it as it was. Use the functional or the iterative engine."
+                    f"An input of module {self.name!r} ({type(self.module).__name__}) is changed in place after the "
+                    "module has used it; per-sample gradients need it as it was. Use the functional or the "
+                    "iterative engine."
                 )
             with self.session.bypassed(), torch.enable_grad():
                 self._replay(leaves, structure, kept, axes, list(grads), watched_axes)

@@ -76,9 +76,8 @@ def reference_of(
     ]
     if training:
         raise GradientEngineError(
-            f"The BatchNorm layers {_some(training)} are in training mode: what a sample's gradient is then "
-            f"depends on "
-            "the other samples of its batch. Call model.eval() first."
+            f"The BatchNorm layers {_some(training)} are in training mode: what a sample's gradient is then depends "
+            "on the other samples of its batch. Call model.eval() first."
         )
     split = SplitBatch.of(batch)
     rows = tuple(sorted({0, split.size - 1}))

@@ -42,8 +42,7 @@ class Knowledge:
         alone: operations that look like contacts, but whose result has no batch dimension.
         replayed: names of modules that are evaluated sample by sample, and why.
         trapped: operations that nothing can handle. What they give may not matter to f (the logits of a CLIP model,
-        which
-            compare every image with every text); a gradient that does come back from them is an error.
+            which compare every image with every text); a gradient that does come back from them is an error.
     """
 
     batchless: set[tuple[str, int]] = field(default_factory=set)

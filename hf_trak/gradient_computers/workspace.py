@@ -16,8 +16,7 @@ class Workspace:
         """
         Args:
             max_block_bytes: bytes of a block `(B, n)` at which parameters are cut into slices. A block is never
-            smaller
-                than one row of the parameter.
+                smaller than one row of the parameter.
 
         Raises:
             ValueError: not a positive number.

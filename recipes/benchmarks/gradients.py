@@ -128,13 +128,13 @@ def peak(name: str, engine: str) -> float:
     step = step_of(engine, model, batch, output_fn)
     with torch.no_grad():
         model(**{key: value[:1] for key, value in batch.items()})  # libraries allocate on first use
-    before = _high_water()
+    before = high_water()
     step()
     step()
-    return (_high_water() - before) / 1024
+    return (high_water() - before) / 1024
 
 
-def _high_water() -> int:
+def high_water() -> int:
     """Peak resident KiB of this process. (`getrusage` would count what the parent process had before the fork.)"""
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
