@@ -20,10 +20,10 @@ Generator
 
 `sjlt-1` (streams 3, 4, 5), s nonzeros per row
     The outputs are cut into s consecutive segments, of sizes ⌊k / s⌋ and, for the first k mod s of them, one more.
-    Row i has one nonzero entry in each. For segment c of size m, let K be the smallest multiple of m with K ≥ 8192.
+    Row i has one nonzero entry in each. For segment c of size m, let K be the smallest multiple of m with K ≥ 10240.
     - sign: bit i mod 128 of the call at position ⌊i / 128⌋, block c, stream 3.
-    - place: chunk ⌊i / 4096⌋ has, from its call at stream 4, block c, an offset r = a draw from {0, …, K − 1} out of
-      w₀ and a step d = 512 + a draw from {0, …, 511} out of w₁. With i mod 4096 = 512·a + b the coordinate has place
+    - place: chunk ⌊i / 8192⌋ has, from its call at stream 4, block c, an offset r = a draw from {0, …, K − 1} out of
+      w₀ and a step d = 512 + a draw from {0, …, 127} out of w₁. With i mod 8192 = 512·a + b the coordinate has place
       p = (r + a·d + b) mod K.
     - fold: group g = ⌊p / m⌋ has a rotation ρ(g) = a draw from {0, …, m − 1} out of w₀ of the call at position g,
       block c, stream 5, except ρ(0) = 0. The output is the segment's first one plus (p mod m + ρ(g)) mod m.
@@ -92,10 +92,10 @@ def sjlt_row(i: int, k: int, seed: int, model_id: int, nonzeros: int = 1) -> lis
     first = 0
     for copy in range(nonzeros):
         m = k // nonzeros + (copy < k % nonzeros)
-        K = -(-8192 // m) * m
-        place_words = philox(i // 4096, copy, 4, seed, model_id)
-        a, b = divmod(i % 4096, 512)
-        place = (draw(place_words[0], K) + a * (512 + draw(place_words[1], 512)) + b) % K
+        K = -(-10240 // m) * m
+        place_words = philox(i // 8192, copy, 4, seed, model_id)
+        a, b = divmod(i % 8192, 512)
+        place = (draw(place_words[0], K) + a * (512 + draw(place_words[1], 128)) + b) % K
         group, index = divmod(place, m)
         rotation = draw(philox(group, copy, 5, seed, model_id)[0], m) if group else 0
         output = first + (index + rotation) % m

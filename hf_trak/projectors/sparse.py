@@ -3,8 +3,8 @@
 Kane and Nelson, "Sparser Johnson-Lindenstrauss transforms" (J. ACM 61, 2014), the block construction: the k outputs
 are cut into s segments, and every coordinate has one ±1 in each. Per segment of k outputs:
 
-1. coordinates are taken in chunks of 4096 = 8 runs of 512 consecutive ones. The generator gives every chunk an offset
-   r and a step d; run a of the chunk is added, with one sign per coordinate, to K ≥ 8192 accumulators from position
+1. coordinates are taken in chunks of 8192 = 16 runs of 512 consecutive ones. The generator gives every chunk an offset
+   r and a step d; run a of the chunk is added, with one sign per coordinate, to K ≥ 10240 accumulators from position
    r + a·d on, going around at K. One strided vector addition adds a whole chunk.
 2. the K accumulators, a multiple of k, are folded into k outputs: every group of k is rotated by an amount of its own.
 
@@ -28,12 +28,14 @@ from hf_trak.projectors.checks import check_integer
 from hf_trak.projectors.philox import Stream, packed_words, philox_words, sign_tensor
 
 RUN = 512
-RUNS_PER_CHUNK = 8
+RUNS_PER_CHUNK = 16
 CHUNK = RUN * RUNS_PER_CHUNK
-ACCUMULATORS = 2 * CHUNK
-"""K is the smallest multiple of k that is at least this: steps are below 2·RUN, so a chunk never overlaps itself."""
+STEPS = 128
+"""Number of different steps, of which the shortest is RUN."""
+ACCUMULATORS = RUNS_PER_CHUNK * (RUN + STEPS)
+"""K is the smallest multiple of k that is at least this, so that a chunk never overlaps itself."""
 
-_SPAN = (RUNS_PER_CHUNK - 1) * (2 * RUN - 1) + RUN  # the longest stretch of accumulators that a chunk touches
+_SPAN = (RUNS_PER_CHUNK - 1) * (RUN + STEPS - 1) + RUN  # the longest stretch of accumulators that a chunk touches
 _REGION = 2**23  # coordinates whose bits are generated and cached together
 _CACHE_BYTES = 2**26
 _SLICE = 2**18  # coordinates whose signs are expanded to floats together; on a CPU they stay in the L2 cache
@@ -196,7 +198,7 @@ class SparseProjector(BlockProjector):
         places = philox_words(origin // CHUNK, -(-length // CHUNK), self.seed, model_id, Stream.SJLT_1_PLACES, copy)
         first, last = self.segments[copy]
         offsets = (places[0] * accumulators(last - first)) >> 32
-        steps = RUN + ((places[1] * RUN) >> 32)
+        steps = RUN + ((places[1] * STEPS) >> 32)
         region = _Region(origin, packed_words(words).flatten(), offsets.tolist(), steps.tolist())
         self._regions[key] = region
         kept = sum(cached.nbytes for cached in self._regions.values())
@@ -249,27 +251,44 @@ def _add_slice(sums: Tensor, block: Tensor, signs: Tensor, first: int, region: _
     """Add coordinates `first … first + n` of a region, signed, to accumulators: one operation per chunk.
 
     Args:
-        sums: `(B, K + span)`.
+        sums: `(B, K + span)`, contiguous.
         block: `(B, n)`, any strides and dtype.
         signs: `(n,)`.
         first: first coordinate of the block.
         region: the bits.
     """
-    position, last = first, first + block.shape[1]
-    while position < last:
-        place, step, within = region.place(position)
-        if within % RUN or last - position < RUN:
-            runs, length = 1, min(last - position, RUN - within % RUN)
+    n = block.shape[1]
+    head = min(n, -first % CHUNK)
+    full = (n - head) // CHUNK
+    if head:
+        _add_part_of_chunk(sums, block[:, :head], signs[:head], first, region)
+    if full:
+        # All views at once: making them one by one would take half as long as the additions.
+        shape = (full, RUNS_PER_CHUNK, RUN)
+        values = block[:, head : head + full * CHUNK].unflatten(1, shape).unbind(1)
+        values_signs = signs[head : head + full * CHUNK].unflatten(0, shape).unbind(0)
+        chunk = (first + head - region.origin) // CHUNK
+        places = zip(region.offsets[chunk : chunk + full], region.steps[chunk : chunk + full], strict=True)
+        size, stride, origin = (sums.shape[0], RUNS_PER_CHUNK, RUN), sums.stride(0), sums.storage_offset()
+        for (offset, step), value, sign in zip(places, values, values_signs, strict=True):
+            sums.as_strided(size, (stride, step, 1), origin + offset).addcmul_(value, sign)
+    tail = head + full * CHUNK
+    if tail < n:
+        _add_part_of_chunk(sums, block[:, tail:], signs[tail:], first + tail, region)
+
+
+def _add_part_of_chunk(sums: Tensor, block: Tensor, signs: Tensor, first: int, region: _Region) -> None:
+    """[`_add_slice`] for a block within one chunk: a part of a run, whole runs, a part of a run."""
+    n = block.shape[1]
+    column = 0
+    while column < n:
+        place, step, within = region.place(first + column)
+        if within % RUN or n - column < RUN:
+            runs, length = 1, min(n - column, RUN - within % RUN)
         else:
-            runs, length = min((last - position) // RUN, RUNS_PER_CHUNK - within // RUN), RUN
-        column = position - first
-        target = sums.as_strided(
+            runs, length = (n - column) // RUN, RUN
+        columns = slice(column, column + runs * length)
+        sums.as_strided(
             (sums.shape[0], runs, length), (sums.stride(0), step, 1), sums.storage_offset() + place
-        )
-        values = block.as_strided(
-            (block.shape[0], runs, length),
-            (block.stride(0), RUN * block.stride(1), block.stride(1)),
-            block.storage_offset() + column * block.stride(1),
-        )
-        target.addcmul_(values, signs.as_strided((runs, length), (RUN, 1), signs.storage_offset() + column))
-        position += runs * length
+        ).addcmul_(block[:, columns].unflatten(1, (runs, length)), signs[columns].unflatten(0, (runs, length)))
+        column += runs * length
