@@ -34,3 +34,11 @@ class NonFiniteError(HfTrakError, ValueError):
 
 class SingularGramError(HfTrakError, ValueError):
     """The regularized Gram matrix is not positive definite."""
+
+
+class HubAccessError(HfTrakError, OSError):
+    """A repo, revision or file of the Hub cannot be had: it does not exist, access is refused, or the line broke."""
+
+
+class RefusedIndexError(StoreError):
+    """A published index is damaged, hostile or of an unknown format; names the file and the reason."""
