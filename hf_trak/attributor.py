@@ -19,13 +19,14 @@ from hf_trak.data import Collator, default_collator, fingerprint_dataset, row_co
 from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError
 from hf_trak.featurizer import Featurizer
 from hf_trak.gradient_computers.layout import ParameterLayout
+from hf_trak.groups import GroupBy, RowGroups, target_groups
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
 from hf_trak.modelout_functions.identity import task_identity
 from hf_trak.projectors import BlockProjector, make_projector
-from hf_trak.savers import FeatureStore, Gram
+from hf_trak.savers import FeatureStore, Gram, ShardSet
 from hf_trak.savers.atomic import safe_name
 from hf_trak.score_computers import RidgeSystem, gram_update, ridge_lambda, score_blocks, self_influence_blocks
-from hf_trak.scored_dataset import attach_columns, full_scores, top_k_columns
+from hf_trak.scored_dataset import ScoreBlock, attach_columns, full_scores, top_k_columns
 
 logger = logging.getLogger(__name__)
 
@@ -268,6 +269,8 @@ class TrakAttributor:
         per: Literal["target", "train"] = "target",
         checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
         model_ids: Sequence[int] | None = None,
+        aggregate: Literal["mean"] | None = None,
+        group_by: GroupBy | None = None,
     ) -> HFDataset:
         """Score every training row against every target, over the ensemble of featurized checkpoints.
 
@@ -281,12 +284,16 @@ class TrakAttributor:
             checkpoints: the featurized weights, in the order of `model_ids`; needed where they cannot be found
                 again (state dicts or modules of another process).
             model_ids: the checkpoints to average over. `None` takes all in the store.
+            aggregate: `"mean"` scores the mean output over all targets, which is the mean of their scores, at the
+                cost of one target.
+            group_by: the same for each group of targets: the name of a column, or one value per target.
 
         Returns:
             The rows (as stored, without a transform set on them, if they are a `datasets.Dataset`) with the columns
             `trak_indices`, `trak_scores`, `trak_opponent_indices`, `trak_opponent_scores`, or with `trak_scores`
-            alone: a
-            fixed-size list with one score per training row (`per="target"`) or per target (`per="train"`).
+            alone: a fixed-size list with one score per training row (`per="target"`) or per target (`per="train"`).
+            With `aggregate` or `group_by`, targets are groups, in ascending order of their values: one row for each,
+            with its value and `n_targets`, the number of its members.
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
@@ -297,9 +304,33 @@ class TrakAttributor:
         if per not in ("target", "train"):
             raise ValueError(f"`per` is {per!r}. Expected 'target' or 'train'.")
         n_targets = row_count(eval_dataset, "eval_dataset")
-        length = self._train_size if per == "target" else n_targets
+        groups = target_groups(eval_dataset, aggregate, group_by)
         if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1):
             raise ValueError(f"`top_k` is {top_k!r}. Expected an integer of at least 1, or `None` for every score.")
+        name, blocks = self._score_blocks(eval_dataset, name, checkpoints, model_ids, groups)
+        rows = self.train_dataset if per == "train" else eval_dataset if groups is None else groups.table()
+        n_targets = n_targets if groups is None else len(groups)
+        length = self._train_size if per == "target" else n_targets
+        if top_k is None:
+            file_name = f"per-{per}.arrow" if groups is None else f"per-{per}-of-{groups.tag}.arrow"
+            path = self.store.output_dir / "scores" / safe_name(name, "name") / file_name
+            if self.processes.is_main_process:
+                full_scores(path, blocks, self._train_size, n_targets, per)
+            self.processes.wait_for_everyone()
+            return attach_columns(rows, HFDataset.from_file(str(path)))
+        columns = top_k_columns(blocks, min(top_k, length), n_targets, per)
+        return attach_columns(rows, columns)
+
+    def _score_blocks(
+        self,
+        eval_dataset: Any,
+        name: str | None,
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None,
+        model_ids: Sequence[int] | None,
+        groups: RowGroups | None = None,
+    ) -> tuple[str, Iterator[ScoreBlock]]:
+        """The name of the experiment, and scores of all training rows for m targets, or for G groups of them."""
+        n_targets = row_count(eval_dataset, "eval_dataset")
         fingerprint = fingerprint_dataset(eval_dataset)
         name = f"targets-{fingerprint[:12]}" if name is None else name
         ids = self._ensemble(model_ids)
@@ -307,18 +338,13 @@ class TrakAttributor:
         targets = []
         for model_id in ids:
             system = self._system(model_id)
-            features = self._target_features(name, model_id, eval_dataset, n_targets, fingerprint, sources)
+            shards = self._target_shards(name, model_id, eval_dataset, n_targets, fingerprint, sources)
+            if groups is None:
+                features = torch.cat([shard.grads.float() for shard in shards])
+            else:
+                features = groups.means((shard.start, shard.grads) for shard in shards)
             targets.append(system.solve(features))
-        rows = eval_dataset if per == "target" else self.train_dataset
-        blocks = score_blocks([self.store.train(model_id) for model_id in ids], targets)
-        if top_k is None:
-            path = self.store.output_dir / "scores" / safe_name(name, "name") / f"per-{per}.arrow"
-            if self.processes.is_main_process:
-                full_scores(path, blocks, self._train_size, n_targets, per)
-            self.processes.wait_for_everyone()
-            return attach_columns(rows, HFDataset.from_file(str(path)))
-        columns = top_k_columns(blocks, min(top_k, length), n_targets, per)
-        return attach_columns(rows, columns)
+        return name, score_blocks([self.store.train(model_id) for model_id in ids], targets)
 
     def self_influence(self, model_ids: Sequence[int] | None = None) -> Tensor:
         """τ(z_i, z_i) of every training row, shape `(n_train,)`: high for rows that only they themselves explain,
@@ -357,7 +383,7 @@ class TrakAttributor:
         )
         return RidgeSystem(gram.matrix, lam)
 
-    def _target_features(
+    def _target_shards(
         self,
         name: str,
         model_id: int,
@@ -365,8 +391,8 @@ class TrakAttributor:
         n_targets: int,
         fingerprint: str,
         sources: Mapping[int, Checkpoint | None],
-    ) -> Tensor:
-        """t of one checkpoint, `(m, k)`, float32."""
+    ) -> ShardSet:
+        """t of one checkpoint, `(m, k)`, computed if it is not in the store."""
         shards = self.store.targets(name, model_id, n_targets, fingerprint)
         incomplete = bool(shards.missing())
         self.processes.wait_for_everyone()  # every process must come to the same decision
@@ -374,7 +400,7 @@ class TrakAttributor:
             with self._weights(model_id, self._source(model_id, sources)):
                 description = f"{name}, checkpoint {model_id}"
                 self._featurizer().fill(shards, eval_dataset, model_id, "target", description)
-        return torch.cat([shard.grads.float() for shard in shards])
+        return shards
 
     def _source(self, model_id: int, given: Mapping[int, Checkpoint | None]) -> Checkpoint | None:
         """Where the weights of a featurized checkpoint are: given now, remembered, or at the path in the store."""
