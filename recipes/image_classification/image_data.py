@@ -1,17 +1,19 @@
 """Images and labels for the recipe: scikit-learn's digits, a dataset of the Hub, or one on disk."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, load_dataset, load_from_disk
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from PIL import Image as PILImage
+
+from hf_trak.cli import splits
+from hf_trak.cli.splits import SplitArguments
 
 DIGITS = "digits"
 
 
 @dataclass
-class DataArguments:
+class DataArguments(SplitArguments):
     """Which images to train on, and which to explain."""
 
     dataset_name: str = field(
@@ -21,62 +23,16 @@ class DataArguments:
             "`save_to_disk`, or a directory of images in one folder per class."
         },
     )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of a dataset on the Hub."})
-    train_split: str = field(default="train", metadata={"help": "Split to train on and to attribute to."})
-    eval_split: str | None = field(
-        default=None,
-        metadata={"help": "Split of targets. `None` takes `test` or `validation`, or holds out `eval_fraction`."},
-    )
-    eval_fraction: float = field(
-        default=0.2, metadata={"help": "Part of the train split to hold out where there is no other split."}
-    )
     image_column: str = field(default="image", metadata={"help": "Column of images."})
     label_column: str = field(default="label", metadata={"help": "Column of labels."})
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Train on this many rows, evenly spaced over the split. `None` takes all."}
-    )
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Attribute this many targets, evenly spaced over the split. `None` takes all."}
-    )
-
-    def __post_init__(self) -> None:
-        for name in ("max_train_samples", "max_eval_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` is {value}. Expected at least 1, or `None` for all.")
-        if not 0 < self.eval_fraction < 1:
-            raise ValueError(f"`eval_fraction` is {self.eval_fraction}. Expected a number between 0 and 1.")
 
 
 def load_splits(args: DataArguments) -> tuple[Dataset, Dataset]:
     """The training rows and the targets, with an `Image` and a `ClassLabel` column."""
-    if args.dataset_name == DIGITS:
-        splits = digits()
-    elif Path(args.dataset_name).is_dir():
-        if any((Path(args.dataset_name) / name).is_file() for name in ("dataset_dict.json", "state.json")):
-            splits = load_from_disk(args.dataset_name)
-        else:
-            splits = load_dataset("imagefolder", data_dir=args.dataset_name)
-    else:
-        splits = load_dataset(args.dataset_name, args.dataset_config_name)
-    if isinstance(splits, Dataset):
-        splits = DatasetDict({args.train_split: splits})
-    for wanted in (args.train_split, args.eval_split):
-        if wanted is not None and wanted not in splits:
-            raise ValueError(
-                f"{args.dataset_name!r} has no split {wanted!r}. Expected one of {list(splits)}. Set "
-                "`train_split` and `eval_split`."
-            )
-    train = splits[args.train_split]
-    eval_split = args.eval_split or next(
-        (name for name in ("test", "validation") if name in splits and name != args.train_split), None
+    train, targets = splits.load_splits(args, {DIGITS: digits}, from_directory="imagefolder")
+    splits.require_columns(
+        (train, targets), {"image_column": args.image_column, "label_column": args.label_column}, args.dataset_name
     )
-    if eval_split is None:
-        held_out = train.train_test_split(args.eval_fraction, seed=0)
-        train, targets = held_out["train"], held_out["test"]
-    else:
-        targets = splits[eval_split]
-    train, targets = evenly_spaced(train, args.max_train_samples), evenly_spaced(targets, args.max_eval_samples)
     return with_labels(train, targets, args)
 
 
@@ -100,21 +56,8 @@ def digits() -> DatasetDict:
     )
 
 
-def evenly_spaced(dataset: Dataset, limit: int | None) -> Dataset:
-    """Rows ⌊i · rows / limit⌋, so that a dataset sorted by class keeps all of its classes."""
-    if limit is None or limit >= len(dataset):
-        return dataset
-    return dataset.select([i * len(dataset) // limit for i in range(limit)])
-
-
 def with_labels(train: Dataset, targets: Dataset, args: DataArguments) -> tuple[Dataset, Dataset]:
     """Both datasets with the image and the label column in the types that the rest relies on."""
-    for dataset in (train, targets):
-        if missing := {args.image_column, args.label_column} - set(dataset.column_names):
-            raise ValueError(
-                f"{args.dataset_name!r} has the columns {dataset.column_names}, not {sorted(missing)}. Set "
-                "`image_column` and `label_column`."
-            )
     if not isinstance(train.features[args.label_column], ClassLabel):
         kind = ClassLabel(names=[str(label) for label in sorted(set(train[args.label_column]))])
         train, targets = (

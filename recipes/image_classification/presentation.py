@@ -1,8 +1,5 @@
 """What the recipe shows at the end: printed targets, a summary, a picture, the scored dataset."""
 
-import json
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ import torch
 from datasets import Dataset
 from image_data import DataArguments
 
+from hf_trak.cli.files import save_dataset, write_json
 from hf_trak.report import image_grid
 
 
@@ -111,20 +109,3 @@ def present(
         f"the five training images that helped a target most, {summary['same_label_among_top_5']:.1%} share its label."
     )
     print(f"Picture: {picture}\nScores:  {output_dir / 'scored'}")
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Replace a JSON file at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, path)
-
-
-def save_dataset(dataset: Dataset, path: Path) -> None:
-    """`save_to_disk`, such that nothing half-written is ever under that name."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    dataset.with_format(None).save_to_disk(temporary)
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(temporary, path)

@@ -1,0 +1,103 @@
+"""Which rows a recipe trains on, and which it explains: built-in data, a dataset of the Hub, or one on disk."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+
+@dataclass
+class SplitArguments:
+    """Where rows come from. Recipes add the names of their columns."""
+
+    dataset_name: str = field(
+        default="", metadata={"help": "A dataset on the Hub, or a directory written by `save_to_disk`."}
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of a dataset on the Hub."})
+    train_split: str = field(default="train", metadata={"help": "Split to train on and to attribute to."})
+    eval_split: str | None = field(
+        default=None,
+        metadata={"help": "Split of targets. `None` takes `test` or `validation`, or holds out `eval_fraction`."},
+    )
+    eval_fraction: float = field(
+        default=0.2, metadata={"help": "Part of the train split to hold out where there is no other split."}
+    )
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Train on this many rows, evenly spaced over the split. `None` takes all."}
+    )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Attribute this many targets, evenly spaced over the split. `None` takes all."}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_train_samples", "max_eval_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}. Expected at least 1, or `None` for all.")
+        if not 0 < self.eval_fraction < 1:
+            raise ValueError(f"`eval_fraction` is {self.eval_fraction}. Expected a number between 0 and 1.")
+
+
+def load_splits(
+    args: SplitArguments,
+    built_in: Mapping[str, Callable[[], DatasetDict]],
+    from_directory: str | None = None,
+) -> tuple[Dataset, Dataset]:
+    """The training rows and the targets.
+
+    Args:
+        args: what to load.
+        built_in: makers of the datasets that need no network, by `dataset_name`.
+        from_directory: builder of `datasets` for directories not written by `save_to_disk`, such as `"imagefolder"`.
+
+    Raises:
+        ValueError: there is no such split.
+        FileNotFoundError: `dataset_name` is a directory of another kind, or nothing is found under that name.
+    """
+    path = Path(args.dataset_name)
+    if args.dataset_name in built_in:
+        splits = built_in[args.dataset_name]()
+    elif path.is_dir():
+        saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+        if saved or from_directory is None:
+            splits = load_from_disk(args.dataset_name)
+        else:
+            splits = load_dataset(from_directory, data_dir=args.dataset_name)
+    else:
+        splits = load_dataset(args.dataset_name, args.dataset_config_name)
+    if isinstance(splits, Dataset):
+        splits = DatasetDict({args.train_split: splits})
+    for wanted in (args.train_split, args.eval_split):
+        if wanted is not None and wanted not in splits:
+            raise ValueError(
+                f"{args.dataset_name!r} has no split {wanted!r}. Expected one of {list(splits)}. Set "
+                "`train_split` and `eval_split`."
+            )
+    train = splits[args.train_split]
+    eval_split = args.eval_split or next(
+        (name for name in ("test", "validation") if name in splits and name != args.train_split), None
+    )
+    if eval_split is None:
+        held_out = train.train_test_split(args.eval_fraction, seed=0)
+        train, targets = held_out["train"], held_out["test"]
+    else:
+        targets = splits[eval_split]
+    return evenly_spaced(train, args.max_train_samples), evenly_spaced(targets, args.max_eval_samples)
+
+
+def evenly_spaced(dataset: Dataset, limit: int | None) -> Dataset:
+    """Rows ⌊i · rows / limit⌋, so that a dataset sorted by class keeps all of its classes."""
+    if limit is None or limit >= len(dataset):
+        return dataset
+    return dataset.select([i * len(dataset) // limit for i in range(limit)])
+
+
+def require_columns(datasets: tuple[Dataset, ...], wanted: Mapping[str, str], dataset_name: str) -> None:
+    """Raise `ValueError` unless every dataset has the wanted columns, given as {argument: column}."""
+    for dataset in datasets:
+        if missing := set(wanted.values()) - set(dataset.column_names):
+            raise ValueError(
+                f"{dataset_name!r} has the columns {dataset.column_names}, not {sorted(missing)}. Set "
+                f"{' and '.join(f'`{name}`' for name in wanted)}."
+            )

@@ -1,0 +1,164 @@
+"""What recipes that train with `Trainer` have in common: arguments, and a training that resumes or is already done."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from datasets import disable_progress_bars
+from transformers import Trainer, TrainingArguments
+
+from hf_trak.checkpoints import load_into
+from hf_trak.cli.files import write_json
+from hf_trak.config import TrakConfig
+
+RECORD = "run.json"
+
+TrakConfigT = TypeVar("TrakConfigT", bound=TrakConfig)
+
+
+@dataclass
+class TrainingRecipeArguments:
+    """How to train, and how much to attribute. Recipes add fields of their own, and other defaults."""
+
+    COUNTS: ClassVar[tuple[str, ...]] = ("num_checkpoints", "num_targets", "top_k")
+    """Fields that start at 1."""
+
+    output_dir: str = field(
+        default="outputs",
+        metadata={"help": "Checkpoints, features, scores and summary go here. The same command again resumes."},
+    )
+    num_train_epochs: float = field(default=5.0, metadata={"help": "Passes over the training rows."})
+    per_device_train_batch_size: int = field(default=32, metadata={"help": "Training batch size per process."})
+    learning_rate: float = field(default=2e-3, metadata={"help": "Highest learning rate of AdamW, decaying to 0."})
+    weight_decay: float = field(default=0.05, metadata={"help": "Weight decay of AdamW."})
+    warmup_steps: float = field(default=0.1, metadata={"help": "Warmup steps, or below 1 their part of all steps."})
+    save_steps: float = field(
+        default=0.2, metadata={"help": "Steps between checkpoints, or below 1 their part of all steps."}
+    )
+    num_checkpoints: int = field(
+        default=3,
+        metadata={"help": "Attribute with this many checkpoints, from the first to the last of the training."},
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of training and of the projection."})
+    use_cpu: bool = field(default=False, metadata={"help": "Stay on the CPU even where there is an accelerator."})
+    disable_tqdm: bool = field(default=False, metadata={"help": "Show no progress bars."})
+    top_k: int = field(default=20, metadata={"help": "Training rows to keep per target, from either end."})
+    num_targets: int = field(default=6, metadata={"help": "Targets to print."})
+    overwrite: bool = field(
+        default=False, metadata={"help": "Delete what this recipe left in `output_dir` and start anew."}
+    )
+
+    def __post_init__(self) -> None:
+        for name in self.COUNTS:
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}. Expected at least 1.")
+
+    def settings(self, *names: str) -> dict[str, Any]:
+        """What a trained model depends on, besides the rows themselves: the common fields, and those named."""
+        common = (
+            "num_train_epochs", "per_device_train_batch_size", "learning_rate", "weight_decay", "warmup_steps",
+            "save_steps", "seed",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in (*names, *common)}
+
+
+def start(args: TrainingRecipeArguments, trak: TrakConfigT, **more: Any) -> tuple[TrainingArguments, TrakConfigT]:
+    """The arguments of the trainer and of the attributor, which get directories of their own below `output_dir`.
+
+    Args:
+        args: the recipe's arguments. With `overwrite`, what an earlier run left is deleted here.
+        trak: the attribution's arguments.
+        more: further arguments of `TrainingArguments`, over those that follow from `args`.
+    """
+    if args.disable_tqdm:
+        disable_progress_bars()
+    output_dir = Path(args.output_dir)
+    training = TrainingArguments(
+        **{
+            "output_dir": str(output_dir / "model"),
+            "num_train_epochs": args.num_train_epochs,
+            "per_device_train_batch_size": args.per_device_train_batch_size,
+            "per_device_eval_batch_size": 256,
+            "learning_rate": args.learning_rate,
+            "weight_decay": args.weight_decay,
+            "warmup_steps": args.warmup_steps,
+            "save_steps": args.save_steps,
+            "logging_strategy": "epoch",
+            "seed": args.seed,
+            "use_cpu": args.use_cpu,
+            "disable_tqdm": args.disable_tqdm,
+            "dataloader_num_workers": trak.dataloader_num_workers,
+            "dataloader_pin_memory": trak.dataloader_pin_memory and torch.cuda.is_available() and not args.use_cpu,
+            **more,
+        }
+    )
+    if args.overwrite and (output_dir / "model" / RECORD).is_file() and training.process_index == 0:
+        for name in ("model", "trak", "scored", "train"):
+            shutil.rmtree(output_dir / name, ignore_errors=True)
+    return training, replace(trak, output_dir=str(output_dir / "trak"))
+
+
+def train_once(trainer: Trainer, settings: dict[str, Any]) -> list[str]:
+    """Train, or finish an interrupted training, or take the finished one.
+
+    Args:
+        trainer: set up to train into a directory of its own.
+        settings: what defines the trained model, as plain JSON.
+
+    Returns:
+        The checkpoint directories, oldest first. The trainer's model has the weights of the last.
+
+    Raises:
+        ValueError: the directory holds a model trained with other settings, or checkpoints of another program.
+    """
+    model_dir = Path(str(trainer.args.output_dir))
+    record_path = model_dir / RECORD
+    record = json.loads(record_path.read_text()) if record_path.is_file() else None
+    saved = saved_checkpoints(model_dir)
+    trainer.accelerator.wait_for_everyone()  # nobody writes before everybody has looked
+    if record is None and saved:
+        raise ValueError(f"{model_dir} holds checkpoints of another program. Set another `output_dir`.")
+    if record is not None and record["settings"] != settings:
+        changes = [
+            f"{name}: {record['settings'].get(name)!r} there, {value!r} given"
+            for name, value in settings.items()
+            if record["settings"].get(name) != value
+        ]
+        raise ValueError(
+            f"{model_dir} holds a model trained with other settings:\n  "
+            + "\n  ".join(changes)
+            + "\nExpected the same. Use them, or another `output_dir`, or `--overwrite` to start anew."
+        )
+    if record is not None and record["finished"]:
+        load_into(trainer.accelerator.unwrap_model(trainer.model), saved[-1])
+        return saved
+    if trainer.is_world_process_zero():
+        write_json(record_path, {"settings": settings, "finished": False})
+    trainer.train(resume_from_checkpoint=saved[-1] if saved else None)
+    if trainer.is_world_process_zero():
+        write_json(record_path, {"settings": settings, "finished": True})
+    trainer.accelerator.wait_for_everyone()
+    return saved_checkpoints(model_dir)
+
+
+def saved_checkpoints(model_dir: Path) -> list[str]:
+    """Complete checkpoints by step: `Trainer` writes `trainer_state.json` last."""
+    complete = [path.parent for path in model_dir.glob("checkpoint-*/trainer_state.json")]
+    return [str(path) for path in sorted(complete, key=lambda path: int(path.name.split("-")[1]))]
+
+
+def spread(checkpoints: Sequence[str], count: int) -> list[str]:
+    """`count` checkpoints from the first to the last, evenly spaced; the last alone if `count` is 1.
+
+    Early ones matter: at the end of the training of a small network q = 1 − p is close to 0 for all but a few rows,
+    and those few would be the answer for every target.
+    """
+    if count >= len(checkpoints):
+        return list(checkpoints)
+    last = len(checkpoints) - 1
+    chosen = [checkpoints[round(i * last / (count - 1))] for i in range(count)] if count > 1 else checkpoints[-1:]
+    return list(chosen)
