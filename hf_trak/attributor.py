@@ -71,6 +71,7 @@ class TrakAttributor:
         self.args = TrakConfig() if args is None else args
         self.model = model
         self.task = get_task(infer_task(model) if task is None else task)
+        self.task.use_seed(self.args.seed)
         self.train_dataset = train_dataset
         self.processing_class = processing_class
         self._train_size = row_count(train_dataset, "train_dataset")
@@ -187,6 +188,7 @@ class TrakAttributor:
             self.args,
             self.processes,
             self.device,
+            self.store,
         )
 
     # -- featurize ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from hf_trak.gradient_computers import AbstractGradientComputer, make_gradient_c
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.base import Side
 from hf_trak.projectors import BlockProjector
-from hf_trak.savers import ShardSet
+from hf_trak.savers import FeatureStore, ShardSet
+from hf_trak.savers.references import read_references, write_references
 
 
 class Featurizer:
@@ -31,6 +32,7 @@ class Featurizer:
         args: TrakConfig,
         processes: PartialState,
         device: torch.device,
+        store: FeatureStore,
     ) -> None:
         """
         Args:
@@ -42,6 +44,7 @@ class Featurizer:
             args: the configuration.
             processes: the processes among which shards are divided.
             device: where batches go.
+            store: where a task's references are kept beside the features.
         """
         self.model = model
         self.task = task
@@ -51,6 +54,7 @@ class Featurizer:
         self.args = args
         self.processes = processes
         self.device = device
+        self.store = store
 
     def fill(self, shards: ShardSet, dataset: Any, model_id: int, side: Side, description: str) -> None:
         """Compute the missing shards that fall to this process, and wait for those of the others.
@@ -85,7 +89,7 @@ class Featurizer:
         computer = make_gradient_computer(
             self.args.engine, self.model, self.task, grad_wrt=self.args.grad_wrt, device=self.device
         )
-        self._prepare_task()
+        self._prepare_task(model_id)
         batches = self._batches(dataset)
         ranges = [shards.plan.rows(index) for index in indices]
         # Batches never cross a shard boundary, so a shard is the same whichever others are computed in this run.
@@ -119,14 +123,22 @@ class Featurizer:
             pin_memory=self.args.dataloader_pin_memory and self.device.type == "cuda",
         )
 
-    def _prepare_task(self) -> None:
-        """Let the task learn what it has to know about this checkpoint: the same in every process and every run."""
+    def _prepare_task(self, model_id: int) -> None:
+        """Let the task learn what it has to know about this checkpoint: computed once, the same bits for every process
+        and every run, for training rows and for targets."""
         self.task.bind(self.model)
-        rows = self.task.reference_rows(len(self.train_dataset))
-        if rows:
+        references = read_references(self.store, model_id)
+        if references is None:
+            rows = self.task.reference_rows(len(self.train_dataset))
+            if not rows:
+                return
             size = self.args.per_device_batch_size
             cuts = [[rows[i] for i in cut] for cut in batch_rows(0, len(rows), size)]
             self.task.prepare(self.model, (batch for _, batch in self._batches(self.train_dataset).iterate(cuts)))
+            write_references(self.store, model_id, self.task.references())
+            references = read_references(self.store, model_id)
+        if references is not None:
+            self.task.restore(self.model, references)
 
     def _features(
         self, rows: Sequence[int], batch: Any, computer: AbstractGradientComputer, model_id: int, side: Side

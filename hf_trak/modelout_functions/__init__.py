@@ -8,6 +8,7 @@ from hf_trak.modelout_functions.classification import (
     TextClassificationModelOutput,
 )
 from hf_trak.modelout_functions.clip import CLIPModelOutput, MissingEmbeddingsError
+from hf_trak.modelout_functions.clip_sigmoid import SigLIPModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
 from hf_trak.modelout_functions.loss import LossModelOutput
 from hf_trak.modelout_functions.registry import TASK_TO_MODELOUT, get_task, infer_task
@@ -24,6 +25,7 @@ __all__ = [
     "IterativeImageClassificationModelOutput",
     "LossModelOutput",
     "MissingEmbeddingsError",
+    "SigLIPModelOutput",
     "Side",
     "TextClassificationModelOutput",
     "get_task",

@@ -46,6 +46,9 @@ class AbstractModelOutput(ABC):
     def bind(self, model: torch.nn.Module) -> None:  # noqa: B027  # most tasks have nothing to do here
         """Learn which model the next batches go through. Called whenever a checkpoint has been loaded into it."""
 
+    def use_seed(self, seed: int) -> None:  # noqa: B027
+        """Take the seed of the run for what the task draws, unless it was given one of its own."""
+
     def reference_rows(self, train_size: int) -> Sequence[int]:
         """Rows of the train dataset that [`~AbstractModelOutput.prepare`] needs, ascending; none by default."""
         return ()
@@ -56,6 +59,17 @@ class AbstractModelOutput(ABC):
         Args:
             model: the model, with the checkpoint's weights loaded.
             loader: batches of the rows that [`~AbstractModelOutput.reference_rows`] names, in that order.
+        """
+
+    def references(self) -> dict[str, Tensor]:
+        """What [`~AbstractModelOutput.prepare`] computed, as tensors to be kept with the features of a checkpoint."""
+        return {}
+
+    def restore(self, model: torch.nn.Module, references: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Take what [`~AbstractModelOutput.references`] gave earlier for the same weights, instead of computing it.
+
+        Raises:
+            ValueError: they are not what this task keeps.
         """
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_trak.errors import HfTrakError
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, call_model
 from hf_trak.modelout_functions.clip_embeddings import ClipEmbeddings, clip_inputs, draw_rows, embed, read_output
-from hf_trak.modelout_functions.weights_stamp import model_tensors
+from hf_trak.modelout_functions.weights_stamp import WeightsStamp, model_tensors
 
 DEFAULT_SIMULATED_BATCH_SIZE = 300
 
@@ -67,14 +67,14 @@ class CLIPModelOutput(BatchedModelOutput):
         self,
         temperature: float | None = None,
         simulated_batch_size: int = DEFAULT_SIMULATED_BATCH_SIZE,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         """
         Args:
             temperature: takes the place of the model's logit scale s in q: as in the seeds, it *multiplies* the
                 similarities. `None` reads s from the model at every batch.
             simulated_batch_size: number of simulated negatives.
-            seed: seed of their draw, an integer ≥ 0.
+            seed: seed of their draw, an integer ≥ 0. `None` takes that of the run, 0 outside of one.
 
         Raises:
             ValueError: an argument is out of range.
@@ -85,7 +85,7 @@ class CLIPModelOutput(BatchedModelOutput):
                 f"`temperature` is {temperature}. Expected a positive finite number that multiplies the similarities, "
                 "or `None` for the model's own logit scale."
             )
-        if simulated_batch_size < 1 or seed < 0:
+        if simulated_batch_size < 1 or (seed is not None and seed < 0):
             raise ValueError(
                 f"`simulated_batch_size` is {simulated_batch_size} and `seed` is {seed}. Expected at least 1 and at "
                 "least 0."
@@ -93,6 +93,7 @@ class CLIPModelOutput(BatchedModelOutput):
         self.temperature = temperature
         self.sim_batch_size = simulated_batch_size
         self.seed = seed
+        self._own_seed = seed is not None
         self._bound: weakref.ref[torch.nn.Module] | None = None
         self._negatives: tuple[ClipEmbeddings, Tensor, Tensor] | None = None
 
@@ -147,7 +148,7 @@ class CLIPModelOutput(BatchedModelOutput):
                 "columns. Pass that number, or leave `embedding_dim` out."
             )
         if isinstance(self, CLIPModelOutput):
-            draw_rows(len(embeddings.image), self.sim_batch_size, self.seed)  # complain now, not at the first batch
+            draw_rows(len(embeddings.image), self.sim_batch_size, self._draw_seed)  # complain before the first batch
             self.bind(model)
         self._embeddings = embeddings
 
@@ -181,11 +182,35 @@ class CLIPModelOutput(BatchedModelOutput):
     def bind(self, model: torch.nn.Module) -> None:
         self._bound = weakref.ref(model)
 
+    @property
+    def _draw_seed(self) -> int:
+        return 0 if self.seed is None else self.seed
+
+    def use_seed(self, seed: int) -> None:
+        if not self._own_seed:
+            self.seed = seed
+
     def reference_rows(self, train_size: int) -> Sequence[int]:
-        return draw_rows(train_size, self.sim_batch_size, self.seed)
+        return draw_rows(train_size, self.sim_batch_size, self._draw_seed)
 
     def prepare(self, model: torch.nn.Module, loader: Iterable[Any]) -> None:
         self.get_embeddings(model, loader)
+
+    def references(self) -> dict[str, Tensor]:
+        embeddings = self._require_embeddings()
+        return {"image_embeddings": embeddings.image, "text_embeddings": embeddings.text}
+
+    def restore(self, model: torch.nn.Module, references: Mapping[str, Tensor]) -> None:
+        given = {name: tuple(tensor.shape) for name, tensor in references.items()}
+        image, text = (references.get(f"{kind}_embeddings") for kind in ("image", "text"))
+        if image is None or text is None or image.ndim != 2 or image.shape != text.shape:
+            raise ValueError(
+                f"The references kept for a CLIP task are {given}. Expected `image_embeddings` and `text_embeddings` "
+                "of one shape (N, d). Delete that file, and run the same command again."
+            )
+        draw_rows(len(image), self.sim_batch_size, self._draw_seed)
+        self._embeddings = ClipEmbeddings(image, text, WeightsStamp(model_tensors(model).values()), weakref.ref(model))
+        self.bind(model)
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), clip_inputs(batch)
@@ -210,22 +235,29 @@ class CLIPModelOutput(BatchedModelOutput):
         with torch.no_grad():
             return self._error_probability(self._call(model, weights, buffers, batch), tensors)
 
-    def _error_probability(self, model_output: Any, tensors: Mapping[str, Tensor] | None) -> Tensor:
-        """q of every pair, shape `(B,)`; `tensors` are the weights behind the output, where they are known."""
+    def _check_weights(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Raise unless the negatives are of these weights, where those are known."""
         if tensors is not None and not self._require_embeddings().stamp.matches(tensors.values()):
             raise MissingEmbeddingsError(
                 "The simulated negatives were computed with other weights than those of the model at hand. Expected "
                 "embeddings of the same checkpoint: call `get_embeddings` again after loading each checkpoint."
             )
+
+    def _error_probability(self, model_output: Any, tensors: Mapping[str, Tensor] | None) -> Tensor:
+        """q of every pair, shape `(B,)`; `tensors` are the weights behind the output, where they are known."""
+        self._check_weights(tensors)
         image, text, scale = read_output(model_output)
         image, text = image.detach(), text.detach()
-        if self.temperature is not None:
-            scale = torch.tensor(self.temperature)
-        elif scale is None:
-            scale = _logit_scale_of(tensors)
-        scale = scale.detach().to(device=image.device, dtype=torch.float32)
+        scale = self._scale(scale, tensors).to(image.device)
         over_texts, over_images = _contrasts(image, text, *self._negatives_like(image), scale=scale)
         return (torch.sigmoid(-over_texts) + torch.sigmoid(-over_images)) / 2
+
+    def _scale(self, returned: Tensor | None, tensors: Mapping[str, Tensor] | None) -> Tensor:
+        """s, what similarities are multiplied by: the one given to the task, or the model's own."""
+        if self.temperature is not None:
+            return torch.tensor(self.temperature)
+        scale = logit_scale_of(tensors) if returned is None else returned
+        return scale.detach().to(dtype=torch.float32)
 
     def _require_embeddings(self) -> ClipEmbeddings:
         if self._embeddings is None:
@@ -243,7 +275,7 @@ class CLIPModelOutput(BatchedModelOutput):
             # Under `torch.func` transforms results come wrapped for the transform at hand; they must not outlive it.
             image, text = (
                 torch.func.debug_unwrap(rows.to(features.device), recurse=True)
-                for rows in embeddings.negatives(self.sim_batch_size, self.seed)
+                for rows in embeddings.negatives(self.sim_batch_size, self._draw_seed)
             )
             self._negatives = cached = (embeddings, image, text)
         return cached[1:]
@@ -265,11 +297,18 @@ def _contrasts(
     return over_texts, over_images
 
 
-def _logit_scale_of(tensors: Mapping[str, Tensor] | None) -> Tensor:
-    """exp of the parameter `logit_scale`, whose logarithm CLIP models learn."""
+def parameter_of(tensors: Mapping[str, Tensor] | None, wanted: str) -> Tensor | None:
+    """The scalar parameter of that name, at whatever depth, or `None`."""
     for name, tensor in (tensors or {}).items():
-        if name.rpartition(".")[2] == "logit_scale":
-            return tensor.detach().float().exp().reshape(())
+        if name.rpartition(".")[2] == wanted:
+            return tensor.detach().float().reshape(())
+    return None
+
+
+def logit_scale_of(tensors: Mapping[str, Tensor] | None) -> Tensor:
+    """exp of the parameter `logit_scale`, whose logarithm CLIP models learn. Raises `ValueError` without it."""
+    if (scale := parameter_of(tensors, "logit_scale")) is not None:
+        return scale.exp()
     raise ValueError(
         "The model neither returns a logit scale nor has a parameter `logit_scale` (or it no longer exists). "
         "Construct the task with `temperature=…`, the factor by which the model multiplies similarities."

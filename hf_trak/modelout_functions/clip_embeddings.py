@@ -46,7 +46,13 @@ def draw_rows(total: int, count: int, seed: int) -> list[int]:
             f"Expected at least {count}: embed more pairs, or construct the task with "
             f"`CLIPModelOutput(simulated_batch_size=…)` of at most {total}."
         )
-    return sorted(random.Random(seed).sample(range(total), count))
+    # Floyd's algorithm on `random()`, the one method whose sequence Python promises to keep from version to version.
+    generator = random.Random(seed)
+    chosen: set[int] = set()
+    for last in range(total - count, total):
+        row = int(generator.random() * (last + 1))
+        chosen.add(last if row in chosen else row)
+    return sorted(chosen)
 
 
 def clip_inputs(batch: Any) -> dict[str, Any]:
@@ -82,7 +88,8 @@ def read_output(model_output: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     raise TypeError(
         f"The model returned a {type(model_output).__name__} in which no embeddings were found. Expected "
         "(image_features, text_features, logit_scale), or a mapping with `image_features` and `text_features` "
-        "(open_clip) or `image_embeds` and `text_embeds` (transformers, `return_dict=True`)."
+        "(open_clip) or `image_embeds` and `text_embeds` (transformers, `return_dict=True`). Load the model with both "
+        "towers and their projections: `CLIPModel` or `SiglipModel`, not one tower alone."
     )
 
 

@@ -13,6 +13,7 @@ from hf_trak.modelout_functions.classification import (
     TextClassificationModelOutput,
 )
 from hf_trak.modelout_functions.clip import CLIPModelOutput
+from hf_trak.modelout_functions.clip_sigmoid import SigLIPModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
 from hf_trak.modelout_functions.loss import LossModelOutput
 
@@ -21,12 +22,14 @@ TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
     "iterative_image_classification": IterativeImageClassificationModelOutput,
     "text_classification": TextClassificationModelOutput,
     "clip": CLIPModelOutput,
+    "siglip": SigLIPModelOutput,
     "loss": LossModelOutput,
 }
 """Task classes by name (seed API, plus `loss`)."""
 
 _CLIP_CLASSES = frozenset(
     {"CLIP", "CustomTextCLIP", "CLIPModel", "AltCLIPModel", "ChineseCLIPModel", "MetaClip2Model"}
+    | {"SiglipModel", "Siglip2Model"}
 )
 
 
@@ -70,7 +73,7 @@ def infer_task(model: torch.nn.Module) -> str:
     inner = _unwrap(model)
     name = type(inner).__name__
     if name in _CLIP_CLASSES:
-        return "clip"
+        return "clip" if getattr(inner, "logit_bias", None) is None else "siglip"
     task = None
     if "ForImageClassification" in name:
         task = "image_classification"

@@ -208,7 +208,7 @@ def _check_header(
         if name not in names:
             raise _broken(path, f"tensor `{name}` is missing")
         found = file.get_slice(name)
-        shape, dtype = tuple(found.get_shape()), _DTYPES.get(found.get_dtype())
+        shape, dtype = tuple(found.get_shape()), DTYPES.get(found.get_dtype())
         if shape != spec.shape or dtype not in spec.dtypes:
             expected = " or ".join(map(str, spec.dtypes))
             raise _broken(path, f"`{name}` is {dtype or found.get_dtype()} {shape}, expected {expected} {spec.shape}")
@@ -222,5 +222,5 @@ def _broken(path: Path, problem: str) -> StoreError:
     )
 
 
-_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 """safetensors' names of the dtypes that the store holds."""
