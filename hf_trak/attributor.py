@@ -27,6 +27,16 @@ from hf_trak.savers import FeatureStore, Gram, ShardSet
 from hf_trak.savers.atomic import safe_name
 from hf_trak.score_computers import RidgeSystem, gram_update, ridge_lambda, score_blocks, self_influence_blocks
 from hf_trak.scored_dataset import ScoreBlock, attach_columns, full_scores, top_k_columns
+from hf_trak.selection import (
+    Criterion,
+    best_rows,
+    check_criterion,
+    check_strata,
+    group_score_columns,
+    row_scores,
+    selected,
+    selection_size,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -347,6 +357,77 @@ class TrakAttributor:
                 features = groups.means((shard.start, shard.grads) for shard in shards)
             targets.append(system.solve(features))
         return name, score_blocks([self.store.train(model_id) for model_id in ids], targets)
+
+    def group_scores(
+        self,
+        eval_dataset: Any,
+        train_group_by: GroupBy,
+        name: str | None = None,
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
+        model_ids: Sequence[int] | None = None,
+        aggregate: Literal["mean"] | None = None,
+        group_by: GroupBy | None = None,
+    ) -> HFDataset:
+        """Scores of whole groups of training rows (a class, a source): Σ_{i ∈ group} τ_ij for every target j.
+
+        Args:
+            eval_dataset: the targets.
+            train_group_by: a column of the training dataset, or one value per training row.
+            name, checkpoints, model_ids, aggregate, group_by: as in [`~TrakAttributor.attribute`].
+
+        Returns:
+            The targets, or groups of them, with the columns `trak_groups`, `trak_group_scores` and
+            `trak_group_sizes`: lists with one entry per group, the same groups in every row. The mean over a group is
+            its score divided by its size.
+
+        Raises:
+            As `attribute`; ValueError or TypeError if the column is unknown or cannot form groups.
+        """
+        groups = target_groups(eval_dataset, aggregate, group_by)
+        train_groups = RowGroups.of(self.train_dataset, train_group_by, "train_group_by")
+        _, blocks = self._score_blocks(eval_dataset, name, checkpoints, model_ids, groups)
+        columns = group_score_columns(train_groups.sums(blocks), train_groups)
+        return attach_columns(eval_dataset if groups is None else groups.table(), columns)
+
+    def select(
+        self,
+        n: int | float,
+        eval_dataset: Any,
+        criterion: Criterion = "most_helpful",
+        group_by: GroupBy | None = None,
+        stratify_by: GroupBy | None = None,
+        name: str | None = None,
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
+        model_ids: Sequence[int] | None = None,
+    ) -> Any:
+        """The training subset that serves the targets best, ready to train on.
+
+        Args:
+            n: how many rows, or which fraction of them.
+            eval_dataset: the targets.
+            criterion: what rows are ranked by: `"most_helpful"`, the mean of their scores over the targets, or
+                `"least_harmful"`, the minimum, so that a row is left out if it harms any target much.
+            group_by: first average the scores over groups of targets, so that each group counts the same: the name of
+                a column, or one value per target.
+            stratify_by: let each group of training rows keep its share of the rows: a column of the training
+                dataset, or one value per training row.
+            name, checkpoints, model_ids: as in [`~TrakAttributor.attribute`].
+
+        Returns:
+            A `datasets.Dataset` of n rows, best first, with two more columns: `trak_index`, the row in the training
+            dataset, and `trak_score`, the number it is ranked by. For other datasets a `torch.utils.data.Subset`.
+
+        Raises:
+            As `attribute`; ValueError if `n` or `criterion` is out of range.
+        """
+        n = selection_size(n, self._train_size)
+        check_criterion(criterion)
+        strata = check_strata(self.train_dataset, stratify_by)
+        aggregate = "mean" if criterion == "most_helpful" else None
+        groups = target_groups(eval_dataset, aggregate, group_by)
+        _, blocks = self._score_blocks(eval_dataset, name, checkpoints, model_ids, groups)
+        scores = row_scores(blocks, self._train_size, criterion)
+        return selected(self.train_dataset, best_rows(scores, n, strata), scores)
 
     def self_influence(self, model_ids: Sequence[int] | None = None) -> Tensor:
         """τ(z_i, z_i) of every training row, shape `(n_train,)`: high for rows that only they themselves explain,
