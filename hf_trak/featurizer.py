@@ -114,10 +114,11 @@ class Featurizer:
                 shards.write(index, grads, out_to_loss)
 
     def _batches(self, dataset: Any) -> RowBatches:
+        columns = [*forward_columns(self.model, self.args.label_names), *self.task.batch_columns]
         return RowBatches(
             dataset,
-            self.collator,
-            columns=forward_columns(self.model, self.args.label_names) if self.args.remove_unused_columns else None,
+            self.task.collator(self.collator),
+            columns=columns if self.args.remove_unused_columns else None,
             device=self.device,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.device.type == "cuda",

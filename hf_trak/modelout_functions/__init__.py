@@ -1,6 +1,8 @@
 """Model output functions: what is attributed."""
 
+from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.causal_lm import CausalLMModelOutput
 from hf_trak.modelout_functions.classification import (
     ClassificationModelOutput,
     ImageClassificationModelOutput,
@@ -11,23 +13,37 @@ from hf_trak.modelout_functions.clip import CLIPModelOutput, MissingEmbeddingsEr
 from hf_trak.modelout_functions.clip_sigmoid import SigLIPModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
 from hf_trak.modelout_functions.loss import LossModelOutput
+from hf_trak.modelout_functions.masked_lm import MaskedLMModelOutput
+from hf_trak.modelout_functions.multi_label import MultiLabelClassificationModelOutput
+from hf_trak.modelout_functions.question_answering import QuestionAnsweringModelOutput
 from hf_trak.modelout_functions.registry import TASK_TO_MODELOUT, get_task, infer_task
+from hf_trak.modelout_functions.regression import RegressionModelOutput
+from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
+from hf_trak.modelout_functions.token_classification import TokenClassificationModelOutput
 
 __all__ = [
     "TASK_TO_MODELOUT",
     "AbstractModelOutput",
+    "AggregatedModelOutput",
     "Batch",
     "BatchedModelOutput",
     "CLIPModelOutput",
+    "CausalLMModelOutput",
     "ClassificationModelOutput",
     "FunctionModelOutput",
     "ImageClassificationModelOutput",
     "IterativeImageClassificationModelOutput",
     "LossModelOutput",
+    "MaskedLMModelOutput",
     "MissingEmbeddingsError",
-    "SigLIPModelOutput",
+    "MultiLabelClassificationModelOutput",
+    "QuestionAnsweringModelOutput",
+    "RegressionModelOutput",
+    "Seq2SeqLMModelOutput",
     "Side",
+    "SigLIPModelOutput",
     "TextClassificationModelOutput",
+    "TokenClassificationModelOutput",
     "get_task",
     "infer_task",
 ]

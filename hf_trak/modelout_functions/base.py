@@ -13,7 +13,7 @@ Two forms of the same thing:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,13 @@ class AbstractModelOutput(ABC):
         self, model: torch.nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any
     ) -> Tensor:
         """q of every sample of a batch. Returns a tensor of shape `(B,)`."""
+
+    batch_columns: Sequence[str] = ()
+    """Dataset columns that the task reads though no model takes them, kept beside those that `Trainer` keeps."""
+
+    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """The data collator to use in place of `collator`: one that also carries [`batch_columns`] into the batch."""
+        return collator
 
     def bind(self, model: torch.nn.Module) -> None:  # noqa: B027  # most tasks have nothing to do here
         """Learn which model the next batches go through. Called whenever a checkpoint has been loaded into it."""

@@ -78,7 +78,7 @@ def logits_of(model_output: Any, labels: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: no logits are found, their shape is not `(B, C)` with B the number of labels, or C < 2.
     """
-    logits = _find_logits(model_output)
+    logits = find_logits(model_output)
     if logits.ndim != 2 or logits.shape[0] != labels.shape[0]:
         raise ValueError(
             f"The model returned logits of shape {tuple(logits.shape)} for {labels.shape[0]} label(s). Expected "
@@ -93,14 +93,24 @@ def logits_of(model_output: Any, labels: Tensor) -> Tensor:
     return logits
 
 
-def _find_logits(model_output: Any) -> Tensor:
+def find_logits(model_output: Any, remedy: str = "Pass a task of your own (`FunctionModelOutput`).") -> Tensor:
+    """The logits in what a model returned, of whatever shape: a tensor, a mapping or object with `logits`, or the
+    first tensor of two or more dimensions of a tuple.
+
+    Args:
+        model_output: what the model returned.
+        remedy: what to do where there are none, for the error message.
+
+    Raises:
+        ValueError, TypeError: none are found.
+    """
     if isinstance(model_output, Tensor):
         return model_output
     if isinstance(model_output, Mapping):
         if isinstance(model_output.get("logits"), Tensor):
             return model_output["logits"]
         raise ValueError(
-            f"The model returned a mapping with the keys {list(model_output)}. Expected a tensor `logits`."
+            f"The model returned a mapping with the keys {list(model_output)}. Expected a tensor `logits`. {remedy}"
         )
     if isinstance(getattr(model_output, "logits", None), Tensor):
         return model_output.logits
@@ -109,10 +119,16 @@ def _find_logits(model_output: Any) -> Tensor:
             if isinstance(item, Tensor) and item.ndim >= 2:
                 return item
     raise TypeError(
-        f"No logits found in what the model returned (a {type(model_output).__name__}). Expected a tensor (B, C), an "
-        "object with `.logits`, or a tuple with the logits first. Pass a task of your own (`FunctionModelOutput`) to "
-        "read others."
+        f"No logits found in what the model returned (a {type(model_output).__name__}). Expected a tensor, an object "
+        f"with `.logits`, or a tuple with the logits first. {remedy}"
     )
+
+
+def looked_at(tensor: Tensor) -> Tensor:
+    """The values of a tensor whose first dimension is the batch. Under `torch.func.vmap`, those of all vectorized
+    samples."""
+    plain = torch.func.debug_unwrap(tensor, recurse=True)
+    return plain.flatten(0, 1) if plain.ndim > tensor.ndim else plain
 
 
 def check_labels(labels: Tensor, num_classes: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, call_model
 from hf_trak.modelout_functions.batches import as_sequence, check_labels, logits_of, split_batch
-from hf_trak.modelout_functions.margins import error_probability, margin
+from hf_trak.modelout_functions.margins import error_probability, log_likelihood, margin
 
 
 class ClassificationModelOutput(BatchedModelOutput):
@@ -43,6 +43,11 @@ class ClassificationModelOutput(BatchedModelOutput):
         logits = logits_of(model_output, labels).detach()
         check_labels(labels, logits.shape[1])
         return error_probability(logits, labels, self.temperature)
+
+    def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
+        """The cross-entropy loss of every sample, differentiable, shape `(B,)`."""
+        labels = split_batch(batch)[2]
+        return -log_likelihood(logits_of(model_output, labels), labels)
 
 
 class ImageClassificationModelOutput(ClassificationModelOutput):

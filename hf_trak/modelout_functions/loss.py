@@ -4,32 +4,91 @@ Sign. Up-weighting example i by ε moves the minimizer of the loss by −ε H⁻
 −ε ∇ℓ(z_i)ᵀ H⁻¹ ∇m(t). A positive score must mark a helpful example, one that raises the margin, so the train side
 carries −∇ℓ = ∇ log p_y, and q ≡ 1. (The Gram matrix does not see the sign.) With ℓ = softplus(−m) one has −∇ℓ = (1 −
 p_y) ∇m: the scores are those of the classification tasks with q moved inside the features, and inside the Gram matrix.
+
+The same holds for every task whose loss can be computed sample by sample: the train side is −∇ℓ, the target side ∇f.
 """
 
-from typing import Any
+import json
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.base import Batch, Side
-from hf_trak.modelout_functions.batches import logits_of, split_batch
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
-from hf_trak.modelout_functions.margins import log_likelihood, margin
+from hf_trak.modelout_functions.identity import task_identity
 
 
-class LossModelOutput(ClassificationModelOutput):
-    """`loss`: f is minus the per-sample cross-entropy loss for training examples, the margin for targets; q ≡ 1.
+@runtime_checkable
+class HasLoss(Protocol):
+    """A task that knows the training loss of every sample."""
+
+    def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
+        """`(B,)`, differentiable."""
+
+
+class LossModelOutput(BatchedModelOutput):
+    """`loss`: f is minus the per-sample loss for training examples, the model output for targets; q ≡ 1.
 
     The functional form, `get_output`, has no notion of a side and gives the train side.
     """
 
-    def __init__(self) -> None:
-        super().__init__(temperature=1.0)
+    def __init__(self, of: BatchedModelOutput | None = None) -> None:
+        """
+        Args:
+            of: the task whose loss and model output are meant, with a method `per_sample_loss(model_output, batch) ->
+                (B,)`: any of this library's but `clip`, or your own. `None` takes what fits the model that the
+                task is bound to, classification where nothing is known about it.
+
+        Raises:
+            TypeError: the task has no such method.
+        """
+        super().__init__()
+        self.of = None if of is None else json.dumps(task_identity(_checked(of)), sort_keys=True)
+        self._given = of is not None
+        self._task: BatchedModelOutput = ClassificationModelOutput() if of is None else of
+
+    @property
+    def batch_columns(self) -> Any:  # type: ignore[override]  # those of the task inside
+        """See [`AbstractModelOutput`]."""
+        return self._task.batch_columns
+
+    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        return self._task.collator(collator)
+
+    def bind(self, model: torch.nn.Module) -> None:
+        if not self._given:
+            self._task = _checked(_task_of(model))
+        self._task.bind(model)
+
+    def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._task.model_inputs(batch)
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        labels = split_batch(batch)[2]
-        logits = logits_of(model_output, labels)
-        return log_likelihood(logits, labels) if side == "train" else margin(logits, labels)
+        if side == "target":
+            return self._task.output(model_output, batch, side)
+        assert isinstance(self._task, HasLoss)
+        return -self._task.per_sample_loss(model_output, batch)
 
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        return torch.ones_like(super().out_to_loss_grad(model_output, batch, side))
+        return torch.ones_like(self._task.out_to_loss_grad(model_output, batch, side))
+
+
+def _task_of(model: torch.nn.Module) -> BatchedModelOutput:
+    from hf_trak.modelout_functions.registry import TASK_TO_MODELOUT, known_task
+
+    name = known_task(model)
+    task = ClassificationModelOutput() if name is None else TASK_TO_MODELOUT[name]()
+    assert isinstance(task, BatchedModelOutput)
+    return task
+
+
+def _checked(task: Any) -> BatchedModelOutput:
+    if not isinstance(task, BatchedModelOutput) or not isinstance(task, HasLoss):
+        raise TypeError(
+            f"The task {type(task).__name__} has no loss per sample. Expected a batched task with a method "
+            "`per_sample_loss(model_output, batch) -> (B,)`, a loss with `reduction='none'`. Use the task itself "
+            "instead of 'loss', or write a subclass with that method."
+        )
+    return task

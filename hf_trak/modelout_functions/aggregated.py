@@ -1,0 +1,137 @@
+"""Samples with several labels (tokens, classes, the two ends of an answer): one margin each, aggregated.
+
+With m_t the margin of label t, log p_t / (1 − p_t), and w_t its weight (1, or 1/T for the mean over T labels):
+
+    f = Σ_t w_t m_t            (`unit_output="margin"`, the default)
+    f = Σ_t w_t log p_t        (`unit_output="log_likelihood"`, minus the loss)
+
+The loss L = −Σ_t w_t log p_t = Σ_t w_t softplus(−m_t) is no function of the sum f alone, so ∂L/∂f is taken along the
+direction in which all margins move alike, m_t → m_t + δ:
+
+    q = −(dL/dδ) / (df/dδ) = (1/T) Σ_t (1 − p_t)
+
+the mean of 1 − p_t for the sum and for the mean alike: −∇L = Σ_t w_t (1 − p_t) ∇m_t ≈ q ∇f. For one label per sample
+this is the q of classification (TRAK paper, arXiv 2303.14186, Section 3.3). For the log-likelihood f = −L and q = 1.
+
+Sum is the default because training does the same: `Trainer`'s loss weighs every token of a batch alike, so that an
+example of many tokens pulls harder than one of few.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.batches import looked_at
+
+Aggregation = Literal["sum", "mean"]
+UnitOutput = Literal["margin", "log_likelihood"]
+
+TARGET_MASK = "target_mask"
+"""Column of 0 and 1 beside the labels: those with 0 are left out, as if they were not there."""
+
+TARGET_WEIGHTS = "target_weights"
+"""Column of numbers beside the labels, used as the weights w_t in place of those of the aggregation."""
+
+
+class AggregatedModelOutput(BatchedModelOutput):
+    """Base class: subclasses say what the labels of a batch are and what their margins."""
+
+    batch_columns: tuple[str, ...] = (TARGET_MASK, TARGET_WEIGHTS)
+
+    def __init__(self, aggregation: Aggregation = "sum", unit_output: UnitOutput = "margin") -> None:
+        """
+        Args:
+            aggregation: `"sum"` or `"mean"` over the labels of a sample.
+            unit_output: what is aggregated, `"margin"` or `"log_likelihood"`.
+
+        Raises:
+            ValueError: another word.
+        """
+        super().__init__()
+        for name, value, choices in (
+            ("aggregation", aggregation, get_args(Aggregation)),
+            ("unit_output", unit_output, get_args(UnitOutput)),
+        ):
+            if value not in choices:
+                raise ValueError(f"`{name}` is {value!r}. Expected one of {list(choices)}.")
+        self.aggregation = aggregation
+        self.unit_output = unit_output
+
+    @abstractmethod
+    def unit_margins(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The margin of every label `(B, T)`, differentiable, and which of them are labels `(B, T)`, boolean.
+
+        Margins of what is no label are finite and mean nothing. Neither looks at values, see `BatchedModelOutput`.
+        """
+
+    @abstractmethod
+    def check(self, model_output: Any, batch: Batch) -> None:
+        """Look at the values of the labels. Raises `ValueError` where one cannot be what the model was trained on."""
+
+    def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        margins, valid = self._counted(model_output, batch)
+        values = margins if self.unit_output == "margin" else torch.nn.functional.logsigmoid(margins)
+        return (torch.where(valid, values, 0.0) * self._weights(batch, valid, values)).sum(dim=1)
+
+    def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        self.check(model_output, batch)
+        with torch.no_grad():
+            margins, valid = self._counted(model_output, batch)
+            if side == "target":
+                _check_targets(valid)
+            counts = valid.sum(dim=1)
+            if self.unit_output == "log_likelihood":
+                return (counts > 0).to(margins.dtype)
+            return torch.where(valid, torch.sigmoid(-margins), 0.0).sum(dim=1) / counts.clamp(min=1)
+
+    def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
+        """L = −Σ_t w_t log p_t of every sample, differentiable, shape `(B,)`."""
+        margins, valid = self._counted(model_output, batch)
+        losses = torch.nn.functional.softplus(-margins)
+        return (torch.where(valid, losses, 0.0) * self._weights(batch, valid, losses)).sum(dim=1)
+
+    def _counted(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        margins, valid = self.unit_margins(model_output, batch)
+        for name in (TARGET_MASK, TARGET_WEIGHTS):
+            column = self.unit_column(batch, name, valid)
+            if column is not None:
+                valid = valid & (column != 0)
+        return margins, valid
+
+    def _weights(self, batch: Batch, valid: Tensor, like: Tensor) -> Tensor:
+        weights = self.unit_column(batch, TARGET_WEIGHTS, valid)
+        if weights is not None:
+            return weights.to(like.dtype) * valid
+        if self.aggregation == "sum":
+            return valid.to(like.dtype)
+        return valid.to(like.dtype) / valid.sum(dim=1, keepdim=True).clamp(min=1)
+
+    def unit_column(self, batch: Batch, name: str, valid: Tensor) -> Tensor | None:
+        """A column of one number per label `(B, T)`, or `None` if the batch has none of that name.
+
+        Raises:
+            ValueError: its shape is not that of the labels.
+        """
+        column = batch.get(name) if isinstance(batch, Mapping) else None
+        if column is None:
+            return None
+        if not isinstance(column, Tensor) or column.shape != valid.shape:
+            raise ValueError(
+                f"`{name}` has the shape {tuple(getattr(column, 'shape', ()))}. Expected {tuple(valid.shape)}, one "
+                "number per label. Make it with as many entries as the row has labels."
+            )
+        return column
+
+
+def _check_targets(valid: Tensor) -> None:
+    """A target without labels has f = 0 whatever the model, and nothing to attribute."""
+    empty = looked_at(~valid.any(dim=1))
+    if bool(empty.any()):
+        raise ValueError(
+            f"Sample {int(empty.nonzero()[0])} of {len(empty)} targets has no label: all are -100 or masked. Expected "
+            "at least one. Was its answer cut off by truncation, or is the span that was asked for not in it?"
+        )

@@ -1,0 +1,38 @@
+"""Causal language models: every label token is predicted from the tokens before it."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_trak.modelout_functions.base import Batch
+from hf_trak.modelout_functions.margins import margin
+from hf_trak.modelout_functions.token_tasks import SEQUENCE_NAMES, TokenModelOutput
+from hf_trak.modelout_functions.tokens import as_mapping, token_logits
+
+
+class CausalLMModelOutput(TokenModelOutput):
+    """`causal_lm`: f = Σ_t w_t m_t, with m_t the margin of label token t under the logits of position t − 1.
+
+    Labels stand beside the inputs, not shifted, as everywhere in `transformers`. The first token of a sequence is
+    predicted from nothing and never counts, neither does the first one after left padding. With padding on either
+    side, and alone, a sample has the same f, q and gradients.
+    """
+
+    head: ClassVar[str] = "AutoModelForCausalLM"
+
+    def labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        labels, valid = super().labels(batch)
+        attention = batch.get("attention_mask")
+        seen = torch.ones_like(valid)
+        if isinstance(attention, Tensor) and attention.ndim == 2:
+            seen = attention != 0
+        before = torch.nn.functional.pad(seen[:, :-1], (1, 0), value=False)
+        return labels, valid & before
+
+    def unit_margins(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        labels, valid = self.labels(as_mapping(batch, SEQUENCE_NAMES))
+        logits = token_logits(model_output, labels, self.head, self._prepended)
+        # Position 0 has no prediction: its margin is a 0 that never counts, so that columns stay those of the labels.
+        return torch.nn.functional.pad(margin(logits[:, :-1], labels[:, 1:]), (1, 0)), valid

@@ -1,0 +1,41 @@
+"""Positions that do not depend on padding.
+
+A model that numbers positions from the left edge sees a left-padded sequence elsewhere than the same sequence alone,
+so its gradients would depend on the other rows of the batch. `generate` counts real tokens instead, and so do these.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+
+
+def takes_positions(model: torch.nn.Module) -> bool:
+    """Whether `position_ids`, counted from 0 over the real tokens, mean for this model what it would number itself.
+
+    Not those that number positions in a way of their own (RoBERTa's, from the input ids; Qwen-VL's, in three
+    dimensions), nor PEFT's prompt learning, which refuses them.
+    """
+    wrapper: Any = model
+    if getattr(getattr(wrapper, "active_peft_config", None), "is_prompt_learning", False):
+        return False
+    inner: Any = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+        return False
+    if "position_ids" not in inspect.signature(inner.forward).parameters:
+        return False
+    if isinstance(inner, GenerationMixin):
+        own = type(inner)._prepare_position_ids_for_generation
+        if own is not GenerationMixin._prepare_position_ids_for_generation:
+            return False
+    return not any(hasattr(module, "create_position_ids_from_input_ids") for module in inner.modules())
+
+
+def with_positions(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Model inputs with `position_ids` `(B, T)` counted over what `attention_mask` `(B, T)` leaves, where there are
+    none yet."""
+    mask = inputs.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or inputs.get("position_ids") is not None:
+        return inputs
+    return {**inputs, "position_ids": ((mask != 0).long().cumsum(dim=1) - 1).clamp(min=0)}

@@ -1,0 +1,120 @@
+"""Sequence-to-sequence language models: labels of their own length, predicted from the inputs and earlier labels."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
+from hf_trak.modelout_functions.base import Batch
+from hf_trak.modelout_functions.margins import margin
+from hf_trak.modelout_functions.token_collator import TokenColumnsCollator
+from hf_trak.modelout_functions.tokens import (
+    IGNORED,
+    as_mapping,
+    check_tokens,
+    given_labels,
+    token_logits,
+    without_labels,
+)
+
+SEQUENCE_NAMES = ("input_ids", "attention_mask", "labels")
+
+
+class Seq2SeqLMModelOutput(AggregatedModelOutput):
+    """`seq2seq_lm`: f = Σ_t w_t m_t over the label tokens of the decoder.
+
+    Without `decoder_input_ids` in the batch, the decoder reads the labels shifted to the right, as the model itself
+    would make it from `labels`; labels that are padded on the left are moved to the left edge first, so that the
+    first one is predicted from the start token as it is in training. `target_mask` and `target_weights` stand beside
+    the labels.
+    """
+
+    head: ClassVar[str] = "AutoModelForSeq2SeqLM"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See [`AggregatedModelOutput`]."""
+        super().__init__(*args, **kwargs)
+        self._shift: Callable[[Tensor], Tensor] | None = None
+
+    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        return TokenColumnsCollator(collator, beside="labels")
+
+    def bind(self, model: torch.nn.Module) -> None:
+        wrapper: Any = model
+        inner = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
+        self._shift = _shifting(inner)
+
+    def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        batch = as_mapping(batch, SEQUENCE_NAMES)
+        inputs = without_labels(batch)
+        if inputs.get("decoder_input_ids") is None and inputs.get("decoder_inputs_embeds") is None:
+            if self._shift is None:
+                raise ValueError(
+                    "The batch has no `decoder_input_ids`, and the task knows no model that would make them from "
+                    "the labels. Expected either. Call `task.bind(model)` with a sequence-to-sequence model whose "
+                    "config has `decoder_start_token_id` and `pad_token_id`, or use "
+                    "`DataCollatorForSeq2Seq(model=model)`."
+                )
+            inputs["decoder_input_ids"] = self._shift(self._labels(batch)[0])
+        return (), inputs
+
+    def unit_margins(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        labels, valid = self._labels(as_mapping(batch, SEQUENCE_NAMES))
+        return margin(token_logits(model_output, labels, self.head), labels), valid
+
+    def check(self, model_output: Any, batch: Batch) -> None:
+        labels, valid = self._labels(as_mapping(batch, SEQUENCE_NAMES))
+        check_tokens(labels, valid, token_logits(model_output, labels, self.head).shape[2])
+
+    def unit_column(self, batch: Batch, name: str, valid: Tensor) -> Tensor | None:
+        column = super().unit_column(batch, name, valid)
+        assert isinstance(batch, Mapping) or column is None
+        return column if column is None else _moved(column, self._lead(batch))
+
+    def _labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        labels = given_labels(batch)
+        if labels is None:
+            raise ValueError(
+                f"The batch has the keys {list(batch)}, and so no labels. Expected `labels` (B, tokens) with the ids "
+                f"of the target text, {IGNORED} for padding. Tokenize it with `tokenizer(text_target=...)` and "
+                "collate with `DataCollatorForSeq2Seq`."
+            )
+        labels = _moved(labels, self._lead(batch))
+        return labels, labels != IGNORED
+
+    def _lead(self, batch: Any) -> Tensor | None:
+        """Number of padding labels on the left of every row; `None` where the batch says what the decoder reads."""
+        batch = as_mapping(batch, SEQUENCE_NAMES)
+        if batch.get("decoder_input_ids") is not None or batch.get("decoder_inputs_embeds") is not None:
+            return None
+        labels = given_labels(batch)
+        assert labels is not None
+        return ((labels != IGNORED).long().cumsum(dim=1) == 0).sum(dim=1, keepdim=True)
+
+
+def _moved(rows: Tensor, lead: Tensor | None) -> Tensor:
+    """Every row turned to the left by its `lead` entries `(B, 1)`."""
+    if lead is None:
+        return rows
+    width = rows.shape[1]
+    return rows.gather(1, (torch.arange(width, device=rows.device) + lead) % width)
+
+
+def _shifting(model: Any) -> Callable[[Tensor], Tensor] | None:
+    """What turns labels into decoder inputs: the model's own way if it has one, else start token first, and padding
+    for [`IGNORED`]."""
+    own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if own is not None:
+        return lambda labels: own(labels=labels)
+    config = getattr(model, "config", None)
+    start, pad = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+    if start is None or pad is None:
+        return None
+
+    def shift(labels: Tensor) -> Tensor:
+        before = torch.nn.functional.pad(labels[:, :-1], (1, 0), value=start)
+        return before.masked_fill(before == IGNORED, pad)
+
+    return shift

@@ -1,0 +1,11 @@
+"""Token classification: one class per labelled token."""
+
+from typing import ClassVar
+
+from hf_trak.modelout_functions.token_tasks import TokenModelOutput
+
+
+class TokenClassificationModelOutput(TokenModelOutput):
+    """`token_classification`: f = Σ_t w_t m_t over the tokens whose label is not -100."""
+
+    head: ClassVar[str] = "AutoModelForTokenClassification"

@@ -1,0 +1,69 @@
+"""Labels beside input tokens: what `causal_lm`, `masked_lm` and `token_classification` have in common."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_trak.modelout_functions.aggregated import AggregatedModelOutput, Aggregation, UnitOutput
+from hf_trak.modelout_functions.base import Batch
+from hf_trak.modelout_functions.margins import margin
+from hf_trak.modelout_functions.positions import takes_positions, with_positions
+from hf_trak.modelout_functions.token_collator import TokenColumnsCollator
+from hf_trak.modelout_functions.tokens import (
+    TOKEN_COLUMNS,
+    as_mapping,
+    check_tokens,
+    input_labels,
+    token_logits,
+    without_labels,
+)
+
+SEQUENCE_NAMES = ("input_ids", "attention_mask", "labels")
+
+
+class TokenModelOutput(AggregatedModelOutput):
+    """f = Σ_t w_t m_t over the label tokens of a sequence. Batches are mappings, or `(input_ids, attention_mask,
+    labels)`.
+    """
+
+    batch_columns = TOKEN_COLUMNS
+    head: ClassVar[str]
+    """The `AutoModelFor…` class whose models have the head that the task needs."""
+
+    def __init__(self, aggregation: Aggregation = "sum", unit_output: UnitOutput = "margin") -> None:
+        super().__init__(aggregation, unit_output)
+        self._positions = False
+        self._prepended = 0
+
+    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        return TokenColumnsCollator(collator, beside="input_ids")
+
+    def bind(self, model: torch.nn.Module) -> None:
+        self._positions = takes_positions(model)
+        self._prepended = prepended_tokens(model)
+
+    def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        inputs = without_labels(as_mapping(batch, SEQUENCE_NAMES))
+        return (), with_positions(inputs) if self._positions else inputs
+
+    def labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """The label of every position `(B, T)`, and which of them count `(B, T)`."""
+        return input_labels(batch)
+
+    def unit_margins(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        labels, valid = self.labels(as_mapping(batch, SEQUENCE_NAMES))
+        return margin(token_logits(model_output, labels, self.head, self._prepended), labels), valid
+
+    def check(self, model_output: Any, batch: Batch) -> None:
+        labels, valid = self.labels(as_mapping(batch, SEQUENCE_NAMES))
+        check_tokens(labels, valid, token_logits(model_output, labels, self.head, self._prepended).shape[2])
+
+
+def prepended_tokens(model: torch.nn.Module) -> int:
+    """How many virtual tokens PEFT's prompt tuning puts in front of the input, and leaves in the logits."""
+    config: Any = getattr(model, "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False) or config.peft_type == "PREFIX_TUNING":
+        return 0
+    return int(config.num_virtual_tokens)
