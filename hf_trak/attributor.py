@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate import PartialState
 from datasets import Dataset as HFDataset
 from torch import Tensor
 
@@ -16,17 +15,20 @@ from hf_trak import __version__
 from hf_trak.checkpoints import Checkpoint, describe, loaded
 from hf_trak.config import TrakConfig
 from hf_trak.data import Collator, default_collator, fingerprint_dataset, row_count
-from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError
+from hf_trak.errors import CheckpointMismatchError
 from hf_trak.featurizer import Featurizer
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.groups import GroupBy, RowGroups, target_groups
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
 from hf_trak.modelout_functions.identity import task_identity
+from hf_trak.placement import check_placement
+from hf_trak.processes import Processes
 from hf_trak.projectors import BlockProjector, make_projector
-from hf_trak.savers import FeatureStore, Gram, ShardSet
+from hf_trak.savers import FeatureStore, ShardSet
 from hf_trak.savers.atomic import safe_name
-from hf_trak.score_computers import RidgeSystem, gram_update, ridge_lambda, score_blocks, self_influence_blocks
-from hf_trak.scored_dataset import ScoreBlock, attach_columns, full_scores, top_k_columns
+from hf_trak.score_files import ScoreFiles
+from hf_trak.scored_dataset import ScoreBlock, attach_columns
+from hf_trak.scoring import Scorer
 from hf_trak.selection import (
     Criterion,
     best_rows,
@@ -75,10 +77,12 @@ class TrakAttributor:
                 `output_fn(model_output, batch) -> (B,)`. `None` infers it from the class of the model.
 
         Raises:
-            ValueError: unknown task or parameter name, empty dataset, or a model whose task cannot be inferred.
+            ValueError: unknown task or parameter name, empty dataset, a model whose task cannot be inferred, or one
+                whose parameters are sharded over processes or offloaded.
             TypeError: `train_dataset` has no rows by index.
         """
         self.args = TrakConfig() if args is None else args
+        check_placement(model)
         self.model = model
         self.task = get_task(infer_task(model) if task is None else task)
         self.task.use_seed(self.args.seed)
@@ -87,7 +91,7 @@ class TrakAttributor:
         self._train_size = row_count(train_dataset, "train_dataset")
         self.data_collator = data_collator or default_collator(train_dataset, processing_class)
         self.layout = ParameterLayout.from_model(model, self.args.grad_wrt)
-        self.processes = PartialState(cpu=self.args.use_cpu)
+        self.processes = Processes(self.args.use_cpu)
         self._sources: dict[int, Checkpoint | None] = {}
         self._train_fingerprint: str | None = None
         self._store: FeatureStore | None = None
@@ -207,6 +211,7 @@ class TrakAttributor:
         self,
         checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
         model_ids: Sequence[int] | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> "TrakAttributor":
         """Compute the features of the training rows for one or several checkpoints, and their Gram matrices.
 
@@ -217,6 +222,8 @@ class TrakAttributor:
             checkpoints: one checkpoint or a list: modules, state dicts, `checkpoint-N` directories, `.safetensors`, or
                 `.pt` files of tensors. `None` takes the model's current weights.
             model_ids: the ids under which they are kept; 0, 1, … by default.
+            part: `(index, count)` computes part `index` of `count` of the shards, for independent jobs that share
+                `output_dir`, such as a job array. Whichever finishes last computes the Gram matrices.
 
         Returns:
             The attributor itself.
@@ -225,16 +232,22 @@ class TrakAttributor:
             ConfigMismatchError: `output_dir` holds features made with another configuration.
             CheckpointMismatchError: a `model_id` is taken by other weights.
             NonFiniteError: a gradient is NaN or infinite; names the row.
-            StoreError: a shard on disk is damaged.
+            StoreError: a shard on disk is damaged, or a file cannot be written.
+            PeerProcessError: another process of this run failed or died.
         """
+        check_part(part)
         sources = _as_list(checkpoints)
         ids = _checked_ids(sources, model_ids)
         for model_id, source in zip(ids, sources, strict=True):
             with self._weights(model_id, source, register=True):
                 description = f"train rows, checkpoint {model_id}"
-                self._featurizer().fill(self.store.train(model_id), self.train_dataset, model_id, "train", description)
+                shards = self.store.train(model_id)
+                self._featurizer().fill(shards, self.train_dataset, model_id, "train", description, part)
             self._sources[model_id] = source
-            self._gram(model_id)
+            if left := len(self.processes.from_main(shards.missing)):
+                logger.info("%s: %d shards of other parts are not there yet.", description, left)
+            else:
+                self._scorer.gram(model_id)
         return self
 
     @contextmanager
@@ -252,24 +265,9 @@ class TrakAttributor:
                 )
             yield
 
-    def _gram(self, model_id: int) -> Gram:
-        """XᵀX of a checkpoint, from the store, or computed from its shards and kept there."""
-        gram = self.store.read_gram(model_id)
-        self.processes.wait_for_everyone()  # every process must come to the same decision
-        if gram is None:
-            if self.processes.is_main_process:
-                matrix = torch.zeros(self.proj_dim, self.proj_dim, dtype=torch.float64)
-                for shard in self.store.train(model_id):
-                    gram_update(matrix, shard.grads, shard.start)
-                self.store.write_gram(model_id, matrix, self._train_size)
-            self.processes.wait_for_everyone()
-            gram = self.store.read_gram(model_id)
-        if gram is None:
-            raise IncompleteStoreError(
-                f"The Gram matrix of model_id {model_id} has vanished from {self.args.output_dir!r}. Expected the "
-                "file that was just written. Run `featurize` again, and let nothing else delete files there."
-            )
-        return gram
+    @property
+    def _scorer(self) -> Scorer:
+        return Scorer(self.store, self.processes, self.device, self.args.lambda_reg, self.args.lambda_relative)
 
     # -- attribute ---------------------------------------------------------------------------------------------------
 
@@ -319,19 +317,15 @@ class TrakAttributor:
         groups = target_groups(eval_dataset, aggregate, group_by)
         if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1):
             raise ValueError(f"`top_k` is {top_k!r}. Expected an integer of at least 1, or `None` for every score.")
-        name, blocks = self._score_blocks(eval_dataset, name, checkpoints, model_ids, groups)
+        name, blocks = self._score_blocks(eval_dataset, name, checkpoints, model_ids, groups, everywhere=False)
         rows = self.train_dataset if per == "train" else eval_dataset if groups is None else groups.table()
         n_targets = n_targets if groups is None else len(groups)
         length = self._train_size if per == "target" else n_targets
-        if top_k is None:
-            file_name = f"per-{per}.arrow" if groups is None else f"per-{per}-of-{groups.tag}.arrow"
-            path = self.store.output_dir / "scores" / safe_name(name, "name") / file_name
-            if self.processes.is_main_process:
-                full_scores(path, blocks, self._train_size, n_targets, per)
-            self.processes.wait_for_everyone()
-            return attach_columns(rows, HFDataset.from_file(str(path)))
-        columns = top_k_columns(blocks, min(top_k, length), n_targets, per)
-        return attach_columns(rows, columns)
+        stem = f"per-{per}" if groups is None else f"per-{per}-of-{groups.tag}"
+        stem = stem if top_k is None else f"{stem}-top-{top_k}"
+        directory = self.store.output_dir / "scores" / safe_name(name, "name")
+        files = ScoreFiles(directory, stem, self.processes, self._train_size, n_targets)
+        return attach_columns(rows, files.columns(blocks, None if top_k is None else min(top_k, length), per))
 
     def _score_blocks(
         self,
@@ -340,23 +334,27 @@ class TrakAttributor:
         checkpoints: Checkpoint | Sequence[Checkpoint] | None,
         model_ids: Sequence[int] | None,
         groups: RowGroups | None = None,
+        everywhere: bool = True,
     ) -> tuple[str, Iterator[ScoreBlock]]:
-        """The name of the experiment, and scores of all training rows for m targets, or for G groups of them."""
+        """The name of the experiment, and scores of training rows for m targets, or for G groups of them: of all rows,
+        or (`everywhere=False`) of those that fall to this process."""
         n_targets = row_count(eval_dataset, "eval_dataset")
         fingerprint = fingerprint_dataset(eval_dataset)
         name = f"targets-{fingerprint[:12]}" if name is None else name
-        ids = self._ensemble(model_ids)
+        scorer = self._scorer
+        ids = scorer.ensemble(model_ids)
         sources = dict(zip(ids, _as_list(checkpoints), strict=True)) if checkpoints is not None else {}
         targets = []
         for model_id in ids:
-            system = self._system(model_id)
             shards = self._target_shards(name, model_id, eval_dataset, n_targets, fingerprint, sources)
-            if groups is None:
-                features = torch.cat([shard.grads.float() for shard in shards])
-            else:
-                features = groups.means((shard.start, shard.grads) for shard in shards)
-            targets.append(system.solve(features))
-        return name, score_blocks([self.store.train(model_id) for model_id in ids], targets)
+
+            def features(shards: ShardSet = shards) -> Tensor:
+                if groups is None:
+                    return torch.cat([shard.grads.float() for shard in shards])
+                return groups.means((shard.start, shard.grads) for shard in shards)
+
+            targets.append(scorer.precondition(model_id, features, n_targets if groups is None else len(groups)))
+        return name, scorer.blocks(ids, targets, everywhere)
 
     def group_scores(
         self,
@@ -436,35 +434,7 @@ class TrakAttributor:
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
         """
-        ids = self._ensemble(model_ids)
-        systems = [self._system(model_id) for model_id in ids]
-        result = torch.empty(self._train_size)
-        for start, stop, block in self_influence_blocks([self.store.train(model_id) for model_id in ids], systems):
-            result[start:stop] = block
-        return result
-
-    def _ensemble(self, model_ids: Sequence[int] | None) -> list[int]:
-        known = self.store.model_ids
-        ids = known if model_ids is None else list(model_ids)
-        if not ids or set(ids) - set(known) or len(set(ids)) < len(ids):
-            raise IncompleteStoreError(
-                f"Asked to score with the model_ids {ids}; featurized in {self.args.output_dir!r} are {known}. "
-                "Expected one or more of those, each once. Call `featurize()` first."
-            )
-        for model_id in ids:
-            if left := self.store.train(model_id).missing():
-                raise IncompleteStoreError(
-                    f"{len(left)} shards of model_id {model_id} are missing in {self.args.output_dir!r}. Call "
-                    "`featurize()` with the same checkpoints to finish them, or leave this id out of `model_ids`."
-                )
-        return ids
-
-    def _system(self, model_id: int) -> RidgeSystem:
-        gram = self._gram(model_id)
-        lam = ridge_lambda(
-            gram.trace, self._train_size, self.proj_dim, self.args.lambda_reg, self.args.lambda_relative
-        )
-        return RidgeSystem(gram.matrix, lam)
+        return self._scorer.self_influence(self._scorer.ensemble(model_ids))
 
     def _target_shards(
         self,
@@ -477,9 +447,7 @@ class TrakAttributor:
     ) -> ShardSet:
         """t of one checkpoint, `(m, k)`, computed if it is not in the store."""
         shards = self.store.targets(name, model_id, n_targets, fingerprint)
-        incomplete = bool(shards.missing())
-        self.processes.wait_for_everyone()  # every process must come to the same decision
-        if incomplete:
+        if self.processes.from_main(shards.missing):
             with self._weights(model_id, self._source(model_id, sources)):
                 description = f"{name}, checkpoint {model_id}"
                 self._featurizer().fill(shards, eval_dataset, model_id, "target", description)
@@ -513,3 +481,10 @@ def _checked_ids(sources: Sequence[Checkpoint | None], model_ids: Sequence[int] 
             f"least 0 for each."
         )
     return ids
+
+
+def check_part(part: tuple[int, int]) -> None:
+    """Raise `ValueError` unless `part` is `(index, count)` with 0 ≤ index < count."""
+    whole = isinstance(part, tuple | list) and len(part) == 2
+    if not whole or any(isinstance(v, bool) or not isinstance(v, int) for v in part) or not 0 <= part[0] < part[1]:
+        raise ValueError(f"`part` is {part!r}. Expected `(index, count)` with 0 ≤ index < count, such as (2, 8).")

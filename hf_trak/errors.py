@@ -42,3 +42,7 @@ class HubAccessError(HfTrakError, OSError):
 
 class RefusedIndexError(StoreError):
     """A published index is damaged, hostile or of an unknown format; names the file and the reason."""
+
+
+class PeerProcessError(HfTrakError, RuntimeError):
+    """Another process of the run failed, was killed, or stopped answering."""

@@ -1,22 +1,27 @@
 """From rows to features on disk: the life of a batch, for one set of weights."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from hf_trak.batch_limits import BatchLimits
 from hf_trak.config import TrakConfig
 from hf_trak.data import Collator, RowBatches, batch_rows, forward_columns
 from hf_trak.errors import IncompleteStoreError, NonFiniteError
 from hf_trak.gradient_computers import AbstractGradientComputer, make_gradient_computer
+from hf_trak.interruption import announced
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.base import Side
+from hf_trak.processes import Processes, share_of
 from hf_trak.projectors import BlockProjector
 from hf_trak.savers import FeatureStore, ShardSet
 from hf_trak.savers.references import read_references, write_references
+
+_PATIENCE_SECONDS = 60.0
 
 
 class Featurizer:
@@ -30,7 +35,7 @@ class Featurizer:
         collator: Collator,
         train_dataset: Any,
         args: TrakConfig,
-        processes: PartialState,
+        processes: Processes,
         device: torch.device,
         store: FeatureStore,
     ) -> None:
@@ -56,7 +61,15 @@ class Featurizer:
         self.device = device
         self.store = store
 
-    def fill(self, shards: ShardSet, dataset: Any, model_id: int, side: Side, description: str) -> None:
+    def fill(
+        self,
+        shards: ShardSet,
+        dataset: Any,
+        model_id: int,
+        side: Side,
+        description: str,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
         """Compute the missing shards that fall to this process, and wait for those of the others.
 
         Args:
@@ -65,23 +78,34 @@ class Featurizer:
             model_id: the checkpoint, which has a random matrix of its own.
             side: whether rows are training examples or targets.
             description: for the progress bar and for errors.
+            part: `(index, count)`: of all shards only part `index` of `count`, which processes of this run divide.
 
         Raises:
             NonFiniteError: a gradient is NaN or infinite; names the row.
-            IncompleteStoreError: another process did not finish its part.
+            IncompleteStoreError: a shard has vanished.
+            PeerProcessError: another process failed or died.
         """
-        rank, world = self.processes.process_index, self.processes.num_processes
-        missing = shards.missing()
-        self.processes.wait_for_everyone()  # nobody writes before everybody has looked
-        mine = [index for index in missing if index % world == rank]
-        if mine:
-            self._fill(mine, shards, dataset, model_id, side, description)
-        self.processes.wait_for_everyone()
-        if left := shards.missing():
-            raise IncompleteStoreError(
-                f"{len(left)} of {len(shards)} shards of {description} are missing after every process has finished "
-                f"its part (first: {shards.path(left[0])}). Expected all. Run the same command again."
-            )
+        wanted = share_of(len(shards), *part)
+        todo = self.processes.from_main(lambda: [index for index in wanted if not shards.has(index)])
+        mine = [todo[i] for i in self.processes.share(len(todo))]
+        with self.processes.together():
+            if mine:
+                with announced(lambda: _progress(shards, wanted, description)):
+                    self._fill(mine, shards, dataset, model_id, side, description)
+        self.processes.from_main(lambda: self._check_filled(shards, wanted, description))
+
+    def _check_filled(self, shards: ShardSet, wanted: range, description: str) -> None:
+        # What another node has just written may take a network file system some seconds to show.
+        patience = _PATIENCE_SECONDS if self.processes.num_processes > 1 else 0.0
+        deadline = time.monotonic() + patience
+        while left := [index for index in wanted if not shards.has(index)]:
+            if time.monotonic() >= deadline:
+                raise IncompleteStoreError(
+                    f"{len(left)} of {len(wanted)} shards of {description} are missing after every process has "
+                    f"finished its part (first: {shards.path(left[0])}). Expected all, in a directory that all "
+                    "processes share. Run the same command again."
+                )
+            time.sleep(0.5)
 
     def _fill(
         self, indices: Sequence[int], shards: ShardSet, dataset: Any, model_id: int, side: Side, description: str
@@ -111,7 +135,8 @@ class Featurizer:
                     grads[part], out_to_loss[part] = self._features(rows, batch, computer, model_id, side)
                     filled += len(rows)
                     progress.update(len(rows))
-                shards.write(index, grads, out_to_loss)
+                if not shards.has(index):  # unless a second run on this store has been faster
+                    shards.write(index, grads, out_to_loss)
 
     def _batches(self, dataset: Any) -> RowBatches:
         columns = [*forward_columns(self.model, self.args.label_names), *self.task.batch_columns]
@@ -122,6 +147,7 @@ class Featurizer:
             device=self.device,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.device.type == "cuda",
+            limits=BatchLimits.of(self.model),
         )
 
     def _prepare_task(self, model_id: int) -> None:
@@ -169,3 +195,11 @@ class Featurizer:
                 "NaN or infinite values, or compute in float32 (`model_dtype='float32'`)."
             )
         return out.cpu(), outputs.out_to_loss.float().cpu()
+
+
+def _progress(shards: ShardSet, wanted: range, description: str) -> str:
+    done = sum(shards.path(index).exists() for index in wanted)
+    return (
+        f"{done} of {len(wanted)} shards of {description} are complete in {shards.directory}. Run the same command "
+        "again to compute the others, with any number of processes."
+    )

@@ -439,7 +439,7 @@ def test_files_of_dead_processes_are_ignored_and_cleaned(tmp_path):
             sys.executable,
             "-c",
             "import pathlib, sys\nfrom hf_trak.savers.atomic import _create_temporary\n"
-            "print(_create_temporary(pathlib.Path(sys.argv[1]))[0])",
+            "print(_create_temporary(pathlib.Path(sys.argv[1])))",
             str(directory),
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

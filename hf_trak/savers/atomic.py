@@ -12,12 +12,15 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import socket
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PureWindowsPath
-from typing import Any
+from typing import IO, Any
+
+from safetensors import SafetensorError
 
 from hf_trak.errors import StoreError
 
@@ -73,13 +76,26 @@ def atomic_path(path: Path) -> Iterator[Path]:
     The file gets the permissions that the process's umask asks for, even when the code in the block rewrites it with
     tighter ones (safetensors writes mode 0600). Parent directories are created.
     """
-    temporary, mode = _create_temporary(path.parent)
-    try:
+    with _explained(path), temporary_file(path.parent) as temporary:
+        mode = stat.S_IMODE(temporary.stat().st_mode)
         yield temporary
         os.chmod(temporary, mode)
         _sync(temporary)
         os.replace(temporary, path)
         _sync(path.parent)
+
+
+@contextlib.contextmanager
+def temporary_file(directory: Path) -> Iterator[Path]:
+    """An empty file under a name that no other writer uses, in `directory` (created if need be), removed at the end.
+
+    Raises:
+        StoreError: it cannot be created.
+    """
+    with _explained(directory):
+        temporary = _create_temporary(directory)
+    try:
+        yield temporary
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -106,8 +122,7 @@ def create_file(path: Path, fill: Callable[[Path], object]) -> bool:
     Returns:
         Whether this call created the file.
     """
-    temporary, _ = _create_temporary(path.parent)
-    try:
+    with _explained(path), temporary_file(path.parent) as temporary:
         fill(temporary)
         _sync(temporary)
         try:
@@ -120,9 +135,42 @@ def create_file(path: Path, fill: Callable[[Path], object]) -> bool:
             return _create_without_links(temporary, path)
         _sync(path.parent)
         return True
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+
+
+def allocate(file: IO[bytes], size: int) -> None:
+    """Give an open file its final size, and disk space for all of it where the file system can: writing into a mapped
+    file that the disk has no room for would kill the process without a word.
+    """
+    file.flush()
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+                raise
+    file.truncate(size)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what the system says of a write that failed into a `StoreError`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise StoreError(
+            f"{path} cannot be written: {error}. Expected a directory that this process may write to, on a disk with "
+            f"room{_room(path.parent)}. Make room or get access, or use another output directory, and run the same "
+            "command again; files that are complete stay valid."
+        ) from error
+
+
+def _room(directory: Path) -> str:
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    try:
+        return f" ({shutil.disk_usage(directory).free / 2**20:,.1f} MiB are free there)"
+    except OSError:
+        return ""
 
 
 def json_bytes(content: Any) -> bytes:
@@ -183,15 +231,12 @@ def remove_stale_temporaries(directory: Path) -> None:
                 logger.info("Removed %s, left behind by a process that died.", entry)
 
 
-def _create_temporary(directory: Path) -> tuple[Path, int]:
-    """An empty file under a name that no other writer uses, and the permissions that the umask gave it."""
+def _create_temporary(directory: Path) -> Path:
+    """An empty file under a name that no other writer uses, with the permissions that the umask asks for."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f".hf_trak-tmp-{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-    try:
-        return path, stat.S_IMODE(os.fstat(descriptor).st_mode)
-    finally:
-        os.close(descriptor)
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    return path
 
 
 def _create_without_links(temporary: Path, path: Path) -> bool:

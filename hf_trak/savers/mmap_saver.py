@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.savers.atomic import (
+    allocate,
     atomic_path,
     create_bytes,
     create_file,
@@ -271,6 +272,8 @@ def _create_array(path: Path, shape: tuple[int, int], dtype: Any, replace: bool 
 
     def fill(temporary: Path) -> None:
         np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
+        with open(temporary, "r+b") as file:
+            allocate(file, temporary.stat().st_size)
 
     if replace:
         with atomic_path(path) as temporary:

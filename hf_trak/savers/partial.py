@@ -26,7 +26,7 @@ import xxhash
 from torch import Tensor
 
 from hf_trak.errors import IncompleteStoreError, StoreError
-from hf_trak.savers.atomic import create_file
+from hf_trak.savers.atomic import allocate, create_file
 from hf_trak.savers.shard_set import ShardSet
 from hf_trak.savers.shards import FORMAT_VERSION
 
@@ -55,7 +55,7 @@ class PartialShard:
         def fill(temporary: Path) -> None:
             with open(temporary, "wb") as file:
                 file.write(header)
-                file.truncate(int(ends[-1]))
+                allocate(file, int(ends[-1]))
 
         if not self.path.exists():
             create_file(self.path, fill)

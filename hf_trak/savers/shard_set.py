@@ -155,7 +155,11 @@ class ShardSet:
 
     def __iter__(self) -> Iterator[Shard]:
         """All shards in order; raises `StoreError` at one that is missing or invalid."""
-        return (self.read(index) for index in range(len(self.plan)))
+        return self.part(range(len(self.plan)))
+
+    def part(self, indices: Sequence[int]) -> Iterator[Shard]:
+        """Some shards, each read when it is asked for; raises as `read`."""
+        return (self.read(index) for index in indices)
 
     def _specs(self, rows: range) -> dict[str, TensorSpec]:
         return {

@@ -2,6 +2,7 @@
 
 from hf_trak.score_computers.base import AbstractScoreComputer
 from hf_trak.score_computers.basic import BasicScoreComputer, BasicSingleBlockScoreComputer
+from hf_trak.score_computers.gram import GramSum, column_squares
 from hf_trak.score_computers.ridge import RidgeSystem, gram_update, ridge_lambda
 from hf_trak.score_computers.streaming import FeatureShard, score_blocks, self_influence_blocks
 from hf_trak.score_computers.topk import TopK
@@ -11,8 +12,10 @@ __all__ = [
     "BasicScoreComputer",
     "BasicSingleBlockScoreComputer",
     "FeatureShard",
+    "GramSum",
     "RidgeSystem",
     "TopK",
+    "column_squares",
     "gram_update",
     "ridge_lambda",
     "score_blocks",

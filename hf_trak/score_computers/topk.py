@@ -5,11 +5,19 @@ from torch import Tensor
 
 from hf_trak.score_computers.ridge import check_finite_rows
 
+PADDING = -(2**63)
+"""A key below that of every finite score, for tables whose rows are of different lengths."""
+
 _MAX_ROWS = 2**32
+_FEW = 8
+"""A block of which less than one score in so many matters is picked from instead of sorted."""
 
 
 class TopK:
     """Running top-k over row blocks; memory is m · k plus one block.
+
+    Once k rows are there, only scores that reach the k-th best of their target are looked at more closely, which soon
+    are few: a block then costs about one comparison per score.
 
     Equal scores are ordered by row index, lower first, so the result is the same for any cut into blocks, any order of
     blocks, and any device. (`torch.topk` alone promises no order.) To that end a score and its row index are packed
@@ -30,6 +38,9 @@ class TopK:
         self.k = k
         self.largest = largest
         self._keys: Tensor | None = None
+        self._floor: Tensor | None = None
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._n_waiting = 0
 
     def update(self, start: int, block: Tensor) -> None:
         """Take in the scores `(rows, m)`, float32 or narrower, of rows `start … start + rows`.
@@ -48,10 +59,44 @@ class TopK:
                 "The block of scores is float64. Expected float32: convert it, so that the rounding is yours."
             )
         check_finite_rows(block, "score", start)
-        keys = _pack(block if self.largest else -block, start).T
-        if self._keys is not None:
-            keys = torch.cat([self._keys, keys.to(self._keys.device)], dim=1)
-        self._keys = keys.topk(min(self.k, keys.shape[1]), dim=1, sorted=True).values
+        if self._floor is not None:
+            # Equal scores count: of two, the lower row is wanted, and blocks may come in any order.
+            reaching = block >= self._floor if self.largest else block <= self._floor
+            count = int(reaching.count_nonzero())
+            if count == 0:
+                return
+            if count <= block.numel() // _FEW:
+                rows, targets = reaching.nonzero(as_tuple=True)
+                scores = block[rows, targets]
+                self._waiting.append((targets, _pack(scores if self.largest else -scores, start + rows)))
+                self._n_waiting += count
+                if self._n_waiting > self._keys.numel():  # type: ignore[union-attr]  # a floor comes with keys
+                    self._take_in_waiting()
+                return
+        self._take_in_waiting()
+        rows = torch.arange(start, start + block.shape[0], device=block.device)
+        self._take_in(_pack(block if self.largest else -block, rows.unsqueeze(1)).T)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there was no block yet."""
+        return self._keys is None
+
+    def keys(self) -> Tensor:
+        """What is kept, packed: `(m, min(k, rows))`, int64, descending. For [`~TopK.merge`] in another process.
+
+        Raises:
+            ValueError: there was no block.
+        """
+        self._take_in_waiting()
+        if self._keys is None:
+            raise ValueError("No scores were given. Call `update` with at least one block before `result`.")
+        return self._keys
+
+    def merge(self, keys: Tensor) -> None:
+        """Take in what another accumulator of the same `largest` kept, see [`~TopK.keys`]."""
+        self._take_in_waiting()
+        self._take_in(keys)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """`(scores, indices)`, each `(m, min(k, rows))`: float32 scores, best first, and int64 row indices.
@@ -59,18 +104,36 @@ class TopK:
         Raises:
             ValueError: there was no block.
         """
-        if self._keys is None:
-            raise ValueError("No scores were given. Call `update` with at least one block before `result`.")
-        scores, indices = _unpack(self._keys)
+        scores, indices = _unpack(self.keys())
         return (scores if self.largest else -scores), indices
 
+    def _take_in(self, keys: Tensor) -> None:
+        if self._keys is not None:
+            keys = torch.cat([self._keys, keys.to(self._keys.device)], dim=1)
+        self._keys = keys.topk(min(self.k, keys.shape[1]), dim=1, sorted=True).values
+        if self._keys.shape[1] == self.k and not bool((self._keys[:, -1] == PADDING).any()):
+            floor = _unpack(self._keys[:, -1])[0]
+            self._floor = floor if self.largest else -floor
 
-def _pack(scores: Tensor, start: int) -> Tensor:
+    def _take_in_waiting(self) -> None:
+        if not self._waiting or self._keys is None:
+            return
+        targets = torch.cat([targets for targets, _ in self._waiting])
+        keys = torch.cat([keys for _, keys in self._waiting])
+        self._waiting, self._n_waiting = [], 0
+        targets, order = targets.sort()
+        counts = targets.bincount(minlength=self._keys.shape[0])
+        column = torch.arange(len(targets), device=targets.device) - (counts.cumsum(0) - counts)[targets]
+        table = torch.full((len(counts), int(counts.max())), PADDING, device=keys.device)
+        table[targets, column] = keys[order]
+        self._take_in(table)
+
+
+def _pack(scores: Tensor, rows: Tensor) -> Tensor:
     """One int64 for each score: its order-preserving bits above, the complement of its row index below."""
     bits = (scores.float() + 0.0).contiguous().view(torch.int32)  # adding 0.0 makes -0.0 a 0.0
     ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
-    rows = torch.arange(start, start + scores.shape[0], device=scores.device)
-    return (ordered << 32) | (_MAX_ROWS - 1 - rows).unsqueeze(1)
+    return (ordered << 32) | (_MAX_ROWS - 1 - rows)
 
 
 def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,51 @@
+"""Where the parameters of a model are: whole in this process, as per-sample gradients need them, or not."""
+
+import torch
+import torch.distributed as dist
+
+_REMEDY = (
+    "Per-sample gradients need the whole value of every parameter in each process. Supported: a copy of the model in "
+    "every process; or, for a model too large for one device, one process and `from_pretrained(..., "
+    "device_map='auto')` over its devices. Load the saved weights that way and pass that model "
+    "(`accelerator.save_model`, or `accelerator.get_state_dict` and `save_pretrained`, write the full weights)."
+)
+
+
+def check_placement(model: torch.nn.Module) -> None:
+    """Refuse parameters that are cut up over processes, or not loaded.
+
+    Raises:
+        ValueError: FSDP, tensor parallelism or ZeRO-3 hold a part of a parameter here, or a parameter is on the meta
+            device (offloaded to CPU or disk, or never loaded). Names the parameter and the supported way.
+    """
+    if dist.is_available():
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        for name, module in model.named_modules():
+            if isinstance(module, FullyShardedDataParallel):
+                raise ValueError(
+                    f"The module {name or type(model).__name__!r} is wrapped in FullyShardedDataParallel, which keeps "
+                    f"a shard of its parameters in each process. {_REMEDY}"
+                )
+    for name, parameter in model.named_parameters():
+        if _is_distributed(parameter):
+            raise ValueError(
+                f"The parameter {name!r} is a DTensor: FSDP2 or tensor parallelism keeps a shard of it in each "
+                f"process. {_REMEDY}"
+            )
+        if hasattr(parameter, "ds_id"):  # set by DeepSpeed on what it partitions
+            raise ValueError(f"The parameter {name!r} is partitioned by DeepSpeed ZeRO-3. {_REMEDY}")
+        if parameter.is_meta:
+            raise ValueError(
+                f"The parameter {name!r} is on the meta device: `device_map` has offloaded it to the CPU or the disk, "
+                "or it was never loaded. Expected every parameter on a device. Give `device_map` more memory "
+                "(`max_memory`), a smaller dtype, or more devices."
+            )
+
+
+def _is_distributed(parameter: torch.Tensor) -> bool:
+    if not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor)
