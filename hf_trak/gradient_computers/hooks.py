@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -147,7 +148,10 @@ class _RuleHandler(_Handler):
             return None
 
         def receive(grad: Tensor, kept: tuple[Tensor, ...]) -> None:
-            self._emit(kept[0], x_axis, grad, out_axis)
+            # Rules and sinks work on plain tensors; without this every operation and every look at a shape would go
+            # through the tracker in Python.
+            with torch._C.DisableTorchFunction():
+                self._emit(kept[0], x_axis, grad, out_axis)
 
         return session.capture(result, (tensors[0],), receive)
 
