@@ -15,6 +15,8 @@ from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, defau
 from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
 from transformers.utils.generic import find_labels
 
+from hf_trak.batch_limits import BatchLimits
+
 Collator = Callable[[list[Any]], Any]
 
 _FINGERPRINT_ROWS = 1000
@@ -31,8 +33,8 @@ def row_count(dataset: Any, name: str) -> int:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"`{name}` is a {type(dataset).__name__}, which has no length or no rows by index. Expected a "
-            "map-style dataset, since scores refer to row numbers. Materialize a stream first, for example with "
-            "`Dataset.from_generator`."
+            "map-style dataset, since scores refer to row numbers. Give a stream a length and a fixed order with "
+            "`hf_trak.streams.StreamedRows(stream, num_rows)`, or store its rows with `Dataset.from_generator`."
         )
     if len(dataset) == 0:
         raise ValueError(f"`{name}` is empty. Expected at least one row.")
@@ -62,7 +64,7 @@ def fingerprint_dataset(dataset: Any) -> str:
         return digest.hexdigest()
     stride = max(1, len(dataset) // _FINGERPRINT_SAMPLES)
     for index in range(0, len(dataset), stride):
-        _update(digest, dataset[index])
+        update_digest(digest, dataset[index])
     return digest.hexdigest()
 
 
@@ -73,17 +75,18 @@ def _one_array(column: pa.ChunkedArray) -> pa.Array:
     return array.take(pa.array(range(len(array)))) if array.offset else array
 
 
-def _update(digest: Any, value: Any) -> None:
+def update_digest(digest: Any, value: Any) -> None:
+    """Feed a row, or any value in one, to a hash."""
     if isinstance(value, Mapping):
         for key in sorted(value):
             digest.update(f"{key}\0".encode())
-            _update(digest, value[key])
+            update_digest(digest, value[key])
     elif isinstance(value, str | bytes):
         digest.update(value.encode() if isinstance(value, str) else value)
     elif isinstance(value, list | tuple):
         digest.update(f"[{len(value)}".encode())
         for item in value:
-            _update(digest, item)
+            update_digest(digest, item)
     elif isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(f"{value.dtype}{tuple(value.shape)}\0".encode())
@@ -130,19 +133,23 @@ class RowBatches:
         device: torch.device,
         num_workers: int = 0,
         pin_memory: bool = False,
+        limits: BatchLimits | None = None,
     ) -> None:
         """
         Args:
             dataset: a map-style dataset.
-            collator: turns a list of rows into a batch.
+            collator: turns a list of rows into a batch. Columns that it names in an attribute `columns` reach it, too.
             columns: the columns that reach the collator; `None` keeps all.
             device: where batches are wanted.
             num_workers: processes that load rows.
             pin_memory: whether batches pass through pinned memory.
+            limits: what the model can take; batches are checked against it.
 
         Raises:
             ValueError: the dataset has none of the columns.
         """
+        if columns is not None:
+            columns = [*columns, *getattr(collator, "columns", ())]
         if columns is not None and isinstance(dataset, HFDataset) and dataset.format["type"] != "custom":
             # Unused columns are dropped before they are decoded; a transform, however, may need them.
             kept = [name for name in dataset.column_names if name in columns]
@@ -154,13 +161,17 @@ class RowBatches:
         self.device = device
         self.num_workers = num_workers
         self.pin_memory = pin_memory
+        self.limits = limits
 
     def _collate(self, rows: list[Any]) -> Any:
         if self.columns is not None and rows and isinstance(rows[0], Mapping):
             given = rows[0]
             rows = [{name: value for name, value in row.items() if name in self.columns} for row in rows]
             _check_columns(rows[0], given, self.columns)
-        return self.collator(rows)
+        batch = self.collator(rows)
+        if self.limits is not None:
+            self.limits.check(batch)
+        return batch
 
     def iterate(self, batches: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
         """Yield `(row numbers, batch)` for each list of row numbers in `batches`."""

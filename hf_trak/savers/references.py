@@ -1,8 +1,8 @@
 """What a task computes once per checkpoint before its first batch (CLIP: simulated negatives), kept in the store.
 
 `<output_dir>/checkpoint-<model_id>/references.safetensors`. The first process that writes it wins, and every process
-of this and later runs reads that one file. So all rows, on however many processes and kinds of devices, are compared with
-the same bits, and targets can be attributed where the training rows are not at hand.
+of this and later runs reads that one file. So all rows, on however many processes and kinds of devices, are compared
+with the same bits, and targets can be attributed where the training rows are not at hand.
 """
 
 from collections.abc import Mapping
