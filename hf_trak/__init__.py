@@ -6,28 +6,39 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "HubCheckpoint": "hf_trak.hub",
     "ImageTextCollator": "hf_trak.image_text",
     "StreamedRows": "hf_trak.streams",
     "TRAKer": "hf_trak.traker",
     "TrakAttributor": "hf_trak.attributor",
     "TrakConfig": "hf_trak.config",
+    "load_scores": "hf_trak.hub",
     "per_sample_gradients": "hf_trak.gradient_computers",
+    "pull_index": "hf_trak.hub",
+    "push_scores": "hf_trak.hub",
+    "with_training_rows": "hf_trak.hub",
 }
 
 __all__ = [
+    "HubCheckpoint",
     "ImageTextCollator",
     "StreamedRows",
     "TRAKer",
     "TrakAttributor",
     "TrakConfig",
     "__version__",
+    "load_scores",
     "per_sample_gradients",
+    "pull_index",
+    "push_scores",
+    "with_training_rows",
 ]
 
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor
     from hf_trak.config import TrakConfig
     from hf_trak.gradient_computers import per_sample_gradients
+    from hf_trak.hub import HubCheckpoint, load_scores, pull_index, push_scores, with_training_rows
     from hf_trak.image_text import ImageTextCollator
     from hf_trak.streams import StreamedRows
     from hf_trak.traker import TRAKer

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from datasets import Dataset as HFDataset
+from huggingface_hub import CommitInfo
 from torch import Tensor
 
 from hf_trak import __version__
@@ -137,6 +138,68 @@ class TrakAttributor:
             data_collator=trainer.data_collator,
             processing_class=trainer.processing_class,
             task=task,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_or_path: str,
+        model: torch.nn.Module | str | None = None,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        train_dataset: Any = None,
+        data_collator: Collator | None = None,
+        processing_class: Any = None,
+        task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
+        checkpoints: Checkpoint | Sequence[Checkpoint] | Mapping[int, Checkpoint] | None = None,
+        **options: Any,
+    ) -> "TrakAttributor":
+        """Load a published index, and attribute new targets without the training data.
+
+        Nothing of the repo is executed or unpickled, and every file is checked before it is used. Gram matrices and
+        feature shards are downloaded when a call needs them, and only those.
+
+        Args:
+            repo_or_path: a dataset repo, a copy of one, or the output directory of a run.
+            model: the model that the index was made with: a module, a directory or a model repo. `None` takes the repo
+                and revision that the index records. Its weights are compared with the recorded fingerprints.
+            revision: branch, tag or commit of the index.
+            token: as in `huggingface_hub`; passed on, never written anywhere.
+            local_files_only: use what is in the Hub's cache, as does `HF_HUB_OFFLINE`.
+            train_dataset: the training rows, or their repo, if they are at hand: `per="train"` then returns them.
+            data_collator, processing_class: as for `TrakAttributor`; without training rows, collates mappings of
+                tensors or numbers, and tuples.
+            task: the model output function, where it is one of yours.
+            checkpoints: the weights of every model id (in their order, or by id) that neither the model nor a recorded
+                repo has.
+            options: fields of `TrakConfig` that do not define features, such as `per_device_batch_size`, `use_cpu`, or
+                `output_dir`, where target features and scores are kept (default: beside the Hub's cache). The ridge
+                and the batch size are those of the index unless given.
+
+        Raises:
+            HubAccessError: repo, revision or file does not exist or cannot be reached.
+            RefusedIndexError: the index is damaged or hostile, or of another format.
+            ConfigMismatchError: model, task or training dataset are not those of the index.
+            CheckpointMismatchError: the model has none of the weights that the index was made with.
+            ValueError: the index names no model, or an option cannot be chosen.
+        """
+        from hf_trak.hub.loading import load_attributor  # the Hub's room is not needed otherwise
+
+        return load_attributor(
+            cls,
+            repo_or_path,
+            model,
+            revision=revision,
+            token=token,
+            local_files_only=local_files_only,
+            train_dataset=train_dataset,
+            data_collator=data_collator,
+            processing_class=processing_class,
+            task=task,
+            checkpoints=checkpoints,
+            **options,
         )
 
     @property
@@ -435,6 +498,44 @@ class TrakAttributor:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
         """
         return self._scorer.self_influence(self._scorer.ensemble(model_ids))
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        **facts: Any,
+    ) -> CommitInfo:
+        """Publish the index as a dataset repo, with a card: see [`hf_trak.hub.push_index`].
+
+        Resumes after an interruption, uploads only what the repo lacks, and keeps what others wrote into its card. All
+        processes call this, the main process pushes. Think first of who may see gradients of your training data.
+
+        Args:
+            repo_id: the dataset repo, created if need be.
+            private: visibility of a new repo; `True` with a public one is refused.
+            token: as in `huggingface_hub`; passed on, never written anywhere.
+            revision: the branch, created if need be.
+            create_pr: open a pull request instead.
+            facts: `model_name` and `model_revision` (the model repo), `checkpoints` (model ids to
+                `"hf://user/model@revision"`), `lds`, `commit_message`.
+
+        Returns:
+            The commit.
+
+        Raises:
+            IncompleteStoreError: features are missing.
+            HubAccessError: the repo cannot be written to, or the connection broke; the same call goes on.
+            PeerProcessError: the main process failed.
+        """
+        from hf_trak.hub.push import push_attributor  # the Hub's room is not needed otherwise
+
+        return push_attributor(
+            self, repo_id, private=private, token=token, revision=revision, create_pr=create_pr, **facts
+        )
 
     def _target_shards(
         self,

@@ -1,0 +1,351 @@
+"""A feature store whose training side is a published index: read-only, and fetched file by file as it is needed.
+
+What this machine computes itself (features of targets, scores) goes into a directory of its own.
+"""
+
+import contextlib
+import hashlib
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from hf_trak.errors import HfTrakError, IncompleteStoreError, RefusedIndexError, StoreError
+from hf_trak.hub.files import IndexFiles
+from hf_trak.hub.manifest import (
+    MANIFEST_FILE,
+    MAX_JSON_BYTES,
+    IndexManifest,
+    PublishedCheckpoint,
+    read_foreign_json,
+    refused,
+    too_large,
+)
+from hf_trak.savers import FeatureStore, Gram, Shard, ShardPlan, ShardSet
+from hf_trak.savers.references import FILE_NAME as REFERENCES_FILE
+from hf_trak.savers.references import read_references
+from hf_trak.savers.shards import FORMAT_VERSION, checksum
+
+MAX_HEADER_BYTES = 64 << 10
+"""Longest header of a safetensors file of an index; those that the store writes have about 500 bytes."""
+
+JSON_FILES = (FeatureStore.CONFIG_FILE, MANIFEST_FILE)
+
+_MAX_FEATURES = 1 << 24
+_MAX_REFERENCE_BYTES = 1 << 30
+INDEX_FILE = re.compile(
+    r"checkpoint-\d+/(train-\d+-of-\d+\.safetensors|gram\.safetensors|references\.safetensors|checkpoint\.json)"
+)
+"""Names that an index gives to its files, besides the two JSON files and the card."""
+
+_REFERENCE_BYTES = (8, _MAX_REFERENCE_BYTES)
+
+
+class IndexShards(ShardSet):
+    """The training features of one checkpoint of an index."""
+
+    def __init__(self, local: ShardSet, files: IndexFiles, folder: str, checksums: tuple[str, ...]) -> None:
+        """
+        Args:
+            local: the same shards as the store sees them.
+            files: where they come from.
+            folder: their directory in the index.
+            checksums: of every shard, from the manifest.
+        """
+        super().__init__(local.directory, local.prefix, local.plan, local.width, local.dtype, local.identity)
+        self._files = files
+        self._folder = folder
+        self._checksums = checksums
+        self._checked: set[int] = set()
+
+    def has(self, index: int) -> bool:
+        """Whether the index has the shard: it has all of them."""
+        return 0 <= index < len(self.plan)
+
+    @property
+    def content_hash(self) -> str:
+        """Digest of the checksums of all shards, from the manifest. No shard is read."""
+        return _content_hash(self._checksums)
+
+    def write(self, index: int, grads: torch.Tensor, out_to_loss: torch.Tensor) -> NoReturn:
+        """Nothing is written into an index."""
+        _refuse_writing(self._files.name)
+
+    def read(self, index: int, verify: bool | None = None) -> Shard:
+        """Read one shard, fetching it first where it is not on this machine.
+
+        Raises:
+            HubAccessError: it cannot be fetched.
+            RefusedIndexError: it is not what the index promises: another shape, dtype, checkpoint or checksum, no
+                safetensors file, or with values that are not finite.
+        """
+        path = self._fetch(index)
+        with refusing(self._files, path):
+            if index in self._checked:
+                return super().read(index, verify)
+            rows = self.plan.rows(index)
+            _check_file(self._files.root / path, _shard_bytes(rows, self.width, self.dtype))
+            if (found := self._header(index).get("checksum")) != self._checksums[index]:
+                raise StoreError(f"its checksum is {found}, the manifest says {self._checksums[index]}")
+            shard = super().read(index, True)
+            _check_finite(shard)
+            self._checked.add(index)
+            return shard
+
+    def _fetch(self, index: int) -> str:
+        path = f"{self._folder}/{self.plan.file_name(index, self.prefix)}"
+        self._files.fetch(path)
+        return path
+
+
+class IndexStore(FeatureStore):
+    """See the module's docstring."""
+
+    def __init__(self, output_dir: Path, config: dict[str, Any], files: IndexFiles, manifest: IndexManifest) -> None:
+        """Use [`open_index`]."""
+        super().__init__(output_dir, config)
+        self.files = files
+        self.manifest = manifest
+
+    def checkpoint_dir(self, model_id: int) -> Path:
+        """Directory of the files of a checkpoint, as far as they are fetched."""
+        return self.files.root / super().checkpoint_dir(model_id).name
+
+    @property
+    def model_ids(self) -> list[int]:
+        """Ids of the checkpoints of the index, ascending."""
+        return sorted(self.manifest.checkpoints)
+
+    def checkpoint_info(self, model_id: int) -> dict[str, Any]:
+        """As for any store. `source` is `None`: a path on somebody else's machine means nothing here.
+
+        Raises:
+            IncompleteStoreError: the index has no such checkpoint.
+        """
+        published = self.manifest.checkpoints.get(model_id)
+        if published is None:
+            raise IncompleteStoreError(
+                f"Model id {model_id} is not in the index {self.files.name}, which has {self.model_ids}. Choose among "
+                "those."
+            )
+        return {
+            "config_hash": self.config_hash,
+            "fingerprint": published.fingerprint,
+            "model_id": model_id,
+            "source": None,
+        }
+
+    def register_checkpoint(self, model_id: int, fingerprint: str, source: str | None = None) -> None:
+        """Nothing is added to an index."""
+        _refuse_writing(self.files.name)
+
+    def write_gram(self, model_id: int, gram: torch.Tensor, n: int) -> None:
+        """Nothing is written into an index."""
+        _refuse_writing(self.files.name)
+
+    def train(self, model_id: int) -> IndexShards:
+        """The training features under one checkpoint; none is fetched yet."""
+        local = super().train(model_id)
+        folder = self.checkpoint_dir(model_id).name
+        return IndexShards(local, self.files, folder, self.manifest.checkpoints[model_id].shards)
+
+    def targets(
+        self,
+        experiment: str,
+        model_id: int,
+        n_targets: int,
+        dataset_fingerprint: str,
+        extra: Mapping[str, Any] | None = None,
+    ) -> ShardSet:
+        """As for any store; what the task needs to compute them is fetched first."""
+        self.fetch_references(model_id)
+        return super().targets(experiment, model_id, n_targets, dataset_fingerprint, extra)
+
+    def fetch_references(self, model_id: int) -> None:
+        """Fetch and check what the task computed before its first batch, if it did. Raises as [`IndexShards.read`]."""
+        self.checkpoint_info(model_id)
+        published = self.manifest.checkpoints[model_id]
+        if published.references is None:
+            return
+        path = f"{self.checkpoint_dir(model_id).name}/{REFERENCES_FILE}"
+        self.files.fetch(path)
+        with refusing(self.files, path):
+            _check_file(self.files.root / path, _REFERENCE_BYTES)
+            found = references_checksum(self, model_id)
+            if found != published.references:
+                raise StoreError(f"its checksum is {found}, the manifest says {published.references}")
+            for name, values in (read_references(self, model_id) or {}).items():
+                if not bool(torch.isfinite(values).all()):
+                    raise StoreError(f"`{name}` holds NaN or infinite values")
+
+    def read_gram(self, model_id: int) -> Gram:
+        """XᵀX of a checkpoint, fetched if need be. Raises as [`IndexShards.read`]."""
+        self.checkpoint_info(model_id)
+        path = f"{self.checkpoint_dir(model_id).name}/gram.safetensors"
+        self.files.fetch(path)
+        with refusing(self.files, path):
+            _check_file(self.files.root / path, _gram_bytes(self._config["proj_dim"]))
+            gram = super().read_gram(model_id)
+            if gram is None:
+                raise StoreError("it vanished while it was read")
+            if not bool(torch.isfinite(gram.matrix).all()):
+                raise StoreError("the Gram matrix holds NaN or infinite values")
+            trace = float(gram.matrix.diagonal().sum(dtype=torch.float64))
+            if not math.isclose(trace, gram.trace, rel_tol=1e-6, abs_tol=1e-30):
+                raise StoreError(f"its metadata says that the trace is {gram.trace}, its matrix has {trace}")
+            return gram
+
+
+def open_index(files: IndexFiles, output_dir: Path) -> IndexStore:
+    """Check an index that may come from anybody, and open it. Only the two JSON files are fetched.
+
+    Args:
+        files: where it is.
+        output_dir: where features of targets and scores are kept.
+
+    Raises:
+        RefusedIndexError: it is of another format, or anything does not fit: sizes, names, counts, digests, values.
+        HubAccessError: a file cannot be fetched.
+    """
+    try:
+        store = _checked_store(files, output_dir)
+        _check_listing(store)
+    except RefusedIndexError:
+        for path in JSON_FILES:
+            files.discard(path)
+        raise
+    return store
+
+
+def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
+    for path in JSON_FILES:
+        check_json_size(f"{path} of {files.name}", files.size(path))
+    config, listed = (read_foreign_json(files.fetch(path), f"{path} of {files.name}") for path in JSON_FILES)
+    where = f"{FeatureStore.CONFIG_FILE} of {files.name}"
+    if config.get("format_version") != FORMAT_VERSION:
+        raise refused(
+            where,
+            f"it has format version {config.get('format_version')!r}, and this version of hf_trak reads "
+            f"{FORMAT_VERSION}",
+        )
+    try:
+        config = FeatureStore._normalize(config)
+        if config["proj_dim"] > _MAX_FEATURES:
+            raise ValueError(f"`proj_dim` is {config['proj_dim']}, more than {_MAX_FEATURES}")
+        plan = ShardPlan(config["train_size"], config["shard_size"])
+    except ValueError as error:
+        raise refused(where, str(error)) from error
+    where = f"{MANIFEST_FILE} of {files.name}"
+    try:
+        manifest = IndexManifest.from_json(listed, plan)
+    except ValueError as error:
+        raise refused(where, str(error)) from error
+    return IndexStore(output_dir, config, files, manifest)
+
+
+def check_json_size(where: str, size: int | None) -> None:
+    """Refuse a JSON file that is too large, before it is fetched."""
+    if size is not None and size > MAX_JSON_BYTES:
+        raise refused(where, too_large(size))
+
+
+def tensor_files(store: FeatureStore, model_id: int, published: PublishedCheckpoint) -> dict[str, tuple[int, int]]:
+    """The files of one checkpoint, by their path in the index, and the least and the most bytes that each can have."""
+    shards, folder = store.train(model_id), store.checkpoint_dir(model_id).name
+    sizes = {f"{folder}/gram.safetensors": _gram_bytes(store.config["proj_dim"])}
+    if published.references is not None:
+        sizes[f"{folder}/{REFERENCES_FILE}"] = _REFERENCE_BYTES
+    for index in range(len(shards)):
+        name = f"{folder}/{shards.plan.file_name(index, shards.prefix)}"
+        sizes[name] = _shard_bytes(shards.plan.rows(index), shards.width, shards.dtype)
+    return sizes
+
+
+def _check_listing(store: IndexStore) -> None:
+    """Refuse an index whose files are absent or of a size that they cannot have, before any of them is fetched."""
+    files = store.files
+    names = files.names()
+    if names is None:
+        return  # opened from the cache: what is there is checked when it is read
+    for model_id in store.model_ids:
+        for path, (least, most) in tensor_files(store, model_id, store.manifest.checkpoints[model_id]).items():
+            if path not in names:
+                raise refused(f"The index {files.name}", f"the file {path!r}, which its manifest implies, is missing")
+            size = files.size(path)
+            if size is None or not least <= size <= most:
+                raise refused(f"{path!r} of {files.name}", f"it has {size} bytes, not {least} to {most}")
+
+
+def _shard_bytes(rows: range, width: int, dtype: torch.dtype) -> tuple[int, int]:
+    data = len(rows) * (width * dtype.itemsize + 4)
+    return data + 8, data + 8 + MAX_HEADER_BYTES
+
+
+def _gram_bytes(width: int) -> tuple[int, int]:
+    return 4 * width * width + 8, 8 * width * width + 8 + MAX_HEADER_BYTES
+
+
+def _check_file(path: Path, sizes: tuple[int, int]) -> None:
+    """Refuse a file by its size and by the length that its header claims, before anything parses it."""
+    size = path.stat().st_size
+    if not sizes[0] <= size <= sizes[1]:
+        raise StoreError(f"it has {size} bytes, not {sizes[0]} to {sizes[1]}")
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        start = file.read(1)
+    if length > MAX_HEADER_BYTES or start != b"{":
+        raise StoreError(
+            f"it is not a safetensors file of an index: it begins with a header of {length} bytes that starts with "
+            f"{start!r} (at most {MAX_HEADER_BYTES} bytes, starting with b'{{', were expected)"
+        )
+
+
+def _check_finite(shard: Shard) -> None:
+    for name, values in (("grads", shard.grads), ("out_to_loss", shard.out_to_loss)):
+        finite = torch.isfinite(values).reshape(shard.stop - shard.start, -1).all(dim=1)
+        if not bool(finite.all()):
+            row = shard.start + int((~finite).nonzero()[0])
+            raise StoreError(f"`{name}` of training row {row} holds NaN or infinite values")
+
+
+@contextlib.contextmanager
+def refusing(files: IndexFiles, path: str) -> Iterator[None]:
+    """Turn what is wrong with a file into a refusal, and forget the file, so that it is fetched anew."""
+    try:
+        yield
+    except (RefusedIndexError, IncompleteStoreError):
+        raise
+    except StoreError as error:
+        files.discard(path)
+        raise refused(f"{path!r} of {files.name}", _reason(error)) from error
+
+
+def _reason(error: HfTrakError) -> str:
+    """The reason in a message of the store, without its advice on the user's own files."""
+    return str(error).partition(" cannot be used: ")[2].partition(". Delete this file")[0] or str(error)
+
+
+def _refuse_writing(name: str) -> NoReturn:
+    raise StoreError(
+        f"The index {name} was published and is only read here. To add checkpoints or rows, featurize into an output "
+        "directory of your own with `TrakAttributor(...)`, and publish that."
+    )
+
+
+def _content_hash(checksums: tuple[str, ...]) -> str:
+    return hashlib.sha256("".join(checksums).encode()).hexdigest()[:32]
+
+
+def references_checksum(store: FeatureStore, model_id: int) -> str | None:
+    """Checksum of a checkpoint's references; `None` if there are none. Raises `StoreError` if they are damaged."""
+    tensors = read_references(store, model_id)
+    return None if tensors is None else checksum(tensors)
+
+
+def checksums_of(shards: ShardSet) -> tuple[str, ...]:
+    """The checksum of every shard, from their headers. Raises `StoreError` where one is missing or invalid."""
+    return tuple(str(shards._header(index)["checksum"]) for index in range(len(shards)))

@@ -1,0 +1,270 @@
+"""The manifest of a published index, `trak_index.json`: what the feature store's own files do not say.
+
+    {
+      "format_version": 1,
+      "checkpoints": {"0": {"fingerprint": …, "source": "hf://user/model@revision" or null, "shards": [checksum, …],
+                            "references": checksum or null}},
+      "settings": {λ, engine, batch size and what else changes scores or their rounding},
+      "weights_dtype": "float32",
+      "train_dataset": {"name", "config", "split", "revision"} or null,
+      "lds": the linear datamodeling score, if it was measured, or null
+    }
+
+Everything read from a foreign index passes through here, and nothing of it is used as a path, imported or executed.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from hf_trak.config import TrakConfig
+from hf_trak.errors import RefusedIndexError
+from hf_trak.savers import ShardPlan
+
+MANIFEST_FILE = "trak_index.json"
+MANIFEST_VERSION = 1
+MAX_JSON_BYTES = 64 << 20
+"""Largest JSON file that is read: parameters of 500,000 tensors, or checksums of 1.5 million shards."""
+
+SETTINGS = (
+    "engine",
+    "label_names",
+    "lambda_reg",
+    "lambda_relative",
+    "per_device_batch_size",
+    "remove_unused_columns",
+)
+"""Fields of `TrakConfig` that the feature store does not record, and that scores depend on."""
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_SOURCE = re.compile(r"hf://(?P<repo>[^@/]+/[^@/]+)@(?P<revision>[^@]+)")
+_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/-]{0,199}")
+_DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Weights in a model repo of the Hub, at one revision."""
+
+    repo_id: str
+    revision: str
+
+    def __str__(self) -> str:
+        return f"hf://{self.repo_id}@{self.revision}"
+
+    @classmethod
+    def parse(cls, text: Any, what: str) -> "HubSource":
+        """Read `hf://user/model@revision`. Raises `ValueError` if it is anything else."""
+        match = _SOURCE.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise ValueError(f"{what} is {text!r}. Expected 'hf://user/model@revision'.")
+        return cls(checked_repo(match["repo"], what), checked_revision(match["revision"], what))
+
+
+@dataclass(frozen=True)
+class PublishedCheckpoint:
+    """What the index says of one set of weights.
+
+    Attributes:
+        fingerprint: of the weights.
+        source: where they are.
+        shards: the checksum of every feature shard.
+        references: the checksum of what the task computed before its first batch, `None` if it computed nothing.
+    """
+
+    fingerprint: str
+    source: HubSource | None
+    shards: tuple[str, ...]
+    references: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainSource:
+    """The training rows as a dataset of the Hub."""
+
+    name: str
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class IndexManifest:
+    """The content of `trak_index.json`, checked."""
+
+    checkpoints: dict[int, PublishedCheckpoint]
+    settings: dict[str, Any] = field(default_factory=dict)
+    weights_dtype: str | None = None
+    train_dataset: TrainSource | None = None
+    lds: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {
+            "format_version": MANIFEST_VERSION,
+            "checkpoints": {
+                str(model_id): {
+                    "fingerprint": checkpoint.fingerprint,
+                    "source": None if checkpoint.source is None else str(checkpoint.source),
+                    "shards": list(checkpoint.shards),
+                    "references": checkpoint.references,
+                }
+                for model_id, checkpoint in sorted(self.checkpoints.items())
+            },
+            "settings": self.settings,
+            "weights_dtype": self.weights_dtype,
+            "train_dataset": None if self.train_dataset is None else vars(self.train_dataset),
+            "lds": self.lds,
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], plan: ShardPlan) -> "IndexManifest":
+        """Check a manifest that may come from anybody.
+
+        Args:
+            content: the parsed file.
+            plan: the division into shards that the index's configuration implies.
+
+        Raises:
+            ValueError: it says anything that a manifest written by this library could not say.
+        """
+        version = content.get("format_version")
+        if version != MANIFEST_VERSION or isinstance(version, bool):
+            raise ValueError(
+                f"it has format version {version!r}, and this version of hf_trak reads {MANIFEST_VERSION}"
+            )
+        checkpoints = content.get("checkpoints")
+        if not isinstance(checkpoints, dict) or not checkpoints:
+            raise ValueError(f"`checkpoints` is {_shown(checkpoints)}, not an object with at least one entry")
+        settings = content.get("settings")
+        if not isinstance(settings, dict) or set(settings) - set(SETTINGS):
+            raise ValueError(f"`settings` is {_shown(settings)}, not an object with some of {list(SETTINGS)}")
+        TrakConfig(**settings)
+        dtype, lds = content.get("weights_dtype"), content.get("lds")
+        if dtype is not None and dtype not in _DTYPES:
+            raise ValueError(f"`weights_dtype` is {_shown(dtype)}, not null or one of {list(_DTYPES)}")
+        if lds is not None and (isinstance(lds, bool) or not isinstance(lds, int | float) or not -1 <= lds <= 1):
+            raise ValueError(f"`lds` is {_shown(lds)}, not null or a number from -1 to 1")
+        return cls(
+            {_model_id(key): _checkpoint(key, value, plan) for key, value in checkpoints.items()},
+            settings,
+            dtype,
+            _train_source(content.get("train_dataset")),
+            lds,
+        )
+
+
+def _model_id(key: str) -> int:
+    if not re.fullmatch(r"0|[1-9]\d{0,8}", key):
+        raise ValueError(f"a checkpoint is called {_shown(key)}, not by a number such as '0'")
+    return int(key)
+
+
+def _checkpoint(key: str, value: Any, plan: ShardPlan) -> PublishedCheckpoint:
+    if not isinstance(value, dict):
+        raise ValueError(f"checkpoint {key} is {_shown(value)}, not an object")
+    shards = value.get("shards")
+    if not isinstance(shards, list) or len(shards) != len(plan):
+        count = len(shards) if isinstance(shards, list) else _shown(shards)
+        raise ValueError(f"checkpoint {key} has {count} shards, not the {len(plan)} that the configuration implies")
+    references = value.get("references")
+    for digest in (value.get("fingerprint"), *shards, *([] if references is None else [references])):
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise ValueError(f"checkpoint {key} has the digest {_shown(digest)}, not 32 hex digits")
+    source = value.get("source")
+    return PublishedCheckpoint(
+        value["fingerprint"],
+        None if source is None else HubSource.parse(source, f"the source of checkpoint {key}"),
+        tuple(shards),
+        references,
+    )
+
+
+def _train_source(value: Any) -> TrainSource | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or set(value) != {"name", "config", "split", "revision"}:
+        raise ValueError(
+            f"`train_dataset` is {_shown(value)}, not null or an object with name, config, split, revision"
+        )
+    for key in ("config", "split"):
+        if value[key] is not None and not (isinstance(value[key], str) and re.fullmatch(r"[\w.-]{1,100}", value[key])):
+            raise ValueError(f"the {key} of `train_dataset` is {_shown(value[key])}, not a plain name")
+    if value["revision"] is not None:
+        checked_revision(value["revision"], "the revision of `train_dataset`")
+    return TrainSource(
+        checked_repo(value["name"], "`train_dataset`"), value["config"], value["split"], value["revision"]
+    )
+
+
+def checked_repo(name: Any, what: str) -> str:
+    """The name of a repo, `user/name` or `name`, which leads nowhere else. Raises `ValueError` if it is not one."""
+    try:
+        validate_repo_id(name)
+    except (HFValidationError, TypeError) as error:
+        raise ValueError(f"{what} names the repo {_shown(name)}, which no repo can be called ({error})") from error
+    return str(name)
+
+
+def checked_revision(revision: Any, what: str) -> str:
+    """A branch, tag or commit. Raises `ValueError` if it cannot be one."""
+    if not isinstance(revision, str) or not _REVISION.fullmatch(revision) or ".." in revision:
+        raise ValueError(f"{what} names the revision {_shown(revision)}, which no branch, tag or commit is called")
+    return revision
+
+
+def read_foreign_json(path: Path, where: str) -> dict[str, Any]:
+    """A JSON object from anybody: of bounded size, without NaN, however deeply it is nested.
+
+    Args:
+        path: the file on this machine.
+        where: what to call it in messages.
+
+    Raises:
+        RefusedIndexError: it is too large, or not such an object.
+    """
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise refused(where, too_large(path.stat().st_size))
+    try:
+        content = json.loads(path.read_bytes(), parse_constant=_not_json, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise refused(where, f"it is not valid JSON ({type(error).__name__}: {_shown(str(error))})") from error
+    if not isinstance(content, dict):
+        raise refused(where, f"it holds a JSON {type(content).__name__}, not an object")
+    return content
+
+
+def too_large(size: int) -> str:
+    """Why a JSON file of this size is refused."""
+    return f"it has {size} bytes, more than the {MAX_JSON_BYTES} that such a file can need"
+
+
+def refused(where: str, reason: str) -> RefusedIndexError:
+    """The error for an index that will not be used."""
+    return RefusedIndexError(
+        f"{where} was refused: {reason}. Nothing of it was executed or kept. Expected an index published by hf_trak. "
+        "Ask whoever published it for a new one, or use another revision."
+    )
+
+
+def _not_json(constant: str) -> float:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = f"a {type(value).__name__} of {len(value)}" if isinstance(value, dict | list) else repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}…"

@@ -1,0 +1,138 @@
+"""Weights of model repos: the model that an index was made with, and checkpoints that are fetched when needed."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import constants, snapshot_download
+from transformers import PreTrainedModel
+
+from hf_trak import __version__
+from hf_trak.errors import HubAccessError, RefusedIndexError
+from hf_trak.hub.files import access_errors
+from hf_trak.hub.manifest import HubSource
+
+_WEIGHTS = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"]
+_SUBFOLDERS = ["*/*"]
+
+
+class HubCheckpoint(os.PathLike[str]):
+    """The weights of a model repo at one revision, as a checkpoint: fetched when they are first looked at.
+
+    ```python
+    attributor.featurize(checkpoints=[HubCheckpoint("me/model", revision=f"step-{n}") for n in (100, 200)])
+    ```
+    """
+
+    def __init__(
+        self,
+        repo_id: str,
+        revision: str = "main",
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+    ) -> None:
+        """
+        Args:
+            repo_id: the model repo; only safetensors weights are read.
+            revision: branch, tag or commit.
+            token: as in `huggingface_hub`. Held in memory, passed on, and left out when this object is pickled.
+            local_files_only: use the cache alone.
+        """
+        self.source = HubSource(repo_id, revision)
+        self._token = token
+        self._local_files_only = local_files_only
+
+    def __fspath__(self) -> str:
+        """Directory of the weights in the Hub's cache. Raises `HubAccessError` if they cannot be had."""
+        return str(_fetch_weights(self.source.repo_id, self.source.revision, self._token, self._local_files_only))
+
+    def __repr__(self) -> str:
+        return f"HubCheckpoint({self.source.repo_id!r}, revision={self.source.revision!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_token": None}
+
+
+def load_model(
+    name: str,
+    revision: str | None,
+    class_name: str,
+    dtype: str | None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+    repo_only: bool = False,
+) -> PreTrainedModel:
+    """A model of `transformers` from a directory or a model repo. Runs no code of the repo and unpickles nothing.
+
+    Args:
+        name: directory or repo.
+        revision: branch, tag or commit of the repo; `None` is the main branch.
+        class_name: its class in `transformers`, such as `BertForSequenceClassification`.
+        dtype: of the weights, such as `float32`; `None` keeps the saved one.
+        token: as in `huggingface_hub`.
+        local_files_only: use the cache alone.
+        repo_only: never take `name` for a directory, since it comes from somebody else.
+
+    Raises:
+        RefusedIndexError: `class_name` is no model class of `transformers`.
+        HubAccessError: the repo cannot be had, or has no safetensors weights.
+    """
+    kind = getattr(transformers, class_name, None) if re.fullmatch(r"[A-Za-z]\w*", class_name) else None
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        raise RefusedIndexError(
+            f"The index was made with a model of the class {class_name!r}, which is no model class of `transformers` "
+            f"{transformers.__version__}, so it is not built from its name. Pass the model itself as `model=`."
+        )
+    path = (
+        name if not repo_only and Path(name).is_dir() else str(_fetch_weights(name, revision, token, local_files_only))
+    )
+    model = kind.from_pretrained(
+        path, dtype="auto" if dtype is None else getattr(torch, dtype), use_safetensors=True, local_files_only=True
+    )
+    if path != name:
+        model.config._name_or_path, model.config._commit_hash = name, Path(path).name
+    return model.eval()
+
+
+def source_of(path: str | os.PathLike[str]) -> HubSource | None:
+    """The repo and commit of a directory in the Hub's cache; `None` for any other path."""
+    try:
+        parts = Path(path).relative_to(constants.HF_HUB_CACHE).parts
+    except ValueError:
+        return None
+    if len(parts) < 3 or not parts[0].startswith("models--") or parts[1] != "snapshots":
+        return None
+    return HubSource(parts[0].removeprefix("models--").replace("--", "/"), parts[2])
+
+
+def _fetch_weights(repo_id: str, revision: str | None, token: str | bool | None, local_files_only: bool) -> Path:
+    with access_errors(repo_id, revision, "model"):
+        path = Path(
+            snapshot_download(
+                repo_id,
+                revision=revision,
+                token=token,
+                local_files_only=local_files_only or constants.is_offline_mode(),
+                allow_patterns=_WEIGHTS,
+                ignore_patterns=_SUBFOLDERS,
+                library_name="hf_trak",
+                library_version=__version__,
+            )
+        )
+    if not any(path.glob("*.safetensors")):
+        raise HubAccessError(
+            f"The model repo {repo_id!r} at revision {revision or 'main'!r} has no safetensors weights at its top "
+            "level. Expected `model.safetensors`, alone or sharded; pickled weights are not loaded from the Hub. Load "
+            "the model yourself and pass it as `model=`."
+        )
+    for index in path.glob("*.safetensors.index.json"):
+        names = json.loads(index.read_text()).get("weight_map", {}).values()
+        if outside := sorted({str(name) for name in names if Path(str(name)).name != str(name)}):
+            raise RefusedIndexError(
+                f"{index.name} of the model repo {repo_id!r} names files elsewhere: {outside[:3]}."
+            )
+    return path

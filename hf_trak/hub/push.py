@@ -1,0 +1,359 @@
+"""Publishing an index: one atomic commit, resumable, by one process."""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+
+from hf_trak.config import TrakConfig
+from hf_trak.errors import IncompleteStoreError
+from hf_trak.hub.cards import render_card, updated_card
+from hf_trak.hub.files import REPO_TYPE, access_errors, hub_api
+from hf_trak.hub.index_store import (
+    INDEX_FILE,
+    JSON_FILES,
+    checksums_of,
+    references_checksum,
+    tensor_files,
+)
+from hf_trak.hub.manifest import (
+    MANIFEST_FILE,
+    SETTINGS,
+    HubSource,
+    IndexManifest,
+    PublishedCheckpoint,
+    TrainSource,
+    checked_repo,
+    checked_revision,
+)
+from hf_trak.hub.models import HubCheckpoint, source_of
+from hf_trak.savers import FeatureStore
+from hf_trak.savers.atomic import json_bytes
+
+if TYPE_CHECKING:
+    from hf_trak.attributor import TrakAttributor
+
+logger = logging.getLogger(__name__)
+
+README = "README.md"
+_UPLOAD_FILES = 64
+_COMMIT = ("commit_url", "commit_message", "commit_description", "oid", "pr_url")
+
+
+def push_attributor(
+    attributor: "TrakAttributor",
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    model_name: str | None = None,
+    model_revision: str | None = None,
+    checkpoints: Mapping[int, str | HubCheckpoint | HubSource] | None = None,
+    lds: float | None = None,
+) -> CommitInfo:
+    """Publish the index of an attributor; see [`push_index`] for the arguments and errors.
+
+    Every process calls this; the main process pushes, and all get its result, or `PeerProcessError` where it failed.
+    """
+    for model_id in attributor._scorer.ensemble(None):
+        attributor._scorer.gram(model_id)
+
+    def push() -> dict[str, Any]:
+        sources: dict[int, str | HubCheckpoint | HubSource] = {**_known_sources(attributor), **(checkpoints or {})}
+        floating = [value.dtype for value in attributor.model.parameters() if value.is_floating_point()]
+        commit = push_index(
+            attributor.store,
+            repo_id,
+            settings=attributor.args,
+            private=private,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+            commit_message=commit_message,
+            model_name=model_name,
+            model_revision=model_revision,
+            weights_dtype=str(floating[0]).removeprefix("torch.") if floating else None,
+            checkpoints=sources,
+            train_dataset=train_source(attributor.train_dataset),
+            lds=lds,
+        )
+        return {name: getattr(commit, name) for name in _COMMIT}
+
+    return CommitInfo(**attributor.processes.from_main(push))
+
+
+def push_index(
+    store: FeatureStore,
+    repo_id: str,
+    *,
+    settings: TrakConfig | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    model_name: str | None = None,
+    model_revision: str | None = None,
+    weights_dtype: str | None = None,
+    checkpoints: Mapping[int, str | HubCheckpoint | HubSource] | None = None,
+    train_dataset: TrainSource | None = None,
+    lds: float | None = None,
+) -> CommitInfo:
+    """Publish a finished feature store as a dataset repo: configuration, Gram matrices, feature shards, and a card.
+
+    Files are uploaded first and become visible together, in one commit. After an interruption the same call uploads
+    what is missing; where nothing has changed there is no commit. Files of an earlier index in the repo that do not
+    belong to this one are deleted in that commit; everything else in the repo stays. An existing card is updated (see
+    `hf_trak.hub.cards`). Paths of this machine are not published.
+
+    Args:
+        store: complete, with the Gram matrix of every checkpoint.
+        repo_id: the dataset repo, created if need be.
+        settings: the configuration of the run, for λ and batch size; `None` publishes the defaults.
+        private: visibility of a repo that is created; `None` leaves it to the Hub's default. `True` with a repo that
+            is public is refused.
+        token: as in `huggingface_hub`; needs the right to write.
+        revision: the branch, created if need be. `None` is the main branch.
+        create_pr: open a pull request instead of committing.
+        commit_message: of the commit.
+        model_name: the model repo that [`TrakAttributor.from_pretrained`] is to load. `None` takes the name that the
+            model's configuration has, which for a fine-tuned model is its base.
+        model_revision: its revision.
+        weights_dtype: dtype of the weights, such as `float32`.
+        checkpoints: where the weights of each model id are on the Hub: `"hf://user/model@revision"`,
+            `"user/model@revision"` or a [`HubCheckpoint`]. Needed for the ids whose weights are not the model's.
+        train_dataset: the training rows as a dataset of the Hub.
+        lds: the linear datamodeling score, if it was measured.
+
+    Returns:
+        The commit.
+
+    Raises:
+        IncompleteStoreError: shards or Gram matrices are missing.
+        HubAccessError: the repo cannot be written to, or the connection broke.
+        ValueError: an argument is no name of a repo or revision, or the repo is public against `private=True`.
+    """
+    config = store.config
+    # A name on this machine says nothing elsewhere.
+    recorded = (
+        None if config.get("model_name") is None or Path(config["model_name"]).is_dir() else config["model_name"]
+    )
+    if model_name is None and recorded is not None:
+        source = source_of(recorded)
+        model_name, recorded_revision = (source.repo_id, source.revision) if source else (recorded, None)
+        model_revision = model_revision or recorded_revision or config.get("model_revision")
+    if model_name is not None:
+        checked_repo(model_name, "`model_name`")
+    if model_revision is not None:
+        checked_revision(model_revision, "`model_revision`")
+    config = {**config, "model_name": model_name, "model_revision": model_revision}
+    manifest = _manifest(store, settings or TrakConfig(), weights_dtype, checkpoints or {}, train_dataset, lds)
+
+    api = hub_api(token)
+    with access_errors(repo_id, revision):
+        repo_id = api.create_repo(repo_id, repo_type=REPO_TYPE, private=private, exist_ok=True).repo_id
+        if private and not api.dataset_info(repo_id).private:
+            raise ValueError(
+                f"The dataset repo {repo_id!r} exists and is public, but `private=True` was given. Nothing was "
+                "uploaded. Expected a private repo: change its visibility in its settings, or push to another one."
+            )
+        if revision is not None and not revision.startswith("refs/pr/"):
+            api.create_branch(repo_id, branch=revision, repo_type=REPO_TYPE, exist_ok=True)
+        info = api.dataset_info(repo_id, revision=revision)
+        present = {file.rfilename for file in info.siblings or []}
+        card = index_card(repo_id, config, manifest)
+        additions = [
+            CommitOperationAdd("trak_config.json", json_bytes(config)),
+            CommitOperationAdd(MANIFEST_FILE, json_bytes(manifest.to_json())),
+            *_card_operations(api, repo_id, info.sha, present, card),
+        ]
+        for model_id in store.model_ids:
+            folder = store.checkpoint_dir(model_id)
+            saved = manifest.checkpoints[model_id]
+            public = {**store.checkpoint_info(model_id), "source": str(saved.source) if saved.source else None}
+            additions.append(CommitOperationAdd(f"{folder.name}/checkpoint.json", json_bytes(public)))
+            for path in tensor_files(store, model_id, saved):
+                additions.append(CommitOperationAdd(path, folder.parent / path))
+        stale = _stale(present, {addition.path_in_repo for addition in additions})
+        # In groups, so that a broken push has finished most of what it began, whatever the size of the index.
+        for first in range(0, len(additions), _UPLOAD_FILES):
+            group = additions[first : first + _UPLOAD_FILES]
+            api.preupload_lfs_files(
+                repo_id, group, repo_type=REPO_TYPE, revision=revision, create_pr=create_pr, free_memory=False
+            )
+        return api.create_commit(
+            repo_id,
+            [*additions, *(CommitOperationDelete(path) for path in stale)],
+            commit_message=commit_message or "Upload an attribution index with hf_trak",
+            repo_type=REPO_TYPE,
+            revision=revision,
+            create_pr=create_pr,
+            parent_commit=info.sha,
+        )
+
+
+def index_card(repo_id: str, config: Mapping[str, Any], manifest: IndexManifest) -> str:
+    """The card of an index."""
+    settings, task = manifest.settings, config.get("task") or {}
+    ridge = (
+        f"{settings['lambda_reg']:g}, absolute"
+        if settings.get("lambda_reg") is not None
+        else f"{settings.get('lambda_relative', TrakConfig().lambda_relative):g} · trace(XᵀX) / min(n, k)"
+    )
+    name, revision = config.get("model_name"), config.get("model_revision")
+    trained = manifest.train_dataset
+    single = len(manifest.checkpoints) == 1
+    rows = [
+        {
+            "model_id": model_id,
+            "fingerprint": checkpoint.fingerprint,
+            "source": str(checkpoint.source or ("the model" if single else "not published; pass `checkpoints=`")),
+        }
+        for model_id, checkpoint in sorted(manifest.checkpoints.items())
+    ]
+    facts = {
+        "train_size": f"{config['train_size']:,}",
+        "train_fingerprint": config.get("train_fingerprint"),
+        "train_dataset": _link(trained.name, "datasets/", trained.revision, trained.split) if trained else "not named",
+        "model": _link(name, "", revision) if name else "not named; pass it as `model=`",
+        "model_class": config.get("model_class"),
+        "model_dtype": config.get("model_dtype"),
+        "parameters": f"{_count(config.get('parameters')):,}",
+        "task": str(task.get("class", "")).rpartition(".")[2],
+        "task_settings": ", ".join(f"{key} = {value}" for key, value in (task.get("settings") or {}).items()),
+        "proj_dim": f"{config['proj_dim']:,}",
+        "feature_dtype": config["feature_dtype"],
+        "projection": config.get("projection"),
+        "proj_nonzeros": config.get("proj_nonzeros"),
+        "seed": config.get("seed"),
+        "ridge": ridge,
+        "lds": manifest.lds,
+        "checkpoints": rows,
+    }
+    usage = "\n".join(
+        [
+            "from hf_trak import TrakAttributor",
+            "",
+            f'attributor = TrakAttributor.from_pretrained("{repo_id}"{"" if name else ", model=model"})',
+            "scored = attributor.attribute(my_examples, top_k=10)  # a datasets.Dataset with the columns of the model",
+            'print(scored[0]["trak_indices"], scored[0]["trak_scores"])  # rows of the training set that helped most',
+        ]
+    )
+    title = f"Attribution index of {name}" if name else "Attribution index"
+    # The files are tensors, not rows to browse.
+    return render_card("index", title, usage, facts, {"pretty_name": title, "viewer": False})
+
+
+def train_source(dataset: Any) -> TrainSource | None:
+    """Where a `datasets.Dataset` was loaded from, as far as it remembers a repo of the Hub."""
+    info: Any = getattr(dataset, "info", None)
+    for url in getattr(info, "download_checksums", None) or ():
+        head, _, rest = str(url).partition("hf://datasets/")
+        name, _, revision = rest.partition("@")
+        if head or not revision:
+            continue
+        split = getattr(dataset, "split", None)
+        return TrainSource(name, info.config_name, None if split is None else str(split), revision.split("/")[0])
+    return None
+
+
+def _known_sources(attributor: "TrakAttributor") -> dict[int, HubSource]:
+    """Checkpoints that came from the Hub, as far as the attributor or the store can tell."""
+    found = {}
+    for model_id in attributor.store.model_ids:
+        given = attributor._sources.get(model_id) or attributor.store.checkpoint_info(model_id)["source"]
+        if isinstance(given, HubCheckpoint):
+            found[model_id] = given.source
+        elif isinstance(given, str | os.PathLike) and (source := source_of(given)):
+            found[model_id] = source
+    return found
+
+
+def _manifest(
+    store: FeatureStore,
+    settings: TrakConfig,
+    weights_dtype: str | None,
+    checkpoints: Mapping[int, str | HubCheckpoint | HubSource],
+    train_dataset: TrainSource | None,
+    lds: float | None,
+) -> IndexManifest:
+    ids = store.model_ids
+    if not ids:
+        raise IncompleteStoreError(f"{store.output_dir} holds no checkpoint to publish. Featurize first.")
+    if unknown := sorted(set(checkpoints) - set(ids)):
+        raise ValueError(f"`checkpoints` names the model ids {unknown}; the index has {ids}. Expected some of those.")
+    published = {}
+    for model_id in ids:
+        shards = store.train(model_id)
+        shards.require_complete("Featurize the remaining rows first.")
+        if store.read_gram(model_id) is None:
+            raise IncompleteStoreError(
+                f"The Gram matrix of model_id {model_id} is missing in {store.output_dir}. Run `featurize` again, "
+                "which finishes it."
+            )
+        source = _source(checkpoints.get(model_id))
+        published[model_id] = PublishedCheckpoint(
+            store.checkpoint_info(model_id)["fingerprint"],
+            source,
+            checksums_of(shards),
+            references_checksum(store, model_id),
+        )
+    values = settings.to_dict()
+    manifest = IndexManifest(published, {name: values[name] for name in SETTINGS}, weights_dtype, train_dataset, lds)
+    # What the reader would refuse is not published.
+    return IndexManifest.from_json(manifest.to_json(), store.train(ids[0]).plan)
+
+
+def _source(given: str | HubCheckpoint | HubSource | None) -> HubSource | None:
+    if given is None or isinstance(given, HubSource):
+        return given
+    if isinstance(given, HubCheckpoint):
+        return given.source
+    return HubSource.parse(given if given.startswith("hf://") else f"hf://{given}", "a value of `checkpoints`")
+
+
+def _card_operations(
+    api: HfApi, repo_id: str, commit: str | None, present: set[str], card: str
+) -> Sequence[CommitOperationAdd]:
+    existing = None
+    if README in present:
+        path = Path(api.hf_hub_download(repo_id, README, repo_type=REPO_TYPE, revision=commit))
+        try:
+            existing = path.read_bytes().decode()
+        except UnicodeDecodeError:
+            logger.warning("The existing card of %s is left as it is: it is not UTF-8.", repo_id)
+            return []
+    text = updated_card(existing, card, "index")
+    return [] if text is None or text == existing else [CommitOperationAdd(README, text.encode())]
+
+
+def _stale(present: set[str], new: set[str]) -> list[str]:
+    """Files of an earlier index in the repo that do not belong to the new one."""
+    if not present.issuperset(JSON_FILES):
+        return []  # there is no index, so files of such names are somebody else's
+    return sorted(path for path in present - new if INDEX_FILE.fullmatch(path))
+
+
+def _link(name: str, prefix: str, revision: str | None, split: str | None = None) -> str:
+    parts = [f"[{name}](https://huggingface.co/{prefix}{name})"]
+    if revision:
+        parts.append(f"revision {revision}")
+    if split:
+        parts.append(f"split {split}")
+    return ", ".join(parts)
+
+
+def _count(parameters: Any) -> int:
+    total = 0
+    for _, shape, _ in parameters or ():
+        size = 1
+        for length in shape:
+            size *= length
+        total += size
+    return total
