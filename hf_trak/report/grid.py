@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from datasets import ClassLabel, Dataset
 
+from hf_trak.report.pixels import as_pixels
 from hf_trak.scored_dataset import TOP_K_COLUMNS
 
 if TYPE_CHECKING:
@@ -221,7 +220,7 @@ def _layout(figure_class: type["Figure"], rows: int, n: int, title: str | None) 
 
 
 def _draw(axes: "Axes", image: Any, color: str, line_width: float) -> None:
-    pixels = _pixels(image)
+    pixels = as_pixels(image)
     smooth = max(pixels.shape[:2]) >= _SMOOTH_FROM
     axes.imshow(pixels, cmap="gray", interpolation="antialiased" if smooth else "nearest", vmin=0.0, vmax=1.0)
     axes.set_xticks([])
@@ -229,30 +228,6 @@ def _draw(axes: "Axes", image: Any, color: str, line_width: float) -> None:
     for spine in axes.spines.values():
         spine.set_color(color)
         spine.set_linewidth(line_width)
-
-
-def _pixels(image: Any) -> np.ndarray:
-    """An image as (H, W) or (H, W, 3 or 4) in [0, 1].
-
-    Bytes are divided by 255, and floats in [0, 1] kept; any other values are stretched from least to greatest.
-    """
-    if hasattr(image, "convert") and image.mode not in ("L", "I", "I;16", "F"):
-        image = image.convert("L" if image.mode == "1" else "RGB")
-    array = np.asarray(image.cpu() if isinstance(image, torch.Tensor) else image)
-    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
-        array = np.moveaxis(array, 0, 2)
-    if array.ndim == 3 and array.shape[2] == 1:
-        array = array[:, :, 0]
-    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)):
-        raise ValueError(
-            f"An image has the shape {array.shape}. Expected (H, W), (H, W, C) or (C, H, W) with C one of 1, 3, 4."
-        )
-    if array.dtype == np.uint8:
-        return array / 255.0
-    low, high = float(array.min()), float(array.max())
-    if array.dtype.kind == "f" and low >= 0.0 and high <= 1.0:
-        return array.astype(np.float64)
-    return (array - low) / ((high - low) or 1.0)
 
 
 def _save(figure: "Figure", path: Path) -> Path:

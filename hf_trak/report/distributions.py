@@ -1,0 +1,132 @@
+"""How the scores of a target are distributed over the training set, counted while they stream past."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_trak.scored_dataset import ScoreBlock
+
+BINS = 40
+"""Bins between the lowest and the highest score; one more may be needed so that 0 falls between two bins."""
+
+
+@dataclass(frozen=True)
+class ScoreDistributions:
+    """Of m targets; bin b of target j holds the scores in `(first[j] + b + [0, 1)) · width[j]`.
+
+    Attributes:
+        counts: `(m, BINS + 2)`, integers that add up to n in every row.
+        first: `(m,)`, integers: the number of the leftmost bin, counted from 0.
+        width: `(m,)`: of a bin, in units of the score.
+        mean: `(m,)`.
+        std: `(m,)`: the standard deviation.
+        positive: `(m,)`: the part of the scores that is above 0.
+    """
+
+    counts: np.ndarray
+    first: np.ndarray
+    width: np.ndarray
+    mean: np.ndarray
+    std: np.ndarray
+    positive: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields as tensors, by name."""
+        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in vars(self).items()}
+
+    @classmethod
+    def from_blocks(cls, blocks: Iterable[ScoreBlock], low: np.ndarray, high: np.ndarray) -> "ScoreDistributions":
+        """Count a stream of scores.
+
+        Args:
+            blocks: scores of training rows against m targets.
+            low: `(m,)`, the lowest score of each target. Lower ones are counted in the first bin.
+            high: `(m,)`, the highest. Higher ones are counted in the last bin.
+        """
+        least, most = (torch.as_tensor(value, dtype=torch.float64) for value in (low, high))
+        width = (most - least) / BINS
+        width = torch.where(width > 0, width, 1.0)
+        first = torch.floor(least / width).long()
+        m, bins = len(least), BINS + 2
+        counts = torch.zeros(m * bins, dtype=torch.int64)
+        total, squares = (torch.zeros(m, dtype=torch.float64) for _ in range(2))
+        positive, n = torch.zeros(m, dtype=torch.int64), 0
+        offsets = torch.arange(m) * bins
+        for _, _, block in blocks:
+            scores = block.double()
+            places = (torch.floor(scores / width).long() - first).clamp_(0, bins - 1) + offsets
+            counts += torch.bincount(places.reshape(-1), minlength=m * bins)
+            total += scores.sum(dim=0)
+            squares += scores.square().sum(dim=0)
+            positive += (scores > 0).sum(dim=0)
+            n += len(scores)
+        if n == 0:
+            raise ValueError("There are no scores to count. Expected at least one block.")
+        mean = total / n
+        return cls(
+            counts=counts.reshape(m, bins).numpy(),
+            first=first.numpy(),
+            width=width.numpy(),
+            mean=mean.numpy(),
+            std=(squares / n - mean.square()).clamp_min(0).sqrt().numpy(),
+            positive=(positive / n).numpy(),
+        )
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """The picture of one distribution, 320 × 80 units: outlines of the bins below and above 0.
+
+    Heights are logarithmic: almost all scores are near 0, and the few far from it are what the picture is for.
+    """
+
+    negative: str
+    positive: str
+    zero: float
+    ticks: list[float]
+    low: float
+    high: float
+    n: int
+    mean: float
+    std: float
+    positive_part: float
+
+    WIDTH = 320
+    HEIGHT = 80
+
+    @classmethod
+    def of(cls, found: ScoreDistributions, target: int, shown: Iterable[float]) -> "Histogram":
+        """Draw the distribution of one target; `shown` are the scores of the examples beside it."""
+        counts, width, first = found.counts[target], float(found.width[target]), int(found.first[target])
+        used = np.flatnonzero(counts)
+        # 0 is in the picture, wherever the scores are.
+        start, stop = min(int(used[0]), -first, len(counts)), max(int(used[-1]) + 1, -first)
+        step = cls.WIDTH / max(1, stop - start)
+        tallest = np.log1p(counts.max())
+        paths = {"negative": "", "positive": ""}
+        for b in used.tolist():
+            x = round((b - start) * step, 1)
+            height = round(float(np.log1p(counts[b]) / tallest) * (cls.HEIGHT - 4), 1)
+            side = "negative" if b + first < 0 else "positive"
+            paths[side] += f"M{x} {cls.HEIGHT}v{-height}h{round(step * 0.86, 1)}v{height}z"
+
+        def place(score: float) -> float:
+            return round(min(max(score / width - first - start, 0.0), stop - start) * step, 1)
+
+        return cls(
+            **paths,
+            zero=place(0.0),
+            ticks=sorted({place(score) for score in shown}),
+            low=(first + start) * width,
+            high=(first + stop) * width,
+            n=int(counts.sum()),
+            mean=float(found.mean[target]),
+            std=float(found.std[target]),
+            positive_part=float(found.positive[target]),
+        )

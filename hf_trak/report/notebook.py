@@ -1,0 +1,65 @@
+"""One target in a notebook."""
+
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
+
+from hf_trak.report.page import target_page
+from hf_trak.report.run import AttributionRun
+from hf_trak.report.views import RunViews, TargetView
+
+if TYPE_CHECKING:
+    from hf_trak.attributor import TrakAttributor
+
+
+@dataclass(frozen=True)
+class TargetDisplay:
+    """Shows itself in notebooks; as text elsewhere."""
+
+    page: str
+    """The HTML page."""
+    text: str
+
+    def _repr_html_(self) -> str:
+        # A sandboxed frame: styles stay inside, and no script runs whatever the page holds.
+        return (
+            f'<iframe sandbox srcdoc="{escape(self.page, quote=True)}" title="{escape(self.text.splitlines()[0])}" '
+            'width="100%" height="560" style="border:0;resize:vertical;color-scheme:normal"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def show_target(
+    attributor: "TrakAttributor", scored: Dataset, index: int, *, examples: int = 5, **columns: Any
+) -> TargetDisplay:
+    """The view of one target that a report has, without a report.
+
+    Args:
+        attributor: what `scored` came from.
+        scored: the result of `attribute`, one row per target.
+        index: the target.
+        examples: training examples from either end.
+        columns: `image_column`, `text_columns`, `label_column`, `label_names`, where they are not found out.
+
+    Raises:
+        IndexError: there is no such target.
+        ValueError: `scored` is no such result, or a column does not exist.
+    """
+    if not 0 <= index < len(scored):
+        raise IndexError(f"There is no target {index}. Expected 0 … {len(scored) - 1}.")
+    # One row of it, so that full score lists of the others are not read.
+    run = AttributionRun.collect(attributor, scored.select([index]))
+    views = RunViews(run, examples, columns)
+    view = views.target(0, shown_as=index)
+    return TargetDisplay(target_page(view, views.book.pictures), _text(view))
+
+
+def _text(view: TargetView) -> str:
+    lines = [view.target.alt]
+    for name, side in (("helped most", view.helped), ("harmed most", view.harmed)):
+        lines.append(f"  {name}: " + ", ".join(f"row {s.example.row} ({s.score})" for s in side))
+    return "\n".join(lines)

@@ -1,0 +1,211 @@
+"""The report: one HTML file that needs no server and asks for nothing from anywhere.
+
+Whatever comes from a dataset goes through the template's escaping, and stands in a page whose Content-Security-Policy
+allows no script and no style but the two of this package, by their digests, and no request at all.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_trak import __version__
+from hf_trak.report.run import AttributionRun
+from hf_trak.report.text import visible
+from hf_trak.report.views import RunViews, TargetView, signed
+from hf_trak.savers.atomic import atomic_path
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+
+_FACT_NAMES = {
+    "model_class": "Class of the model",
+    "parameters": "Attributed parameters",
+    "features": "Features per example (k)",
+    "ridge": "Ridge λ",
+    "train_rows": "Training rows",
+    "train_fingerprint": "Fingerprint of the training rows",
+    "lds": "Linear datamodeling score",
+    "hf_trak_version": "hf_trak",
+}
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What to show, where it is not found out from the columns."""
+
+    title: str | None = None
+    """Heading; by default the name of the model."""
+    examples: int = 5
+    """Training examples from either end."""
+    max_targets: int | None = None
+    """Show this many targets, the first ones. `None` shows all."""
+    image_column: str | None = None
+    text_columns: Sequence[str] | None = None
+    label_column: str | None = None
+    label_names: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("examples", "max_targets"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}. Expected at least 1.")
+
+    def columns(self) -> dict[str, Any]:
+        """The names of columns, for `Columns.find`."""
+        return {
+            "image_column": self.image_column,
+            "text_columns": self.text_columns,
+            "label_column": self.label_column,
+            "label_names": self.label_names,
+        }
+
+
+def write_report(run: AttributionRun, path: str | Path, options: ReportOptions | None = None) -> Path:
+    """Write the report of a run.
+
+    Args:
+        run: scores and rows.
+        path: the HTML file, replaced at once when it is complete.
+        options: what to show.
+
+    Returns:
+        The path.
+
+    Raises:
+        ImportError: jinja2 or, for images, pillow is not installed (extra `report`).
+        ValueError: a column does not exist, or an image column holds something else.
+        StoreError: the run lacks a training row.
+    """
+    options = options or ReportOptions()
+    views = RunViews(run, options.examples, options.columns())
+    count = len(run.scored) if options.max_targets is None else min(options.max_targets, len(run.scored))
+    targets = [views.target(index) for index in range(count)]
+    outliers = views.outliers()
+    context = {
+        "title": visible(options.title or f"What taught {run.facts.get('model') or 'the model'} this?"),
+        "targets": targets,
+        "left_out": len(run.scored) - count,
+        "outliers": outliers,
+        "summary": _summary(run, targets),
+        "facts": facts_shown(run.facts),
+        "pictures": views.book.pictures,
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for part in _template("report.html.jinja").generate(**context, **_assets(with_script=True)):
+            file.write(part)
+    return path
+
+
+def target_page(view: TargetView, pictures: Sequence[Any]) -> str:
+    """The page of one target alone, without a script, for a frame in a notebook."""
+    context = {"view": view, "pictures": pictures, "title": f"Target {view.target.row}"}
+    return _template("target.html.jinja").render(**context, **_assets(with_script=False))
+
+
+def facts_shown(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Facts as names and values to read."""
+    shown = []
+    for name, value in facts.items():
+        if value is None or value == [] or value == {}:
+            continue
+        if isinstance(value, bool | str):
+            text = str(value)
+        elif isinstance(value, int):
+            text = f"{value:,}"
+        elif isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+            text = ", ".join(str(item) for item in value)
+        else:
+            text = json.dumps(value, ensure_ascii=False)
+        shown.append((visible(_FACT_NAMES.get(name, name.replace("_", " ").capitalize())), visible(text[:2000])))
+    return shown
+
+
+def _summary(run: AttributionRun, targets: Sequence[TargetView]) -> list[tuple[str, str]]:
+    """Figures for the top of the page: value and what it counts."""
+    figures = [(f"{len(run.scored):,}", "targets"), (f"{run.n_train:,}", "training examples")]
+    if checkpoints := run.facts.get("checkpoints"):
+        figures.append((f"{len(checkpoints)}", "checkpoint" if len(checkpoints) == 1 else "checkpoints"))
+    judged = [view.target for view in targets if view.target.prediction is not None and view.target.label is not None]
+    if judged:
+        right = sum(not target.wrong for target in judged) / len(judged)
+        figures.append((f"{right:.1%}", "of the targets predicted right"))
+    pairs = [
+        (view.target.label, scored.example.label)
+        for view in targets
+        for scored in view.helped
+        if view.target.label is not None and scored.example.label is not None
+    ]
+    if pairs:
+        figures.append((f"{_share(a == b for a, b in pairs):.1%}", "of the top helpers share the target’s label"))
+    return figures
+
+
+def _share(flags: Iterable[bool]) -> float:
+    values = list(flags)
+    return sum(values) / len(values)
+
+
+def _assets(with_script: bool) -> dict[str, Any]:
+    """Style and script as they are, marked safe, and the policy that allows them and nothing else."""
+    from markupsafe import Markup
+
+    style, script = _file("report.css"), _file("report.js") if with_script else ""
+    policy = [
+        "default-src 'none'",
+        "img-src data:",
+        f"style-src '{_digest(style)}'",
+        f"script-src '{_digest(script)}'" if script else "script-src 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    return {"style": Markup(style), "script": Markup(script), "policy": "; ".join(policy), "version": __version__}
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+@cache
+def _file(name: str) -> str:
+    return (files("hf_trak.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+@cache
+def _environment() -> "Environment":
+    try:
+        from jinja2 import DictLoader, Environment, StrictUndefined
+    except ImportError as error:
+        raise ImportError(
+            "The report is made with jinja2, which is not installed: `pip install 'hf_trak[report]'`."
+        ) from error
+    names = ("base.html.jinja", "report.html.jinja", "target.html.jinja", "parts.html.jinja")
+    return Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=DictLoader({name: _file(name) for name in names}),
+        finalize=_no_none,
+        extensions=[],
+    )
+
+
+def _no_none(value: Any) -> Any:
+    """`None` in a page is a mistake of ours, never something to show."""
+    if value is None:
+        raise ValueError("A template was given `None` to show.")
+    return value
+
+
+def _template(name: str) -> "Template":
+    environment = _environment()
+    environment.filters["signed"] = signed
+    return environment.get_template(name)

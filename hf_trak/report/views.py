@@ -1,0 +1,160 @@
+"""What a page shows, laid out as plain values: the last step before the templates."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_trak.report.content import Columns, Content, content_of, raw
+from hf_trak.report.distributions import Histogram
+from hf_trak.report.run import AttributionRun
+from hf_trak.report.text import LONGEST_TEXT, Piece, pieces, plain, visible
+from hf_trak.report.thumbnails import Picture, PictureBook
+from hf_trak.scored_dataset import TOP_K_COLUMNS
+
+_LONGEST_LABEL = 60
+_EXAMPLE_TEXT = 420
+
+
+@dataclass(frozen=True)
+class TextView:
+    """One text of a row."""
+
+    column: str
+    pieces: list[Piece]
+    left_out: int
+
+    @property
+    def marked(self) -> bool:
+        """Whether a span is marked."""
+        return any(piece.marked for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class RowView:
+    """One row, training example or target."""
+
+    row: int
+    picture: Picture | None
+    texts: list[TextView]
+    label: str | None
+    prediction: str | None
+    alt: str
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the model's prediction is known and differs from the label."""
+        return self.prediction is not None and self.label is not None and self.prediction != self.label
+
+
+@dataclass(frozen=True)
+class ScoredView:
+    """A training example beside a target, or in the list of outliers."""
+
+    example: RowView
+    score: str
+    sign: str
+    bar: float
+    """Its size relative to the largest beside the same target, 0 to 100."""
+    differs: bool = False
+    """Whether its label is another than the target's."""
+
+
+@dataclass(frozen=True)
+class TargetView:
+    """One target with everything beside it."""
+
+    target: RowView
+    helped: list[ScoredView]
+    harmed: list[ScoredView]
+    histogram: Histogram | None
+
+    @property
+    def words(self) -> str:
+        """What the filter of the page looks through."""
+        parts = [f"row {self.target.row}", self.target.label or "", self.target.prediction or ""]
+        return " ".join([*parts, *(piece.text for text in self.target.texts for piece in text.pieces)]).lower()[:600]
+
+
+@dataclass
+class RunViews:
+    """Makes the views of one run; pictures are collected on the way."""
+
+    run: AttributionRun
+    examples: int = 5
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """`image_column`, `text_columns`, `label_column`, `label_names`, where they are not to be found out."""
+
+    def __post_init__(self) -> None:
+        self.book = PictureBook()
+        self._scored, train = raw(self.run.scored), raw(self.run.train)
+        self._target_columns = Columns.find(self._scored, **self.columns)
+        self._train_columns = Columns.find(train, **self.columns)
+        self._rows: dict[int, RowView] = {}
+
+    def target(self, index: int, shown_as: int | None = None) -> TargetView:
+        """Target `index`, a row of the scored dataset; `shown_as` is the number that the page gives it.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        if not 0 <= index < len(self._scored):
+            raise IndexError(f"There is no target {index}. Expected 0 … {len(self._scored) - 1}.")
+        row = self._scored[index]
+        number = index if shown_as is None else shown_as
+        view = self._view(number, content_of(row, self._target_columns), "large", LONGEST_TEXT)
+        ends = [_end(row, columns, self.examples) for columns in (TOP_K_COLUMNS[:2], TOP_K_COLUMNS[2:])]
+        largest = max((abs(score) for end in ends for _, score in end), default=0.0)
+        helped, harmed = ([self._scored_view(i, score, largest, view.label) for i, score in end] for end in ends)
+        histogram = None
+        if self.run.distributions is not None:
+            histogram = Histogram.of(self.run.distributions, index, [score for end in ends for _, score in end])
+        return TargetView(view, helped, harmed, histogram)
+
+    def outliers(self) -> list[ScoredView]:
+        """Training rows of the highest self-influence."""
+        found = self.run.outliers()
+        largest = max((score for _, score in found), default=0.0)
+        return [self._scored_view(index, score, largest, None) for index, score in found]
+
+    def _scored_view(self, index: int, score: float, largest: float, label: str | None) -> ScoredView:
+        if index not in self._rows:
+            content = content_of(self.run.train_row(index), self._train_columns)
+            self._rows[index] = self._view(index, content, "small", _EXAMPLE_TEXT)
+        example = self._rows[index]
+        differs = label is not None and example.label is not None and example.label != label
+        bar = round(100 * abs(score) / largest, 1) if largest else 0.0
+        return ScoredView(example, signed(score), sign_of(score), bar, differs)
+
+    def _view(self, index: int, content: Content, size: str, limit: int) -> RowView:
+        texts = []
+        for place, (column, text) in enumerate(content.texts):
+            cut, left_out = pieces(text, content.spans if place == 0 else (), limit)
+            texts.append(TextView(visible(column), cut, left_out))
+        label, prediction = _label(content.label), _label(content.prediction)
+        picture = None if content.image is None else self.book.add(content.image, size)
+        what = "Target" if size == "large" else "Training example"
+        alt = f"{what}, row {index}" + (f", label {label}" if label is not None else "")
+        if texts:
+            alt = f"{alt}: {plain(texts[0].pieces)}"
+        return RowView(index, picture, texts, label, prediction, alt)
+
+
+def _end(row: Mapping[str, Any], columns: Sequence[str], count: int) -> list[tuple[int, float]]:
+    return [(int(i), float(s)) for i, s in zip(row[columns[0]][:count], row[columns[1]][:count], strict=True)]
+
+
+def _label(label: str | None) -> str | None:
+    if label is None:
+        return None
+    label = visible(label)
+    return label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1]}…"
+
+
+def signed(score: float) -> str:
+    """A score with its sign and three digits, with a minus sign that is one."""
+    return f"{score:+.3g}".replace("-", "−")
+
+
+def sign_of(score: float) -> str:
+    """`positive`, `negative` or `zero`."""
+    return "positive" if score > 0 else "negative" if score < 0 else "zero"
