@@ -40,6 +40,7 @@ from hf_trak.selection import (
     selected,
     selection_size,
 )
+from hf_trak.spans import single_labels, span_targets, with_token_scores
 
 logger = logging.getLogger(__name__)
 
@@ -389,6 +390,65 @@ class TrakAttributor:
         directory = self.store.output_dir / "scores" / safe_name(name, "name")
         files = ScoreFiles(directory, stem, self.processes, self._train_size, n_targets)
         return attach_columns(rows, files.columns(blocks, None if top_k is None else min(top_k, length), per))
+
+    def attribute_span(
+        self,
+        eval_dataset: HFDataset,
+        *,
+        tokens: Any = None,
+        chars: Any = None,
+        words: Any = None,
+        mask_column: str | None = None,
+        text_column: str = "text",
+        ids_column: str = "input_ids",
+        **kwargs: Any,
+    ) -> HFDataset:
+        """Which training rows made the model say *this* part of each target.
+
+        Args:
+            eval_dataset: the targets, for a task that aggregates over labels.
+            tokens, chars, words, mask_column, text_column, ids_column: the part, see [`spans.span_targets`].
+            kwargs: those of [`~TrakAttributor.attribute`].
+
+        Returns:
+            As [`~TrakAttributor.attribute`], with the column `target_mask` of the part.
+
+        Raises:
+            As both.
+        """
+        span = span_targets(
+            eval_dataset,
+            tokens=tokens,
+            chars=chars,
+            words=words,
+            mask_column=mask_column,
+            tokenizer=self.processing_class,
+            text_column=text_column,
+            ids_column=ids_column,
+        )
+        return self.attribute(span, **kwargs)
+
+    def attribute_tokens(
+        self, eval_dataset: HFDataset, top_k: int = 20, name: str | None = None, **kwargs: Any
+    ) -> HFDataset:
+        """[`~TrakAttributor.attribute`] with every score broken down by the label tokens of its target.
+
+        Costs one gradient per label token, and a file of all scores of all of them.
+
+        Returns:
+            As [`~TrakAttributor.attribute`], with `trak_token_positions`, `trak_token_scores` and
+            `trak_opponent_token_scores`: `scored[j]["trak_token_scores"][r][t]` is the part of
+            `scored[j]["trak_scores"][r]` that comes from the label at `scored[j]["trak_token_positions"][t]`. The
+            parts add up to the score.
+
+        Raises:
+            As [`~TrakAttributor.attribute`].
+            TypeError: the task has one label per sample.
+        """
+        singles = single_labels(self, eval_dataset)
+        scored = self.attribute(eval_dataset, top_k=top_k, name=name, **kwargs)
+        parts = self.attribute(singles, top_k=None, name=None if name is None else f"{name}-tokens", **kwargs)
+        return with_token_scores(scored, parts)
 
     def _score_blocks(
         self,

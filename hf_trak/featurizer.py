@@ -114,7 +114,7 @@ class Featurizer:
             self.args.engine, self.model, self.task, grad_wrt=self.args.grad_wrt, device=self.device
         )
         self._prepare_task(model_id)
-        batches = self._batches(dataset)
+        batches = self.batches(dataset)
         ranges = [shards.plan.rows(index) for index in indices]
         # Batches never cross a shard boundary, so a shard is the same whichever others are computed in this run.
         cuts = [cut for rows in ranges for cut in batch_rows(rows.start, rows.stop, self.args.per_device_batch_size)]
@@ -138,7 +138,8 @@ class Featurizer:
                 if not shards.has(index):  # unless a second run on this store has been faster
                     shards.write(index, grads, out_to_loss)
 
-    def _batches(self, dataset: Any) -> RowBatches:
+    def batches(self, dataset: Any) -> RowBatches:
+        """Rows as the model and the task get them."""
         columns = [*forward_columns(self.model, self.args.label_names), *self.task.batch_columns]
         return RowBatches(
             dataset,
@@ -161,7 +162,7 @@ class Featurizer:
                 return
             size = self.args.per_device_batch_size
             cuts = [[rows[i] for i in cut] for cut in batch_rows(0, len(rows), size)]
-            self.task.prepare(self.model, (batch for _, batch in self._batches(self.train_dataset).iterate(cuts)))
+            self.task.prepare(self.model, (batch for _, batch in self.batches(self.train_dataset).iterate(cuts)))
             write_references(self.store, model_id, self.task.references())
             references = read_references(self.store, model_id)
         if references is not None:

@@ -19,7 +19,7 @@ example of many tokens pulls harder than one of few.
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ class AggregatedModelOutput(BatchedModelOutput):
 
     batch_columns: tuple[str, ...] = (TARGET_MASK, TARGET_WEIGHTS)
 
+    beside: ClassVar[str | None] = None
+    """The dataset column that the labels of a row are as many as, where they are a list of changing length."""
+
     def __init__(self, aggregation: Aggregation = "sum", unit_output: UnitOutput = "margin") -> None:
         """
         Args:
@@ -62,25 +65,26 @@ class AggregatedModelOutput(BatchedModelOutput):
         self.unit_output = unit_output
 
     @abstractmethod
-    def unit_margins(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The margin of every label `(B, T)`, differentiable, and which of them are labels `(B, T)`, boolean.
+    def labelled(self, batch: Batch) -> Tensor:
+        """Which of the T places of every sample hold a label, `(B, T)`, boolean, before masks and weights."""
 
-        Margins of what is no label are finite and mean nothing. Neither looks at values, see `BatchedModelOutput`.
-        """
+    @abstractmethod
+    def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
+        """The margin of every label, `(B, T)`, differentiable; finite and without meaning where there is none."""
 
     @abstractmethod
     def check(self, model_output: Any, batch: Batch) -> None:
         """Look at the values of the labels. Raises `ValueError` where one cannot be what the model was trained on."""
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        margins, valid = self._counted(model_output, batch)
+        margins, valid = self.unit_margins(model_output, batch), self._counted(batch)
         values = margins if self.unit_output == "margin" else torch.nn.functional.logsigmoid(margins)
         return (torch.where(valid, values, 0.0) * self._weights(batch, valid, values)).sum(dim=1)
 
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         self.check(model_output, batch)
         with torch.no_grad():
-            margins, valid = self._counted(model_output, batch)
+            margins, valid = self.unit_margins(model_output, batch), self._counted(batch)
             if side == "target":
                 _check_targets(valid)
             counts = valid.sum(dim=1)
@@ -90,17 +94,22 @@ class AggregatedModelOutput(BatchedModelOutput):
 
     def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
         """L = −Σ_t w_t log p_t of every sample, differentiable, shape `(B,)`."""
-        margins, valid = self._counted(model_output, batch)
+        margins, valid = self.unit_margins(model_output, batch), self._counted(batch)
         losses = torch.nn.functional.softplus(-margins)
         return (torch.where(valid, losses, 0.0) * self._weights(batch, valid, losses)).sum(dim=1)
 
-    def _counted(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        margins, valid = self.unit_margins(model_output, batch)
+    def label_weights(self, batch: Batch) -> Tensor:
+        """w_t of every label of a batch `(B, T)`, 0 where there is none: what each margin counts in f."""
+        valid = self._counted(batch)
+        return self._weights(batch, valid, valid.new_zeros((), dtype=torch.float32))
+
+    def _counted(self, batch: Batch) -> Tensor:
+        valid = self.labelled(batch)
         for name in (TARGET_MASK, TARGET_WEIGHTS):
             column = self.unit_column(batch, name, valid)
             if column is not None:
                 valid = valid & (column != 0)
-        return margins, valid
+        return valid
 
     def _weights(self, batch: Batch, valid: Tensor, like: Tensor) -> Tensor:
         weights = self.unit_column(batch, TARGET_WEIGHTS, valid)

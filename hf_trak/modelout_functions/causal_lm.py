@@ -31,8 +31,8 @@ class CausalLMModelOutput(TokenModelOutput):
         before = torch.nn.functional.pad(seen[:, :-1], (1, 0), value=False)
         return labels, valid & before
 
-    def unit_margins(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        labels, valid = self.labels(as_mapping(batch, SEQUENCE_NAMES))
+    def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
+        labels = self.labels(as_mapping(batch, SEQUENCE_NAMES))[0]
         logits = token_logits(model_output, labels, self.head, self._prepended)
         # Position 0 has no prediction: its margin is a 0 that never counts, so that columns stay those of the labels.
-        return torch.nn.functional.pad(margin(logits[:, :-1], labels[:, 1:]), (1, 0)), valid
+        return torch.nn.functional.pad(margin(logits[:, :-1], labels[:, 1:]), (1, 0))

@@ -31,10 +31,13 @@ class MultiLabelClassificationModelOutput(AggregatedModelOutput):
             return (), {name: value for name, value in batch.items() if name not in labels}
         return tuple(as_sequence(batch, "(input, …, labels)")[:-1]), {}
 
-    def unit_margins(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def labelled(self, batch: Batch) -> Tensor:
+        return _labels(batch) != IGNORED
+
+    def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
         logits, labels = self._read(model_output, batch)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return torch.where(labels > 0, logits, -logits), labels != IGNORED
+        return torch.where(labels > 0, logits, -logits)
 
     def check(self, model_output: Any, batch: Batch) -> None:
         labels = self._read(model_output, batch)[1]
@@ -49,21 +52,29 @@ class MultiLabelClassificationModelOutput(AggregatedModelOutput):
             )
 
     def _read(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        labels: Any
-        if isinstance(batch, Mapping):
-            found = [name for name in LABEL_NAMES if batch.get(name) is not None]
-            if len(found) != 1:
-                raise ValueError(
-                    f"The batch has the keys {list(batch)}, of which {found or 'none'} hold labels. Expected exactly "
-                    f"one of {list(LABEL_NAMES)}, of shape (B, classes)."
-                )
-            labels = batch[found[0]]
-        else:
-            labels = as_sequence(batch, "(input, …, labels)")[-1]
-        logits = find_logits(model_output, _REMEDY)
-        if not isinstance(labels, Tensor) or labels.ndim != 2 or logits.shape != labels.shape:
+        labels, logits = _labels(batch), find_logits(model_output, _REMEDY)
+        if logits.shape != labels.shape:
             raise ValueError(
-                f"The labels have the shape {tuple(getattr(labels, 'shape', ()))}, the logits {tuple(logits.shape)}. "
-                f"Expected (B, classes) for both, one 0 or 1 per class. {_REMEDY}"
+                f"The labels have the shape {tuple(labels.shape)}, the logits {tuple(logits.shape)}. Expected (B, "
+                f"classes) for both, one 0 or 1 per class. {_REMEDY}"
             )
         return logits, labels
+
+
+def _labels(batch: Batch) -> Tensor:
+    if isinstance(batch, Mapping):
+        found = [name for name in LABEL_NAMES if batch.get(name) is not None]
+        if len(found) != 1:
+            raise ValueError(
+                f"The batch has the keys {list(batch)}, of which {found or 'none'} hold labels. Expected exactly one "
+                f"of {list(LABEL_NAMES)}, of shape (B, classes)."
+            )
+        labels: Any = batch[found[0]]
+    else:
+        labels = as_sequence(batch, "(input, …, labels)")[-1]
+    if not isinstance(labels, Tensor) or labels.ndim != 2:
+        raise ValueError(
+            f"The labels have the shape {tuple(getattr(labels, 'shape', ()))}. Expected (B, classes), one 0 or 1 per "
+            "class. For one class per sample use the task 'text_classification' or 'image_classification'."
+        )
+    return labels

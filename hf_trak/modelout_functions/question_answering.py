@@ -27,54 +27,70 @@ class QuestionAnsweringModelOutput(AggregatedModelOutput):
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), {name: value for name, value in _mapping(batch).items() if name not in self.batch_columns}
 
-    def unit_margins(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits, labels, real = self._read(model_output, _mapping(batch))
-        inside = (labels >= 0) & (labels < real.shape[1])
-        safe = torch.where(inside, labels, 0)
-        valid = inside & real.gather(1, safe)
+    def labelled(self, batch: Batch) -> Tensor:
+        return _places(_mapping(batch))[2]
+
+    def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
+        positions, real, valid = _places(_mapping(batch))
+        logits = _end_logits(model_output, real)
         # A real position for those that do not count, so that no margin is infinite.
-        safe = torch.where(valid, safe, real.long().argmax(dim=1, keepdim=True))
+        safe = torch.where(valid, positions, real.long().argmax(dim=1, keepdim=True))
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         lowest = torch.finfo(wide.dtype).min / 4
-        return margin(torch.where(real.unsqueeze(1), wide, lowest), safe), valid
+        return margin(torch.where(real.unsqueeze(1), wide, lowest), safe)
 
     def check(self, model_output: Any, batch: Batch) -> None:
-        labels, real = self._read(model_output, _mapping(batch))[1:]
-        inside = (labels >= 0) & (labels < real.shape[1])
-        padding = inside & ~real.gather(1, torch.where(inside, labels, 0))
-        for wrong, reason in ((labels < 0, "negative"), (padding, "padding")):
+        positions, real, valid = _places(_mapping(batch))
+        padding = (positions >= 0) & (positions < real.shape[1]) & ~valid
+        for wrong, reason in ((positions < 0, "negative"), (padding, "padding")):
             seen = looked_at(wrong)
             if bool(seen.any()):
                 sample, end = seen.nonzero()[0].tolist()
                 raise ValueError(
-                    f"`{ENDS[end]}` of sample {sample} is {int(looked_at(labels)[sample, end])}, which is {reason}. "
-                    "Expected the position of a token of the sequence, or its length or more for an answer that was "
-                    "truncated away. Count positions in the padded sequence."
+                    f"`{ENDS[end]}` of sample {sample} is {int(looked_at(positions)[sample, end])}, which is "
+                    f"{reason}. Expected the position of a token of the sequence, or its length or more for an answer "
+                    "that was truncated away. Count positions in the padded sequence."
                 )
 
-    def _read(self, model_output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits `(B, 2, T)`, positions `(B, 2)`, and which of the T positions are no padding `(B, T)`."""
-        ends = [
-            model_output.get(name) if isinstance(model_output, Mapping) else getattr(model_output, name, None)
-            for name in ("start_logits", "end_logits")
-        ]
-        if not all(isinstance(end, Tensor) and end.ndim == 2 for end in ends):
-            keys = list(model_output) if isinstance(model_output, Mapping) else type(model_output).__name__
+
+def _places(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of the two ends `(B, 2)`, which of the T positions are no padding `(B, T)`, and which ends are inside
+    `(B, 2)`."""
+    if missing := [name for name in ENDS if not isinstance(batch.get(name), Tensor)]:
+        raise ValueError(
+            f"The batch has the keys {list(batch)}, not {missing}. Expected the positions of the answer's first and "
+            "last token, shape (B,). Keep these columns in the dataset and the data collator."
+        )
+    size = batch[ENDS[0]].shape[0]
+    positions = torch.stack([batch[name].reshape(size) for name in ENDS], dim=1)
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        real = mask != 0
+    else:
+        inputs = next((batch[name] for name in ("input_ids", "inputs_embeds") if name in batch), None)
+        if inputs is None:
             raise ValueError(
-                f"The model returned {keys}. Expected `start_logits` and `end_logits` of shape (B, tokens). Load the "
-                "model with `AutoModelForQuestionAnswering`, or pass a task of your own (`FunctionModelOutput`)."
+                f"The batch has the keys {list(batch)}. Expected `attention_mask`, `input_ids` or `inputs_embeds`, "
+                "which say how many positions there are."
             )
-        logits = torch.stack([end for end in ends if end is not None], dim=1)
-        if missing := [name for name in ENDS if not isinstance(batch.get(name), Tensor)]:
-            raise ValueError(
-                f"The batch has the keys {list(batch)}, not {missing}. Expected the positions of the answer's first "
-                "and last token, shape (B,). Keep these columns in the dataset and the data collator."
-            )
-        labels = torch.stack([batch[name].reshape(logits.shape[0]) for name in ENDS], dim=1)
-        mask = batch.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.shape == (logits.shape[0], logits.shape[2]):
-            return logits, labels, mask != 0
-        return logits, labels, torch.ones_like(logits[:, 0], dtype=torch.bool)
+        real = torch.ones(inputs.shape[:2], dtype=torch.bool, device=positions.device)
+    inside = (positions >= 0) & (positions < real.shape[1])
+    return positions, real, inside & real.gather(1, torch.where(inside, positions, 0))
+
+
+def _end_logits(model_output: Any, real: Tensor) -> Tensor:
+    """Logits of both ends, `(B, 2, T)`."""
+    ends = [
+        model_output.get(name) if isinstance(model_output, Mapping) else getattr(model_output, name, None)
+        for name in ("start_logits", "end_logits")
+    ]
+    if not all(isinstance(end, Tensor) and end.shape == real.shape for end in ends):
+        keys = list(model_output) if isinstance(model_output, Mapping) else type(model_output).__name__
+        raise ValueError(
+            f"The model returned {keys}. Expected `start_logits` and `end_logits` of shape {tuple(real.shape)}. Load "
+            "the model with `AutoModelForQuestionAnswering`, or pass a task of your own (`FunctionModelOutput`)."
+        )
+    return torch.stack([end for end in ends if end is not None], dim=1)
 
 
 def _mapping(batch: Batch) -> Mapping[str, Any]:

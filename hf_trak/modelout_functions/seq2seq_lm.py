@@ -31,6 +31,7 @@ class Seq2SeqLMModelOutput(AggregatedModelOutput):
     the labels.
     """
 
+    beside = "labels"
     head: ClassVar[str] = "AutoModelForSeq2SeqLM"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +40,7 @@ class Seq2SeqLMModelOutput(AggregatedModelOutput):
         self._shift: Callable[[Tensor], Tensor] | None = None
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        return TokenColumnsCollator(collator, beside="labels")
+        return TokenColumnsCollator(collator, self.beside)
 
     def bind(self, model: torch.nn.Module) -> None:
         wrapper: Any = model
@@ -60,9 +61,16 @@ class Seq2SeqLMModelOutput(AggregatedModelOutput):
             inputs["decoder_input_ids"] = self._shift(self._labels(batch)[0])
         return (), inputs
 
-    def unit_margins(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        labels, valid = self._labels(as_mapping(batch, SEQUENCE_NAMES))
-        return margin(token_logits(model_output, labels, self.head), labels), valid
+    def labelled(self, batch: Batch) -> Tensor:
+        return self._labels(as_mapping(batch, SEQUENCE_NAMES))[1]
+
+    def label_weights(self, batch: Batch) -> Tensor:
+        lead = self._lead(batch)
+        return _moved(super().label_weights(batch), None if lead is None else -lead)
+
+    def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
+        labels = self._labels(as_mapping(batch, SEQUENCE_NAMES))[0]
+        return margin(token_logits(model_output, labels, self.head), labels)
 
     def check(self, model_output: Any, batch: Batch) -> None:
         labels, valid = self._labels(as_mapping(batch, SEQUENCE_NAMES))

@@ -5,7 +5,7 @@ columns out of the rows, lets the collator do its work, and puts them back besid
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from hf_trak.modelout_functions.tokens import IGNORED, TARGET_WEIGHTS, TOKEN_COL
 class TokenColumnsCollator:
     """A data collator that also carries [`tokens.TOKEN_COLUMNS`], and `labels` where the inner one cannot."""
 
-    def __init__(self, collator: Callable[[list[Any]], Any], beside: Literal["input_ids", "labels"]) -> None:
+    def __init__(self, collator: Callable[[list[Any]], Any], beside: str) -> None:
         """
         Args:
             collator: the inner one.
-            beside: what the columns have as many entries as: the inputs, or the labels (sequence to sequence).
+            beside: the column that the others have as many entries as: `input_ids`, or `labels` (sequence to
+                sequence).
         """
         self.collator = collator
         self.beside = beside

@@ -29,6 +29,7 @@ class TokenModelOutput(AggregatedModelOutput):
     """
 
     batch_columns = TOKEN_COLUMNS
+    beside = "input_ids"
     head: ClassVar[str]
     """The `AutoModelFor…` class whose models have the head that the task needs."""
 
@@ -38,7 +39,7 @@ class TokenModelOutput(AggregatedModelOutput):
         self._prepended = 0
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        return TokenColumnsCollator(collator, beside="input_ids")
+        return TokenColumnsCollator(collator, self.beside)
 
     def bind(self, model: torch.nn.Module) -> None:
         self._positions = takes_positions(model)
@@ -52,9 +53,12 @@ class TokenModelOutput(AggregatedModelOutput):
         """The label of every position `(B, T)`, and which of them count `(B, T)`."""
         return input_labels(batch)
 
-    def unit_margins(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        labels, valid = self.labels(as_mapping(batch, SEQUENCE_NAMES))
-        return margin(token_logits(model_output, labels, self.head, self._prepended), labels), valid
+    def labelled(self, batch: Batch) -> Tensor:
+        return self.labels(as_mapping(batch, SEQUENCE_NAMES))[1]
+
+    def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
+        labels = self.labels(as_mapping(batch, SEQUENCE_NAMES))[0]
+        return margin(token_logits(model_output, labels, self.head, self._prepended), labels)
 
     def check(self, model_output: Any, batch: Batch) -> None:
         labels, valid = self.labels(as_mapping(batch, SEQUENCE_NAMES))

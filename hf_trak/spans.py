@@ -1,0 +1,251 @@
+"""Parts of a target: a span of its labels as a target of its own, and a score broken down by label.
+
+The model output of a language model is a sum over label tokens, f = Σ_t w_t m_t, and a score is linear in the gradient
+of the target's f. So
+
+* a *span* is the same target with the other labels left out (`target_mask`): "which documents made it say this word";
+* the scores of the single labels, each with its own weight (`target_weights`), add up to the score of the whole.
+
+Both are columns of the target dataset, one entry per label: `labels` where the row has them, else `input_ids`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from datasets import Dataset, List, Value, concatenate_datasets
+from torch import Tensor
+
+from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
+
+if TYPE_CHECKING:
+    from hf_trak.attributor import TrakAttributor
+
+TOKEN_POSITIONS = "trak_token_positions"
+TOKEN_SCORES = "trak_token_scores"
+OPPONENT_TOKEN_SCORES = "trak_opponent_token_scores"
+
+Range = tuple[int, int]
+"""`(start, stop)`, stop not included; negative numbers count from the end."""
+
+
+def span_targets(
+    dataset: Dataset,
+    *,
+    tokens: Range | Sequence[Range] | str | None = None,
+    chars: Range | Sequence[Range] | str | None = None,
+    words: str | Sequence[str] | None = None,
+    mask_column: str | None = None,
+    tokenizer: Any = None,
+    text_column: str = "text",
+    ids_column: str = "input_ids",
+) -> Dataset:
+    """Targets that consist of a part of each row's labels.
+
+    Exactly one of `tokens`, `chars`, `words` and `mask_column` says which part. A token belongs to a span of
+    characters if it shares at least one character with it.
+
+    Args:
+        dataset: tokenized targets.
+        tokens: range of token positions: one for all rows, one per row, or the name of a column that holds them.
+        chars: the same in characters of `text_column`.
+        words: a piece of text that occurs exactly once in `text_column`: one for all rows, or one per row.
+        mask_column: column of lists of 0 and 1, one entry per token.
+        tokenizer: a fast tokenizer, for `chars` and `words`; not needed if the dataset has a column `offset_mapping`.
+        text_column: the text that was tokenized.
+        ids_column: the column of token ids that came out of it: `labels` for sequence to sequence.
+
+    Returns:
+        The dataset with a column `target_mask`.
+
+    Raises:
+        TypeError: it is no `datasets.Dataset`.
+        ValueError: not exactly one way is given; a range is empty or holds no token of its row (for example, since
+            the row was truncated before it); the words occur not once; the tokenizer gives other ids.
+    """
+    _require_dataset(dataset)
+    given = {"tokens": tokens, "chars": chars, "words": words, "mask_column": mask_column}
+    if len(chosen := [name for name, value in given.items() if value is not None]) != 1:
+        raise ValueError(
+            f"Given {chosen or 'none'} of {list(given)}. Expected exactly one: each says what the span is."
+        )
+    plain = dataset.with_format(None)
+    count = len(dataset)
+    if mask_column is not None:
+        masks = [[int(bool(entry)) for entry in mask] for mask in _column(plain, mask_column)]
+    elif tokens is not None:
+        lengths = [len(ids) for ids in _column(plain, ids_column)]
+        spans = [_inside(span, n) for span, n in zip(_ranges(plain, tokens, "tokens"), lengths, strict=True)]
+        masks = [[int(a <= i < b) for i in range(n)] for (a, b), n in zip(spans, lengths, strict=True)]
+    else:
+        texts = list(_column(plain, text_column))
+        if words is not None:
+            per_row = [words] * count if isinstance(words, str) else list(words)
+            places = [_only_place(text, word, i) for i, (text, word) in enumerate(zip(texts, per_row, strict=True))]
+        else:
+            assert chars is not None
+            places = [
+                _inside(span, len(text)) for span, text in zip(_ranges(plain, chars, "chars"), texts, strict=True)
+            ]
+        offsets = _offsets(plain, texts, tokenizer, ids_column)
+        masks = [
+            [int(start < b and stop > a and stop > start) for start, stop in row]
+            for (a, b), row in zip(places, offsets, strict=True)
+        ]
+    for index, mask in enumerate(masks):
+        if not any(mask):
+            raise ValueError(
+                f"The span of row {index} ({', '.join(f'{k}={v!r}' for k, v in given.items() if v is not None)}) "
+                f"holds none of its {len(mask)} tokens. Expected at least one. Was the row truncated before it? "
+                "Tokenize with a larger `max_length`, or leave the row out."
+            )
+    kept = dataset.remove_columns([TARGET_MASK]) if TARGET_MASK in dataset.column_names else dataset
+    return kept.add_column(TARGET_MASK, masks)
+
+
+def single_labels(attributor: "TrakAttributor", dataset: Dataset) -> Dataset:
+    """One row per label of every target, with the weight that the label has in the target's f.
+
+    Returns:
+        The rows of `dataset`, each as often as it has labels that count, with `target_weights`, `trak_target` (row of
+        `dataset`) and `trak_position` (position of the label in the row).
+
+    Raises:
+        TypeError: the task does not aggregate over labels, or `dataset` is no `datasets.Dataset`.
+    """
+    _require_dataset(dataset)
+    task = attributor.task
+    if not isinstance(task, AggregatedModelOutput):
+        raise TypeError(
+            f"The task is a {type(task).__name__}, which has one label per sample. Expected one that aggregates over "
+            "labels, such as 'causal_lm' or 'token_classification'. Use `attribute`."
+        )
+    columns: dict[str, list[Any]] = {"trak_target": [], "trak_position": [], TARGET_WEIGHTS: []}
+    for target, weights in enumerate(label_weights(attributor, dataset)):
+        for position in np.flatnonzero(weights).tolist():
+            alone = np.zeros(len(weights))
+            alone[position] = weights[position]
+            columns["trak_target"].append(target)
+            columns["trak_position"].append(position)
+            columns[TARGET_WEIGHTS].append(alone.tolist())
+    kept = dataset.select_columns([name for name in dataset.column_names if name not in columns])
+    repeated = kept.select(columns["trak_target"])
+    for name, values in columns.items():
+        repeated = repeated.add_column(name, values)
+    return repeated
+
+
+def label_weights(attributor: "TrakAttributor", dataset: Dataset) -> Iterator[np.ndarray]:
+    """For every row the weights of its labels in f, as many as it has: those that the task sees in its batch."""
+    task, batches = attributor.task, attributor._featurizer().batches(dataset)
+    assert isinstance(task, AggregatedModelOutput)
+    has_tokens = task.beside is not None and task.beside in dataset.column_names
+    plain = dataset.with_format(None)
+    for (row,), batch in batches.iterate([[row] for row in range(len(dataset))]):
+        weights = task.label_weights(batch)[0].cpu().numpy()
+        if has_tokens and (count := len(plain[row][task.beside])) < len(weights):  # padded to some multiple
+            mask = batch.get("attention_mask")
+            left = isinstance(mask, Tensor) and task.beside == "input_ids" and int(mask[0, 0]) == 0
+            weights = weights[-count:] if left else weights[:count]
+        yield weights
+
+
+def with_token_scores(scored: Dataset, singles: Dataset) -> Dataset:
+    """Break the scores of a top-k result down by label.
+
+    Args:
+        scored: result of `attribute(dataset, top_k=k)`.
+        singles: result of `attribute(single_labels(dataset), top_k=None)`.
+
+    Returns:
+        `scored` with `trak_token_positions`, and with `trak_token_scores` and `trak_opponent_token_scores`: for
+        target j, `scored[j]["trak_token_scores"][r][t]` is what label t contributes to `scored[j]["trak_scores"][r]`.
+    """
+    owners = np.asarray(singles.with_format(None)["trak_target"][:])
+    positions = np.asarray(singles.with_format(None)["trak_position"][:])
+    full = singles.select_columns(["trak_scores"]).with_format("numpy")
+    wanted = {TOKEN_SCORES: "trak_indices", OPPONENT_TOKEN_SCORES: "trak_opponent_indices"}
+    columns: dict[str, list[Any]] = {TOKEN_POSITIONS: [], **{name: [] for name in wanted}}
+    chosen = scored.with_format(None)
+    for target in range(len(scored)):
+        rows = np.flatnonzero(owners == target)
+        columns[TOKEN_POSITIONS].append(positions[rows].tolist())
+        scores = np.stack([full[int(row)]["trak_scores"] for row in rows])  # (labels, n_train)
+        for name, indices in wanted.items():
+            columns[name].append(scores[:, chosen[target][indices]].T.tolist())
+    table = Dataset.from_dict(columns)
+    for name in wanted:
+        table = table.cast_column(name, List(List(Value("float32"))))
+    stale = [name for name in columns if name in scored.column_names]
+    return concatenate_datasets([chosen.remove_columns(stale), table], axis=1)
+
+
+def _require_dataset(dataset: Any) -> None:
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"The targets are a {type(dataset).__name__}. Expected a `datasets.Dataset`, to which columns can be "
+            "added. Make one with `Dataset.from_list` or `Dataset.from_generator`."
+        )
+
+
+def _column(dataset: Dataset, name: str) -> Iterable[Any]:
+    if name not in dataset.column_names:
+        raise ValueError(
+            f"The targets have the columns {dataset.column_names}, not {name!r}. Expected it for the span."
+        )
+    return dataset[name]
+
+
+def _ranges(dataset: Dataset, given: Any, name: str) -> list[Range]:
+    if isinstance(given, str):
+        ranges = [tuple(span) for span in _column(dataset, given)]
+    elif len(given) == 2 and all(isinstance(end, int) for end in given):
+        ranges = [tuple(given)] * len(dataset)
+    else:
+        ranges = [tuple(span) for span in given]
+    if len(ranges) != len(dataset) or any(len(span) != 2 for span in ranges):
+        raise ValueError(
+            f"`{name}` is {given!r} for {len(dataset)} rows. Expected one (start, stop) for all of them, one for "
+            "each, or the name of a column of such pairs."
+        )
+    return ranges
+
+
+def _inside(span: Range, length: int) -> Range:
+    """The range with negative ends resolved, as slices do."""
+    start, stop, _ = slice(*span).indices(length)
+    return start, stop
+
+
+def _only_place(text: str, word: str, row: int) -> Range:
+    found = text.count(word) if word else 0
+    if found != 1:
+        raise ValueError(
+            f"{word!r} occurs {found} times in the text of row {row}. Expected once. Give the place with `chars`."
+        )
+    start = text.index(word)
+    return start, start + len(word)
+
+
+def _offsets(dataset: Dataset, texts: list[str], tokenizer: Any, ids_column: str) -> list[list[Range]]:
+    """The characters of every token; (0, 0) for those that stand for none."""
+    if "offset_mapping" in dataset.column_names:
+        return [[tuple(pair) for pair in row] for row in dataset["offset_mapping"]]
+    if tokenizer is None or not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"`tokenizer` is {type(tokenizer).__name__}, and the targets have no column `offset_mapping`. Expected a "
+            "fast tokenizer, which knows the characters of its tokens, or that column. Or give the span in `tokens`."
+        )
+    result = []
+    for index, (text, ids) in enumerate(zip(texts, _column(dataset, ids_column), strict=True)):
+        encoded = tokenizer(text, return_offsets_mapping=True)
+        same = min(len(ids), len(encoded["input_ids"]))  # a row may be truncated, or have an end token more
+        if list(ids[:same]) != encoded["input_ids"][:same]:
+            raise ValueError(
+                f"The tokenizer makes other tokens of the text of row {index} than the row has in `{ids_column}`. "
+                "Expected the tokenizer, the text column and the options with which it was tokenized. Or keep "
+                "`return_offsets_mapping=True` in the dataset."
+            )
+        offsets = [tuple(pair) for pair in encoded["offset_mapping"][: len(ids)]]
+        result.append(offsets + [(0, 0)] * (len(ids) - len(offsets)))
+    return result
