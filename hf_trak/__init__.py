@@ -11,6 +11,7 @@ _EXPORTS = {
     "StreamedRows": "hf_trak.streams",
     "TRAKer": "hf_trak.traker",
     "TrakAttributor": "hf_trak.attributor",
+    "TrakCallback": "hf_trak.callbacks",
     "TrakConfig": "hf_trak.config",
     "load_scores": "hf_trak.hub",
     "per_sample_gradients": "hf_trak.gradient_computers",
@@ -36,6 +37,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor
+    from hf_trak.callbacks import TrakCallback
     from hf_trak.config import TrakConfig
     from hf_trak.gradient_computers import per_sample_gradients
     from hf_trak.hub import HubCheckpoint, load_scores, pull_index, push_scores, with_training_rows

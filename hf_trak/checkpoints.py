@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 Checkpoint = torch.nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 """A module, a state dict, a `checkpoint-N` directory, or a `.safetensors`, `.bin`, `.pt` or `.pth` file."""
 
-_WEIGHT_FILES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
-_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+WEIGHT_FILES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
@@ -81,19 +81,19 @@ def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _read_directory(path: Path) -> dict[str, Tensor]:
-    for name in _INDEX_FILES:
+    for name in INDEX_FILES:
         if (path / name).is_file():
             weight_map = json.loads((path / name).read_text())["weight_map"]
             merged: dict[str, Tensor] = {}
             for part in sorted(set(weight_map.values())):
                 merged.update(_read_file(path / part))
             return merged
-    for name in _WEIGHT_FILES:
+    for name in WEIGHT_FILES:
         if (path / name).is_file():
             return _read_file(path / name)
     raise FileNotFoundError(
         f"The checkpoint directory {str(path)!r} holds no weights. Expected one of "
-        f"{[*_WEIGHT_FILES, *_INDEX_FILES]}, as written by `Trainer` or `save_pretrained`."
+        f"{[*WEIGHT_FILES, *INDEX_FILES]}, as written by `Trainer` or `save_pretrained`."
     )
 
 

@@ -1,0 +1,261 @@
+"""A `Trainer` callback that keeps the checkpoints of a training run as an ensemble."""
+
+import contextlib
+import json
+import logging
+import os
+import random
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+
+from hf_trak.attributor import TrakAttributor
+from hf_trak.checkpoints import INDEX_FILES, WEIGHT_FILES
+from hf_trak.config import TrakConfig
+from hf_trak.modelout_functions import AbstractModelOutput
+from hf_trak.savers.atomic import safe_name
+
+logger = logging.getLogger(__name__)
+
+_STEP = re.compile(r"checkpoint-(\d+)")
+_UNFINISHED = ".unfinished-"
+_DESCRIPTIONS = ("config.json", "adapter_config.json", "trainer_state.json")
+
+
+class TrakCallback(TrainerCallback):
+    """Collects the checkpoints that a training run saves, and can featurize them when it ends.
+
+    ```python
+    callback = TrakCallback(TrakConfig(output_dir="trak"), last=3)
+    trainer = Trainer(..., callbacks=[callback])
+    trainer.train()
+    attributor = TrakAttributor.from_trainer(trainer, args=callback.args).featurize(callback.checkpoints)
+    ```
+
+    Weights are kept in `<output_dir>/ensemble/<name>/checkpoint-<step>/`, out of the reach of `save_total_limit`.
+    `.safetensors` files are hard links to those of the trainer: they take no space until the trainer deletes its own,
+    and safetensors never writes into a file that exists. Other files, and all of them where the file system has no
+    hard links, are copied. Optimizer states are left out.
+
+    Training is numerically untouched: the callback draws no random number, and `featurize_at_end` gives back
+    weights, modes and the states of all random generators as they were.
+
+    A run that is resumed from a checkpoint keeps what was collected up to that step, takes in what the
+    trainer's directory still has, and drops later steps, which are about to be trained again.
+
+    Independently trained models make an ensemble, too (usually a better one, TRAK paper, Section 5): give each run a
+    `name`, and featurize the `checkpoints` of all callbacks together; or, with `featurize_at_end`, give each
+    run the `first_model_id` that follows the previous run's.
+    """
+
+    def __init__(
+        self,
+        args: TrakConfig | None = None,
+        *,
+        last: int | None = None,
+        steps: Sequence[int] | None = None,
+        name: str = "run",
+        overwrite: bool = False,
+        trainer: Any = None,
+        featurize_at_end: bool = False,
+        first_model_id: int = 0,
+        task: str | AbstractModelOutput | None = None,
+    ) -> None:
+        """
+        Args:
+            args: the configuration of the attribution; `output_dir` is where checkpoints are kept.
+            last: keep only the last so many.
+            steps: keep the checkpoints of these steps, and have them saved where the trainer would not by itself.
+                `None` keeps every one that the trainer saves.
+            name: name of this run's directory; one for each run that shares `output_dir`.
+            overwrite: whether a run that starts from scratch may replace the checkpoints of an earlier one.
+            trainer: the trainer, needed by `featurize_at_end`; add the callback with `trainer.add_callback` then.
+            featurize_at_end: featurize the training dataset for the collected checkpoints when training ends.
+                The result is in `attributor`.
+            first_model_id: the id of the first checkpoint in the feature store; the next ones follow.
+            task: see [`TrakAttributor`].
+
+        Raises:
+            ValueError: an argument is out of range, or `featurize_at_end` comes without a trainer.
+        """
+        if last is not None and (not isinstance(last, int) or isinstance(last, bool) or last < 1):
+            raise ValueError(f"`last` is {last!r}. Expected a number of checkpoints of at least 1, or `None` for all.")
+        whole = all(isinstance(step, int) and not isinstance(step, bool) and step > 0 for step in steps or ())
+        if steps is not None and not (steps and whole):
+            raise ValueError(f"`steps` is {steps!r}. Expected step numbers of at least 1, or `None` for every save.")
+        if featurize_at_end and trainer is None:
+            raise ValueError(
+                "`featurize_at_end` is set without a `trainer`. Expected the trainer, whose training dataset and "
+                "collator are needed: `trainer.add_callback(TrakCallback(args, trainer=trainer, "
+                "featurize_at_end=True))`."
+            )
+        self.args = TrakConfig() if args is None else args
+        self.last = last
+        self.steps = None if steps is None else frozenset(steps)
+        self.directory = Path(self.args.output_dir) / "ensemble" / safe_name(name, "name")
+        self.overwrite = overwrite
+        self.trainer = trainer
+        self.featurize_at_end = featurize_at_end
+        self.first_model_id = first_model_id
+        self.task = task
+        self.attributor: TrakAttributor | None = None
+        """After training with `featurize_at_end`: ready to `attribute`."""
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Paths of the collected checkpoints, by step: what `TrakAttributor.featurize` takes."""
+        return [str(self.directory / f"checkpoint-{step}") for step in self._collected()]
+
+    def _collected(self) -> list[int]:
+        if not self.directory.is_dir():
+            return []
+        matches = (_STEP.fullmatch(path.name) for path in self.directory.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check that there will be something to collect; bring an ensemble that is there in line with this run."""
+        if state.is_hyper_param_search:
+            raise ValueError(
+                "A hyperparameter search runs many trainings in one directory. Expected a single training: remove "
+                "`TrakCallback`, and train again with the parameters found."
+            )
+        output_dir = _output_dir(args).resolve()
+        if Path(self.args.output_dir).resolve() == output_dir:
+            raise ValueError(
+                f"`output_dir` of the attribution is {self.args.output_dir!r}, the trainer's own. Expected another "
+                f"one, for example {str(output_dir / 'trak')!r}."
+            )
+        if self.steps is None and SaveStrategy(args.save_strategy) == SaveStrategy.NO:
+            raise ValueError(
+                "The trainer has `save_strategy='no'`, so there is nothing to collect. Expected 'steps', 'epoch' or "
+                "'best'; or name the `steps` of `TrakCallback`, which are then saved."
+            )
+        if self.steps is not None and (late := sorted(step for step in self.steps if step > state.max_steps)):
+            raise ValueError(f"`steps` has {late}, but this training ends at step {state.max_steps}. Leave them out.")
+        if self.featurize_at_end:
+            with _random_states_kept():
+                TrakAttributor.from_trainer(self.trainer, self.args, self.task)  # what it would refuse, it refuses now
+        if not state.is_world_process_zero:
+            return
+        stale = [step for step in self._collected() if step > state.global_step]
+        if state.global_step == 0 and stale and not self.overwrite:
+            raise ValueError(
+                f"{self.directory} holds the checkpoints of steps {stale} of another run. Expected none when training "
+                "starts from scratch. Give this run another `name`, pass `overwrite=True` to replace them, or resume "
+                "with `trainer.train(resume_from_checkpoint=True)`."
+            )
+        for step in stale:
+            shutil.rmtree(self.directory / f"checkpoint-{step}")
+        if self.directory.is_dir():
+            for leftover in self.directory.glob(f"{_UNFINISHED}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        for path in sorted(output_dir.glob("checkpoint-*")):  # saved before the kill, or before there was a callback
+            match = _STEP.fullmatch(path.name)
+            if match and int(match[1]) <= state.global_step:
+                self._collect(path, int(match[1]))
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Ask for the checkpoints of `steps`."""
+        if self.steps is not None and state.global_step in self.steps:
+            control.should_save = True
+        return control
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Take in the checkpoint that was just written."""
+        if state.is_world_process_zero:
+            self._collect(_output_dir(args) / f"checkpoint-{state.global_step}", state.global_step, fresh=True)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Featurize, if asked to."""
+        PartialState().wait_for_everyone()  # the main process collects, all look
+        found = self.checkpoints
+        if self.steps is not None and len(found) < min(len(self.steps), self.last or len(self.steps)):
+            logger.warning("Collected %s only, although the steps %s were asked for.", found, sorted(self.steps))
+        if not self.featurize_at_end:
+            return
+        with _random_states_kept():
+            attributor = TrakAttributor.from_trainer(self.trainer, self.args, self.task)
+            ids = range(self.first_model_id, self.first_model_id + len(found))
+            self.attributor = attributor.featurize(found, model_ids=list(ids))
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def _collect(self, source: Path, step: int, fresh: bool = False) -> None:
+        """Link or copy the weights of a checkpoint directory; drop those beyond `last`."""
+        target = self.directory / f"checkpoint-{step}"
+        if (self.steps is None or step in self.steps) and (fresh or not target.exists()):
+            files = _weight_files(source)
+            unfinished = self.directory / f"{_UNFINISHED}{secrets.token_hex(8)}"
+            unfinished.mkdir(parents=True)
+            for name in files:
+                _link_or_copy(source / name, unfinished / name)
+            if target.exists():
+                shutil.rmtree(target)
+            os.replace(unfinished, target)
+        collected = self._collected()
+        for old in collected[: -self.last] if self.last else ():
+            shutil.rmtree(self.directory / f"checkpoint-{old}")
+
+
+def _output_dir(args: TrainingArguments) -> Path:
+    return Path(args.output_dir or "")
+
+
+def _weight_files(source: Path) -> list[str]:
+    """Names of the files of a checkpoint directory that hold weights, or say what they are.
+
+    Raises:
+        FileNotFoundError: there are no weights in it.
+    """
+    names = [name for name in WEIGHT_FILES if (source / name).is_file()]
+    for index in INDEX_FILES:
+        if (source / index).is_file():
+            parts = set(json.loads((source / index).read_text())["weight_map"].values())
+            names += [index, *sorted(parts)]
+    if not names:
+        raise FileNotFoundError(
+            f"The checkpoint {str(source)!r} holds no weights. Expected one of {[*WEIGHT_FILES, *INDEX_FILES]}. "
+            "Sharded training has to save whole state dicts (FSDP: `state_dict_type: FULL_STATE_DICT`; DeepSpeed: "
+            "`stage3_gather_16bit_weights_on_model_save`)."
+        )
+    return names + [name for name in _DESCRIPTIONS if (source / name).is_file()]
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    if source.suffix == ".safetensors":
+        try:
+            os.link(source, target)
+            return
+        except OSError as error:  # another device, or a file system without hard links
+            logger.debug("Copying %s, which cannot be linked: %s", source, error)
+    shutil.copyfile(source, target)
+
+
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """The random generators of Python, NumPy and torch (CPU and the current device) afterwards as before."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
