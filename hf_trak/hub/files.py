@@ -243,6 +243,12 @@ def access_errors(repo_id: str, revision: str | None, repo_type: str = REPO_TYPE
         raise HubAccessError(
             f"{where}: a transfer broke off ({_brief(error)}). The incomplete file was not kept. Try again."
         ) from error
+    except RuntimeError as error:  # how an upload's error arrives
+        if not isinstance(error.__cause__, HTTPError | OSError):
+            raise
+        raise HubAccessError(
+            f"{where}: {_brief(error)} ({_brief(error.__cause__)}). Try again; what arrived is not sent again."
+        ) from error
 
 
 def _brief(error: BaseException) -> str:
