@@ -46,3 +46,7 @@ class RefusedIndexError(StoreError):
 
 class PeerProcessError(HfTrakError, RuntimeError):
     """Another process of the run failed, was killed, or stopped answering."""
+
+
+class KernelError(HfTrakError, RuntimeError):
+    """A CUDA kernel cannot be compiled, loaded or launched, or gave a wrong result; names the way out."""

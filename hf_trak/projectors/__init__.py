@@ -1,5 +1,6 @@
 """Random projections of gradients: one linear map each, the same on every device (see `reference.py`)."""
 
+from hf_trak.projectors import cuda_ops  # noqa: F401 - registers the operators
 from hf_trak.projectors.base import AbstractProjector, BlockProjector, ProjectionSink, ProjectionType
 from hf_trak.projectors.basic import BasicProjector, BasicSingleBlockProjector
 from hf_trak.projectors.checks import require_finite

@@ -7,6 +7,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from hf_trak.kernels.backend import kernels_wanted
 from hf_trak.projectors.checks import (
     check_block,
     check_grad_dim,
@@ -130,7 +131,8 @@ class BlockProjector(AbstractProjector):
             return
         # Inside somebody's autocast region products would silently be rounded to bf16.
         with torch.no_grad(), torch.autocast(block.device.type, enabled=False):
-            self._accumulate(out.detach(), block.detach(), start, model_id)
+            run = self._accumulate_with_kernels if kernels_wanted(block.device) else self._accumulate
+            run(out.detach(), block.detach(), start, model_id)
 
     def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> "ProjectionSink":
         """The block form for a whole batch: a callable `(start, block)` with a `result()`.
@@ -148,6 +150,10 @@ class BlockProjector(AbstractProjector):
     def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
         """[`~BlockProjector.accumulate`] on checked arguments and a block of at least one element."""
         raise NotImplementedError(f"{type(self).__name__} implements neither `accumulate` nor `_accumulate`.")
+
+    def _accumulate_with_kernels(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
+        """The same by CUDA kernels, for maps that have them."""
+        self._accumulate(out, block, start, model_id)
 
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
         """Project whole gradients, see [`AbstractProjector.project`]. A mapping is not concatenated first.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hf_trak.kernels.backend import float32_terms
 from hf_trak.projectors.base import BlockProjector, ProjectionType
 from hf_trak.projectors.checks import check_integer, check_model_id
 from hf_trak.projectors.philox import Stream, packed_words, philox_words, sign_tensor
@@ -115,6 +116,9 @@ class RademacherProjector(_DenseProjector):
     def _entries(self, generated: Tensor, workspace: Tensor) -> Tensor:
         return sign_tensor(generated, workspace)
 
+    def _accumulate_with_kernels(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
+        torch.ops.hf_trak.rademacher_accumulate(out, block, start, self.seed, model_id, float32_terms())
+
 
 class NormalProjector(_DenseProjector):
     """R[i, j] ~ N(0, 1), independent: four rows per call of the generator, by Box and Muller's method.
@@ -154,6 +158,9 @@ class NormalProjector(_DenseProjector):
 
     def _entries(self, generated: Tensor, workspace: Tensor) -> Tensor:
         return generated
+
+    def _accumulate_with_kernels(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
+        torch.ops.hf_trak.normal_accumulate(out, block, start, self.seed, model_id)
 
 
 def _check_proj_type(cls: type, given: str | ProjectionType, expected: ProjectionType) -> None:

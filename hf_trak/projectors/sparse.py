@@ -23,6 +23,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from hf_trak.kernels.backend import kernels_wanted
 from hf_trak.projectors.base import BlockProjector, ProjectionSink, ProjectionType
 from hf_trak.projectors.checks import check_integer
 from hf_trak.projectors.philox import Stream, packed_words, philox_words, sign_tensor
@@ -113,7 +114,9 @@ class SparseProjector(BlockProjector):
         self._rotation_cache.clear()
 
     def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> ProjectionSink:
-        """See [`BlockProjector.sink`]. Folds once per batch instead of once per block."""
+        """See [`BlockProjector.sink`]. Folds once per batch instead of once per block, where torch operators add."""
+        if kernels_wanted(torch.device(device)):
+            return ProjectionSink(self, batch_size, model_id, device)
         return _SparseSink(self, batch_size, model_id, device)
 
     def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
@@ -127,6 +130,9 @@ class SparseProjector(BlockProjector):
                 sums = self.empty_sums(block.shape[0], copy, block.device)
                 self.add_to_sums(sums, block, start, model_id, copy)
                 self.fold(segment, sums, model_id, copy)
+
+    def _accumulate_with_kernels(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
+        torch.ops.hf_trak.sjlt_accumulate(out, block, start, self.seed, model_id, self.nonzeros)
 
     def empty_sums(self, batch_size: int, copy: int, device: str | torch.device) -> Tensor:
         """Zeroed accumulators for one segment, `(B, K + the span of a chunk)`: additions need not go around at K."""

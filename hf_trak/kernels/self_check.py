@@ -1,0 +1,97 @@
+"""Kernels against the reference, on the GPU at hand, before their first result is used.
+
+A kernel is the one part of a projection that is compiled on the user's machine. What it computes for a small block of
+integers is compared with what torch computes on the CPU: signs and indices must agree to the bit. This takes
+milliseconds, once per kernel, process and device.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_trak.errors import KernelError
+from hf_trak.kernels.dense import Distribution, accumulate_dense, tile_of_samples
+from hf_trak.kernels.runtime import Runtime
+from hf_trak.kernels.sparse import accumulate_sjlt
+
+_SEED, _MODEL_ID = 2**40 + 12345, 77
+_NORMAL_TOLERANCE = (
+    1e-3  # of sums of 300 products of up to 8 · 5.8, whose sines and logarithms differ in the last place
+)
+
+_done: set[tuple[object, ...]] = set()
+
+
+def require_right_sjlt(runtime: Runtime, dtype: torch.dtype, device: torch.device) -> None:
+    """Check the sparse kernel of a dtype.
+
+    Raises:
+        KernelError: it cannot be run, or its result is wrong.
+    """
+    outputs, start = 3000, 2**33 + 5000
+
+    def run(out: Tensor, block: Tensor) -> None:
+        accumulate_sjlt(runtime, out, block, start, _SEED, _MODEL_ID, [(0, outputs)])
+
+    def reference(out: Tensor, block: Tensor) -> None:
+        torch.ops.hf_trak.sjlt_accumulate(out, block, start, _SEED, _MODEL_ID, 1)
+
+    _require("sjlt", ("sjlt", dtype, device), (3, 9001), outputs, dtype, device, run, reference, 0.0)
+
+
+def require_right_dense(
+    runtime: Runtime, distribution: Distribution, dtype: torch.dtype, rows: int, device: torch.device, terms: int
+) -> None:
+    """Check the dense kernel that a batch of `rows` samples takes.
+
+    Raises:
+        KernelError: it cannot be run, or its result is wrong.
+    """
+    samples = tile_of_samples(rows, 128)
+    outputs, start = 140, 2**32 - 101
+
+    def run(out: Tensor, block: Tensor) -> None:
+        accumulate_dense(runtime, distribution, out, block, start, _SEED, _MODEL_ID, terms)
+
+    def reference(out: Tensor, block: Tensor) -> None:
+        if distribution == "normal":
+            torch.ops.hf_trak.normal_accumulate(out, block, start, _SEED, _MODEL_ID)
+        else:
+            torch.ops.hf_trak.rademacher_accumulate(out, block, start, _SEED, _MODEL_ID, terms)
+
+    tolerance = _NORMAL_TOLERANCE if distribution == "normal" else 0.0
+    key = (distribution, dtype, samples, terms, device)
+    _require(distribution, key, (samples - 1, 301), outputs, dtype, device, run, reference, tolerance)
+
+
+def _require(
+    name: str,
+    key: tuple[object, ...],
+    shape: tuple[int, int],
+    outputs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    run: Callable[[Tensor, Tensor], None],
+    reference: Callable[[Tensor, Tensor], None],
+    tolerance: float,
+) -> None:
+    if key in _done:
+        return
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return  # results cannot be looked at while a CUDA graph is recorded; the next call outside of one checks
+    # Integers up to 8 are exact in every dtype, and so are their sums in float32, whatever the order.
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randint(-8, 9, shape, generator=generator).to(dtype)
+    expected = torch.zeros(shape[0], outputs)
+    reference(expected, block)
+    actual = torch.zeros(shape[0], outputs, device=device)
+    run(actual, block.to(device))
+    difference = float((actual.cpu() - expected).abs().max())
+    if not difference <= tolerance:
+        raise KernelError(
+            f"The '{name}' kernel for {dtype} gives wrong results on {device}: a test projection differs from the "
+            f"reference by {difference}. Expected at most {tolerance}. Set HF_TRAK_BACKEND=torch, which does not use "
+            "it, and please report this with the GPU's name and the versions of the driver and of torch."
+        )
+    _done.add(key)

@@ -1,0 +1,108 @@
+"""How a sparse projection is cut into launches of `sjlt.cu`.
+
+The cuts depend on the position and length of the block and on k alone, never on the batch size or on the GPU: a sample
+gives the same bits in every batch and on every GPU.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_trak.kernels.arguments import Destination, Generator, SjltArguments
+from hf_trak.kernels.runtime import Launch, Runtime, reduce, workspace
+from hf_trak.kernels.sources import sjlt_kernel
+
+CHUNK = 8192
+TILE = 12288
+"""Accumulators that a block of threads holds, as in `sjlt.cu`."""
+
+_ACCUMULATORS = 10240
+_MIN_CHUNKS, _MAX_CHUNKS = 32, 128  # per split: short ones cost a fold each, long ones leave processors idle
+_SPLITS_WANTED, _MAX_SPLITS = 64, 4096
+_COORDINATES_PER_OUTPUT = 64  # a split costs 8 bytes per output in the workspace; this keeps that below 6 %
+
+
+@dataclass(frozen=True)
+class SjltPlan:
+    """One segment's launch."""
+
+    groups: int
+    """K / m."""
+
+    tile: int
+    """Accumulators per tile."""
+
+    tiles: int
+    chunks_per_split: int
+    splits: int
+    slots: int
+    """Parts of the sum."""
+
+
+def plan_sjlt(start: int, columns: int, outputs: int) -> SjltPlan:
+    """Cut a block's columns `start … start + columns` and a segment of `outputs` outputs."""
+    groups = -(-_ACCUMULATORS // outputs)
+    if outputs > TILE:  # one group, cut into tiles of its outputs: each output belongs to one tile
+        tiles = -(-outputs // TILE)
+        tile, parts = -(-outputs // tiles), 1
+    else:  # tiles of whole groups: every tile adds to every output
+        tiles = -(-groups // (TILE // outputs))
+        tile = -(-groups // tiles) * outputs
+        tiles = parts = -(-groups * outputs // tile)
+    chunks = (start + columns - 1) // CHUNK - start // CHUNK + 1
+    chunks_per_split = max(
+        min(max(-(-chunks // _SPLITS_WANTED), _MIN_CHUNKS), _MAX_CHUNKS),
+        -(-_COORDINATES_PER_OUTPUT * outputs // CHUNK),
+        -(-chunks // _MAX_SPLITS),
+    )
+    splits = -(-chunks // chunks_per_split)
+    return SjltPlan(groups, tile, tiles, chunks_per_split, splits, splits * parts)
+
+
+def shared_bytes(element_size: int) -> int:
+    """sizeof(SjltShared): bits of 8 chunks, their places, and the padded accumulators."""
+    per_vector = 16 // element_size
+    size = 8 * CHUNK // 8 + 2 * 8 * 4 + 4 * per_vector * (TILE // per_vector + 32 // per_vector)
+    return -(-size // 16) * 16
+
+
+def accumulate_sjlt(
+    runtime: Runtime,
+    out: Tensor,
+    block: Tensor,
+    start: int,
+    seed: int,
+    model_id: int,
+    segments: list[tuple[int, int]],
+) -> None:
+    """`out += block @ R[start : start + n]` for the sparse map.
+
+    Args:
+        out: `(B, k)`, float32, columns side by side.
+        block: `(B, n)`, columns side by side.
+        segments: the ranges of outputs, one per nonzero entry of a row of R.
+    """
+    for copy, (first, last) in enumerate(segments):
+        segment = out[:, first:last]
+        plan = plan_sjlt(start, block.shape[1], last - first)
+        partials = workspace(plan.slots, segment)
+        arguments = SjltArguments(
+            Destination.of(segment, partials),
+            block.data_ptr(),
+            block.stride(0),
+            block.shape[1],
+            start,
+            plan.chunks_per_split,
+            Generator(seed, model_id),
+            copy,
+            plan.groups,
+            plan.tile,
+        )
+        launch = Launch(
+            sjlt_kernel(block.dtype),
+            (block.shape[0], plan.splits, plan.tiles),
+            shared_bytes(block.element_size()),
+            arguments,
+        )
+        runtime.launch(launch, block.device)
+        reduce(runtime, segment, partials)
