@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hf_trak.errors import NonFiniteError
 from hf_trak.score_computers import TopK
+from hf_trak.score_computers.topk import PADDING
 
 
 def sorted_rows(scores: torch.Tensor, k: int, largest: bool) -> np.ndarray:
@@ -84,3 +85,34 @@ def test_misuse():
         top.update(3, torch.zeros(3, 4, dtype=torch.float64))
     with pytest.raises(ValueError, match="outside"):
         top.update(2**32 - 1, torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("levels", [2, 40, 10**6])
+def test_many_blocks_of_which_few_scores_matter(largest, levels):
+    """Long streams with ties of every kind, blocks in any order: the same as sorting everything, lower row first."""
+    scores = torch.randint(-levels, levels, (3000, 7)).float() / levels
+    top = TopK(12, largest)
+    starts = list(range(0, 3000, 100))
+    for start in torch.tensor(starts)[torch.randperm(len(starts))].tolist():
+        top.update(start, scores[start : start + 100])
+    expected = (-scores if largest else scores).sort(dim=0, stable=True)
+    found, indices = top.result()
+    assert torch.equal(indices, expected.indices[:12].T)
+    assert torch.equal(found, scores.gather(0, expected.indices[:12]).T)
+
+
+def test_lists_of_several_accumulators_merge_with_padding():
+    """Processes with fewer rows than k, or none, pad their lists to a common width."""
+    scores = (torch.randn(25, 3) * 2).round()
+    merged = TopK(6)
+    for start, stop in ((20, 25), (0, 2), (2, 20)):
+        part = TopK(6)
+        part.update(start, scores[start:stop])
+        kept = torch.full((3, 6), PADDING)
+        kept[:, : part.keys().shape[1]] = part.keys()
+        merged.merge(kept)
+    merged.merge(torch.full((3, 6), PADDING))
+    whole = TopK(6)
+    whole.update(0, scores)
+    assert all(map(torch.equal, merged.result(), whole.result()))

@@ -1,0 +1,173 @@
+"""Whole attribution runs as processes that can be killed: forked from a server that has imported torch once.
+
+A job featurizes two checkpoints of a tiny network, attributes three targets, and reports digests of all features,
+Gram matrices and scores.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from datasets import Dataset, disable_progress_bars
+from torch import Tensor, nn
+
+from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.errors import HfTrakError
+
+
+class TinyNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(pixel_values)))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a job works on."""
+
+    n: int = 23
+    m: int = 3
+    shard_size: int = 4
+    batch_size: int = 3
+    checkpoints: int = 2
+    proj_dim: int = 16
+    top_k: int = 5
+    feature_dtype: str = "float32"
+
+
+def rows(n: int, seed: int) -> Dataset:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(n, 6, generator=generator)
+    labels = torch.randint(0, 3, (n,), generator=generator)
+    return Dataset.from_dict({"pixel_values": pixels.numpy(), "labels": labels.numpy()})
+
+
+def models(count: int) -> list[TinyNet]:
+    torch.manual_seed(5)
+    return [TinyNet() for _ in range(count)]
+
+
+def make(directory: Path, sizes: Sizes = Sizes(), **options: Any) -> TrakAttributor:  # frozen
+    config = TrakConfig(
+        output_dir=str(directory), use_cpu=True, disable_tqdm=True, proj_dim=sizes.proj_dim,
+        shard_size=sizes.shard_size, per_device_batch_size=sizes.batch_size, feature_dtype=sizes.feature_dtype,
+        **options,
+    )  # fmt: skip
+    return TrakAttributor(TinyNet(), config, train_dataset=rows(sizes.n, 1), task="image_classification")
+
+
+def digest(values: Any) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
+
+
+def feature_digests(directory: Path) -> dict[str, str]:
+    """Every file of features and Gram matrices below a store, by the bytes in it."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*.safetensors"))
+    }
+
+
+def run(directory: Path, sizes: Sizes = Sizes()) -> dict[str, Any]:
+    """The whole job; what it found, as digests."""
+    networks = models(sizes.checkpoints)
+    attributor = make(directory, sizes).featurize(networks)
+    targets = rows(sizes.m, 2)
+    found: dict[str, Any] = {"self influence": digest(attributor.self_influence().numpy())}
+    for per in ("target", "train"):
+        top = attributor.attribute(targets, top_k=sizes.top_k, per=per).with_format("numpy")
+        for name in ("trak_indices", "trak_scores", "trak_opponent_indices", "trak_opponent_scores"):
+            found[f"{name} per {per}"] = digest(top[name][:])
+        scores = attributor.attribute(targets, top_k=None, per=per).with_format("numpy")
+        found[f"all scores per {per}"] = digest(scores["trak_scores"][:])
+    return {"features": feature_digests(directory), "scores": found}
+
+
+def report_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """What a function gave, or the error that it ended with."""
+    try:
+        return {"value": function(*arguments)}
+    except (HfTrakError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _enter(report: str, environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    disable_progress_bars()
+    if "WORLD_SIZE" in environment:
+        # Who waits for a process that dies before they have met finds out by torch's timeout, usually half an hour.
+        PartialState(cpu=True, timeout=timedelta(seconds=10))
+    result = report_of(function, arguments)
+    temporary = f"{report}.tmp"
+    Path(temporary).write_text(json.dumps(result))
+    os.replace(temporary, report)
+
+
+class Job:
+    """One process. `report` is what it left behind, `None` if it was killed."""
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hf_trak.attributor", "hf_trak.gradient_computers", "datasets"])
+
+    def __init__(
+        self,
+        report: Path,
+        function: Callable[..., Any],
+        *arguments: Any,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self._path = report
+        report.unlink(missing_ok=True)
+        self.process: BaseProcess = self.context.Process(
+            target=_enter, args=(str(report), environment or {}, function, arguments), daemon=True
+        )
+        self.process.start()
+
+    def wait(self, seconds: float = 60.0) -> dict[str, Any] | None:
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, "the process hangs"
+        return json.loads(self._path.read_text()) if self._path.exists() else None
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        if self.process.pid is not None and self.process.exitcode is None:
+            os.kill(self.process.pid, number)
+
+
+def start_group(directory: Path, world: int, function: Callable[..., Any], *arguments: Any) -> list[Job]:
+    """Jobs that form a process group without a launcher, as `srun` starts them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    jobs = []
+    for rank in range(world):
+        environment = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        jobs.append(Job(directory / f"report-{rank}.json", function, *arguments, environment=environment))
+    return jobs
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.005)
