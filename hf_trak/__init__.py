@@ -26,6 +26,7 @@ __all__ = [
     "StreamedRows",
     "TRAKer",
     "TrakAttributor",
+    "TrakCallback",
     "TrakConfig",
     "__version__",
     "load_scores",

@@ -57,6 +57,13 @@ class TrakConfig:
     per_device_batch_size: int = field(
         default=16, metadata={"help": "Examples per batch and process. Changes features by rounding only."}
     )
+    auto_find_batch_size: bool = field(
+        default=False,
+        metadata={
+            "help": "Lower the batch size whenever memory runs out, beginning with `per_device_batch_size`. What was "
+            "found is kept in `output_dir`, so that a resumed run goes on with it."
+        },
+    )
     shard_size: int = field(
         default=1024, metadata={"help": "Rows per feature shard: what a killed run loses at most, per process."}
     )

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from hf_trak.batch_limits import BatchLimits
+from hf_trak.batch_size import BatchSizeFinder
 from hf_trak.config import TrakConfig
 from hf_trak.data import Collator, RowBatches, batch_rows, forward_columns
 from hf_trak.errors import IncompleteStoreError, NonFiniteError
@@ -17,6 +17,7 @@ from hf_trak.interruption import announced
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.base import Side
 from hf_trak.processes import Processes, share_of
+from hf_trak.progress import RowProgress
 from hf_trak.projectors import BlockProjector
 from hf_trak.savers import FeatureStore, ShardSet
 from hf_trak.savers.references import read_references, write_references
@@ -91,7 +92,7 @@ class Featurizer:
         with self.processes.together():
             if mine:
                 with announced(lambda: _progress(shards, wanted, description)):
-                    self._fill(mine, shards, dataset, model_id, side, description)
+                    self._fill_what_fits(mine, shards, dataset, model_id, side, description)
         self.processes.from_main(lambda: self._check_filled(shards, wanted, description))
 
     def _check_filled(self, shards: ShardSet, wanted: range, description: str) -> None:
@@ -107,23 +108,44 @@ class Featurizer:
                 )
             time.sleep(0.5)
 
+    def _fill_what_fits(
+        self, mine: Sequence[int], shards: ShardSet, dataset: Any, model_id: int, side: Side, description: str
+    ) -> None:
+        def fill(batch_size: int) -> None:
+            left = [index for index in mine if not shards.has(index)]
+            self._fill(left, shards, dataset, model_id, side, description, batch_size)
+
+        if self.args.auto_find_batch_size:
+            BatchSizeFinder(self.args.per_device_batch_size, self.store.output_dir).run(fill)
+        else:
+            fill(self.args.per_device_batch_size)
+
     def _fill(
-        self, indices: Sequence[int], shards: ShardSet, dataset: Any, model_id: int, side: Side, description: str
+        self,
+        indices: Sequence[int],
+        shards: ShardSet,
+        dataset: Any,
+        model_id: int,
+        side: Side,
+        description: str,
+        batch_size: int,
     ) -> None:
         computer = make_gradient_computer(
             self.args.engine, self.model, self.task, grad_wrt=self.args.grad_wrt, device=self.device
         )
-        self._prepare_task(model_id)
+        self._prepare_task(model_id, batch_size)
         batches = self.batches(dataset)
         ranges = [shards.plan.rows(index) for index in indices]
         # Batches never cross a shard boundary, so a shard is the same whichever others are computed in this run.
-        cuts = [cut for rows in ranges for cut in batch_rows(rows.start, rows.stop, self.args.per_device_batch_size)]
+        cuts = [cut for rows in ranges for cut in batch_rows(rows.start, rows.stop, batch_size)]
         stream = batches.iterate(cuts)
-        with tqdm(
-            total=sum(map(len, ranges)),
-            desc=description,
-            unit="rows",
-            disable=self.args.disable_tqdm or not self.processes.is_main_process,
+        main = self.processes.is_main_process
+        with RowProgress(
+            sum(map(len, ranges)),
+            description,
+            processes=self.processes.num_processes,
+            show=main and not self.args.disable_tqdm,
+            announce=main,
         ) as progress:
             for index, shard_rows in zip(indices, ranges, strict=True):
                 grads = torch.empty(len(shard_rows), self.projector.proj_dim)
@@ -151,7 +173,7 @@ class Featurizer:
             limits=BatchLimits.of(self.model),
         )
 
-    def _prepare_task(self, model_id: int) -> None:
+    def _prepare_task(self, model_id: int, batch_size: int) -> None:
         """Let the task learn what it has to know about this checkpoint: computed once, the same bits for every process
         and every run, for training rows and for targets."""
         self.task.bind(self.model)
@@ -160,8 +182,7 @@ class Featurizer:
             rows = self.task.reference_rows(len(self.train_dataset))
             if not rows:
                 return
-            size = self.args.per_device_batch_size
-            cuts = [[rows[i] for i in cut] for cut in batch_rows(0, len(rows), size)]
+            cuts = [[rows[i] for i in cut] for cut in batch_rows(0, len(rows), batch_size)]
             self.task.prepare(self.model, (batch for _, batch in self.batches(self.train_dataset).iterate(cuts)))
             write_references(self.store, model_id, self.task.references())
             references = read_references(self.store, model_id)

@@ -12,6 +12,7 @@ from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.functional import FunctionalGradientComputer
 from hf_trak.gradient_computers.hooked import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
+from hf_trak.gradient_computers.memory import is_out_of_memory
 from hf_trak.gradient_computers.self_check import Reference, check_against, check_company, reference_of
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
@@ -114,7 +115,7 @@ class AutoGradientComputer(AbstractGradientComputer):
                     self._check(computer, reference, batch, side)
                 break
             except GradientEngineError as error:
-                if self._explicit:
+                if self._explicit or is_out_of_memory(error):  # another engine would be slower, not more right
                     raise
                 self._refusals.append(f"{self.engine}: {error}")
                 self._computer = None

@@ -5,7 +5,21 @@ from typing import Any
 
 import psutil
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error says that memory ran out, itself or as the cause of an engine's refusal: on CUDA and other
+    accelerators, in the CPU's allocator, or as cuDNN puts it (see `accelerate.utils.find_executable_batch_size`).
+    """
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        if isinstance(error, Exception) and should_reduce_batch_size(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def free_bytes(device: torch.device) -> int:
