@@ -159,7 +159,7 @@ class RowBatches:
         self.collator = collator
         self.columns = None if columns is None else frozenset(columns)
         self.device = device
-        self.num_workers = num_workers
+        self.num_workers = 0 if getattr(dataset, "sequential", False) else num_workers
         self.pin_memory = pin_memory
         self.limits = limits
 

@@ -105,7 +105,7 @@ class ImageTextCollator:
 
 
 def as_image(value: Any, column: str) -> Image.Image:
-    """An RGB image from a PIL image, or from an array of bytes `(H, W)` or `(H, W, C)`.
+    """An RGB image from a PIL image, an array of bytes `(H, W)` or `(H, W, C)`, or a tensor of them, `(C, H, W)`.
 
     Raises:
         ValueError: it is neither; names the column, what it holds, and the cast that makes images of it.
@@ -113,10 +113,9 @@ def as_image(value: Any, column: str) -> Image.Image:
     if isinstance(value, Image.Image):
         return value.convert("RGB")
     if isinstance(value, Tensor):
-        value = value.numpy(force=True)
+        # As `datasets` gives images in the format "torch": channels first.
+        value = (value.movedim(0, 2) if value.ndim == 3 else value).numpy(force=True)
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3):
-        if value.ndim == 3 and value.shape[0] in (1, 3) and value.shape[2] not in (1, 3, 4):
-            value = np.moveaxis(value, 0, 2)  # datasets with a torch format put channels first
         return Image.fromarray(value.squeeze(2) if value.ndim == 3 and value.shape[2] == 1 else value).convert("RGB")
     shown = repr(value)
     if isinstance(value, np.ndarray):

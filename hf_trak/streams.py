@@ -19,9 +19,12 @@ class StreamedRows:
 
     Scores refer to row numbers, so the stream must give the same rows in the same order each time it is started: this
     is checked, against 8 bytes kept per row. Reading forwards is a single pass; reading a row before the last one read
-    starts the stream anew. Every process, and every worker of a data loader, reads the stream for itself and skips the
-    rows of the others.
+    starts the stream anew. Every process reads the stream for itself and skips the rows of the others.
     """
+
+    sequential = True
+    """Read in the process itself, whatever `dataloader_num_workers` says: `datasets` divides a stream among workers,
+    and each would have to read all of it."""
 
     def __init__(self, stream: Iterable[Any], num_rows: int) -> None:
         """
@@ -86,7 +89,3 @@ class StreamedRows:
                 "the same order each time. Shuffle with a fixed seed and leave the epoch alone, take rows "
                 "from one source, or store them: `Dataset.from_generator`."
             )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the place in the stream, which a worker process finds for itself."""
-        return {**self.__dict__, "_iterator": None, "_next": 0, "_last": None}
