@@ -2,10 +2,10 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from datasets import Dataset as HFDataset
@@ -25,6 +25,7 @@ from hf_trak.modelout_functions.identity import task_identity
 from hf_trak.placement import check_placement
 from hf_trak.processes import Processes
 from hf_trak.projectors import BlockProjector, make_projector
+from hf_trak.report.last import LastResult
 from hf_trak.savers import FeatureStore, ShardSet
 from hf_trak.savers.atomic import safe_name
 from hf_trak.score_files import ScoreFiles
@@ -41,6 +42,9 @@ from hf_trak.selection import (
     selection_size,
 )
 from hf_trak.spans import single_labels, span_targets, with_token_scores
+
+if TYPE_CHECKING:
+    from hf_trak.report.notebook import TargetDisplay
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +101,7 @@ class TrakAttributor:
         self._sources: dict[int, Checkpoint | None] = {}
         self._train_fingerprint: str | None = None
         self._store: FeatureStore | None = None
+        self._last: LastResult | None = None
         if getattr(model, "hf_device_map", None) is None:
             model.to(self.device)
 
@@ -389,7 +394,28 @@ class TrakAttributor:
         stem = stem if top_k is None else f"{stem}-top-{top_k}"
         directory = self.store.output_dir / "scores" / safe_name(name, "name")
         files = ScoreFiles(directory, stem, self.processes, self._train_size, n_targets)
-        return attach_columns(rows, files.columns(blocks, None if top_k is None else min(top_k, length), per))
+        scored = attach_columns(rows, files.columns(blocks, None if top_k is None else min(top_k, length), per))
+        if per == "target" and groups is None:
+            self._last = LastResult(scored, eval_dataset, name, model_ids)
+        return scored
+
+    def show(self, target: int, **options: Any) -> "TargetDisplay":
+        """The view that a report has of one target of the last `attribute(..., per="target")`, for a notebook.
+
+        The first call counts the scores of all targets for their distributions, which costs as much as `attribute`.
+
+        Args:
+            target: row of the targets.
+            options: `examples`, training examples from either end, 5 by default; `image_column`, `text_columns`,
+                `label_column`, `label_names`, where they are not found out.
+
+        Raises:
+            IndexError: there is no such target.
+            ValueError: nothing is attributed yet, or a column does not exist.
+        """
+        from hf_trak.report.notebook import show_last  # reports need more packages than attribution does
+
+        return show_last(self, self._last, target, **options)
 
     def attribute_span(
         self,
@@ -558,6 +584,45 @@ class TrakAttributor:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
         """
         return self._scorer.self_influence(self._scorer.ensemble(model_ids))
+
+    def exclude(self, rows: Iterable[int]) -> "TrakAttributor":
+        """The attributor of the training dataset without some rows; nothing is computed again, XᵀX is corrected.
+
+        Args:
+            rows: numbers of the rows to leave out.
+
+        Returns:
+            A new attributor. Row numbers in its results are those of its `train_dataset`, in which rows move up. This
+            one is left as it is, and its store is needed as long as the new one is used. See `hf_trak.revised`.
+
+        Raises:
+            ValueError: a row number is out of range, or no row is left.
+            IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
+            HfTrakError: the task's features depend on the training dataset as a whole (CLIP).
+        """
+        from hf_trak.revised import revise  # which imports this module
+
+        return revise(self, exclude=rows)
+
+    def extend(self, new_rows: Any, checkpoints: Checkpoint | Sequence[Checkpoint] | None = None) -> "TrakAttributor":
+        """The attributor of the training dataset with more rows at its end; only those are featurized.
+
+        Args:
+            new_rows: rows with the columns of the training dataset.
+            checkpoints: the featurized weights, in the order of their ids; needed where they cannot be found again.
+
+        Returns:
+            A new attributor, as [`~TrakAttributor.exclude`] gives it. The same call after an interruption goes on.
+
+        Raises:
+            As `exclude` and `featurize`.
+        """
+        from hf_trak.revised import revise
+
+        sources = None
+        if checkpoints is not None:
+            sources = dict(zip(self.store.model_ids, _as_list(checkpoints), strict=True))
+        return revise(self, added_rows=new_rows, sources=sources)
 
     def push_to_hub(
         self,

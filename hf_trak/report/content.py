@@ -10,10 +10,14 @@ from datasets import Audio, ClassLabel, Dataset, Image, Value
 
 from hf_trak.report.text import Span
 from hf_trak.scored_dataset import TOP_K_COLUMNS
+from hf_trak.spans import TOKEN_POSITIONS, TOKEN_SCORES
 
 SPANS_COLUMN = "trak_spans"
 """Optional column of targets: a breakdown of the score over the text, a list of `{"start", "stop", "score"}` with
-character positions in the first shown text."""
+character positions in the first shown text. Without it, the columns of `attribute_tokens` are taken if the rows have
+their tokens' `offset_mapping`, with the scores of a token added up over the training rows of `trak_indices`."""
+
+_OFFSETS = "offset_mapping"
 
 _IMAGE_NAMES = ("image", "img", "pixel_values", "images")
 _LABEL_NAMES = ("label", "labels", "fine_label", "target", "class")
@@ -92,8 +96,18 @@ def content_of(row: Any, columns: Columns) -> Content:
         texts=texts,
         label=_name(row.get(columns.label), columns) if columns.label else None,
         prediction=_name(row.get(columns.prediction), columns) if columns.prediction else None,
-        spans=tuple(Span(int(s["start"]), int(s["stop"]), float(s["score"])) for s in row.get(SPANS_COLUMN) or ()),
+        spans=_spans(row),
     )
+
+
+def _spans(row: Mapping[str, Any]) -> tuple[Span, ...]:
+    if row.get(SPANS_COLUMN) is not None:
+        return tuple(Span(int(s["start"]), int(s["stop"]), float(s["score"])) for s in row[SPANS_COLUMN])
+    if any(row.get(name) is None for name in (_OFFSETS, TOKEN_POSITIONS, TOKEN_SCORES)):
+        return ()
+    totals = np.asarray(row[TOKEN_SCORES], dtype=np.float64).sum(axis=0)
+    places = [row[_OFFSETS][position] for position in row[TOKEN_POSITIONS]]
+    return tuple(Span(int(a), int(b), float(total)) for (a, b), total in zip(places, totals, strict=True))
 
 
 def as_row(row: Any) -> Mapping[str, Any]:

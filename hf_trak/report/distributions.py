@@ -1,6 +1,6 @@
 """How the scores of a target are distributed over the training set, counted while they stream past."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,10 @@ class ScoreDistributions:
 
     def __len__(self) -> int:
         return len(self.counts)
+
+    def select(self, targets: Sequence[int]) -> "ScoreDistributions":
+        """Those of some targets."""
+        return ScoreDistributions(**{name: value[list(targets)] for name, value in vars(self).items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields as tensors, by name."""

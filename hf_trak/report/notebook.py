@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
+from hf_trak.report.distributions import ScoreDistributions
+from hf_trak.report.last import LastResult
 from hf_trak.report.page import target_page
-from hf_trak.report.run import AttributionRun
+from hf_trak.report.run import AttributionRun, score_distributions
 from hf_trak.report.views import RunViews, TargetView
+from hf_trak.scored_dataset import TOP_K_COLUMNS
 
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor
@@ -34,7 +37,14 @@ class TargetDisplay:
 
 
 def show_target(
-    attributor: "TrakAttributor", scored: Dataset, index: int, *, examples: int = 5, **columns: Any
+    attributor: "TrakAttributor",
+    scored: Dataset,
+    index: int,
+    *,
+    eval_dataset: Any = None,
+    distributions: ScoreDistributions | None = None,
+    examples: int = 5,
+    **columns: Any,
 ) -> TargetDisplay:
     """The view of one target that a report has, without a report.
 
@@ -42,6 +52,8 @@ def show_target(
         attributor: what `scored` came from.
         scored: the result of `attribute`, one row per target.
         index: the target.
+        eval_dataset: the targets, for a dataset that is no `datasets.Dataset`, whose rows `scored` lacks.
+        distributions: of the scores of all targets. `None` shows none, unless `scored` has all scores.
         examples: training examples from either end.
         columns: `image_column`, `text_columns`, `label_column`, `label_names`, where they are not found out.
 
@@ -52,10 +64,23 @@ def show_target(
     if not 0 <= index < len(scored):
         raise IndexError(f"There is no target {index}. Expected 0 … {len(scored) - 1}.")
     # One row of it, so that full score lists of the others are not read.
-    run = AttributionRun.collect(attributor, scored.select([index]))
+    rows = None if eval_dataset is None or isinstance(eval_dataset, Dataset) else [eval_dataset[index]]
+    alone = None if distributions is None else distributions.select([index])
+    run = AttributionRun.collect(attributor, scored.select([index]), rows, distributions=alone)
     views = RunViews(run, examples, columns)
     view = views.target(0, shown_as=index)
     return TargetDisplay(target_page(view, views.book.pictures), _text(view))
+
+
+def show_last(attributor: "TrakAttributor", last: LastResult | None, index: int, **options: Any) -> TargetDisplay:
+    """What `TrakAttributor.show` returns. Raises `ValueError` if there is no result yet."""
+    if last is None:
+        raise ValueError("There is nothing to show yet. Expected a call of `attribute` before, with `per='target'`.")
+    if last.distributions is None and TOP_K_COLUMNS[0] in last.scored.column_names:
+        last.distributions = score_distributions(attributor, last.scored, last.eval_dataset, last.name, last.model_ids)
+    return show_target(
+        attributor, last.scored, index, eval_dataset=last.eval_dataset, distributions=last.distributions, **options
+    )
 
 
 def _text(view: TargetView) -> str:

@@ -14,7 +14,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,7 +51,7 @@ class AttributionRun:
     scored: Dataset
     """One row per target with the columns of `attribute(..., top_k=...)`."""
     train: Any
-    """The training rows, or those that are in `train_rows`."""
+    """The training rows, or those that are in `train_rows`; `None` where they are not at hand."""
     train_rows: np.ndarray | None = None
     """Ascending row numbers of the rows in `train`; `None` if it is the whole training set."""
     self_influence: np.ndarray | None = None
@@ -99,9 +99,12 @@ class AttributionRun:
             scored = _beside(eval_dataset, scored)
         if self_influence is not None:
             self_influence = np.asarray(self_influence, dtype=np.float32)
+        from hf_trak.hub.loading import AbsentRows  # an index that was downloaded comes without training rows
+
+        train = attributor.train_dataset
         run = cls(
             scored,
-            attributor.train_dataset,
+            None if isinstance(train, AbsentRows) else train,
             None,
             self_influence,
             distributions,
@@ -115,12 +118,14 @@ class AttributionRun:
         """Number of training rows that were attributed to."""
         if self.self_influence is not None:
             return len(self.self_influence)
-        if self.train_rows is None:
+        if self.train_rows is None and self.train is not None:
             return len(self.train)
-        return int(self.facts.get("train_rows", len(self.train)))
+        return int(self.facts["train_rows"])
 
     def train_row(self, index: int) -> Any:
-        """Training row `index`, counted in the whole training set."""
+        """Training row `index`, counted in the whole training set; an empty one where rows are not at hand."""
+        if self.train is None:
+            return {}
         if self.train_rows is None:
             return self.train[index]
         place = int(np.searchsorted(self.train_rows, index))
@@ -161,10 +166,13 @@ class AttributionRun:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "run.json").unlink(missing_ok=True)
         rows, train = self.train_rows, raw(self.train)
-        if rows is None and not every_train_row:
+        if rows is None and train is not None and not every_train_row:
             rows = np.array(sorted(self._named_rows()), dtype=np.int64)
             train = train.select(rows) if isinstance(train, Dataset) else [train[int(i)] for i in rows]
-        _save_dataset(_as_dataset(train), directory / "train")
+        if train is None:
+            shutil.rmtree(directory / "train", ignore_errors=True)
+        else:
+            _save_dataset(_as_dataset(train), directory / "train")
         _save_dataset(_as_dataset(raw(self.scored)), directory / "scored")
         tensors = {} if rows is None else {"train_rows": torch.from_numpy(rows)}
         if self.self_influence is not None:
@@ -206,9 +214,11 @@ class AttributionRun:
             except SafetensorError as error:
                 raise StoreError(f"{directory / _STATISTICS} is damaged ({error}). Attribute again.") from error
         rows = None if train_dataset is not None else tensors.get("train_rows")
-        train = _load_dataset(directory / "train") if train_dataset is None else train_dataset
-        if rows is not None and len(rows) != len(train):
-            raise StoreError(f"{directory} keeps {len(train)} training rows for {len(rows)} numbers. Attribute again.")
+        train = train_dataset
+        if train is None and (not facts or (directory / "train").is_dir()):
+            train = _load_dataset(directory / "train")
+        if rows is not None and (train is None or len(rows) != len(train)):
+            raise StoreError(f"{directory} keeps other training rows than its {_STATISTICS} names. Attribute again.")
         fields = ScoreDistributions.__dataclass_fields__
         distributions = ScoreDistributions(**{f: tensors[f] for f in fields}) if set(fields) <= set(tensors) else None
         return cls(
@@ -250,6 +260,25 @@ def top_k_range(scored: Dataset) -> tuple[np.ndarray, np.ndarray]:
         np.array([row[TOP_K_COLUMNS[3]][0] for row in rows], dtype=np.float64),
         np.array([row[TOP_K_COLUMNS[1]][0] for row in rows], dtype=np.float64),
     )
+
+
+def score_distributions(
+    attributor: "TrakAttributor",
+    scored: Dataset,
+    eval_dataset: Any,
+    name: str | None = None,
+    model_ids: Sequence[int] | None = None,
+) -> ScoreDistributions:
+    """Count all scores of the targets in bins: one more pass over the features, at the cost of `attribute`'s.
+
+    Args:
+        attributor: what `scored` came from.
+        scored: the result of `attribute(eval_dataset, top_k=...)`, whose ends say where the bins are.
+        eval_dataset: the targets.
+        name, model_ids: those given to `attribute`.
+    """
+    _, blocks = attributor._score_blocks(eval_dataset, name, None, model_ids)
+    return ScoreDistributions.from_blocks(blocks, *top_k_range(scored))
 
 
 def _scores_of(scored: Dataset) -> Iterable[Mapping[str, Any]]:

@@ -88,7 +88,7 @@ class RunViews:
         self.book = PictureBook()
         self._scored, train = raw(self.run.scored), raw(self.run.train)
         self._target_columns = Columns.find(self._scored, **self.columns)
-        self._train_columns = Columns.find(train, **self.columns)
+        self._train_columns = Columns() if train is None else Columns.find(train, **self.columns)
         self._rows: dict[int, RowView] = {}
 
     def target(self, index: int, shown_as: int | None = None) -> TargetView:
