@@ -1,0 +1,51 @@
+"""What recipes on text show at the end: for each target the training rows on either side of it."""
+
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from datasets import Dataset
+
+SIDES = {"helped_most": "trak_", "harmed_most": "trak_opponent_"}
+
+
+def attributions(
+    scored: Dataset,
+    rows: Sequence[int],
+    count: int,
+    target: Callable[[int], dict[str, Any]],
+    train: Callable[[int], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """For each of some targets the `count` training rows that helped and harmed it most, as plain JSON.
+
+    Args:
+        scored: result of `attribute` with `top_k` ≥ `count`.
+        rows: the targets.
+        count: rows per side.
+        target, train: what to say about a target and about a training row, by row number.
+    """
+    found = []
+    for row in rows:
+        columns = scored[row]
+        entry = {"row": row, **target(row)}
+        for side, prefix in SIDES.items():
+            pairs = zip(columns[f"{prefix}indices"][:count], columns[f"{prefix}scores"][:count], strict=True)
+            entry[side] = [{"row": index, "score": score, **train(index)} for index, score in pairs]
+        found.append(entry)
+    return found
+
+
+def print_attributions(found: Sequence[dict[str, Any]], headline: Callable[[dict[str, Any]], str]) -> None:
+    """Print what [`attributions`] found, one line per training row; `text` (and `label`, if there is one) of each."""
+    for entry in found:
+        print(f"\nTarget {entry['row']}: {headline(entry)}")
+        for side in SIDES:
+            print(f"  {side.replace('_', ' ')}:")
+            for item in entry[side]:
+                label = f" {item['label']}:" if "label" in item else ""
+                print(f"    row {item['row']:>6} ({item['score']:+.3g}){label} {shortened(item['text'])}")
+
+
+def shortened(text: str, width: int = 90) -> str:
+    """The beginning of a text, on one line."""
+    return textwrap.shorten(text, width, placeholder=" …")
