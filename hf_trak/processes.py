@@ -23,6 +23,9 @@ T = TypeVar("T")
 LONGEST_WAIT = timedelta(days=1)
 """How long a process waits for one that lives but does not answer. A dead one is noticed at once."""
 
+_MEETING_WAIT = timedelta(minutes=5)
+"""How long processes wait for each other to connect, when none has much else to do."""
+
 
 class Processes:
     """The processes started by `accelerate launch` or `torchrun`, or this one alone.
@@ -167,7 +170,9 @@ class Processes:
     def _contact(self) -> Iterator[None]:
         try:
             if self._group is None:
-                self._group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+                group = dist.new_group(backend="gloo", timeout=_MEETING_WAIT)
+                dist.distributed_c10d._set_pg_timeout(LONGEST_WAIT, group)
+                self._group = group
             yield
         except RuntimeError as error:  # all that torch.distributed raises when a peer is gone
             raise PeerProcessError(

@@ -2,12 +2,6 @@
 
 import copy
 import hashlib
-import os
-import signal
-import subprocess
-import sys
-import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -234,70 +228,6 @@ def test_batch_boundaries_change_rounding_only(trained: Any, tmp_path: Path, bat
     right = torch.cat([shard.grads for shard in other.store.train(0)])
     assert ((left - right).norm(dim=1) / left.norm(dim=1)).max() < 1e-5
     assert relative_error(full(other), full(reference)) < 1e-5
-
-
-def test_a_killed_process_is_resumed(trained: Any, tmp_path: Path) -> None:
-    """Trap 18: SIGKILL in the middle of featurizing; the same call finishes with the bytes of an uninterrupted run."""
-    _, checkpoints, _ = trained
-    script = tmp_path / "job.py"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            import sys, time, torch
-            sys.path.insert(0, {str(Path(__file__).parent)!r})
-            import test_attributor as t
-            model = t.at_checkpoint(None, t.Path({str(checkpoints[-1])!r}))
-            if sys.argv[2] == "slow":
-                model.register_forward_hook(lambda *args: time.sleep(0.2))
-            t.make(model, t.Path(sys.argv[1])).featurize(model)
-            """
-        )
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    directory = tmp_path / "killed"
-    process = subprocess.Popen([sys.executable, str(script), str(directory), "slow"], env=environment)
-    deadline = time.monotonic() + 120
-    while not list(directory.glob("checkpoint-0/train-00000*.safetensors")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    done = features(directory)
-    assert 1 <= len(done) < 4, done
-    subprocess.run([sys.executable, str(script), str(directory), "fast"], env=environment, check=True)
-    make(at_checkpoint(None, checkpoints[-1]), tmp_path / "whole").featurize()
-    assert features(directory) == features(tmp_path / "whole")
-    assert done.items() <= features(directory).items()
-
-
-@pytest.mark.distributed
-def test_two_processes_write_the_bytes_of_one(trained: Any, tmp_path: Path) -> None:
-    model, checkpoints, _ = trained
-    script = tmp_path / "job.py"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            import sys
-            sys.path.insert(0, {str(Path(__file__).parent)!r})
-            import test_attributor as t
-            model = t.at_checkpoint(None, t.Path({str(checkpoints[-1])!r}))
-            attributor = t.make(model, t.Path({str(tmp_path / "two")!r})).featurize()
-            assert attributor.processes.num_processes == 2
-            top = attributor.attribute(t.eval_rows(), top_k=3)
-            scores = attributor.attribute(t.eval_rows(), top_k=None)
-            if attributor.processes.is_main_process:
-                top.save_to_disk({str(tmp_path / "top")!r})
-                scores.save_to_disk({str(tmp_path / "scores")!r})
-            """
-        )
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    subprocess.run([*launch, str(script)], env=environment, check=True, timeout=120)
-    one = make(at_checkpoint(model, checkpoints[-1]), tmp_path / "one").featurize()
-    assert load_from_disk(str(tmp_path / "top")).to_dict() == one.attribute(eval_rows(), top_k=3).to_dict()
-    assert features(tmp_path / "two") == features(tmp_path / "one")
-    both = load_from_disk(str(tmp_path / "scores")).with_format("numpy")["trak_scores"][:]
-    assert np.array_equal(np.stack(both).T, full(one))
 
 
 # -- results as datasets ---------------------------------------------------------------------------------------------
