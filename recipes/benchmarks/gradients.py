@@ -1,11 +1,11 @@
 """What per-sample gradients cost: the hooked engine against a plain training step and against vmap of the whole model.
 
     python recipes/benchmarks/gradients.py
-    python recipes/benchmarks/gradients.py --models vit --threads 2 --repeats 5
+    python recipes/benchmarks/gradients.py --models vit-197 --threads 2 --repeats 5
 
-Everything that is compared runs interleaved in one process; printed are the medians, and their ratios. The consumer
-of the blocks adds up one number per block, so that what is measured is the gradients. Peak memory is measured per
-engine in a process of its own, above what the model and the batch take.
+Everything that is compared runs interleaved in one process, one process per model; printed are the medians, and their
+ratios. The consumer of the blocks looks at one number per block, so that what is measured is the gradients. Peak
+memory is measured per engine in a process of its own, above what the model and the batch take.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,27 +44,27 @@ def gpt2() -> tuple[nn.Module, dict[str, Tensor], Callable[..., Tensor]]:
     return transformers.GPT2LMHeadModel(config), batch, loss
 
 
-def vit() -> tuple[nn.Module, dict[str, Tensor], Callable[..., Tensor]]:
-    """6 layers, width 384, 196 patches and a class token, B = 16."""
+def vit(size: int) -> tuple[nn.Module, dict[str, Tensor], Callable[..., Tensor]]:
+    """6 layers, width 384, (size / 8)² patches and a class token, B = 16."""
     config = transformers.ViTConfig(
         hidden_size=384,
         num_hidden_layers=6,
         num_attention_heads=6,
         intermediate_size=1536,
-        image_size=112,
+        image_size=size,
         patch_size=8,
         num_labels=10,
     )
-    batch = {"pixel_values": torch.randn(16, 3, 112, 112)}
+    batch = {"pixel_values": torch.randn(16, 3, size, size)}
     return transformers.ViTForImageClassification(config), batch, margin
 
 
-def resnet() -> tuple[nn.Module, dict[str, Tensor], Callable[..., Tensor]]:
-    """ResNet-18 on 128 × 128 images, B = 16."""
+def resnet(size: int) -> tuple[nn.Module, dict[str, Tensor], Callable[..., Tensor]]:
+    """ResNet-18 on square images, B = 16."""
     config = transformers.ResNetConfig(
         embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic", num_labels=10
     )
-    batch = {"pixel_values": torch.randn(16, 3, 128, 128)}
+    batch = {"pixel_values": torch.randn(16, 3, size, size)}
     return transformers.ResNetForImageClassification(config), batch, margin
 
 
@@ -72,7 +73,17 @@ def margin(result: Any, batch: Any) -> Tensor:
     return result.logits[:, 0] - result.logits[:, 1:].logsumexp(1)
 
 
-MODELS = {"gpt2": gpt2, "vit": vit, "resnet": resnet}
+Case = Callable[[], tuple[nn.Module, dict[str, Tensor], Callable[..., Tensor]]]
+MODELS: dict[str, Case] = {
+    "gpt2": gpt2,
+    "vit-65": partial(vit, 64),
+    "vit-197": partial(vit, 112),
+    "resnet-64": partial(resnet, 64),
+    "resnet-128": partial(resnet, 128),
+    "resnet-224": partial(resnet, 224),
+}
+"""The number is that of tokens, or of pixels along a side: the less work a weight is used for, the more its
+per-sample gradient weighs."""
 ENGINES = ("plain", "hooked", "vmap")
 
 
@@ -140,12 +151,19 @@ def high_water() -> int:
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
+def in_own_process(*arguments: str) -> Any:
+    """What this script prints with other arguments."""
+    command = [sys.executable, __file__, *arguments]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--time", metavar="MODEL", help=argparse.SUPPRESS)
     parser.add_argument("--peak", nargs=2, metavar=("MODEL", "ENGINE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -153,14 +171,15 @@ def main() -> None:
     if arguments.peak:
         print(json.dumps(peak(*arguments.peak)))
         return
+    if arguments.time:
+        print(json.dumps(timed(arguments.time, arguments.repeats)))
+        return
+    options = ["--threads", str(arguments.threads), "--repeats", str(arguments.repeats)]
     print("| model | plain fwd+bwd | hooked ÷ plain | hooked ÷ vmap | peak plain | hooked | vmap | hooked ÷ plain |")
     print("|---|---|---|---|---|---|---|---|")
     for name in arguments.models:
-        seconds = timed(name, arguments.repeats)
-        memory = {}
-        for engine in ENGINES:
-            command = [sys.executable, __file__, "--threads", str(arguments.threads), "--peak", name, engine]
-            memory[engine] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        seconds = in_own_process(*options, "--time", name)
+        memory = {engine: in_own_process(*options, "--peak", name, engine) for engine in ENGINES}
         print(
             f"| {name} | {seconds['plain'] * 1e3:.0f} ms | {seconds['hooked'] / seconds['plain']:.2f} "
             f"| {seconds['hooked'] / seconds['vmap']:.2f} | {memory['plain']:.0f} MiB | {memory['hooked']:.0f} MiB "

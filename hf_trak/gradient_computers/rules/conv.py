@@ -12,7 +12,7 @@ from hf_trak.gradient_computers.workspace import Workspace
 
 Sizes = Sequence[int]
 
-FEW_POSITIONS = 32
+FEW_POSITIONS = 128
 """Output positions up to which unfolding the input is the cheaper order."""
 
 
@@ -36,14 +36,15 @@ def conv_pieces(
         groups: channel groups.
         workspace: where slices are written.
 
-    Chosen by shape (measured on one core, ResNet-18 layers):
+    Chosen by shape (measured on two cores, ResNet-18 layers):
 
     * kernels that tile the input (1×1, patch embeddings) are linear maps of patches: a reshape and one batched
       product;
     * few positions L (the last stages of a CNN): the result is larger than everything that goes into it, and
-      materializing the unfolded input `(N, in · kernel, L)` for one batched product is twice as fast as convolving;
-    * many positions: unfolding would multiply the activations by the kernel's size and cost up to six times as much as
-      contracting over positions first. On CPUs that is one backward convolution per sample; with channel groups, and
+      materializing the unfolded input `(N, in · kernel, L)` for one batched product is up to six times as fast as
+      convolving;
+    * many positions: unfolding would multiply the activations by the kernel's size and cost up to four times as much
+      as contracting over positions first. On CPUs that is one backward convolution per sample; with channel groups, and
       on GPUs, where launches count, a single one in which every sample is a group of channels of its own.
     """
     x, grad = common(x, grad)
