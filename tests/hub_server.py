@@ -403,6 +403,14 @@ def client(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "HF_TOKEN_PATH": str(home / "token"),
     }.items():
         monkeypatch.setattr(constants, name, value)
+    import datasets
+
+    for name, value in {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HUB_OFFLINE": False,
+        "HF_DATASETS_CACHE": home / "datasets",
+    }.items():
+        monkeypatch.setattr(datasets.config, name, value)
     for module in ("huggingface_hub.utils._http", "huggingface_hub.file_download"):
         monkeypatch.setattr(f"{module}.time", _Impatient())
     monkeypatch.delenv("HF_TOKEN", raising=False)

@@ -9,15 +9,17 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from huggingface_hub import DatasetCard, DatasetCardData
+from huggingface_hub import CommitOperationAdd, DatasetCard, DatasetCardData, DatasetInfo, HfApi
 
 from hf_trak import __version__
 
 logger = logging.getLogger(__name__)
 
+README = "README.md"
 TAGS = ("trak", "data-attribution", "hf_trak")
 Section = Literal["index", "scores"]
 
@@ -84,6 +86,30 @@ def updated_card(existing: str | None, new: str, section: Section) -> str | None
     known = [known] if isinstance(known, str) else list(known)
     card.data["tags"] = [*known, *(tag for tag in TAGS if tag not in known)]
     return str(card)
+
+
+def card_operations(
+    api: HfApi, repo_id: str, info: DatasetInfo, new: str, section: Section
+) -> list[CommitOperationAdd]:
+    """What has to be committed so that a repo's card has the section of a new one: one file, or nothing.
+
+    Args:
+        api: the client.
+        repo_id: the dataset repo.
+        info: of the commit on which the update is based.
+        new: from [`render_card`].
+        section: which section of it belongs to this push.
+    """
+    existing = None
+    if README in {file.rfilename for file in info.siblings or []}:
+        path = Path(api.hf_hub_download(repo_id, README, repo_type="dataset", revision=info.sha))
+        try:
+            existing = path.read_bytes().decode()
+        except UnicodeDecodeError:
+            logger.warning("The existing card of %s is left as it is: it is not UTF-8.", repo_id)
+            return []
+    text = updated_card(existing, new, section)
+    return [] if text is None or text == existing else [CommitOperationAdd(README, text.encode())]
 
 
 def _plain(value: Any) -> Any:

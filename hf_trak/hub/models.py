@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_trak import __version__
 from hf_trak.errors import HubAccessError, RefusedIndexError
 from hf_trak.hub.files import access_errors
-from hf_trak.hub.manifest import HubSource
+from hf_trak.hub.manifest import HubSource, checked_repo, checked_revision
 
 _WEIGHTS = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"]
 _SUBFOLDERS = ["*/*"]
@@ -41,8 +41,13 @@ class HubCheckpoint(os.PathLike[str]):
             revision: branch, tag or commit.
             token: as in `huggingface_hub`. Held in memory, passed on, and left out when this object is pickled.
             local_files_only: use the cache alone.
+
+        Raises:
+            ValueError: no repo or revision can be called so.
         """
-        self.source = HubSource(repo_id, revision)
+        self.source = HubSource(
+            checked_repo(repo_id, "a checkpoint"), checked_revision(revision, f"the checkpoint {repo_id!r}")
+        )
         self._token = token
         self._local_files_only = local_files_only
 

@@ -2,19 +2,20 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete
 
 from hf_trak.config import TrakConfig
 from hf_trak.errors import IncompleteStoreError
-from hf_trak.hub.cards import render_card, updated_card
+from hf_trak.hub.cards import card_operations, render_card
 from hf_trak.hub.files import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.index_store import (
     INDEX_FILE,
     JSON_FILES,
+    IndexStore,
     checksums_of,
     references_checksum,
     tensor_files,
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-README = "README.md"
 _UPLOAD_FILES = 64
-_COMMIT = ("commit_url", "commit_message", "commit_description", "oid", "pr_url")
+COMMIT_FIELDS = ("commit_url", "commit_message", "commit_description", "oid", "pr_url")
+"""What the main process tells the others of a commit."""
 
 
 def push_attributor(
@@ -61,6 +62,11 @@ def push_attributor(
 
     Every process calls this; the main process pushes, and all get its result, or `PeerProcessError` where it failed.
     """
+    if isinstance(attributor.store, IndexStore):
+        raise ValueError(
+            f"The index {attributor.store.files.name} is published already. Expected features of your own. To publish "
+            "it elsewhere, copy it with `pull_index` and pass the directory to `push_index` as a `FeatureStore`."
+        )
     for model_id in attributor._scorer.ensemble(None):
         attributor._scorer.gram(model_id)
 
@@ -83,7 +89,7 @@ def push_attributor(
             train_dataset=train_source(attributor.train_dataset),
             lds=lds,
         )
-        return {name: getattr(commit, name) for name in _COMMIT}
+        return {name: getattr(commit, name) for name in COMMIT_FIELDS}
 
     return CommitInfo(**attributor.processes.from_main(push))
 
@@ -171,7 +177,7 @@ def push_index(
         additions = [
             CommitOperationAdd("trak_config.json", json_bytes(config)),
             CommitOperationAdd(MANIFEST_FILE, json_bytes(manifest.to_json())),
-            *_card_operations(api, repo_id, info.sha, present, card),
+            *card_operations(api, repo_id, info, card, "index"),
         ]
         for model_id in store.model_ids:
             folder = store.checkpoint_dir(model_id)
@@ -270,6 +276,8 @@ def _known_sources(attributor: "TrakAttributor") -> dict[int, HubSource]:
         given = attributor._sources.get(model_id) or attributor.store.checkpoint_info(model_id)["source"]
         if isinstance(given, HubCheckpoint):
             found[model_id] = given.source
+        elif isinstance(given, str) and given.startswith("hf://"):  # what `pull_index` wrote
+            found[model_id] = HubSource.parse(given, f"the source of checkpoint {model_id}")
         elif isinstance(given, str | os.PathLike) and (source := source_of(given)):
             found[model_id] = source
     return found
@@ -316,21 +324,6 @@ def _source(given: str | HubCheckpoint | HubSource | None) -> HubSource | None:
     if isinstance(given, HubCheckpoint):
         return given.source
     return HubSource.parse(given if given.startswith("hf://") else f"hf://{given}", "a value of `checkpoints`")
-
-
-def _card_operations(
-    api: HfApi, repo_id: str, commit: str | None, present: set[str], card: str
-) -> Sequence[CommitOperationAdd]:
-    existing = None
-    if README in present:
-        path = Path(api.hf_hub_download(repo_id, README, repo_type=REPO_TYPE, revision=commit))
-        try:
-            existing = path.read_bytes().decode()
-        except UnicodeDecodeError:
-            logger.warning("The existing card of %s is left as it is: it is not UTF-8.", repo_id)
-            return []
-    text = updated_card(existing, card, "index")
-    return [] if text is None or text == existing else [CommitOperationAdd(README, text.encode())]
 
 
 def _stale(present: set[str], new: set[str]) -> list[str]:

@@ -1,12 +1,13 @@
 """Scores on the Hub: a scored dataset is an ordinary dataset with typed columns, a card, and the rows at hand."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from datasets import (
     Dataset,
     DatasetDict,
@@ -17,14 +18,15 @@ from datasets import (
     load_dataset,
     load_from_disk,
 )
-from huggingface_hub import CommitInfo, CommitOperationAdd, constants
+from huggingface_hub import CommitInfo, constants
 
 from hf_trak.errors import RefusedIndexError
-from hf_trak.hub.cards import render_card, updated_card
+from hf_trak.hub.cards import card_operations, render_card
 from hf_trak.hub.files import REPO_TYPE, access_errors, hub_api
+from hf_trak.hub.push import COMMIT_FIELDS
+from hf_trak.processes import Processes
 from hf_trak.scored_dataset import TOP_K_COLUMNS
 
-README = "README.md"
 _MEANINGS = {
     "target": {
         "trak_indices": "rows of the training dataset that helped this target most, best first",
@@ -59,7 +61,7 @@ def push_scores(
     model_name: str | None = None,
     train_dataset: str | None = None,
 ) -> CommitInfo:
-    """Publish scored rows, and a card that says what the columns mean. Call it from one process.
+    """Publish scored rows, and a card that says what the columns mean. Of several processes the main one pushes.
 
     `scored.push_to_hub(...)` publishes the same data without the card's section. The index may be in the same repo.
 
@@ -81,10 +83,45 @@ def push_scores(
     Raises:
         ValueError: `scored` has no score columns of the right types, or the repo is public against `private=True`.
         HubAccessError: the repo cannot be written to, or the connection broke.
+        PeerProcessError: the main process failed.
     """
     columns = check_scores(scored)
     if per not in ("target", "train"):
         raise ValueError(f"`per` is {per!r}. Expected 'target' or 'train', as it was given to `attribute`.")
+    named = [("index", index), ("model", model_name), ("training dataset", train_dataset)]
+
+    def push() -> dict[str, Any]:
+        facts = {
+            "subject": _subject(scored, columns, per),
+            "columns": [[name, _FULL[per] if len(columns) == 1 else _MEANINGS[per][name]] for name in columns],
+            "facts": [[name, value] for name, value in named if value],
+        }
+        title = f"Attribution scores of {model_name}" if model_name else "Attribution scores"
+        commit = _push(scored, repo_id, config_name, split, private, token, revision, title, facts)
+        return {name: getattr(commit, name) for name in COMMIT_FIELDS}
+
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return CommitInfo(**(Processes().from_main(push) if together else push()))
+
+
+def _subject(scored: Dataset, columns: Mapping[str, int], per: str) -> str:
+    what = "target" if per == "target" else "training example"
+    count = columns["trak_scores"]
+    kept = f"all {count:,} scores" if len(columns) == 1 else f"the {count:,} highest and lowest scores"
+    return f"one row per {what}, {len(scored):,} rows, with {kept} of each"
+
+
+def _push(
+    scored: Dataset,
+    repo_id: str,
+    config_name: str,
+    split: str | None,
+    private: bool | None,
+    token: str | None,
+    revision: str | None,
+    title: str,
+    facts: Mapping[str, Any],
+) -> CommitInfo:
     api = hub_api(token)
     with access_errors(repo_id, revision):
         repo_id = api.create_repo(repo_id, repo_type=REPO_TYPE, private=private, exist_ok=True).repo_id
@@ -98,39 +135,17 @@ def push_scores(
         )
         # `Dataset.push_to_hub` writes the card's metadata, so the card comes second.
         info = api.dataset_info(repo_id, revision=revision)
-        existing = None
-        if README in {file.rfilename for file in info.siblings or []}:
-            path = api.hf_hub_download(repo_id, README, repo_type=REPO_TYPE, revision=info.sha)
-            existing = Path(path).read_text(encoding="utf-8", errors="strict")
-        full = list(columns) == ["trak_scores"]
-        facts = {
-            "subject": (
-                f"one row per {'target' if per == 'target' else 'training example'}, {len(scored):,} rows, with "
-                + (
-                    f"all {columns['trak_scores']:,} scores"
-                    if full
-                    else f"the {columns['trak_scores']:,} extreme ones"
-                )
-            ),
-            "columns": [[name, _FULL[per] if full else _MEANINGS[per][name]] for name in columns],
-            "facts": [
-                [name, value]
-                for name, value in (("index", index), ("model", model_name), ("training dataset", train_dataset))
-                if value
-            ],
-        }
         arguments = f'"{repo_id}"' if config_name == "default" else f'"{repo_id}", "{config_name}"'
         usage = (
             f'from hf_trak import load_scores\n\nscored = load_scores({arguments})\nprint(scored[0]["trak_scores"])'
         )
-        title = f"Attribution scores of {model_name}" if model_name else "Attribution scores"
         new = render_card("scores", title, usage, facts, {})
-        text = updated_card(existing, new, "scores")
-        if text is None or text == existing:
+        operations = card_operations(api, repo_id, info, new, "scores")
+        if not operations:
             return commit
         return api.create_commit(
             repo_id,
-            [CommitOperationAdd(README, text.encode())],
+            operations,
             commit_message="Describe the scores",
             repo_type=REPO_TYPE,
             revision=revision,
