@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_trak.adapters import adapter_state_dict, adapter_tensors, check_not_quantized, is_adapter, load_adapter
+
 Checkpoint = torch.nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 """A module, a state dict, a `checkpoint-N` directory, or a `.safetensors`, `.bin`, `.pt` or `.pth` file."""
 
@@ -147,13 +149,12 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
         ValueError: names or shapes do not fit the model.
     """
     state_dict = read_state_dict(checkpoint)
-    if _is_adapter(model, state_dict):
-        from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-        expected = get_peft_model_state_dict(model)
-        _check_fit(expected, state_dict, tied=set())
-        set_peft_model_state_dict(model, state_dict)
+    if is_adapter(model, state_dict):
+        _check_fit(adapter_state_dict(model), state_dict, tied=set())
+        load_adapter(model, state_dict)
         return
+    remedy = "Give the adapters as checkpoints (`save_pretrained` of the `PeftModel`), or load the model unquantized."
+    check_not_quantized(model, "The checkpoint holds weights of the whole model", remedy)
     expected = model.state_dict()
     if isinstance(model, PreTrainedModel) and not set(state_dict) <= set(expected):
         state_dict = _converted(model, state_dict)
@@ -173,12 +174,6 @@ def _converted(model: PreTrainedModel, state_dict: dict[str, Tensor]) -> dict[st
     )
     renamed, report = result
     return state_dict if any(report.values()) else renamed.state_dict()
-
-
-def _is_adapter(model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> bool:
-    if not hasattr(model, "peft_config"):
-        return False
-    return not set(state_dict) <= set(model.state_dict())
 
 
 def _tied_names(model: torch.nn.Module, expected: Mapping[str, Tensor], given: set[str]) -> set[str]:
@@ -203,6 +198,19 @@ def _check_fit(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], tied
         )
 
 
+def touched_tensors(
+    model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.dtype | None = None
+) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers that [`loaded`] changes, by name: all of them, those of the adapter if the checkpoint is
+    an adapter of PEFT, none without a checkpoint and a cast."""
+    if dtype is None:
+        if checkpoint is None or checkpoint is model:
+            return []
+        if is_adapter(model, read_state_dict(checkpoint)):
+            return adapter_tensors(model)
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
 @contextmanager
 def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.dtype | None = None) -> Iterator[str]:
     """The model in eval mode with the weights of a checkpoint; when the block ends it is as it was before, come
@@ -217,12 +225,15 @@ def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.d
         The fingerprint of the weights in the model's own dtype, before the cast.
     """
     modes = {name: module.training for name, module in model.named_modules()}
-    tensors = [*model.parameters(), *model.buffers()]
-    foreign = checkpoint is not None and checkpoint is not model
-    saved = [value.detach().to("cpu", copy=True) for value in tensors] if foreign or dtype is not None else None
+    foreign = None if checkpoint is None or checkpoint is model else read_state_dict(checkpoint)
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        check_not_quantized(model, f"`model_dtype` is {name!r}", "Leave `model_dtype` out.")
+    tensors = [value for _, value in touched_tensors(model, foreign, dtype)]
+    saved = [value.detach().to("cpu", copy=True) for value in tensors]
     try:
-        if foreign:
-            load_into(model, checkpoint)  # type: ignore[arg-type]
+        if foreign is not None:
+            load_into(model, foreign)
         fingerprint = fingerprint_state_dict(model.state_dict())
         if dtype is not None:
             for value in tensors:
@@ -231,10 +242,9 @@ def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.d
         model.eval()
         yield fingerprint
     finally:
-        if saved is not None:
-            for value, before in zip(tensors, saved, strict=True):
-                value.data = value.data.to(before.dtype)
-                value.data.copy_(before)
+        for value, before in zip(tensors, saved, strict=True):
+            value.data = value.data.to(before.dtype)
+            value.data.copy_(before)
         for name, module in model.named_modules():
             module.training = modes[name]
 

@@ -1,0 +1,132 @@
+"""Trainer's data collators end to end: whatever pads a batch, a row has the features that it has alone."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertTokenizerFast,
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    GPT2Config,
+    GPT2LMHeadModel,
+    default_data_collator,
+)
+
+from hf_trak import TrakAttributor, TrakConfig
+
+N = 10
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
+BERT = {
+    "vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": 24, "num_labels": 3,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> BertTokenizerFast:
+    return BertTokenizerFast(vocab={word: i for i, word in enumerate(WORDS)})
+
+
+def rows(tokenizer: BertTokenizerFast, **columns: Any) -> Dataset:
+    """Texts of different lengths."""
+    generator = np.random.default_rng(0)
+    texts = [" ".join(generator.choice(WORDS[5:], size=3 + i % 6)) for i in range(N)]
+    tokens = tokenizer(texts, return_token_type_ids=False)
+    found = {"text": texts, "input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
+    return Dataset.from_dict({**found, **{name: make(tokens["input_ids"]) for name, make in columns.items()}})
+
+
+def classifier(tokenizer: BertTokenizerFast) -> tuple[Any, Dataset, Any]:
+    dataset = rows(tokenizer, label=lambda ids: [i % 3 for i in range(len(ids))])
+    return BertForSequenceClassification(BertConfig(**BERT)), dataset, DataCollatorWithPadding(tokenizer)
+
+
+def equal_lengths(tokenizer: BertTokenizerFast) -> tuple[Any, Dataset, Any]:
+    model, dataset, _ = classifier(tokenizer)
+    padded = dataset.map(lambda row: tokenizer(row["text"], padding="max_length", max_length=12))
+    return model, padded, default_data_collator
+
+
+def with_transform(tokenizer: BertTokenizerFast) -> tuple[Any, Dataset, Any]:
+    """Tokenized when rows are read; the column `text` is there for the transform alone."""
+    model, dataset, collator = classifier(tokenizer)
+    raw = dataset.select_columns(["text", "label"])
+    raw.set_transform(
+        lambda batch: {
+            **tokenizer(batch["text"], return_token_type_ids=False),
+            **({"label": batch["label"]} if "label" in batch else {}),
+        }
+    )
+    return model, raw, collator
+
+
+def causal(tokenizer: BertTokenizerFast) -> tuple[Any, Dataset, Any]:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=len(WORDS), n_positions=24))
+    return model, rows(tokenizer), DataCollatorForLanguageModeling(tokenizer, mlm=False)
+
+
+def seq2seq(tokenizer: BertTokenizerFast) -> tuple[Any, Dataset, Any]:
+    config = BartConfig(
+        vocab_size=len(WORDS), d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=24,
+        pad_token_id=0, bos_token_id=2, eos_token_id=3, decoder_start_token_id=2, forced_eos_token_id=3,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config)
+    dataset = rows(tokenizer, labels=lambda ids: [row[1 : 3 + i % 4] for i, row in enumerate(ids)])
+    return model, dataset, DataCollatorForSeq2Seq(tokenizer, model=model)
+
+
+def tagger(tokenizer: BertTokenizerFast) -> tuple[Any, Dataset, Any]:
+    def tags(ids: list[list[int]]) -> list[list[int]]:
+        return [[-100, *[token % 3 for token in row[1:-1]], -100] for row in ids]
+
+    model = BertForTokenClassification(BertConfig(**BERT))
+    return model, rows(tokenizer, labels=tags), DataCollatorForTokenClassification(tokenizer)
+
+
+CASES = [classifier, equal_lengths, with_transform, causal, seq2seq, tagger]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
+def test_padding_does_not_change_features(case: Any, tokenizer: BertTokenizerFast, tmp_path: Path) -> None:
+    """Trap 17, for each collator: batches of one (no padding) and of four (padded to the longest)."""
+    torch.manual_seed(0)
+    model, dataset, collator = case(tokenizer)
+    model.eval()
+    results = []
+    for batch_size in (1, 4):
+        config = TrakConfig(
+            output_dir=str(tmp_path / str(batch_size)), proj_dim=128, shard_size=8, use_cpu=True, disable_tqdm=True,
+            per_device_batch_size=batch_size,
+        )  # fmt: skip
+        attributor = TrakAttributor(model, config, dataset, collator).featurize()
+        shards = list(attributor.store.train(0))
+        grads, q = torch.cat([s.grads for s in shards]), torch.cat([s.out_to_loss for s in shards])
+        scored = attributor.attribute(dataset.select(range(2)), top_k=N)
+        assert sorted(scored["trak_indices"][0]) == list(range(N))
+        results.append((grads, q))
+    for small, large in zip(*results, strict=True):
+        assert float((small - large).abs().max()) < 1e-4 * float(small.abs().max())
+    lengths = {len(row["input_ids"]) for row in dataset}
+    assert len(lengths) == 1 if case is equal_lengths else len(lengths) > 3
+
+
+def test_a_collator_that_changes_the_number_of_samples_is_refused(
+    tokenizer: BertTokenizerFast, tmp_path: Path
+) -> None:
+    model, dataset, collator = classifier(tokenizer)
+    config = TrakConfig(output_dir=str(tmp_path), proj_dim=16, use_cpu=True, disable_tqdm=True)
+    attributor = TrakAttributor(model.eval(), config, dataset, lambda batch: collator(batch[:-1]))
+    with pytest.raises(ValueError, match=r"made a batch of 9 samples from 10 rows"):
+        attributor.featurize()
