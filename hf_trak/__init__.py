@@ -13,6 +13,7 @@ _EXPORTS = {
     "TrakAttributor": "hf_trak.attributor",
     "TrakCallback": "hf_trak.callbacks",
     "TrakConfig": "hf_trak.config",
+    "estimate": "hf_trak.estimation",
     "load_scores": "hf_trak.hub",
     "per_sample_gradients": "hf_trak.gradient_computers",
     "pull_index": "hf_trak.hub",
@@ -29,6 +30,7 @@ __all__ = [
     "TrakCallback",
     "TrakConfig",
     "__version__",
+    "estimate",
     "load_scores",
     "per_sample_gradients",
     "pull_index",
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor
     from hf_trak.callbacks import TrakCallback
     from hf_trak.config import TrakConfig
+    from hf_trak.estimation import estimate
     from hf_trak.gradient_computers import per_sample_gradients
     from hf_trak.hub import HubCheckpoint, load_scores, pull_index, push_scores, with_training_rows
     from hf_trak.image_text import ImageTextCollator

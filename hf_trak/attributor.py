@@ -17,6 +17,7 @@ from hf_trak.checkpoints import Checkpoint, describe, loaded
 from hf_trak.config import TrakConfig
 from hf_trak.data import Collator, default_collator, fingerprint_dataset, row_count
 from hf_trak.errors import CheckpointMismatchError
+from hf_trak.estimation import Estimate, estimate
 from hf_trak.featurizer import Featurizer
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.groups import GroupBy, RowGroups, target_groups
@@ -274,6 +275,25 @@ class TrakAttributor:
             self.store,
         )
 
+    def estimate(self, eval_dataset: Any = 0, checkpoints: int = 1, measure: bool = False) -> Estimate:
+        """What it takes to featurize and score: parameters, disk, memory, and time if a few batches may be run.
+
+        Args:
+            eval_dataset, checkpoints, measure: see [`hf_trak.estimate`].
+        """
+        return estimate(
+            self.model,
+            self.train_dataset,
+            self.args,
+            checkpoints=checkpoints,
+            eval_dataset=eval_dataset,
+            processes=self.processes.num_processes,
+            measure=measure,
+            data_collator=self.data_collator,
+            processing_class=self.processing_class,
+            task=self.task,
+        )
+
     # -- featurize ---------------------------------------------------------------------------------------------------
 
     def featurize(
@@ -307,6 +327,8 @@ class TrakAttributor:
         check_part(part)
         sources = _as_list(checkpoints)
         ids = _checked_ids(sources, model_ids)
+        if self.processes.is_main_process:
+            logger.info("To featurize: %s", self.estimate(checkpoints=len(ids)))
         for model_id, source in zip(ids, sources, strict=True):
             with self._weights(model_id, source, register=True):
                 description = f"train rows, checkpoint {model_id}"

@@ -195,7 +195,7 @@ class RevisedStore(FeatureStore):
         return RevisedShards(pieces)
 
     def read_gram(self, model_id: int) -> Gram | None:
-        """X'ᵀX', from disk, or corrected from the original's; `None` if that is not there, or less work to sum anew."""
+        """X'ᵀX', from disk, or corrected from the original's; `None` if that is absent, or more work than summing."""
         found = super().read_gram(model_id)
         if found is not None:
             return found
@@ -292,7 +292,7 @@ def revise(
     revised._store = RevisedStore(directory, opened.config, store, excluded, added)
     if added is not None:
         found = {model_id: attributor._source(model_id, sources or {}) for model_id in store.model_ids}
-        revised.featurize(list(found.values()), model_ids=list(found))
+        revised.featurize(list(found.values()), model_ids=list(found))  # type: ignore[arg-type]  # None: current weights
     return revised
 
 
