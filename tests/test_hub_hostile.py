@@ -142,6 +142,7 @@ BAD: dict[str, tuple[Callable[[Files, Path], Files], str]] = {
     "setting that is none": (manifest(lambda m: m["settings"].update(output_dir="/tmp/x")), "settings"),
     "ridge that is none": (manifest(lambda m: m["settings"].update(lambda_relative=-1)), "lambda_relative"),
     "engine that is none": (manifest(lambda m: m["settings"].update(engine="os.system")), "engine"),
+    "label names that are none": (manifest(lambda m: m["settings"].update(label_names=5)), "label_names"),
     "training dataset elsewhere": (
         manifest(lambda m: m.update(train_dataset={"name": "../x", "config": None, "split": None, "revision": None})),
         "train_dataset",

@@ -297,6 +297,8 @@ def test_pull_makes_a_store_that_needs_no_hub(hub: Hub, client: Path, tmp_path: 
     assert plain.checkpoint_info(1)["source"] == "hf://tester/model@step-1"
     again = pull_index("tester/index", tmp_path / "copy")
     assert again.model_ids == [0, 1]
+    push_index(plain, "tester/fork", token=TOKEN)
+    assert str(open_repo("tester/fork").manifest.checkpoints[1].source) == "hf://tester/model@step-1"
     with pytest.raises(ConfigMismatchError, match="another configuration"):
         make_store(tmp_path / "other", seed=8)
         pull_index("tester/index", tmp_path / "other")

@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
     HFValidationError,
     HTTPError,
     LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -25,7 +26,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import REGEX_COMMIT_HASH
 
 from hf_trak import __version__
-from hf_trak.errors import HubAccessError, IncompleteStoreError
+from hf_trak.errors import HfTrakError, HubAccessError, IncompleteStoreError
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class HubFiles:
         with access_errors(repo_id, revision):
             # A commit never changes: what is in the cache needs no question to the Hub.
             cached = try_to_load_from_cache(repo_id, first, revision=wanted, repo_type=REPO_TYPE)
-        self._offline = local_files_only or constants.is_offline_mode()
+        self._offline = local_files_only or constants.HF_HUB_OFFLINE
         self._sizes: dict[str, int] | None = None
         if isinstance(cached, str) and (self._offline or REGEX_COMMIT_HASH.fullmatch(wanted)):
             self.commit = Path(cached).parent.name
@@ -229,9 +230,9 @@ def access_errors(repo_id: str, revision: str | None, repo_type: str = REPO_TYPE
     except EntryNotFoundError as error:
         raise HubAccessError(f"{where} lacks a file that is needed ({_brief(error)}). Publish it again.") from error
     except HfHubHTTPError as error:
-        raise HubAccessError(
-            f"{where}: the Hub answered {_brief(error)}. Check that the token is valid and has the right to do this."
-        ) from error
+        raise HubAccessError(f"{where}: the Hub answered {_brief(error)}. {_remedy(error)}") from error
+    except LocalTokenNotFoundError as error:
+        raise HubAccessError(f"{where} needs a token: pass `token`, or run `hf auth login`.") from error
     except HTTPError as error:  # the transport: refused, reset, timed out
         raise HubAccessError(
             f"{where}: the connection to {constants.ENDPOINT} failed ({type(error).__name__}: {_brief(error)}). Try "
@@ -244,11 +245,20 @@ def access_errors(repo_id: str, revision: str | None, repo_type: str = REPO_TYPE
             f"{where}: a transfer broke off ({_brief(error)}). The incomplete file was not kept. Try again."
         ) from error
     except RuntimeError as error:  # how an upload's error arrives
-        if not isinstance(error.__cause__, HTTPError | OSError):
+        if isinstance(error, HfTrakError) or not isinstance(error.__cause__, HTTPError | OSError):
             raise
         raise HubAccessError(
             f"{where}: {_brief(error)} ({_brief(error.__cause__)}). Try again; what arrived is not sent again."
         ) from error
+
+
+def _remedy(error: HfHubHTTPError) -> str:
+    status = error.response.status_code
+    if status in (401, 403):
+        return "Check that the token is valid and has the right to do this."
+    if status in (409, 412):
+        return "The repo has changed in the meantime, and nothing of that was overwritten. Run the same call again."
+    return "Try again; what was transferred is not sent again."
 
 
 def _brief(error: BaseException) -> str:

@@ -121,7 +121,7 @@ class IndexStore(FeatureStore):
         return sorted(self.manifest.checkpoints)
 
     def checkpoint_info(self, model_id: int) -> dict[str, Any]:
-        """As for any store. `source` is `None`: a path on somebody else's machine means nothing here.
+        """As for any store. `source` is a repo of the Hub or `None`, never a path, which could only mislead here.
 
         Raises:
             IncompleteStoreError: the index has no such checkpoint.
@@ -136,7 +136,7 @@ class IndexStore(FeatureStore):
             "config_hash": self.config_hash,
             "fingerprint": published.fingerprint,
             "model_id": model_id,
-            "source": None,
+            "source": None if published.source is None else str(published.source),
         }
 
     def register_checkpoint(self, model_id: int, fingerprint: str, source: str | None = None) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from datasets import load_dataset
+from huggingface_hub import constants
 from torch.utils.data import default_collate as torch_collate
 from transformers import default_data_collator
 
@@ -14,7 +15,7 @@ from hf_trak.config import TrakConfig
 from hf_trak.data import Collator, default_collator
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, IncompleteStoreError
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.hub.files import LocalFiles, access_errors
+from hf_trak.hub.files import LocalFiles, access_errors, hub_api
 from hf_trak.hub.index_store import open_index
 from hf_trak.hub.manifest import MANIFEST_FILE, IndexManifest, checked_repo, checked_revision, refused
 from hf_trak.hub.models import HubCheckpoint, load_model
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor
 
 RUN_OPTIONS = (
+    "auto_find_batch_size",
     "dataloader_num_workers",
     "dataloader_pin_memory",
     "disable_tqdm",
@@ -217,6 +219,8 @@ def _train_dataset(name: str, manifest: IndexManifest | None, token: str | bool 
     recorded = None if manifest is None else manifest.train_dataset
     same = recorded is not None and recorded.name == name
     with access_errors(name, recorded.revision if same and recorded else None):
+        if not constants.HF_HUB_OFFLINE:
+            hub_api(token).dataset_info(name)  # says in our words if the repo is out of reach
         return load_dataset(
             name,
             recorded.config if same and recorded else None,

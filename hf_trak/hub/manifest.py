@@ -146,7 +146,7 @@ class IndexManifest:
         settings = content.get("settings")
         if not isinstance(settings, dict) or set(settings) - set(SETTINGS):
             raise ValueError(f"`settings` is {_shown(settings)}, not an object with some of {list(SETTINGS)}")
-        TrakConfig(**settings)
+        _check_settings(settings)
         dtype, lds = content.get("weights_dtype"), content.get("lds")
         if dtype is not None and dtype not in _DTYPES:
             raise ValueError(f"`weights_dtype` is {_shown(dtype)}, not null or one of {list(_DTYPES)}")
@@ -159,6 +159,15 @@ class IndexManifest:
             _train_source(content.get("train_dataset")),
             lds,
         )
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    TrakConfig(**settings)
+    labels = settings.get("label_names")
+    if labels is not None and not (isinstance(labels, list) and all(isinstance(name, str) for name in labels)):
+        raise ValueError(f"`label_names` is {_shown(labels)}, not null or a list of names")
+    if not isinstance(settings.get("remove_unused_columns", True), bool):
+        raise ValueError(f"`remove_unused_columns` is {_shown(settings['remove_unused_columns'])}, not true or false")
 
 
 def _model_id(key: str) -> int:

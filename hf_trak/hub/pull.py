@@ -83,10 +83,8 @@ def pull_index(
         for name in tensor_files(store, model_id, store.manifest.checkpoints[model_id]):
             with atomic_path(directory / name) as temporary:
                 shutil.copyfile(store.files.fetch(name), temporary)
-        source = store.manifest.checkpoints[model_id].source
-        content = {**store.checkpoint_info(model_id), "source": None if source is None else str(source)}
         folder = store.checkpoint_dir(model_id).name
-        write_bytes(directory / folder / "checkpoint.json", json_bytes(content))
+        write_bytes(directory / folder / "checkpoint.json", json_bytes(store.checkpoint_info(model_id)))
     for name in JSON_FILES:
         write_bytes(directory / name, store.files.fetch(name).read_bytes())
     return open_index(LocalFiles(directory), directory)

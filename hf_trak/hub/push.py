@@ -1,13 +1,14 @@
 """Publishing an index: one atomic commit, resumable, by one process."""
 
 import logging
-import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete
 
+from hf_trak.batch_size import BatchSizeFinder
 from hf_trak.config import TrakConfig
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.hub.cards import card_operations, render_card
@@ -71,12 +72,18 @@ def push_attributor(
         attributor._scorer.gram(model_id)
 
     def push() -> dict[str, Any]:
-        sources: dict[int, str | HubCheckpoint | HubSource] = {**_known_sources(attributor), **(checkpoints or {})}
+        sources: dict[int, str | HubCheckpoint | HubSource] = {
+            model_id: source for model_id, source in attributor._sources.items() if isinstance(source, HubCheckpoint)
+        }
+        args = attributor.args
+        if args.auto_find_batch_size:
+            found = BatchSizeFinder(args.per_device_batch_size, attributor.store.output_dir).batch_size
+            args = replace(args, per_device_batch_size=found)
         floating = [value.dtype for value in attributor.model.parameters() if value.is_floating_point()]
         commit = push_index(
             attributor.store,
             repo_id,
-            settings=attributor.args,
+            settings=args,
             private=private,
             token=token,
             revision=revision,
@@ -85,7 +92,7 @@ def push_attributor(
             model_name=model_name,
             model_revision=model_revision,
             weights_dtype=str(floating[0]).removeprefix("torch.") if floating else None,
-            checkpoints=sources,
+            checkpoints={**sources, **(checkpoints or {})},
             train_dataset=train_source(attributor.train_dataset),
             lds=lds,
         )
@@ -133,7 +140,8 @@ def push_index(
         model_revision: its revision.
         weights_dtype: dtype of the weights, such as `float32`.
         checkpoints: where the weights of each model id are on the Hub: `"hf://user/model@revision"`,
-            `"user/model@revision"` or a [`HubCheckpoint`]. Needed for the ids whose weights are not the model's.
+            `"user/model@revision"` or a [`HubCheckpoint`]. Needed for the ids whose weights are not the model's and
+            did not come from the Hub.
         train_dataset: the training rows as a dataset of the Hub.
         lds: the linear datamodeling score, if it was measured.
 
@@ -159,7 +167,8 @@ def push_index(
     if model_revision is not None:
         checked_revision(model_revision, "`model_revision`")
     config = {**config, "model_name": model_name, "model_revision": model_revision}
-    manifest = _manifest(store, settings or TrakConfig(), weights_dtype, checkpoints or {}, train_dataset, lds)
+    sources = {**_known_sources(store), **(checkpoints or {})}
+    manifest = _manifest(store, settings or TrakConfig(), weights_dtype, sources, train_dataset, lds)
 
     api = hub_api(token)
     with access_errors(repo_id, revision):
@@ -269,16 +278,14 @@ def train_source(dataset: Any) -> TrainSource | None:
     return None
 
 
-def _known_sources(attributor: "TrakAttributor") -> dict[int, HubSource]:
-    """Checkpoints that came from the Hub, as far as the attributor or the store can tell."""
+def _known_sources(store: FeatureStore) -> dict[int, HubSource]:
+    """Checkpoints that came from the Hub, as far as the store can tell: out of its cache, or with a pulled index."""
     found = {}
-    for model_id in attributor.store.model_ids:
-        given = attributor._sources.get(model_id) or attributor.store.checkpoint_info(model_id)["source"]
-        if isinstance(given, HubCheckpoint):
-            found[model_id] = given.source
-        elif isinstance(given, str) and given.startswith("hf://"):  # what `pull_index` wrote
+    for model_id in store.model_ids:
+        given = store.checkpoint_info(model_id).get("source")
+        if isinstance(given, str) and given.startswith("hf://"):
             found[model_id] = HubSource.parse(given, f"the source of checkpoint {model_id}")
-        elif isinstance(given, str | os.PathLike) and (source := source_of(given)):
+        elif isinstance(given, str) and (source := source_of(given)):
             found[model_id] = source
     return found
 

@@ -181,7 +181,7 @@ def load_scores(
     else:
         with access_errors(repo_or_path, revision):
             # Answers at once, and in our words, where the repo or the revision is out of reach.
-            if not constants.is_offline_mode():
+            if not constants.HF_HUB_OFFLINE:
                 hub_api(token).dataset_info(repo_or_path, revision=revision)
             loaded = load_dataset(repo_or_path, config_name, revision=revision, token=token)
     if isinstance(loaded, DatasetDict):
