@@ -429,6 +429,17 @@ def test_decoder_inputs_are_the_models_own():
         torch.testing.assert_close(given, own)
 
 
+def test_positions_are_counted_through_wrappers_too():
+    model, batch = CAUSAL["gpt2"](), padded(rows(), "left")
+    for wrapped in (model, torch.compile(model), torch.nn.DataParallel(model)):
+        task = get_task("causal_lm")
+        task.bind(wrapped)
+        positions = task.model_inputs(batch)[1]["position_ids"]
+        assert positions[1].tolist() == [0, 0, 0, 0, 0, 0, 1, 2, 3]
+    given = {**batch, "position_ids": torch.zeros(3, 9, dtype=torch.long)}
+    assert not task.model_inputs(given)[1]["position_ids"].any()
+
+
 def test_prompt_tuning_puts_tokens_in_front():
     import peft
 

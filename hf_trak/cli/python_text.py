@@ -33,7 +33,7 @@ def python_packages() -> DatasetDict:
 
 
 def docstrings(directory: Path) -> list[str]:
-    """The distinct documentation strings of some length in the source files of a package, in the order of the files."""
+    """The distinct documentation strings of some length in the source files of a package, in the order of files."""
     files = sorted(directory.rglob("*.py"))
     if not files:
         raise FileNotFoundError(

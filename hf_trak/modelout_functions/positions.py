@@ -8,7 +8,14 @@ import inspect
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from transformers import GenerationMixin
+
+
+def unwrapped(model: torch.nn.Module) -> tuple[Any, Any]:
+    """The model without the wrappers of `accelerate`, `torch.compile` and data parallelism; and without PEFT's too."""
+    outer: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    return outer, outer.get_base_model() if hasattr(outer, "get_base_model") else outer
 
 
 def takes_positions(model: torch.nn.Module) -> bool:
@@ -17,10 +24,9 @@ def takes_positions(model: torch.nn.Module) -> bool:
     Not those that number positions in a way of their own (RoBERTa's, from the input ids; Qwen-VL's, in three
     dimensions), nor PEFT's prompt learning, which refuses them.
     """
-    wrapper: Any = model
-    if getattr(getattr(wrapper, "active_peft_config", None), "is_prompt_learning", False):
+    outer, inner = unwrapped(model)
+    if getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False):
         return False
-    inner: Any = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         return False
     if "position_ids" not in inspect.signature(inner.forward).parameters:

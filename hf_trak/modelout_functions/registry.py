@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from transformers.models.auto import modeling_auto
 
 from hf_trak.modelout_functions.base import AbstractModelOutput
@@ -21,6 +20,7 @@ from hf_trak.modelout_functions.function import FunctionModelOutput
 from hf_trak.modelout_functions.loss import LossModelOutput
 from hf_trak.modelout_functions.masked_lm import MaskedLMModelOutput
 from hf_trak.modelout_functions.multi_label import MultiLabelClassificationModelOutput
+from hf_trak.modelout_functions.positions import unwrapped
 from hf_trak.modelout_functions.question_answering import QuestionAnsweringModelOutput
 from hf_trak.modelout_functions.regression import RegressionModelOutput
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
@@ -108,7 +108,7 @@ def infer_task(model: torch.nn.Module) -> str:
     task = known_task(model)
     if task is None:
         raise ValueError(
-            f"No task is known for a {type(_unwrap(model)).__name__}. Pass `task=`: one of "
+            f"No task is known for a {type(unwrapped(model)[1]).__name__}. Pass `task=`: one of "
             f"{sorted(TASK_TO_MODELOUT)}, a function (model_output, batch) -> tensor (B,), or an instance of an "
             "`AbstractModelOutput` subclass. Is it a model without a head? `AutoModelFor…` loads one with it."
         )
@@ -117,7 +117,7 @@ def infer_task(model: torch.nn.Module) -> str:
 
 def known_task(model: torch.nn.Module) -> str | None:
     """[`infer_task`] that answers `None` where nothing is known."""
-    inner = _unwrap(model)
+    inner = unwrapped(model)[1]
     config = getattr(inner, "config", None)
     for cls in type(inner).__mro__:
         if cls.__name__ in _CLIP_CLASSES:
@@ -155,10 +155,3 @@ def _task_of_class(name: str, config: Any) -> str | None:
 def _is_encoder_decoder(config: Any) -> bool:
     configs = (config, getattr(config, "text_config", None))
     return any(getattr(each, "is_encoder_decoder", False) for each in configs)
-
-
-def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside the wrappers of `accelerate`, `torch.compile`, data parallelism and PEFT."""
-    model = extract_model_from_parallel(model, keep_torch_compile=False)
-    get_base_model = getattr(model, "get_base_model", None)
-    return model if get_base_model is None else get_base_model()

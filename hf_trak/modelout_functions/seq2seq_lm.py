@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.modelout_functions.margins import margin
+from hf_trak.modelout_functions.positions import unwrapped
 from hf_trak.modelout_functions.token_collator import TokenColumnsCollator
 from hf_trak.modelout_functions.tokens import (
     IGNORED,
@@ -43,9 +44,7 @@ class Seq2SeqLMModelOutput(AggregatedModelOutput):
         return TokenColumnsCollator(collator, self.beside)
 
     def bind(self, model: torch.nn.Module) -> None:
-        wrapper: Any = model
-        inner = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
-        self._shift = _shifting(inner)
+        self._shift = _shifting(unwrapped(model)[1])
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         batch = as_mapping(batch, SEQUENCE_NAMES)

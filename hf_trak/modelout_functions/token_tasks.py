@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput, Aggregation, UnitOutput
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.modelout_functions.margins import margin
-from hf_trak.modelout_functions.positions import takes_positions, with_positions
+from hf_trak.modelout_functions.positions import takes_positions, unwrapped, with_positions
 from hf_trak.modelout_functions.token_collator import TokenColumnsCollator
 from hf_trak.modelout_functions.tokens import (
     TOKEN_COLUMNS,
@@ -67,7 +67,7 @@ class TokenModelOutput(AggregatedModelOutput):
 
 def prepended_tokens(model: torch.nn.Module) -> int:
     """How many virtual tokens PEFT's prompt tuning puts in front of the input, and leaves in the logits."""
-    config: Any = getattr(model, "active_peft_config", None)
+    config: Any = getattr(unwrapped(model)[0], "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False) or config.peft_type == "PREFIX_TUNING":
         return 0
     return int(config.num_virtual_tokens)
