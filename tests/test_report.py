@@ -24,6 +24,7 @@ from hf_trak.report.content import Columns, content_of
 from hf_trak.report.run import find_run, score_distributions
 from hf_trak.report.text import Piece, Span, pieces, visible
 from hf_trak.report.thumbnails import PictureBook
+from hf_trak.report.views import signed
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -148,6 +149,12 @@ def test_text_is_cut_and_its_best_span_marked():
 def test_what_html_cannot_hold_is_written_out():
     assert visible("a\x00b\x1bc\x85d\ud800e\ufffef\r\ng\th") == "a\\x00b\\x1bc\\x85d\\ud800e\\ufffef\ng\th"
     visible("".join(map(chr, range(0x110000)))).encode("utf-8")  # nothing is left that UTF-8 cannot hold
+
+
+def test_numbers_are_short_and_have_real_minus_signs():
+    assert [signed(v) for v in (0.12549, -3.2e-05, 0.0, 1234567.0, -12.0)] == [
+        "+0.125", "−3.2e−5", "+0", "+1.23e6", "−12",
+    ]  # fmt: skip
 
 
 def test_token_scores_and_offsets_mark_the_token_that_most_of_the_score_belongs_to():

@@ -30,6 +30,7 @@ def parse_yaml_and_args(
     *,
     prog: str | None = None,
     description: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> tuple[Any, ...]:
     """Fill dataclasses from the command line, from the YAML file that it names with `--config`, and from defaults.
 
@@ -41,6 +42,7 @@ def parse_yaml_and_args(
         argv: the command line without the name of the program. `None` takes `sys.argv[1:]`.
         prog: name of the program in `--help`.
         description: text in `--help`.
+        defaults: values that stand in for those of the dataclasses; names that none of them has are left out.
 
     Returns:
         One instance of each dataclass, in the given order.
@@ -59,12 +61,12 @@ def parse_yaml_and_args(
     before = ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument(f"--{_CONFIG}")
     config, rest = before.parse_known_args(argv)
-    given: dict[str, Any] = {}
+    given = {name: value for name, value in (defaults or {}).items() if name in arguments}
     if config.config is not None:
-        given = _read(Path(config.config), arguments, optional)
-        parser.set_defaults(**given)  # for --help; what counts is `given`
-        for name in given:
-            arguments[name].required = False
+        given.update(_read(Path(config.config), arguments, optional))
+    parser.set_defaults(**given)  # for --help; what counts is `given`
+    for name in given:
+        arguments[name].required = False
 
     namespace, unknown = parser.parse_known_args(rest, Namespace(**dict.fromkeys(arguments, _UNSET)))
     if unknown:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hf_trak import __version__
 from hf_trak.report.run import AttributionRun
 from hf_trak.report.text import visible
-from hf_trak.report.views import RunViews, TargetView, signed
+from hf_trak.report.views import RunViews, TargetView, number, signed
 from hf_trak.savers.atomic import atomic_path
 
 if TYPE_CHECKING:
@@ -207,5 +207,5 @@ def _no_none(value: Any) -> Any:
 
 def _template(name: str) -> "Template":
     environment = _environment()
-    environment.filters["signed"] = signed
+    environment.filters |= {"signed": signed, "number": number}
     return environment.get_template(name)

@@ -1,5 +1,6 @@
 """What a page shows, laid out as plain values: the last step before the templates."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,8 +152,13 @@ def _label(label: str | None) -> str | None:
 
 
 def signed(score: float) -> str:
-    """A score with its sign and three digits, with a minus sign that is one."""
-    return f"{score:+.3g}".replace("-", "−")
+    """A score with its sign and three digits: +0.125, −3.2e−5."""
+    return number(score) if score < 0 else f"+{number(score)}"
+
+
+def number(value: float) -> str:
+    """Three digits, with a minus sign that is one, and no zeros before an exponent."""
+    return re.sub(r"e([+-])0+", r"e\1", f"{value:.3g}").replace("e+", "e").replace("-", "−")
 
 
 def sign_of(score: float) -> str:

@@ -1,0 +1,88 @@
+"""`hf-trak attribute`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments, TargetArguments
+from hf_trak.cli.build import build, build_from_index, quiet, remember, remembered, target_rows
+from hf_trak.cli.output import answer
+from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.config import TrakConfig
+from hf_trak.report.run import AttributionRun, score_distributions
+from hf_trak.report.views import RunViews
+from hf_trak.savers.atomic import safe_name
+
+
+@dataclass
+class RunArguments:
+    """What to compute, and what to keep of it."""
+
+    index: str | None = field(
+        default=None, metadata={"help": "Published index, repo or directory, to use without the training rows."}
+    )
+    top_k: int = field(default=20, metadata={"help": "Training rows to keep per target, from either end."})
+    all_scores: bool = field(default=False, metadata={"help": "Keep every score, as `hf-trak evaluate` needs it."})
+    name: str = field(default="targets", metadata={"help": "Name of the run, kept in `output_dir/scores/NAME`."})
+    distributions: bool = field(
+        default=True, metadata={"help": "Count all scores of each target; costs as much as scoring once more."}
+    )
+    self_influence: bool = field(default=True, metadata={"help": "Rank training rows by self-influence."})
+    save_train_dataset: bool = field(
+        default=False, metadata={"help": "Keep all training rows in the run, not just those that scores name."}
+    )
+
+    def __post_init__(self) -> None:
+        safe_name(self.name, "name")
+        if self.top_k < 1:
+            raise ValueError(f"`top_k` is {self.top_k}. Expected at least 1.")
+
+
+def run(argv: Sequence[str]) -> None:
+    """Score the training set against targets; save what a report needs."""
+    kinds = (TargetArguments, RunArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments)
+    parse = partial(
+        parse_yaml_and_args,
+        kinds,
+        argv,
+        prog="hf-trak attribute",
+        description="Score the training set against targets. Model, training rows and settings are those that "
+        "`hf-trak featurize` has left in output_dir, unless given.",
+    )
+    saved = remembered(parse()[4].output_dir)
+    targets, wanted, model_args, data, trak, output = parse(defaults=saved)
+    quiet(trak)
+    stored = target_rows(data, targets)
+    if wanted.index is not None:
+        built = build_from_index(wanted.index, model_args, data, trak, stored)
+    else:
+        built = build(model_args, data, trak)
+        if saved:
+            remember(built, model_args, data, write=False)
+    attributor = built.attributor
+    rows = built.preparation.prepare(stored)
+    top_k = None if wanted.all_scores else wanted.top_k
+    scored = attributor.attribute(rows, top_k=top_k, name=wanted.name, checkpoints=model_args.checkpoints)
+    counted = wanted.distributions and top_k is not None  # all scores are counted when they are put together
+    counts = score_distributions(attributor, scored, rows, wanted.name) if counted else None
+    influence = attributor.self_influence() if wanted.self_influence else None
+    directory = Path(attributor.args.output_dir) / "scores" / wanted.name
+    facts = {"dataset": data.dataset_name, "target_dataset": targets.eval_dataset_name or data.dataset_name}
+    found = AttributionRun.collect(attributor, scored, distributions=counts, self_influence=influence, facts=facts)
+    if attributor.processes.is_main_process:
+        found.save(directory, every_train_row=wanted.save_train_dataset)
+    attributor.processes.wait_for_everyone()
+    content = {"run": str(directory), "targets": len(scored), "train_rows": len(attributor.train_dataset)}
+    answer(content, _lines(found, directory), output.json)
+
+
+def _lines(run: AttributionRun, directory: Path) -> list[str]:
+    views = RunViews(run, examples=3)
+    lines = []
+    for index in range(min(3, len(run.scored))):
+        view = views.target(index)
+        lines.append(view.target.alt)
+        for name, side in (("helped most", view.helped), ("harmed most", view.harmed)):
+            lines.append(f"  {name}: " + ", ".join(f"row {item.example.row} ({item.score})" for item in side))
+    return [*lines, f"Run: {directory}", f"Next: hf-trak report {directory}"]

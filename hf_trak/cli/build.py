@@ -1,0 +1,170 @@
+"""From arguments to an attributor, and what a directory remembers of them."""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from hf_trak.attributor import TrakAttributor
+from hf_trak.cli.arguments import DataArguments, ModelArguments, TargetArguments
+from hf_trak.cli.models import load_model
+from hf_trak.cli.preparation import Preparation, preparation
+from hf_trak.cli.rows import load_rows
+from hf_trak.config import TrakConfig
+from hf_trak.data import default_collator
+from hf_trak.errors import ConfigMismatchError
+from hf_trak.hub.loading import RUN_OPTIONS
+from hf_trak.modelout_functions import infer_task
+from hf_trak.savers.atomic import atomic_path, differing, read_json
+
+RECORD = "featurize.json"
+"""Beside the store's configuration: the arguments of `hf-trak featurize`, for the commands that come after it."""
+
+
+@dataclass
+class Built:
+    """An attributor, and how to prepare more rows for it."""
+
+    attributor: TrakAttributor
+    preparation: Preparation
+
+
+@dataclass
+class Training:
+    """A model and its training rows, prepared."""
+
+    model: Any
+    task: str
+    rows: Dataset
+    preparation: Preparation
+
+
+def load_training(model_args: ModelArguments, data: DataArguments) -> Training:
+    """Load the model and the training rows.
+
+    Raises:
+        ValueError: no model or no training rows are given, and all that loading and preparing them can raise.
+    """
+    name, training = model_args.model_name_or_path, data.dataset_name
+    if name is None or training is None:
+        missing = [f"--{n}" for n, v in (("model_name_or_path", name), ("dataset_name", training)) if v is None]
+        raise ValueError(f"{' and '.join(missing)} missing. Expected the model and the rows it was trained on.")
+    model = load_model(name, model_args.model_revision, model_args.task)
+    task = model_args.task or infer_task(model)
+    rows = load_rows(training, data.dataset_config_name, data.train_split, ("train",), data.max_train_samples)
+    how = preparation(model, task, rows, data, name, model_args.model_revision)
+    return Training(model, task, how.prepare(rows), how)
+
+
+def build(model_args: ModelArguments, data: DataArguments, trak: TrakConfig) -> Built:
+    """The attributor of a model and its training rows. Raises as `load_training`."""
+    found = load_training(model_args, data)
+    attributor = TrakAttributor(
+        found.model,
+        trak,
+        train_dataset=found.rows,
+        data_collator=found.preparation.collator,
+        processing_class=found.preparation.processing_class,
+        task=found.task,
+    )
+    return Built(attributor, found.preparation)
+
+
+def build_from_index(
+    index: str, model_args: ModelArguments, data: DataArguments, trak: TrakConfig, rows: Dataset
+) -> Built:
+    """Load a published index, or a copy of one, without the training rows.
+
+    Args:
+        index: dataset repo or directory.
+        model_args: the model, where it is not to be the one that the index names.
+        data: names of columns.
+        trak: settings that do not define features; those that are at their defaults are the index's.
+        rows: targets as stored, whose columns say how to prepare them.
+    """
+    defaults = TrakConfig()
+    options = {n: v for n in RUN_OPTIONS if (v := getattr(trak, n)) != getattr(defaults, n)}
+    attributor = TrakAttributor.from_pretrained(
+        index, model_args.model_name_or_path, task=model_args.task, checkpoints=model_args.checkpoints, **options
+    )
+    config = getattr(attributor.model, "config", None)
+    name = model_args.model_name_or_path or getattr(config, "_name_or_path", None) or ""
+    task = model_args.task or infer_task(attributor.model)
+    revision = getattr(config, "_commit_hash", None) or model_args.model_revision
+    how = preparation(attributor.model, task, rows, data, name, revision)
+    attributor.processing_class = how.processing_class
+    attributor.data_collator = how.collator or default_collator(rows, how.processing_class)
+    return Built(attributor, how)
+
+
+def target_rows(data: DataArguments, targets: TargetArguments) -> Dataset:
+    """The targets as they are stored."""
+    name = targets.eval_dataset_name or data.dataset_name
+    if name is None:
+        raise ValueError("--eval_dataset_name missing. Expected the rows to explain.")
+    config_name = targets.eval_dataset_config_name
+    if targets.eval_dataset_name is None:
+        config_name = config_name or data.dataset_config_name
+    preferred = ("test", "validation")
+    return load_rows(name, config_name, targets.eval_split, preferred, targets.max_eval_samples)
+
+
+def remember(built: Built, model_args: ModelArguments, data: DataArguments, write: bool = True) -> None:
+    """Compare with the record that is there, and write it anew once the store has accepted its configuration.
+
+    Raises:
+        ConfigMismatchError: the directory was made with other settings.
+    """
+    attributor = built.attributor
+    processor = built.preparation.processing_class
+    given = {
+        "arguments": {**dataclasses.asdict(model_args), **dataclasses.asdict(data)},
+        "processing": _settings(processor),
+        "trak": attributor.args.to_dict(),
+    }
+    path = Path(attributor.args.output_dir) / RECORD
+    saved = attributor.processes.from_main(lambda: read_json(path) if path.is_file() else None)
+    # Rows and weights have fingerprints of their own; how images become pixels has none.
+    if saved is not None and (changes := differing(saved["processing"] or {}, given["processing"] or {})):
+        raise ConfigMismatchError(
+            f"{path} was saved with another image processor:\n  "
+            + "\n  ".join(changes)
+            + "\nUse the same processor, or another output directory."
+        )
+    if not write:
+        return
+    attributor.store  # noqa: B018  # opens it, which compares the configurations
+    if attributor.processes.is_main_process:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as temporary:
+            temporary.write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
+    attributor.processes.wait_for_everyone()
+
+
+def remembered(output_dir: str) -> dict[str, Any]:
+    """The arguments of `hf-trak featurize`, or nothing if it has not written this directory."""
+    path = Path(output_dir) / RECORD
+    if not path.is_file():
+        return {}
+    saved = read_json(path)
+    return {**saved["arguments"], **{name: value for name, value in saved["trak"].items() if name != "output_dir"}}
+
+
+def _settings(processor: Any) -> dict[str, Any] | None:
+    """What an image processor does, as JSON; of tokenizers the tokens say it."""
+    if processor is None or not hasattr(processor, "image_mean"):
+        return None
+    settings = json.loads(json.dumps(processor.to_dict(), default=str))
+    return {name: value for name, value in settings.items() if not name.startswith("_") and name != "name_or_path"}
+
+
+def quiet(trak: TrakConfig) -> None:
+    """No progress bars where none are wanted."""
+    if trak.disable_tqdm or int(os.environ.get("RANK", "0")) != 0:
+        from datasets import disable_progress_bars
+
+        disable_progress_bars()

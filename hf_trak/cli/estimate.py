@@ -1,0 +1,66 @@
+"""`hf-trak estimate`."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments
+from hf_trak.cli.build import load_training
+from hf_trak.cli.models import load_model
+from hf_trak.cli.output import answer
+from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.config import TrakConfig
+from hf_trak.estimation import estimate
+
+
+@dataclass
+class EstimateArguments:
+    """How much there is."""
+
+    train_size: int | None = field(
+        default=None, metadata={"help": "Number of training rows, where `dataset_name` is not given."}
+    )
+    eval_size: int = field(default=0, metadata={"help": "Number of targets."})
+    num_checkpoints: int = field(default=1, metadata={"help": "Number of checkpoints, where they are not given."})
+    num_processes: int = field(default=1, metadata={"help": "Number of processes."})
+    measure: bool = field(
+        default=False, metadata={"help": "Featurize a few batches of `dataset_name` to project the time."}
+    )
+
+
+def run(argv: Sequence[str]) -> None:
+    """Print what an attribution will take."""
+    amounts, model_args, data, trak, output = parse_yaml_and_args(
+        (EstimateArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments),
+        argv,
+        prog="hf-trak estimate",
+        description="Disk, memory and time, before anything runs.",
+    )
+    options = {
+        "checkpoints": len(model_args.checkpoints) if model_args.checkpoints else amounts.num_checkpoints,
+        "eval_dataset": amounts.eval_size,
+        "processes": amounts.num_processes,
+    }
+    if data.dataset_name is not None:
+        found = load_training(model_args, data)
+        size = amounts.train_size or len(found.rows)
+        result = estimate(
+            found.model,
+            found.rows if amounts.measure else size,
+            trak,
+            measure=amounts.measure,
+            data_collator=found.preparation.collator,
+            processing_class=found.preparation.processing_class,
+            task=found.task,
+            **options,
+        )
+    else:
+        if model_args.model_name_or_path is None or amounts.train_size is None:
+            raise ValueError(
+                "--model_name_or_path, and --dataset_name or --train_size, are needed. Expected the model and its "
+                "training rows, or their number."
+            )
+        model = load_model(model_args.model_name_or_path, model_args.model_revision, model_args.task)
+        result = estimate(model, amounts.train_size, trak, **options)
+    content = {**dataclasses.asdict(result), "disk_bytes": result.disk_bytes, "seconds": result.seconds}
+    answer(content, str(result).splitlines(), output.json)

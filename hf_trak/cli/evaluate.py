@@ -1,0 +1,71 @@
+"""`hf-trak evaluate`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+
+from hf_trak.cli.arguments import OutputArguments
+from hf_trak.cli.output import answer, table
+from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.errors import IncompleteStoreError
+from hf_trak.evaluation import linear_datamodeling_score
+from hf_trak.report.run import find_run
+
+
+@dataclass
+class EvaluateArguments:
+    """Scores, and what retraining on subsets has shown."""
+
+    run: str = field(
+        metadata={
+            "help": "Run made with `--all_scores`, or a .npy file of scores (n_train, n_targets); may stand first."
+        }
+    )
+    masks: str = field(metadata={"help": ".npy file (subsets, n_train): which training rows belong to which subset."})
+    outputs: str = field(
+        metadata={
+            "help": ".npy file (subsets, n_targets): model outputs on the targets after training on each subset."
+        }
+    )
+
+
+def run(argv: Sequence[str]) -> None:
+    """Print the linear datamodeling score."""
+    args, output = parse_yaml_and_args(
+        (EvaluateArguments, OutputArguments),
+        argv,
+        prog="hf-trak evaluate",
+        description="The linear datamodeling score (TRAK paper, Section 2): how well the scores predict retraining.",
+    )
+    scores = _scores(Path(args.run))
+    found = linear_datamodeling_score(scores, _array(args.masks), _array(args.outputs))
+    content = {
+        "lds": float(found.mean()),
+        "standard_error": float(found.std(ddof=1) / np.sqrt(len(found))) if len(found) > 1 else None,
+        "targets": len(found),
+        "per_target": [round(float(value), 6) for value in found],
+    }
+    answer(content, table({name: content[name] for name in ("lds", "standard_error", "targets")}), output.json)
+
+
+def _array(path: str) -> np.ndarray:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path!r} is no file. Expected a .npy array.")
+    return np.load(path, allow_pickle=False)
+
+
+def _scores(path: Path) -> np.ndarray:
+    """(n_train, n_targets)."""
+    if path.suffix == ".npy":
+        return _array(str(path))
+    directory = find_run(path)
+    found = directory / "per-target.arrow"
+    if not found.is_file():
+        raise IncompleteStoreError(
+            f"{directory} has no per-target.arrow: the run keeps the highest and lowest scores alone. Run "
+            "`hf-trak attribute --all_scores`, or give a .npy file."
+        )
+    return Dataset.from_file(str(found)).with_format("numpy")["trak_scores"][:].T

@@ -1,0 +1,106 @@
+"""`hf-trak inspect`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_trak.cli.arguments import OutputArguments
+from hf_trak.cli.output import answer, size, table
+from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.errors import StoreError
+from hf_trak.savers import FeatureStore, ShardSet
+
+_SHOWN = (
+    "model_name", "model_class", "model_revision", "task", "projection", "proj_dim", "seed", "feature_dtype",
+    "train_size", "shard_size", "train_fingerprint", "hf_trak_version",
+)  # fmt: skip
+
+
+@dataclass
+class InspectArguments:
+    """What to look at."""
+
+    output_dir: str = field(metadata={"help": "Directory of a feature store; may stand first."})
+    verify: bool = field(default=True, metadata={"help": "Read every shard and compare its checksum."})
+
+
+def run(argv: Sequence[str]) -> int:
+    """Describe a store; 1 if anything in it is damaged."""
+    args, output = parse_yaml_and_args(
+        (InspectArguments, OutputArguments),
+        argv,
+        prog="hf-trak inspect",
+        description="What a feature store holds, what is missing, and whether it is intact. The exit status is 1 if a "
+        "file is damaged; what is missing is no damage.",
+    )
+    store = FeatureStore.load(args.output_dir)
+    config = store.config
+    content: dict[str, Any] = {
+        "output_dir": str(args.output_dir),
+        "config": {name: config[name] for name in _SHOWN if config.get(name) is not None},
+        "parameters": len(config.get("parameters") or []),
+        "bytes": sum(path.stat().st_size for path in Path(args.output_dir).rglob("*") if path.is_file()),
+        "checkpoints": [_checkpoint(store, model_id, args.verify) for model_id in store.model_ids],
+        "experiments": [_experiment(store, name) for name in store.experiments],
+        "runs": sorted(path.parent.name for path in Path(args.output_dir).glob("scores/*/run.json")),
+    }
+    damaged = [text for entry in content["checkpoints"] for text in entry["damaged"]]
+    content["intact"] = not damaged
+    content["complete"] = bool(content["checkpoints"]) and all(e["complete"] for e in content["checkpoints"])
+    answer(content, _lines(content, damaged), output.json)
+    return 1 if damaged else 0
+
+
+def _checkpoint(store: FeatureStore, model_id: int, verify: bool) -> dict[str, Any]:
+    entry: dict[str, Any] = {"model_id": model_id, "damaged": []}
+    try:
+        info = store.checkpoint_info(model_id)
+        entry |= {"source": info.get("source"), "fingerprint": info.get("fingerprint")}
+        shards = store.train(model_id)
+    except StoreError as error:
+        return {**entry, "damaged": [str(error)], "complete": False}
+    entry |= {"shards": len(shards), "missing_shards": _missing(shards, verify, entry["damaged"])}
+    entry["gram"] = False
+    if not entry["missing_shards"] and not entry["damaged"]:
+        try:
+            entry["gram"] = store.read_gram(model_id) is not None
+        except StoreError as error:
+            entry["damaged"].append(str(error))
+    entry["complete"] = entry["gram"]
+    return entry
+
+
+def _missing(shards: ShardSet, verify: bool, damaged: list[str]) -> list[int]:
+    missing = []
+    for index in range(len(shards)):
+        try:
+            if not shards.has(index):
+                missing.append(index)
+            elif verify:
+                shards.read(index, verify=True)
+        except StoreError as error:
+            damaged.append(str(error))
+    return missing
+
+
+def _experiment(store: FeatureStore, name: str) -> dict[str, Any]:
+    info = store.experiment_info(name)
+    return {"name": name, "targets": info.get("num_targets")}
+
+
+def _lines(content: dict[str, Any], damaged: list[str]) -> list[str]:
+    lines = table({name.replace("_", " "): value for name, value in content["config"].items()})
+    lines.append(f"{size(content['bytes'])} on disk")
+    for entry in content["checkpoints"]:
+        missing = len(entry.get("missing_shards", []))
+        state = "complete" if entry["complete"] else f"{missing} of {entry.get('shards', '?')} shards missing"
+        if not entry["complete"] and not missing:
+            state = "damaged" if entry["damaged"] else "no Gram matrix yet"
+        lines.append(f"checkpoint {entry['model_id']}: {state}; from {entry.get('source')}")
+    lines += [f"experiment {entry['name']}: {entry['targets']} targets" for entry in content["experiments"]]
+    lines += [f"run {name}" for name in content["runs"]]
+    lines += [f"DAMAGED: {text}" for text in damaged]
+    if not content["complete"] and not damaged:
+        lines.append("Run `hf-trak featurize` with the same arguments to finish it.")
+    return [*lines, "intact" if content["intact"] else "not intact"]

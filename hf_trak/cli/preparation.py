@@ -1,0 +1,181 @@
+"""From rows as they are stored to rows that a model takes: tokens and labels in columns, pixels when rows are read.
+
+What is tokenized is stored in columns, so that the fingerprint of a dataset covers how it was tokenized. Text columns
+stay, for the report.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import ClassLabel, Dataset, Image
+from transformers import DataCollatorForTokenClassification
+
+from hf_trak.cli.arguments import DataArguments
+from hf_trak.cli.models import load_image_processor, load_processor, load_tokenizer
+from hf_trak.image_text import ImageTextCollator
+from hf_trak.language_data import mask_tokens, tokenize_chat, tokenize_prompt_completion
+
+READY = ("input_ids", "pixel_values", "input_features", "input_values")
+"""Columns of rows that need no preparation."""
+
+_IMAGE_TASKS = ("image_classification", "iterative_image_classification")
+_TEXT_TASKS = ("text_classification", "regression", "multi_label_classification")
+_PAIR_TASKS = ("clip", "siglip")
+_LABELS = ("labels", "label")
+
+
+@dataclass
+class Preparation:
+    """How rows of one kind are prepared."""
+
+    prepare: Callable[[Dataset], Dataset]
+    collator: Any = None
+    processing_class: Any = None
+
+
+def preparation(model: Any, task: str, rows: Dataset, args: DataArguments, name: str, revision: str) -> Preparation:
+    """What training rows and targets have to go through for a task.
+
+    Args:
+        model: for the labels that its config names.
+        task: the name of the task.
+        rows: the training rows, whose columns decide.
+        args: names of columns.
+        name, revision: of the model, for its tokenizer or processor.
+
+    Raises:
+        ValueError: a needed column is not there, or rows of this task have to be prepared by the user.
+    """
+    if any(column in rows.column_names for column in READY):
+        return _ready(rows, name, revision)
+    if task in _IMAGE_TASKS:
+        column = args.image_column or _image_column(rows)
+        label = _label_column(rows, args)
+        processor = load_image_processor(name, revision)
+
+        def pixels(batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+            images = [image.convert("RGB") for image in batch[column]]
+            return {"pixel_values": processor(images, return_tensors="pt")["pixel_values"], "labels": batch["labels"]}
+
+        return Preparation(lambda data: _with_labels(data, label, model).with_transform(pixels), None, processor)
+    if task in _PAIR_TASKS:
+        image, text = args.image_column or _image_column(rows), _text_columns(rows, args)[0]
+        processor = load_processor(name, revision)
+        return Preparation(lambda data: data, ImageTextCollator(image, text, processor=processor), processor)
+    if task in _TEXT_TASKS or task in ("causal_lm", "masked_lm"):
+        tokenizer = load_tokenizer(name, revision)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if task in _TEXT_TASKS:
+            return _classified(model, tokenizer, rows, args)
+        return _language(task, tokenizer, rows, args)
+    raise ValueError(
+        f"Rows for the task {task!r} have to be prepared beforehand: they have the columns {rows.column_names}. "
+        f"Expected one of {list(READY)} and labels, as the model takes them. Save such a dataset with `save_to_disk`."
+    )
+
+
+def _ready(rows: Dataset, name: str, revision: str) -> Preparation:
+    """Rows that the model takes as they are. A tokenizer pads them, where there is one."""
+    if "input_ids" not in rows.column_names:
+        return Preparation(lambda data: data)
+    try:
+        tokenizer = load_tokenizer(name, revision)
+    except (OSError, ValueError):  # a model without a tokenizer: rows of one length need none
+        return Preparation(lambda data: data)
+    return Preparation(lambda data: data, _collator(tokenizer, rows), tokenizer)
+
+
+def _collator(tokenizer: Any, rows: Dataset) -> Any:
+    """Pads labels too where they are lists."""
+    listed = "labels" in rows.column_names and isinstance(rows[0]["labels"], list)
+    return DataCollatorForTokenClassification(tokenizer) if listed else None
+
+
+def _classified(model: Any, tokenizer: Any, rows: Dataset, args: DataArguments) -> Preparation:
+    texts, label = _text_columns(rows, args)[:2], _label_column(rows, args)
+
+    def tokens(batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        columns = [list(batch[column]) for column in texts]
+        return dict(tokenizer(*columns, truncation=True, max_length=args.max_length))
+
+    def prepare(data: Dataset) -> Dataset:
+        return _with_labels(data, label, model).map(tokens, batched=True, desc="Tokenizing")
+
+    return Preparation(prepare, None, tokenizer)
+
+
+def _language(task: str, tokenizer: Any, rows: Dataset, args: DataArguments) -> Preparation:
+    chat = task == "causal_lm" and "messages" in rows.column_names
+    completion = task == "causal_lm" and {"prompt", "completion"} <= set(rows.column_names)
+    text = "" if chat or completion else _text_columns(rows, args)[0]
+
+    def tokens(row: Mapping[str, Any]) -> dict[str, Any]:
+        if chat:
+            found: dict[str, Any] = tokenize_chat(row["messages"], tokenizer, args.max_length)
+        elif completion:
+            found = tokenize_prompt_completion(row["prompt"], row["completion"], tokenizer, args.max_length)
+        else:
+            offsets = {"return_offsets_mapping": True} if tokenizer.is_fast else {}
+            found = dict(tokenizer(row[text], truncation=True, max_length=args.max_length, **offsets))
+            if task == "masked_lm":
+                found |= mask_tokens(found["input_ids"], tokenizer)
+            else:
+                found["labels"] = list(found["input_ids"])
+        return found
+
+    collator = DataCollatorForTokenClassification(tokenizer)
+    return Preparation(lambda data: data.map(tokens, desc="Tokenizing"), collator, tokenizer)
+
+
+def _text_columns(rows: Dataset, args: DataArguments) -> list[str]:
+    if args.text_columns:
+        return _existing(rows, args.text_columns, "text_columns")
+    skipped = {"id", "idx", "label", "labels", args.label_column}
+    found = [
+        name
+        for name, feature in rows.features.items()
+        if getattr(feature, "dtype", None) in ("string", "large_string") and name not in skipped
+    ]
+    if not found or len(found) > 2:
+        raise ValueError(f"The columns of text are {found} among {rows.column_names}. Choose with `text_columns`.")
+    return found
+
+
+def _image_column(rows: Dataset) -> str:
+    found = [name for name, feature in rows.features.items() if isinstance(feature, Image)]
+    if len(found) != 1:
+        raise ValueError(f"The columns of images are {found} among {rows.column_names}. Choose with `image_column`.")
+    return found[0]
+
+
+def _label_column(rows: Dataset, args: DataArguments) -> str:
+    if args.label_column:
+        return _existing(rows, [args.label_column], "label_column")[0]
+    found = next((name for name in _LABELS if name in rows.column_names), None)
+    if found is None:
+        raise ValueError(f"There is no column of {list(_LABELS)} among {rows.column_names}. Set `label_column`.")
+    return found
+
+
+def _existing(rows: Dataset, names: Sequence[str], argument: str) -> list[str]:
+    if missing := [name for name in names if name not in rows.column_names]:
+        raise ValueError(f"`{argument}` names {missing}. Expected some of {rows.column_names}.")
+    return list(names)
+
+
+def _with_labels(rows: Dataset, column: str, model: Any) -> Dataset:
+    """The rows with the labels in `labels`, as the numbers that the model's config gives their names."""
+    if column != "labels":
+        if "labels" in rows.column_names:
+            raise ValueError(f"`label_column` is {column!r}, but there is a column `labels` too. Remove one of them.")
+        rows = rows.rename_column(column, "labels")
+    feature = rows.features["labels"]
+    if isinstance(feature, ClassLabel) or getattr(feature, "dtype", None) not in ("string", "large_string"):
+        return rows
+    ids = {str(name): int(index) for name, index in (getattr(model.config, "label2id", None) or {}).items()}
+    if unknown := sorted(set(rows["labels"][:]) - set(ids)):
+        raise ValueError(f"The labels {unknown[:5]} are not among those of the model, {list(ids)[:20]}.")
+    names = [name for name, _ in sorted(ids.items(), key=lambda item: item[1])]
+    return rows.cast_column("labels", ClassLabel(names=names))

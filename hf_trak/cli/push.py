@@ -1,0 +1,68 @@
+"""`hf-trak push`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from datasets import load_from_disk
+
+from hf_trak.cli.arguments import OutputArguments
+from hf_trak.cli.build import remembered
+from hf_trak.cli.output import answer
+from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.config import TrakConfig
+from hf_trak.report.run import find_run
+
+
+@dataclass
+class PushArguments:
+    """What to publish, and where. The token is that of `hf auth login`, or of HF_TOKEN."""
+
+    output_dir: str = field(metadata={"help": "Directory of the index; may stand first."})
+    repo_id: str = field(metadata={"help": "Dataset repo, `user/name`, created if need be."})
+    private: bool = field(default=False, metadata={"help": "Make a repo that is created private."})
+    revision: str | None = field(default=None, metadata={"help": "Branch. By default the main one."})
+    create_pr: bool = field(default=False, metadata={"help": "Open a pull request instead of committing."})
+    model_name: str | None = field(default=None, metadata={"help": "Model repo that the index belongs to."})
+    model_revision: str | None = field(default=None, metadata={"help": "Its revision."})
+    checkpoints: list[str] | None = field(
+        default=None, metadata={"help": "Model repos of the weights, `user/model@revision`, by ascending model id."}
+    )
+    scores: str | None = field(default=None, metadata={"help": "A run: its scored targets are published too."})
+    lds: float | None = field(default=None, metadata={"help": "The linear datamodeling score, if measured."})
+
+
+def run(argv: Sequence[str]) -> None:
+    """Publish an index, and the scores of a run."""
+    args, output = parse_yaml_and_args(
+        (PushArguments, OutputArguments),
+        argv,
+        prog="hf-trak push",
+        description="Publish an attribution index as a dataset repo. The same command again resumes.",
+    )
+    from hf_trak.hub import push_index, push_scores
+    from hf_trak.savers import FeatureStore
+
+    store = FeatureStore.load(args.output_dir)
+    saved = remembered(args.output_dir)
+    names = {name: value for name, value in saved.items() if name in TrakConfig.__dataclass_fields__}
+    commit = push_index(
+        store,
+        args.repo_id,
+        settings=TrakConfig(**{**names, "output_dir": args.output_dir}),
+        private=args.private or None,
+        revision=args.revision,
+        create_pr=args.create_pr,
+        model_name=args.model_name,
+        model_revision=args.model_revision,
+        checkpoints=None if args.checkpoints is None else dict(zip(store.model_ids, args.checkpoints, strict=True)),
+        lds=args.lds,
+    )
+    content = {"repo_id": args.repo_id, "commit": commit.oid, "url": commit.commit_url}
+    if args.scores is not None:
+        scored = load_from_disk(find_run(args.scores) / "scored")
+        pushed = push_scores(
+            scored, args.repo_id, private=args.private or None, revision=args.revision, index=args.repo_id,
+            model_name=args.model_name,
+        )  # fmt: skip
+        content["scores_commit"] = pushed.oid
+    answer(content, [f"Published: {commit.commit_url}"], output.json)

@@ -1,0 +1,53 @@
+"""Rows from wherever a user has them."""
+
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+from hf_trak.cli.splits import evenly_spaced
+
+_BUILDERS = {
+    ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow",
+}  # fmt: skip
+
+
+def load_rows(
+    name: str, config_name: str | None, split: str | None, preferred: tuple[str, ...], limit: int | None
+) -> Dataset:
+    """Load one split.
+
+    Args:
+        name: a dataset on the Hub, a directory of `save_to_disk`, a data file, or a directory of data files.
+        config_name: configuration of a dataset on the Hub.
+        split: its name. `None` takes the only one, or the first of `preferred` that there is.
+        preferred: names of splits.
+        limit: take this many rows, evenly spaced.
+
+    Raises:
+        ValueError: there is no such split, or several to choose from; or a file of an unknown kind.
+    """
+    path = Path(name)
+    if path.is_dir() and any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
+        splits = load_from_disk(name)
+    elif path.is_file():
+        if path.suffix not in _BUILDERS:
+            raise ValueError(f"The data file {name!r} ends in {path.suffix!r}. Expected one of {list(_BUILDERS)}.")
+        splits = load_dataset(_BUILDERS[path.suffix], data_files=name)
+    else:
+        splits = load_dataset(name, config_name)
+    if isinstance(splits, Dataset):
+        if split is not None:
+            raise ValueError(f"{name!r} has no splits, but {split!r} was asked for. Leave the split out.")
+        return evenly_spaced(splits, limit)
+    return evenly_spaced(splits[_split(name, splits, split, preferred)], limit)
+
+
+def _split(name: str, splits: DatasetDict, split: str | None, preferred: tuple[str, ...]) -> str:
+    if split is None:
+        split = next(iter(splits)) if len(splits) == 1 else next((s for s in preferred if s in splits), None)
+    if split is None or split not in splits:
+        raise ValueError(
+            f"{name!r} has the splits {list(splits)}"
+            + (f", not {split!r}. Choose one of them." if split else f", none of {list(preferred)}. Choose one.")
+        )
+    return split
