@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, load_from_disk
+from datasets import Dataset, load_dataset, load_from_disk
 from hub_server import TOKEN, Hub, client, environment, hub
 from huggingface_hub import constants
 from sklearn.datasets import load_digits
@@ -227,6 +227,23 @@ def test_training_rows_are_not_needed_and_shown_where_they_are(hub: Hub, client:
         with_training_rows(scored, raw.select(range(3)))
     with pytest.raises(ValueError, match="texts"):
         with_training_rows(scored, raw, ["texts"])
+
+
+def test_the_training_dataset_is_found_by_name(hub: Hub, client: Path, tmp_path: Path) -> None:
+    """Rows that came from the Hub: the index names their repo and commit, and that name is enough to have them."""
+    sentences(0, N).push_to_hub("tester/rows", token=TOKEN, private=True)
+    train = load_dataset("tester/rows", split="train", token=TOKEN)
+    model = tiny_bert(1)
+    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=16, shard_size=8, **OPTIONS)
+    attributor = TrakAttributor(model, config, train_dataset=train).featurize()
+    attributor.push_to_hub("tester/index", token=TOKEN)
+    commit = hub.repos["dataset", "tester/rows"].refs["main"]
+    assert f"tester/rows), revision {commit}, split train" in hub.dataset("tester/index")["README.md"].decode()
+    hub.put("dataset", "tester/rows", {"data/train.csv": b"a,b\n1,2\n"})  # the index is pinned to the commit
+    rows = load(model, train_dataset="tester/rows").attribute(targets(), top_k=2, per="train")
+    assert rows["input_ids"][:] == train["input_ids"][:]
+    with pytest.raises(HubAccessError, match="'tester/none'"):
+        load(model, train_dataset="tester/none")
 
 
 def test_negatives_of_clip_travel_with_the_index(hub: Hub, client: Path, tmp_path: Path) -> None:

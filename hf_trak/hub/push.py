@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import datasets
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete
+from huggingface_hub.file_download import REGEX_COMMIT_HASH
 
 from hf_trak.batch_size import BatchSizeFinder
 from hf_trak.config import TrakConfig
@@ -266,15 +268,21 @@ def index_card(repo_id: str, config: Mapping[str, Any], manifest: IndexManifest)
 
 
 def train_source(dataset: Any) -> TrainSource | None:
-    """Where a `datasets.Dataset` was loaded from, as far as it remembers a repo of the Hub."""
-    info: Any = getattr(dataset, "info", None)
-    for url in getattr(info, "download_checksums", None) or ():
-        head, _, rest = str(url).partition("hf://datasets/")
-        name, _, revision = rest.partition("@")
-        if head or not revision:
+    """The repo, commit and split that a `datasets.Dataset` is all of, as far as the path of its cache tells.
+
+    `load_dataset` keeps what it made of a repo in `<user>___<name>/<config>/<version>/<commit>/`.
+    """
+    split = str(getattr(dataset, "split", None) or "")
+    known = getattr(getattr(dataset, "info", None), "splits", None) or {}
+    if split not in known or known[split].num_examples != len(dataset):
+        return None  # some of the rows, or others
+    for file in dataset.cache_files:
+        path = Path(file["filename"])
+        if not path.is_relative_to(datasets.config.HF_DATASETS_CACHE):
             continue
-        split = getattr(dataset, "split", None)
-        return TrainSource(name, info.config_name, None if split is None else str(split), revision.split("/")[0])
+        parts = path.relative_to(datasets.config.HF_DATASETS_CACHE).parts
+        if len(parts) == 5 and parts[0].count("___") == 1 and REGEX_COMMIT_HASH.fullmatch(parts[3]):
+            return TrainSource(parts[0].replace("___", "/"), parts[1], split, parts[3])
     return None
 
 
