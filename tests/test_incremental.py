@@ -1,6 +1,10 @@
 """Training rows left out or added: equal to featurizing the changed dataset from scratch, without doing so."""
 
 import hashlib
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +237,53 @@ def test_top_k_and_selection_count_the_revised_rows(original, targets):
     assert np.array_equal(top["trak_indices"][:], np.argsort(-scores, axis=0, kind="stable")[:3].T)
     subset = smaller.select(4, targets)
     assert subset["labels"][:] == [smaller.train_dataset[i]["labels"] for i in subset["trak_index"]]
+
+
+# -- two processes ---------------------------------------------------------------------------------------------------
+
+JOB = """
+import json, os, sys
+from pathlib import Path
+from digit_models import digits, make, trained_net
+
+directory, targets = Path(sys.argv[1]), digits(1000, 1009)
+attributor = make(trained_net(digits(0, 61)), directory / "store", digits(0, 61)).featurize()
+revised = attributor.exclude([3, 17, 60]).extend(digits(200, 219))
+subset = revised.select(9, targets, group_by="labels", stratify_by="source")
+result = {
+    "processes": revised.processes.num_processes,
+    "selected": [subset["trak_index"][:], subset["trak_score"][:]],
+    "groups": revised.group_scores(targets, "labels", aggregate="mean")["trak_group_scores"][:],
+    "mean": revised.attribute(targets, top_k=5, aggregate="mean")["trak_scores"][:],
+    "self_influence": revised.self_influence().tolist(),
+}
+(directory / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_find_what_one_finds(tmp_path):
+    """Every process of a real launch gets the same revision, selection and groups, with the same bits."""
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    root = Path(__file__).parents[1]
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]),
+    }  # fmt: skip
+    found = {}
+    for processes in (1, 2):
+        (tmp_path / str(processes)).mkdir()
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        command = [sys.executable, *launch, str(script), str(tmp_path / str(processes))]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found[processes] = [
+            json.loads(path.read_text()) for path in sorted((tmp_path / str(processes)).glob("*.json"))
+        ]
+    assert [result.pop("processes") for result in found[2]] == [2, 2]
+    assert found[1][0].pop("processes") == 1
+    assert found[2] == [found[1][0]] * 2
 
 
 # -- what cannot work ------------------------------------------------------------------------------------------------
