@@ -223,3 +223,9 @@ def test_argv_defaults_to_the_program_s_own(tmp_path):
         check=True,
     )
     assert result.stdout.strip() == "6"
+
+
+def test_defaults_of_the_caller_stand_below_yaml_and_command_line(tmp_path):
+    given = {"steps": 5, "lam": 9.0, "note": "kept", "nobody_has": 1}
+    argv = [*write(tmp_path, "lam: 1.5\nsteps: 3\n"), "--steps", "10"]  # 10 is the dataclass's own default
+    assert parse_yaml_and_args(Run, argv, defaults=given)[0] == Run(lam=1.5, steps=10, note="kept")
