@@ -338,6 +338,24 @@ def test_training_rows_without_labels_count_nothing_and_such_targets_are_refused
             f_and_q("causal_lm", batch, logits, side="target", aggregation=aggregation)
 
 
+def test_a_packed_row_is_one_sample_the_sum_of_its_documents():
+    """Positions that start anew tell the model where a document ends; every label in the row counts."""
+    torch.manual_seed(5)
+    model, task = CAUSAL["llama"]().eval(), get_task("causal_lm")
+    model.config.use_cache = False  # as the engines and TRL have it: with a cache, transformers looks for no packing
+    task.bind(model)
+    documents = [row["input_ids"] for row in rows()]
+    ids = torch.cat(documents)[None]
+    positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
+    packed = {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+    f = task.output(model(**task.model_inputs(packed)[1]), packed)
+    alone = []
+    for document in documents:
+        batch = {"input_ids": document[None], "labels": document[None]}
+        alone.append(task.output(model(**task.model_inputs(batch)[1]), batch))
+    torch.testing.assert_close(f, sum(alone), rtol=1e-4, atol=1e-4)
+
+
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 
