@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from hf_trak.checkpoints import load_into
+from hf_trak.cli.training import spread
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "image_classification"
@@ -202,9 +203,9 @@ def test_counts_start_at_one(parse, name):
 
 def test_checkpoints_are_spread_from_first_to_last(recipe):
     saved = [f"checkpoint-{step}" for step in range(5)]
-    assert recipe.spread(saved, 3) == ["checkpoint-0", "checkpoint-2", "checkpoint-4"]
-    assert recipe.spread(saved, 1) == ["checkpoint-4"]
-    assert recipe.spread(saved, 9) == saved
+    assert spread(saved, 3) == ["checkpoint-0", "checkpoint-2", "checkpoint-4"]
+    assert spread(saved, 1) == ["checkpoint-4"]
+    assert spread(saved, 9) == saved
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+import numpy as np
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, load_dataset, load_from_disk
 
 
 @dataclass
@@ -101,3 +102,24 @@ def require_columns(datasets: tuple[Dataset, ...], wanted: Mapping[str, str], da
                 f"{dataset_name!r} has the columns {dataset.column_names}, not {sorted(missing)}. Set "
                 f"{' and '.join(f'`{name}`' for name in wanted)}."
             )
+
+
+def digits() -> DatasetDict:
+    """Scikit-learn's 1,797 handwritten digits of 8 × 8 pixels, a fifth of each kind held out."""
+    from PIL import Image as PILImage
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    bunch = load_digits()
+    pixels = (bunch.images * 255 / 16).round().astype(np.uint8)
+    features = Features({"image": Image(), "label": ClassLabel(names=[str(name) for name in bunch.target_names])})
+    rows = train_test_split(np.arange(len(pixels)), test_size=0.2, random_state=0, stratify=bunch.target)
+    return DatasetDict(
+        {
+            split: Dataset.from_dict(
+                {"image": [PILImage.fromarray(pixels[i]) for i in chosen], "label": bunch.target[chosen].tolist()},
+                features=features,
+            )
+            for split, chosen in zip(("train", "test"), rows, strict=True)
+        }
+    )

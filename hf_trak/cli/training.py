@@ -2,18 +2,21 @@
 
 import json
 import shutil
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from datasets import disable_progress_bars
+from datasets import Dataset, disable_progress_bars
 from transformers import Trainer, TrainingArguments
 
+from hf_trak.attributor import TrakAttributor
 from hf_trak.checkpoints import load_into
 from hf_trak.cli.files import write_json
 from hf_trak.config import TrakConfig
+from hf_trak.modelout_functions import AbstractModelOutput
 
 RECORD = "run.json"
 
@@ -162,3 +165,59 @@ def spread(checkpoints: Sequence[str], count: int) -> list[str]:
     last = len(checkpoints) - 1
     chosen = [checkpoints[round(i * last / (count - 1))] for i in range(count)] if count > 1 else checkpoints[-1:]
     return list(chosen)
+
+
+@dataclass
+class Outcome:
+    """What a run found, and what to say of it."""
+
+    attributor: TrakAttributor
+    scored: Dataset
+    """The targets with the columns of `TrakAttributor.attribute`."""
+    checkpoints: list[str]
+    seconds: dict[str, float]
+    """How long training, featurizing and scoring took."""
+
+    def facts(self, *arguments: Any) -> dict[str, Any]:
+        """Attributed parameters, checkpoints, times, and all arguments, as plain JSON for a summary.
+
+        Args:
+            arguments: dataclasses; where two have a field of one name, the later one's value is taken.
+        """
+        return {
+            "parameters": self.attributor.layout.total,
+            "checkpoints": self.checkpoints,
+            "seconds": self.seconds,
+            "arguments": {name: value for part in arguments for name, value in asdict(part).items()},
+        }
+
+
+def train_and_attribute(
+    trainer: Trainer,
+    args: TrainingRecipeArguments,
+    trak: TrakConfig,
+    settings: dict[str, Any],
+    targets: Dataset,
+    task: str | AbstractModelOutput | None = None,
+) -> Outcome:
+    """Train, or take what an earlier run left; featurize some checkpoints; score the targets.
+
+    Args:
+        trainer: see [`train_once`]. Afterwards its model has the weights of the last checkpoint.
+        args: how many checkpoints, how many training rows per target.
+        trak: arguments of the attribution.
+        settings: see [`train_once`].
+        targets: rows as the trainer's datasets have them.
+        task: the model output function; `None` follows from the model.
+    """
+    clock = [time.perf_counter()]
+    checkpoints = spread(train_once(trainer, settings), args.num_checkpoints)
+    clock.append(time.perf_counter())
+    attributor = TrakAttributor.from_trainer(trainer, args=trak, task=task)
+    attributor.featurize(checkpoints=checkpoints)
+    clock.append(time.perf_counter())
+    scored = attributor.attribute(targets, top_k=args.top_k)
+    clock.append(time.perf_counter())
+    stages = ("training", "featurizing", "scoring")
+    seconds = {stage: round(b - a, 1) for stage, a, b in zip(stages, clock, clock[1:], strict=False)}
+    return Outcome(attributor, scored, checkpoints, seconds)

@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
-from PIL import Image as PILImage
+from datasets import ClassLabel, Dataset, Features, Image
 
 from hf_trak.cli import splits
-from hf_trak.cli.splits import SplitArguments
+from hf_trak.cli.splits import SplitArguments, digits
 
 DIGITS = "digits"
 
@@ -34,26 +32,6 @@ def load_splits(args: DataArguments) -> tuple[Dataset, Dataset]:
         (train, targets), {"image_column": args.image_column, "label_column": args.label_column}, args.dataset_name
     )
     return with_labels(train, targets, args)
-
-
-def digits() -> DatasetDict:
-    """Scikit-learn's 1,797 handwritten digits of 8 × 8 pixels, a fifth of each kind held out."""
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    bunch = load_digits()
-    pixels = (bunch.images * 255 / 16).round().astype(np.uint8)
-    features = Features({"image": Image(), "label": ClassLabel(names=[str(name) for name in bunch.target_names])})
-    rows = train_test_split(np.arange(len(pixels)), test_size=0.2, random_state=0, stratify=bunch.target)
-    return DatasetDict(
-        {
-            split: Dataset.from_dict(
-                {"image": [PILImage.fromarray(pixels[i]) for i in chosen], "label": bunch.target[chosen].tolist()},
-                features=features,
-            )
-            for split, chosen in zip(("train", "test"), rows, strict=True)
-        }
-    )
 
 
 def with_labels(train: Dataset, targets: Dataset, args: DataArguments) -> tuple[Dataset, Dataset]:

@@ -6,9 +6,8 @@
 See README.md beside this file.
 """
 
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -28,10 +27,10 @@ from transformers import (
     set_seed,
 )
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakConfig
 from hf_trak.cli.files import save_dataset
 from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.cli.training import TrainingRecipeArguments, spread, start, train_once
+from hf_trak.cli.training import TrainingRecipeArguments, start, train_and_attribute
 from hf_trak.data import fingerprint_dataset
 
 
@@ -127,7 +126,6 @@ def main(argv: list[str] | None = None) -> None:
     output_dir = Path(args.output_dir)
     # The image column is what the transform reads.
     training, trak = start(args, trak, remove_unused_columns=False)
-    clock = [time.perf_counter()]
     with training.main_process_first(desc="loading the dataset"):
         train, targets = load_splits(data)
     set_seed(args.seed)
@@ -139,37 +137,23 @@ def main(argv: list[str] | None = None) -> None:
 
     settings = args.settings("model_name_or_path", "architecture", "image_size")
     settings |= {"label_column": data.label_column, "train_dataset": fingerprint_dataset(train)}
-    checkpoints = spread(train_once(trainer, settings), args.num_checkpoints)
     seen_targets = with_pixels(targets, preprocess, data)
+    outcome = train_and_attribute(trainer, args, trak, settings, seen_targets)
     prediction = trainer.predict(seen_targets)
-    clock.append(time.perf_counter())
-
-    attributor = TrakAttributor.from_trainer(trainer, args=trak)
-    attributor.featurize(checkpoints=checkpoints)
-    clock.append(time.perf_counter())
-    scored = attributor.attribute(seen_targets, top_k=args.top_k)
-    self_influence = attributor.self_influence()
-    clock.append(time.perf_counter())
-    stages = ("training", "featurizing", "scoring")
-    seconds = {stage: round(b - a, 1) for stage, a, b in zip(stages, clock, clock[1:], strict=False)}
+    self_influence = outcome.attributor.self_influence()
 
     if trainer.is_world_process_zero():
         if args.save_train_dataset:
             save_dataset(train, output_dir / "train")
         present(
-            Attribution(train, scored, prediction.predictions, self_influence),
+            Attribution(train, outcome.scored, prediction.predictions, self_influence),
             data,
             output_dir,
             num_targets=args.num_targets,
             images_per_side=args.images_per_side,
-            facts={
-                "parameters": attributor.layout.total,
-                "checkpoints": checkpoints,
-                "seconds": seconds,
-                "arguments": {**asdict(trak), **asdict(data), **asdict(args)},
-            },
+            facts=outcome.facts(trak, data, args),
         )
-        print(f"Seconds: {seconds}")
+        print(f"Seconds: {outcome.seconds}")
     trainer.accelerator.wait_for_everyone()
 
 
