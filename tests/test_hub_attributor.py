@@ -123,7 +123,7 @@ def test_two_processes_elsewhere_get_the_same_bits(
             import logging, os, pathlib
             logging.basicConfig(level=logging.DEBUG)
             from datasets import load_from_disk
-            from hf_trak import TrakAttributor, TrakConfig
+            from hf_trak import TrakAttributor, TrakConfig, push_scores
             from transformers import BertForSequenceClassification
 
             here, token = pathlib.Path({str(tmp_path)!r}), os.environ["SECRET"]
@@ -143,6 +143,7 @@ def test_two_processes_elsewhere_get_the_same_bits(
             again = TrakAttributor(model, config, train_dataset=load_from_disk(str(here / "train")))
             commit = again.push_to_hub("tester/again", private=True, token=token)
             (here / f"commit-{{again.processes.process_index}}").write_text(commit.oid)
+            push_scores(top, "tester/scores", token=token, private=True)
             """
         )
     )
@@ -166,8 +167,9 @@ def test_two_processes_elsewhere_get_the_same_bits(
     grams = [f"checkpoint-{c}/gram.safetensors" for c in (0, 1)]
     assert names == sorted([*shards, *grams, "trak_config.json", "trak_index.json"])
 
-    pushed = [entry for entry in log if entry.method == "POST" and "/commit/" in entry.path]
-    assert len(pushed) == 1 and len([entry for entry in log if "/api/repos/create" in entry.path]) == 1
+    pushed = [entry.path.split("/")[4] for entry in log if entry.method == "POST" and "/commit/" in entry.path]
+    assert pushed == ["again", "scores", "scores"]  # the index; the data, and then their card
+    assert len([entry for entry in log if "/api/repos/create" in entry.path]) == 2
     oid = hub.repos["dataset", "tester/again"].refs["main"]
     assert {(tmp_path / f"commit-{rank}").read_text() for rank in (0, 1)} == {oid}
 

@@ -385,7 +385,9 @@ def test_card_tells_what_was_attributed(hub: Hub, client: Path, tmp_path: Path) 
         "park2023trak", 'from_pretrained("tester/index")',
     ):  # fmt: skip
         assert fact in card.text, fact
-    assert "{{" not in card.text.replace("title = {{TRAK}}", "") and "None" not in card.text
+    assert "{{" not in card.text.replace("title = {{TRAK}: ", "") and "{%" not in card.text and "None" not in card.text
+    bibtex = re.search(r"```bibtex\n(.*?)```", card.text, flags=re.DOTALL)
+    assert bibtex and bibtex[1].count("{") == bibtex[1].count("}")
     code = re.search(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
     assert code and len([line for line in code[1].splitlines() if line.strip()]) <= 5
     compile(code[1], "card", "exec")

@@ -230,7 +230,9 @@ def index_card(repo_id: str, config: Mapping[str, Any], manifest: IndexManifest)
         {
             "model_id": model_id,
             "fingerprint": checkpoint.fingerprint,
-            "source": str(checkpoint.source or ("the model" if single else "not published; pass `checkpoints=`")),
+            "source": str(
+                checkpoint.source or ("the model" if single else "not named: the model itself, or yours to pass")
+            ),
         }
         for model_id, checkpoint in sorted(manifest.checkpoints.items())
     ]
