@@ -17,6 +17,13 @@ __device__ __forceinline__ unsigned char* shared_memory() {
     return reinterpret_cast<unsigned char*>(dynamic_shared_memory);
 }
 
+// threadIdx.x, read anew: what is computed from it is not kept in registers from before a loop to behind it.
+__device__ __forceinline__ int thread_read_anew() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // Global loads and shared accesses of 16 bytes; the address is a multiple of 16.
 __device__ __forceinline__ Words4 load_words(const void* address) {
     const uint4 v = *static_cast<const uint4*>(address);

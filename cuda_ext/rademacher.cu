@@ -100,19 +100,21 @@ struct RademacherShared {
     }
 };
 
-// One tile's gradients on their way from global to shared memory.
+// One half of a tile's gradients on their way from global to shared memory: the first half of its samples is fetched
+// before the first half of its positions is multiplied and stored after it, then the second. Fetching all at once would
+// take more registers than there are beside the sums.
 template <typename In, int kTerms, int kSamples>
 struct Stager {
     static constexpr int kPerVector = 16 / In::kBytes, kVectorsPerRow = kPositions / kPerVector;
     static constexpr int kRowsAtOnce = kThreads / kVectorsPerRow;
-    static constexpr int kVectors = (kSamples + kRowsAtOnce - 1) / kRowsAtOnce;
+    static constexpr int kVectors = (kSamples + 2 * kRowsAtOnce - 1) / (2 * kRowsAtOnce);  // per thread and half
 
     Words4 held[kVectors];
 
-    __device__ __forceinline__ void fetch(const DenseArguments& a, int64 first_sample, int64 position) {
+    __device__ __forceinline__ void fetch(const DenseArguments& a, int64 first_sample, int64 position, int half) {
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
-            const int sample = sample_of(i);
+            const int sample = sample_of(half * kVectors + i);
             held[i] = {0, 0, 0, 0};
             if (sample < kSamples && first_sample + sample < a.to.rows) {
                 held[i] = row(a, first_sample + sample).fetch(position + vector() * kPerVector);
@@ -121,11 +123,11 @@ struct Stager {
     }
 
     // `unsigned char (&to)[kTerms][…]`: one tile of 16-bit elements per term.
-    __device__ __forceinline__ void store(const DenseArguments& a, int64 first_sample, int64 position,
+    __device__ __forceinline__ void store(const DenseArguments& a, int64 first_sample, int64 position, int half,
                                           unsigned char (&to)[kTerms][kSamples * kTileRow]) const {
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
-            const int sample = sample_of(i);
+            const int sample = sample_of(half * kVectors + i);
             if (sample >= kSamples) continue;
             Words4 v = held[i];
             if (first_sample + sample < a.to.rows) {
@@ -166,43 +168,40 @@ __device__ __forceinline__ void make_words(uint32 (&words)[kColumns / 32][kPosit
     for (int word = 0; word < 4; ++word) words[group * 4 + word][i] = call.w[word];
 }
 
-// One tile of products. `words` are those of the warp's outputs.
+// The products of 32 positions, one half of a tile. `words` are those of the warp's outputs.
 template <typename In, int kTerms, int kSamples>
 __device__ __forceinline__ void multiply(float (&sums)[kFragments][kSamples / kWarpsAlongSamples / 8][4],
                                          const uint32 (*words)[kPositions], const unsigned char (&tile)[kTerms][kSamples * kTileRow],
-                                         int first_sample) {
+                                         int first_sample, int half) {
     using Shared = RademacherShared<kTerms, kSamples>;
     constexpr int kBlocks = kSamples / kWarpsAlongSamples / 8;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll 1
-    for (int half = 0; half < kPositions / 32; ++half) {
 #pragma unroll
-        for (int term = 0; term < kTerms; ++term) {
-            Words4 samples[kBlocks];
+    for (int term = 0; term < kTerms; ++term) {
+        Words4 samples[kBlocks];
 #pragma unroll
-            for (int block = 0; block < kBlocks; ++block) {
-                samples[block] = load_words(tile[term] + Shared::offset(first_sample + block * 8 + g, half * 4 + t));
-            }
+        for (int block = 0; block < kBlocks; ++block) {
+            samples[block] = load_words(tile[term] + Shared::offset(first_sample + block * 8 + g, half * 4 + t));
+        }
 #pragma unroll
-            for (int pair = 0; pair < kFragments / 2; ++pair) {
-                const uint32* own = words[pair] + half * 32 + 8 * t;
-                const Words4 of_step[2] = {load_words(own), load_words(own + 4)};
+        for (int pair = 0; pair < kFragments / 2; ++pair) {
+            const uint32* own = words[pair] + half * 32 + 8 * t;
+            const Words4 of_step[2] = {load_words(own), load_words(own + 4)};
 #pragma unroll
-                for (int step = 0; step < 2; ++step) {
-                    const uint32* w = of_step[step].w;
+            for (int step = 0; step < 2; ++step) {
+                const uint32* w = of_step[step].w;
 #pragma unroll
-                    for (int upper = 0; upper < 2; ++upper) {
-                        const uint32 selector = upper ? 0x7632u : 0x5410u;
-                        const uint32 first = pick_bytes(w[0], w[1], selector) << (7 - g);
-                        const uint32 second = pick_bytes(w[2], w[3], selector) << (7 - g);
-                        constexpr uint32 kSigns = 0x80008000u, kOnes = Operand<In, kTerms>::kOnes;
-                        const uint32 signs[4] = {(first << 8 & kSigns) | kOnes, (first & kSigns) | kOnes,
-                                                 (second << 8 & kSigns) | kOnes, (second & kSigns) | kOnes};
+                for (int upper = 0; upper < 2; ++upper) {
+                    const uint32 selector = upper ? 0x7632u : 0x5410u;
+                    const uint32 first = pick_bytes(w[0], w[1], selector) << (7 - g);
+                    const uint32 second = pick_bytes(w[2], w[3], selector) << (7 - g);
+                    constexpr uint32 kSigns = 0x80008000u, kOnes = Operand<In, kTerms>::kOnes;
+                    const uint32 signs[4] = {(first << 8 & kSigns) | kOnes, (first & kSigns) | kOnes,
+                                             (second << 8 & kSigns) | kOnes, (second & kSigns) | kOnes};
 #pragma unroll
-                        for (int block = 0; block < kBlocks; ++block) {
-                            Operand<In, kTerms>::mma(sums[2 * pair + upper][block], signs, samples[block].w[2 * step],
-                                                     samples[block].w[2 * step + 1]);
-                        }
+                    for (int block = 0; block < kBlocks; ++block) {
+                        Operand<In, kTerms>::mma(sums[2 * pair + upper][block], signs, samples[block].w[2 * step],
+                                                 samples[block].w[2 * step + 1]);
                     }
                 }
             }
@@ -216,7 +215,7 @@ template <typename In, int kTerms, int kSamples>
 __global__ void __launch_bounds__(kThreads, 1) rademacher(const __grid_constant__ DenseArguments a) {
     constexpr int kBlocks = kSamples / kWarpsAlongSamples / 8;
     auto& shared = *reinterpret_cast<RademacherShared<kTerms, kSamples>*>(shared_memory());
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int warp = threadIdx.x / 32;
     const int warp_output = warp % kWarpsAlongOutputs * kOutputsPerWarp;
     const int warp_sample = warp / kWarpsAlongOutputs * (kSamples / kWarpsAlongSamples);
     const uint32 first_output = blockIdx.x * kColumns;
@@ -237,35 +236,44 @@ __global__ void __launch_bounds__(kThreads, 1) rademacher(const __grid_constant_
     clear();
 
     // Two buffers: tile T + 1 is fetched and generated while tile T is multiplied, and stored into the buffer of tile
-    // T − 1, which every warp has left before the barrier between T − 1 and T. Positions behind the split belong to
-    // the next one only if they lie in the block, and the split is a multiple of the tile: then there are none.
+    // T − 1, which every warp has left before the barrier between T − 1 and T. A tile never reaches into the next split,
+    // since splits are multiples of it, and what it has behind the block is 0.
     Stager<In, kTerms, kSamples> stager;
-    stager.fetch(a, first_sample, first);
     make_words(shared.words[0], a, 0, a.start + first, first_output);
-    stager.store(a, first_sample, first, shared.samples[0]);
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+        stager.fetch(a, first_sample, first, half);
+        stager.store(a, first_sample, first, half, shared.samples[0]);
+    }
     __syncthreads();
     bool first_chain = true;
     for (int tile = 0; tile < tiles; ++tile) {
         const int64 position = first + static_cast<int64>(tile + 1) * kPositions;
         const int buffer = tile & 1;
         const bool more = tile + 1 < tiles;
-        if (more) {
-            stager.fetch(a, first_sample, position);
-            make_words(shared.words[buffer ^ 1], a, tile + 1, a.start + position, first_output);
+        if (more) make_words(shared.words[buffer ^ 1], a, tile + 1, a.start + position, first_output);
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+            if (more) stager.fetch(a, first_sample, position, half);
+            multiply<In, kTerms, kSamples>(sums, shared.words[buffer] + warp_output / 32, shared.samples[buffer], warp_sample,
+                                           half);
+            if (more) stager.store(a, first_sample, position, half, shared.samples[buffer ^ 1]);
         }
-        multiply<In, kTerms, kSamples>(sums, shared.words[buffer] + warp_output / 32, shared.samples[buffer], warp_sample);
-        if (more) stager.store(a, first_sample, position, shared.samples[buffer ^ 1]);
         __syncthreads();
         if (!more || (tile + 1) % Operand<In, kTerms>::kTilesPerChain == 0) {
             // The end of a chain. Register r of a fragment is output g + 8 · (r / 2) and sample 2t + r mod 2.
+            const int thread = thread_read_anew(), g = thread % 32 / 4, t = thread % 4;
+            const int64 output_of_lane = first_output + thread / 32 % kWarpsAlongOutputs * kOutputsPerWarp + g;
+            const int64 sample_of_lane =
+                first_sample + thread / 32 / kWarpsAlongOutputs * (kSamples / kWarpsAlongSamples) + 2 * t;
 #pragma unroll
             for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
                 for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
-                        const int64 output = first_output + warp_output + m * 16 + lane / 4 + r / 2 * 8;
-                        const int64 sample = first_sample + warp_sample + n * 8 + lane % 4 * 2 + r % 2;
+                        const int64 output = output_of_lane + m * 16 + r / 2 * 8;
+                        const int64 sample = sample_of_lane + n * 8 + r % 2;
                         if (output < a.to.columns && sample < a.to.rows) {
                             a.to.put(blockIdx.y, sample, output, sums[m][n][r], first_chain);
                         }

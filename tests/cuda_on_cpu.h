@@ -126,6 +126,8 @@ static inline unsigned char* shared_memory() {
     return begin + (16 - reinterpret_cast<uintptr_t>(begin) % 16) % 16;
 }
 
+static inline int thread_read_anew() { return static_cast<int>(threadIdx.x); }
+
 static inline Words4 load_words(const void* address) {
     if (reinterpret_cast<uintptr_t>(address) % 16) __builtin_trap();
     return *static_cast<const Words4*>(address);

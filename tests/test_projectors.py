@@ -11,8 +11,6 @@ from hf_trak.projectors import (
     BasicProjector,
     BasicSingleBlockProjector,
     BlockProjector,
-    ChunkedCudaProjector,
-    CudaProjector,
     NoOpProjector,
     NormalProjector,
     ProjectionType,
@@ -158,17 +156,6 @@ def test_non_finite_gradients_are_an_error_that_names_the_row(name, bad):
     grads[2, 77_777] = bad
     with pytest.raises(NonFiniteError, match="row 2"):
         projector.project(grads, 0)
-
-
-def test_cuda_projectors_say_what_to_use():
-    with pytest.raises(ValueError, match="needs a CUDA device"):
-        CudaProjector(10, 4, 0, "rademacher", "cpu", 8)
-    with pytest.raises(NotImplementedError, match="SparseProjector"):
-        CudaProjector(10, 4, 0, "rademacher", "cuda:0", 8)
-    with pytest.raises(ValueError, match="needs a CUDA device"):
-        ChunkedCudaProjector([], 10, [10], 8, "cpu", torch.float32)
-    with pytest.raises(NotImplementedError, match="SparseProjector"):
-        ChunkedCudaProjector([], 10, [10], 8, "cuda", torch.float32)
 
 
 def test_any_linear_map_is_a_block_projector():

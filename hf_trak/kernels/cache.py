@@ -46,7 +46,7 @@ def cubin(kernel: Kernel, arch: str) -> Cubin:
         return found
     compiled = compile_kernel(kernel, arch)
     try:
-        _write(path, compiled)
+        write(path, compiled)
     except OSError as error:
         logger.warning(
             "The compiled kernel %s cannot be kept in %s (%s): it is compiled again in every process. Set %s to a "
@@ -71,7 +71,8 @@ def _read(path: Path) -> Cubin | None:
     return Cubin(name.decode(), image)
 
 
-def _write(path: Path, compiled: Cubin) -> None:
+def write(path: Path, compiled: Cubin) -> None:
+    """Write a cubin under a temporary name and rename it. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     name = compiled.name.encode()
     digest = hashlib.sha256(name + compiled.image).hexdigest().encode()

@@ -5,6 +5,7 @@ from hf_trak.projectors.base import AbstractProjector, BlockProjector, Projectio
 from hf_trak.projectors.basic import BasicProjector, BasicSingleBlockProjector
 from hf_trak.projectors.checks import require_finite
 from hf_trak.projectors.cuda import ChunkedCudaProjector, CudaProjector
+from hf_trak.projectors.cuda_fast_jl import FastJlProjector
 from hf_trak.projectors.dense import NormalProjector, RademacherProjector
 from hf_trak.projectors.factory import MapName, make_projector
 from hf_trak.projectors.noop import NoOpProjector
@@ -17,6 +18,7 @@ __all__ = [
     "BlockProjector",
     "ChunkedCudaProjector",
     "CudaProjector",
+    "FastJlProjector",
     "MapName",
     "NoOpProjector",
     "NormalProjector",

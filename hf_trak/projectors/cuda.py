@@ -1,24 +1,22 @@
-"""`CudaProjector` and `ChunkedCudaProjector` of the seeds: names that scripts import.
+"""`CudaProjector` and `ChunkedCudaProjector` of the seeds, over this library's dense maps and CUDA kernels.
 
-The kernels are not part of this version. The other projectors run on GPUs with torch operators.
+They give the features of [`RademacherProjector`] or [`NormalProjector`] with the same seed, model id and k. Those run
+on CUDA kernels too, without limits on the size of a gradient; the classes here are for scripts that name them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_trak.projectors.base import AbstractProjector, ProjectionType
-
-_INSTEAD = (
-    "The CUDA kernels are not part of this version of hf_trak. Use `SparseProjector` (fastest), `RademacherProjector` "
-    "or `NormalProjector`: they run on the GPU with torch operators."
-)
+from hf_trak.projectors.base import AbstractProjector, BlockProjector, ProjectionType, blocks_of
+from hf_trak.projectors.checks import check_integer, require_finite, same_device
+from hf_trak.projectors.dense import NormalProjector, RademacherProjector
 
 
-class CudaProjector(AbstractProjector):
-    """Projection by a CUDA kernel for compute capability ≥ 7.0 (seed API)."""
+class CudaProjector(BlockProjector):
+    """Projection by a CUDA kernel for compute capability ≥ 7.5, with CUDA 12 ≥ 7.0 (seed API)."""
 
     def __init__(
         self,
@@ -34,72 +32,140 @@ class CudaProjector(AbstractProjector):
         """
         Args:
             grad_dim: P.
-            proj_dim: k.
+            proj_dim: k, any number ≥ 1.
             seed: seed of the random matrix.
             proj_type: `rademacher` or `normal`.
-            device: a CUDA device.
-            max_batch_size: upper limit of the batch size that the kernel takes at once: 8, 16 or 32.
+            device: a CUDA device. Not touched before the first batch.
+            max_batch_size: kept as in the seeds, at least 1. The kernels take batches of any size at once.
 
         Raises:
-            ValueError: `device` is not a CUDA device.
-            NotImplementedError: always, in this version.
+            TypeError, ValueError: as [`BlockProjector`]; `device` is not a CUDA device, an unknown `proj_type`.
         """
-        if torch.device(device).type != "cuda":
-            raise ValueError(
-                f"`device` is '{device}', but CudaProjector needs a CUDA device. Use `SparseProjector` or "
-                "`BasicProjector`, which work on any device."
-            )
-        raise NotImplementedError(_INSTEAD)
+        _require_cuda(type(self), device)
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        if proj_type not in tuple(ProjectionType):
+            raise ValueError(f"`proj_type` is '{proj_type}'. Expected 'rademacher' or 'normal'.")
+        self.max_batch_size = check_integer("max_batch_size", max_batch_size, 1, 2**31)
+        dense = RademacherProjector if proj_type == ProjectionType.rademacher else NormalProjector
+        self._map: RademacherProjector | NormalProjector = dense(
+            self.grad_dim, self.proj_dim, self.seed, device=device
+        )
+        self.algorithm = self._map.algorithm
 
-    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """See [`AbstractProjector.project`].
+    @property
+    def scale(self) -> float:
+        """1/√k, see [`BlockProjector`]."""
+        return self._map.scale
 
-        Raises:
-            NotImplementedError: always, in this version.
-        """
-        raise NotImplementedError(_INSTEAD)
+    def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
+        self._map.accumulate(out, block, start, model_id)
 
 
 class ChunkedCudaProjector:
-    """Projection in chunks of parameters (seed API). The other projectors take gradients of any size by themselves."""
+    """Projection in chunks of parameters, each by a projector of its own; the results add up (seed API).
+
+    [`CudaProjector`] takes gradients of any size, so that chunks are needed only for projectors with limits, such as
+    [`FastJlProjector`].
+    """
 
     def __init__(
         self,
-        projector_per_chunk: list[Any],
+        projector_per_chunk: Sequence[AbstractProjector],
         max_chunk_size: int,
-        params_per_chunk: list[int],
+        params_per_chunk: Sequence[int],
         feat_bs: int,
         device: str | torch.device,
         dtype: torch.dtype,
     ) -> None:
         """
         Args:
-            projector_per_chunk: one [`CudaProjector`] per chunk.
+            projector_per_chunk: one projector per chunk, all with the same k.
             max_chunk_size: upper limit of the parameters per chunk.
-            params_per_chunk: number of parameters of every chunk.
-            feat_bs: batch size.
-            device: a CUDA device.
-            dtype: dtype of the gradients.
+            params_per_chunk: number of parameters of every chunk, as from `utils.get_parameter_chunk_sizes`.
+            feat_bs: largest batch size.
+            device: a CUDA device. Not touched before the first batch.
+            dtype: dtype of the buffer that a chunk is copied into for a projector that takes no blocks.
 
         Raises:
-            ValueError: `device` is not a CUDA device.
-            NotImplementedError: always, in this version.
+            ValueError: `device` is not a CUDA device, or the chunks do not fit the projectors or the limit.
         """
-        if torch.device(device).type != "cuda":
+        _require_cuda(type(self), device)
+        if len(projector_per_chunk) != len(params_per_chunk) or not params_per_chunk:
             raise ValueError(
-                f"`device` is '{device}', but ChunkedCudaProjector needs a CUDA device. Use `SparseProjector` or "
-                "`BasicProjector`, which work on any device and need no chunks."
+                f"There are {len(projector_per_chunk)} projectors for {len(params_per_chunk)} chunks. Expected one "
+                "projector per chunk, and at least one."
             )
-        raise NotImplementedError(_INSTEAD)
+        for index, (projector, size) in enumerate(zip(projector_per_chunk, params_per_chunk, strict=True)):
+            if not 1 <= size <= max_chunk_size or projector.grad_dim != size:
+                raise ValueError(
+                    f"Chunk {index} has {size} parameters, its projector was made for {projector.grad_dim}. Expected "
+                    f"the same number, at most max_chunk_size={max_chunk_size}."
+                )
+        if len({projector.proj_dim for projector in projector_per_chunk}) > 1:
+            raise ValueError("The projectors have different `proj_dim`. Expected one, since their results are added.")
+        self.projector_per_chunk = list(projector_per_chunk)
+        self.proj_dim = self.projector_per_chunk[0].proj_dim
+        self.proj_type = self.projector_per_chunk[0].proj_type
+        self.grad_dim = sum(params_per_chunk)
+        self.max_chunk_size = max_chunk_size
+        self.params_per_chunk = list(params_per_chunk)
+        self.feat_bs = check_integer("feat_bs", feat_bs, 1, 2**31)
+        self.device = device
+        self.dtype = dtype
+        self._buffer: Tensor | None = None
 
     def allocate_input(self) -> None:
-        """Allocate the buffer that a chunk is copied into. Raises `NotImplementedError` in this version."""
-        raise NotImplementedError(_INSTEAD)
+        """Allocate the buffer `(feat_bs, max_chunk_size)` that a chunk is copied into, unless there is one."""
+        self._input()
+
+    def _input(self) -> Tensor:
+        if self._buffer is None:
+            self._buffer = torch.zeros(self.feat_bs, self.max_chunk_size, dtype=self.dtype, device=self.device)
+        return self._buffer
 
     def free_memory(self) -> None:
-        """Drop that buffer and the caches of the projectors. Raises `NotImplementedError` in this version."""
-        raise NotImplementedError(_INSTEAD)
+        """Drop that buffer and the caches of the projectors. The next `project` works as before."""
+        self._buffer = None
+        for projector in self.projector_per_chunk:
+            projector.free_memory()
 
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """See [`AbstractProjector.project`]. Raises `NotImplementedError` in this version."""
-        raise NotImplementedError(_INSTEAD)
+        """See [`AbstractProjector.project`]; the result is float32.
+
+        Raises:
+            ValueError: the gradients are not `(B ≤ feat_bs, P)` on `device`.
+            NonFiniteError: as [`BlockProjector.project`].
+        """
+        blocks = blocks_of(grads)
+        batch_size, total = blocks[0].shape[0], sum(block.shape[1] for block in blocks)
+        if total != self.grad_dim or batch_size > self.feat_bs or not same_device(blocks[0].device, self.device):
+            raise ValueError(
+                f"The gradients are {batch_size} × {total} on {blocks[0].device}. Expected at most {self.feat_bs} × "
+                f"{self.grad_dim} on {self.device}."
+            )
+        out = torch.zeros(batch_size, self.proj_dim, dtype=torch.float32, device=blocks[0].device)
+        pending = list(reversed(blocks))
+        for projector, size in zip(self.projector_per_chunk, self.params_per_chunk, strict=True):
+            filled = 0
+            while filled < size:
+                block = pending.pop()
+                piece = block[:, : size - filled]
+                if piece.shape[1] < block.shape[1]:
+                    pending.append(block[:, piece.shape[1] :])
+                if isinstance(projector, BlockProjector):
+                    projector.accumulate(out, piece, filled, model_id)
+                else:
+                    self._input()[:batch_size, filled : filled + piece.shape[1]] = piece
+                filled += piece.shape[1]
+            if not isinstance(projector, BlockProjector):
+                out += projector.project(self._input()[:batch_size, :size].contiguous(), model_id)
+        require_finite(out)
+        return out
+
+
+def _require_cuda(cls: type, device: str | torch.device) -> None:
+    if torch.device(device).type != "cuda":
+        raise ValueError(
+            f"`device` is '{device}', but {cls.__name__} needs a CUDA device. Use `SparseProjector` or "
+            "`BasicProjector`, which work on any device."
+        )

@@ -1,0 +1,168 @@
+"""How fast the CUDA kernels are, as ratios to what the GPU can do, all measured in one run.
+
+    python recipes/benchmarks/kernels.py --json kernels.json
+
+Ceilings: a large bf16 matrix product, and a device-to-device copy (bytes read plus bytes written). Dense projections
+are compared with the first (2 · B · P · k operations), sparse ones with the second (bytes of the gradients, each read
+once). Beside them, doing it with torch: generate R, then multiply; and `fast_jl`, if it is installed. All methods take
+turns, medians are shown.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hf_trak.projectors import BlockProjector, FastJlProjector, RademacherProjector, make_projector
+
+Measurement = tuple[Callable[[], object], float]
+"""What to run, and how many operations or bytes that is."""
+
+MATMUL, COPY = "bf16 matmul", "copy"
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grad-dim", type=int, default=10_000_000, help="P, the number of parameters")
+    parser.add_argument("--proj-dim", type=int, default=4096, help="k")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[32, 128], help="B of the dense maps")
+    parser.add_argument("--sjlt-batch", type=int, default=128, help="B of the sparse map")
+    parser.add_argument("--sjlt-dims", type=int, nargs="+", default=[512, 4096, 16384], help="k of the sparse map")
+    parser.add_argument("--rounds", type=int, default=11, help="measurements per method")
+    parser.add_argument("--no-normal", action="store_true", help="leave the `normal` map out")
+    parser.add_argument("--json", type=Path, help="file to write the medians to, in seconds")
+    return parser.parse_args(arguments)
+
+
+def ceilings(device: torch.device) -> dict[str, Measurement]:
+    n = 8192
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(2))
+    source = torch.randn(2**29, device=device)
+    target = torch.empty_like(source)
+    return {
+        MATMUL: (lambda: a @ b, 2.0 * n**3),
+        COPY: (lambda: target.copy_(source), 2.0 * source.numel() * 4),
+    }
+
+
+def dense_methods(args: argparse.Namespace, device: torch.device) -> dict[str, Measurement]:
+    """Operations of every dense method."""
+    table: dict[str, Measurement] = {}
+    P, k = args.grad_dim, args.proj_dim
+    for B in args.batch_sizes:
+        operations = 2.0 * B * P * k
+        grads = torch.randn(B, P, dtype=torch.bfloat16, device=device)
+        out = torch.zeros(B, k, device=device)
+        for dtype in (torch.bfloat16, torch.float32):
+            block = grads.to(dtype)
+            projector = RademacherProjector(P, k, device=device)
+            name = f"rademacher {str(dtype).removeprefix('torch.')} B={B}"
+            table[name] = (accumulation(projector, out, block), operations)
+        if not args.no_normal:
+            normal = make_projector("normal", P, k, 0, device)
+            table[f"normal bfloat16 B={B}"] = (accumulation(normal, out, grads), operations)
+        table[f"torch: random signs, matmul B={B}"] = (materialize_and_multiply(out, grads), operations)
+        peer = fast_jl(P, k, device)
+        if peer is not None:
+            half = grads.to(torch.float16)
+            table[f"fast_jl float16 B={B}"] = (lambda peer=peer, half=half: run_in_batches(peer, half), operations)
+    return table
+
+
+def sparse_methods(args: argparse.Namespace, device: torch.device) -> dict[str, Measurement]:
+    """Bytes of every sparse method."""
+    table: dict[str, Measurement] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        block = torch.randn(args.sjlt_batch, args.grad_dim, device=device).to(dtype)
+        for k in args.sjlt_dims:
+            out = torch.zeros(args.sjlt_batch, k, device=device)
+            projector = make_projector("sjlt", args.grad_dim, k, 0, device)
+            name = f"sjlt {str(dtype).removeprefix('torch.')} k={k}"
+            table[name] = (accumulation(projector, out, block), float(block.numel() * block.element_size()))
+    return table
+
+
+def accumulation(projector: BlockProjector, out: torch.Tensor, block: torch.Tensor) -> Callable[[], object]:
+    return lambda: projector.accumulate(out, block, 0, 0)
+
+
+def materialize_and_multiply(out: torch.Tensor, grads: torch.Tensor) -> Callable[[], object]:
+    """The obvious way: random signs from torch's generator, a tile of R at a time, and a bf16 product."""
+    rows = min(grads.shape[1], 2**29 // out.shape[1])
+
+    def run() -> None:
+        for start in range(0, grads.shape[1], rows):
+            part = grads[:, start : start + rows]
+            signs = torch.empty(part.shape[1], out.shape[1], dtype=torch.bfloat16, device=out.device)
+            out.add_(part @ signs.bernoulli_().mul_(2).sub_(1))
+
+    return run
+
+
+def fast_jl(grad_dim: int, proj_dim: int, device: torch.device) -> FastJlProjector | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return FastJlProjector(grad_dim, proj_dim, 0, "rademacher", device)
+        except (ModuleNotFoundError, ValueError):
+            return None
+
+
+def run_in_batches(peer: FastJlProjector, grads: torch.Tensor) -> None:
+    for start in range(0, len(grads), peer.max_batch_size):
+        peer.project(grads[start : start + peer.max_batch_size], 0)
+
+
+def measure(table: dict[str, Measurement], rounds: int) -> dict[str, float]:
+    """Median seconds per method by CUDA events; all methods take turns, the first round warms up."""
+    times: dict[str, list[float]] = {name: [] for name in table}
+    for current in range(rounds + 1):
+        for name, (run, _) in table.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            if current:
+                times[name].append(begin.elapsed_time(end) / 1000)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("This benchmark measures CUDA kernels and torch sees no GPU. Run it on a machine with one.")
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    medians: dict[str, float] = {}
+    print(
+        f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, P = {args.grad_dim:,}, k = {args.proj_dim} "
+        f"(dense), B = {args.sjlt_batch} (sjlt); medians of {args.rounds} rounds"
+    )
+    parts = ((dense_methods, MATMUL, "TFLOP/s", 1e12), (sparse_methods, COPY, "TB/s", 1e12))
+    for methods, ceiling, unit, scale in parts:
+        table = {**ceilings(device), **methods(args, device)}
+        found = measure(table, args.rounds)
+        best = table[ceiling][1] / found[ceiling]
+        print(f"\n{'':40}{'ms':>10}{unit:>10}{'of ' + ceiling:>16}")
+        for name, seconds in found.items():
+            if name in (MATMUL, COPY) and name != ceiling:
+                continue
+            rate = table[name][1] / seconds
+            print(f"{name:40}{seconds * 1000:10.3f}{rate / scale:10.2f}{rate / best:16.1%}")
+            medians[name] = seconds
+        del table
+        torch.cuda.empty_cache()
+    if not all(map(math.isfinite, medians.values())):
+        raise SystemExit("A measurement is not a number.")
+    if args.json is not None:
+        args.json.write_text(json.dumps(medians, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

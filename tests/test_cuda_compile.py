@@ -1,0 +1,111 @@
+"""Every kernel compiles for every architecture, by NVRTC and by nvcc, and keeps its variables in registers."""
+
+import pytest
+
+from hf_trak.errors import KernelError
+from hf_trak.kernels import build, compiler
+from hf_trak.kernels.sources import ARCHITECTURES, Kernel, all_kernels, source, source_directory
+
+# One of each file, the one with the most registers. The rest is compiled by the long tests.
+SHORT_LIST = [
+    "reduce_partials",
+    "sjlt<BFloat16>",
+    "rademacher<BFloat16, 1, 128>",
+    "rademacher<Float32, 2, 64>",
+    "dense<Float32, Normal, 64>",
+]
+
+
+def kernels_for(arch, names=None):
+    return [
+        kernel
+        for kernel in all_kernels()
+        if kernel.runs_on(build.capability_of(arch)) and (names is None or kernel.expression in names)
+    ]
+
+
+def check_with_nvrtc(arch, kernels):
+    for kernel in kernels:
+        compiled = compiler.compile_kernel(kernel, arch)
+        assert compiled.image[:4] == b"\x7fELF"
+        found = compiler.resources(compiled.log)
+        assert found.spill_bytes == 0, (kernel, arch, found)
+        assert found.registers <= 65536 // kernel.threads
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nvrtc():
+    try:
+        compiler.nvrtc_version()
+    except KernelError as error:
+        pytest.skip(f"NVRTC is not installed: {error}")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_compile_without_spills(arch):
+    check_with_nvrtc(arch, kernels_for(arch, SHORT_LIST))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel_compiles_without_spills(arch):
+    check_with_nvrtc(arch, kernels_for(arch))
+
+
+def check_with_nvcc(arch, kernels):
+    nvcc = build.find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc is not installed (`pip install nvidia-cuda-nvcc` brings it)")
+    for file in sorted({kernel.file for kernel in kernels}):
+        group = [kernel for kernel in kernels if kernel.file == file]
+        found = build.compile_with_nvcc(group, arch, nvcc)
+        assert found.keys() == set(group)
+        assert all(report.spill_bytes == 0 for report in found.values()), (arch, found)
+
+
+def test_kernels_compile_with_nvcc():
+    check_with_nvcc("90a", kernels_for("90a", SHORT_LIST))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel_compiles_with_nvcc(arch):
+    check_with_nvcc(arch, kernels_for(arch))
+
+
+def test_sources_include_nothing():
+    files = sorted(source_directory().glob("*.cu"))
+    assert {kernel.file for kernel in all_kernels()} <= {path.stem for path in files}
+    assert not any("#include" in path.read_text() for path in files)
+
+
+def test_compile_errors_show_the_log_and_the_way_out():
+    with pytest.raises(KernelError, match=r"(?s)no_such_kernel.*sm_80.*HF_TRAK_BACKEND=torch.*error"):
+        compiler.compile_kernel(Kernel("reduce", "no_such_kernel<float>", 256), "80")
+
+
+def test_architecture_is_the_newest_that_runs():
+    assert compiler.architecture((9, 0)) == "90a"
+    assert compiler.architecture((8, 6)) == "86"
+    assert compiler.architecture((12, 9)) == "121" or compiler.architecture((12, 9)).startswith("12")
+    with pytest.raises(KernelError, match=r"capability 3\.5.*HF_TRAK_BACKEND=torch"):
+        compiler.architecture((3, 5))
+    with pytest.raises(KernelError, match=r"capability 99\.0"):
+        compiler.architecture((99, 0))
+
+
+def test_resources_come_from_the_log():
+    log = "16 bytes stack frame, 20 bytes spill stores, 48 bytes spill loads\nptxas info    : Used 255 registers, used"
+    assert compiler.resources(log) == compiler.Resources(255, 16, 68)
+    with pytest.raises(ValueError, match="Expected one report"):
+        compiler.resources("nothing")
+
+
+def test_build_command_fills_the_cache(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TRAK_KERNEL_CACHE", str(tmp_path))
+    chosen = kernels_for("80", ["reduce_partials"])
+    monkeypatch.setattr(build, "all_kernels", lambda: chosen)
+    build.main(["--arch", "80", "--arch", "120"])
+    assert len(list(tmp_path.glob("reduce-sm_*.cubin"))) == 2
+    assert capsys.readouterr().out.count("0 bytes spilled") == 2
+    assert source("reduce").startswith("//")
