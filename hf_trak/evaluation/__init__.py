@@ -1,5 +1,36 @@
-"""How good an attribution is."""
+"""How good an attribution is: what scores predict against what retraining shows.
 
-from hf_trak.evaluation.lds import linear_datamodeling_score
+Everything takes plain matrices of scores `(n_train, n_targets)`, whichever library they come from.
+"""
 
-__all__ = ["linear_datamodeling_score"]
+from hf_trak.evaluation.counterfactual import CounterfactualCurves, CounterfactualPlan, counterfactual_plan
+from hf_trak.evaluation.intervals import Interval, mean_interval
+from hf_trak.evaluation.lds import LdsResult, evaluate_lds, linear_datamodeling_score
+from hf_trak.evaluation.leave_one_out import LeaveOneOutResult, leave_one_out_correlation
+from hf_trak.evaluation.mislabelled import MislabelledResult, mislabel_detection, with_wrong_labels
+from hf_trak.evaluation.retraining import masks_and_outputs, retrain_on_subsets
+from hf_trak.evaluation.subsets import group_sums, leave_one_out_subsets, random_subsets
+from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
+
+__all__ = [
+    "CounterfactualCurves",
+    "CounterfactualPlan",
+    "Interval",
+    "LdsResult",
+    "LeaveOneOutResult",
+    "MislabelledResult",
+    "TrainerRetraining",
+    "counterfactual_plan",
+    "evaluate_lds",
+    "group_sums",
+    "leave_one_out_correlation",
+    "leave_one_out_subsets",
+    "linear_datamodeling_score",
+    "masks_and_outputs",
+    "mean_interval",
+    "mislabel_detection",
+    "model_outputs",
+    "random_subsets",
+    "retrain_on_subsets",
+    "with_wrong_labels",
+]

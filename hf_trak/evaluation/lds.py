@@ -1,9 +1,35 @@
 """The linear datamodeling score (TRAK paper, arXiv 2303.14186, Section 2, Definition 2.3)."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike
 
 from hf_trak.errors import NonFiniteError
+from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval, scipy_stats
+
+
+@dataclass(frozen=True)
+class LdsResult:
+    """Linear datamodeling scores of m targets, with intervals.
+
+    Attributes:
+        per_target: `(m,)`, Spearman's correlation of each target over the subsets.
+        low, high: `(m,)`, the ends of each one's interval, from resampled subsets.
+        mean: the mean over targets, which the paper reports. Its interval comes from resampling subsets and targets:
+            the same retrained models serve all targets, so that resampling targets alone would understate it.
+    """
+
+    per_target: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    mean: Interval
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain JSON values."""
+        columns = {name: getattr(self, name).tolist() for name in ("per_target", "low", "high")}
+        return {"mean": self.mean.to_dict(), **columns}
 
 
 def linear_datamodeling_score(scores: ArrayLike, masks: ArrayLike, outputs: ArrayLike) -> np.ndarray:
@@ -27,12 +53,51 @@ def linear_datamodeling_score(scores: ArrayLike, masks: ArrayLike, outputs: Arra
         ValueError: shapes do not fit, or there are fewer than three subsets.
         NonFiniteError: a score or an output is NaN or infinite.
     """
-    try:
-        from scipy.stats import rankdata
-    except ImportError as error:
-        raise ImportError(
-            "`linear_datamodeling_score` needs scipy. Install it with `pip install hf_trak[evaluation]`."
-        ) from error
+    return _spearman(*_predicted_and_measured(scores, masks, outputs))
+
+
+def evaluate_lds(
+    scores: ArrayLike,
+    masks: ArrayLike,
+    outputs: ArrayLike,
+    confidence: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> LdsResult:
+    """The linear datamodeling score with bootstrap confidence intervals.
+
+    Subsets and targets are resampled independently of each other (Owen 2007, The pigeonhole bootstrap).
+
+    Args:
+        scores, masks, outputs: see [`linear_datamodeling_score`].
+        confidence: of the intervals.
+        resamples: bootstrap samples; each costs as much as the score itself without the product of masks and scores.
+        seed: of the bootstrap.
+
+    Raises:
+        ImportError, ValueError, NonFiniteError: as [`linear_datamodeling_score`]; ValueError also if `confidence` or
+            `resamples` is out of range.
+    """
+    check_interval(confidence, resamples)
+    predicted, measured = _predicted_and_measured(scores, masks, outputs)
+    per_target = _spearman(predicted, measured)
+    rng = np.random.default_rng(seed)
+    s, m = predicted.shape
+    values = np.empty((resamples, m))
+    means = np.empty(resamples)
+    for index in range(resamples):
+        subsets = rng.integers(0, s, s)
+        values[index] = _spearman(predicted[subsets], measured[subsets])
+        means[index] = values[index, rng.integers(0, m, m)].mean()
+    ends = [(1 - confidence) / 2, (1 + confidence) / 2]
+    low, high = np.quantile(values, ends, axis=0)
+    mean_low, mean_high = np.quantile(means, ends)
+    mean = Interval(float(per_target.mean()), float(mean_low), float(mean_high), confidence)
+    return LdsResult(per_target, low, high, mean)
+
+
+def _predicted_and_measured(scores: ArrayLike, masks: ArrayLike, outputs: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Σ_{i ∈ S} τ_{ij} and f(z_j; θ*(S)), both `(s, m)`, float64."""
     tau = np.asarray(scores, dtype=np.float64)
     member = np.asarray(masks, dtype=np.float64)
     measured = np.asarray(outputs, dtype=np.float64)
@@ -46,9 +111,14 @@ def linear_datamodeling_score(scores: ArrayLike, masks: ArrayLike, outputs: Arra
     for name, values in (("scores", tau), ("outputs", measured)):
         if not np.isfinite(values).all():
             raise NonFiniteError(f"`{name}` holds NaN or infinite values. Expected finite ones.")
-    predicted = rankdata(member @ tau, axis=0)
-    actual = rankdata(measured, axis=0)
-    predicted -= predicted.mean(axis=0)
-    actual -= actual.mean(axis=0)
-    norms = np.linalg.norm(predicted, axis=0) * np.linalg.norm(actual, axis=0)
-    return np.divide((predicted * actual).sum(axis=0), norms, out=np.zeros_like(norms), where=norms > 0)
+    return member @ tau, measured
+
+
+def _spearman(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Spearman's correlation of the columns of two matrices `(s, m)`; 0 where a column is constant. Shape `(m,)`."""
+    stats = scipy_stats()
+    one, other = stats.rankdata(first, axis=0), stats.rankdata(second, axis=0)
+    one -= one.mean(axis=0)
+    other -= other.mean(axis=0)
+    norms = np.linalg.norm(one, axis=0) * np.linalg.norm(other, axis=0)
+    return np.divide((one * other).sum(axis=0), norms, out=np.zeros_like(norms), where=norms > 0)

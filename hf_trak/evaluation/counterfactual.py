@@ -1,0 +1,158 @@
+"""What happens to the model's outputs when the rows that matter most are taken away, or added first.
+
+Order the training rows by their scores for a target, train without the first r of them (or with these alone), and look
+at that target's output; a random order is the control (TRAK paper, Section 5; Ilyas et al. 2022, arXiv 2202.00622).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from datasets import Dataset
+from numpy.typing import ArrayLike
+
+from hf_trak.errors import NonFiniteError
+from hf_trak.evaluation.intervals import Interval, mean_interval
+from hf_trak.evaluation.retraining import masks_and_outputs
+from hf_trak.evaluation.subsets import group_sums
+from hf_trak.groups import RowGroups
+
+Order = Literal["helpful", "harmful", "random"]
+"""Which rows come first: those of the highest scores, of the lowest, or any."""
+
+Action = Literal["remove", "add"]
+"""Train without the first r rows, or with the first r rows alone."""
+
+MEAN = -1
+"""The target number that stands for the mean over all targets."""
+
+
+@dataclass(frozen=True)
+class CounterfactualPlan:
+    """Subsets to retrain on, for [`retrain_on_subsets`]. Subset 0 is the whole training set.
+
+    Attributes:
+        masks: `(s, n)`, boolean.
+        order, count, target: of subsets 1 … s − 1; the number of rows (or groups) taken away or added, and the target
+            by whose scores they were ordered ([`MEAN`] for the mean over targets).
+        action: see [`Action`].
+    """
+
+    masks: np.ndarray
+    order: tuple[str, ...]
+    count: tuple[int, ...]
+    target: tuple[int, ...]
+    action: Action
+
+    def curves(self, retrained: Dataset, confidence: float = 0.95) -> "CounterfactualCurves":
+        """The curves that the retrainings of [`~CounterfactualPlan.masks`] show.
+
+        Args:
+            retrained: of `retrain_on_subsets(plan.masks, …)`.
+            confidence: of the intervals over targets.
+
+        Raises:
+            ValueError: the retrainings are of other subsets.
+        """
+        masks, outputs = masks_and_outputs(retrained)
+        if not np.array_equal(masks, self.masks):
+            raise ValueError("The retrainings are of other subsets than this plan's. Expected those of `plan.masks`.")
+        if max(self.target) >= outputs.shape[1]:
+            raise ValueError(f"The plan has target {max(self.target)}, the retrainings {outputs.shape[1]} targets.")
+        changes = outputs[1:] - outputs[0]
+        own = [row.mean() if j == MEAN else row[j] for row, j in zip(changes, self.target, strict=True)]
+        table = Dataset.from_dict(
+            {
+                "order": list(self.order),
+                "count": list(self.count),
+                "target": list(self.target),
+                "change": [float(value) for value in own],
+            }
+        )
+        points: dict[str, dict[int, Interval]] = {}
+        for order in dict.fromkeys(self.order):
+            for count in dict.fromkeys(self.count):
+                keys = zip(self.order, self.count, self.target, changes, own, strict=True)
+                values: list[float] = []
+                for found, size, target, row, value in keys:
+                    if (found, size) == (order, count):
+                        values.extend(row if target == MEAN else [value])
+                points.setdefault(order, {})[count] = mean_interval(values, confidence)
+        return CounterfactualCurves(points, table, self.action)
+
+
+@dataclass(frozen=True)
+class CounterfactualCurves:
+    """How outputs change, f(after) − f(trained on all rows).
+
+    Attributes:
+        points: order → count → mean change over targets, with its bootstrap interval over targets.
+        table: one row per retraining: `order`, `count`, `target`, `change`.
+        action: see [`Action`].
+    """
+
+    points: dict[str, dict[int, Interval]]
+    table: Dataset
+    action: Action
+
+
+def counterfactual_plan(
+    scores: ArrayLike,
+    counts: Sequence[int],
+    *,
+    action: Action = "remove",
+    orders: Sequence[Order] = ("helpful", "harmful", "random"),
+    targets: Sequence[int] | None = None,
+    groups: RowGroups | None = None,
+    seed: int = 0,
+) -> CounterfactualPlan:
+    """The subsets of removal or addition curves.
+
+    Args:
+        scores: τ `(n, m)`, of any attribution method, higher meaning more helpful.
+        counts: the numbers r of rows (or groups).
+        action: take the first r rows away, or train on them alone.
+        orders: what comes first. Ties keep the order of rows.
+        targets: numbers of the targets that get an order of their own, which costs `len(targets)` retrainings per
+            point. `None` orders rows once, by their mean score over all targets.
+        groups: groups of training rows that go together, by the sums of their scores.
+        seed: of the random order, which is the same for every count.
+
+    Raises:
+        ValueError: a count, an order, the action or a target is out of range.
+        NonFiniteError: a score is NaN or infinite.
+    """
+    tau = np.asarray(scores, dtype=np.float64)
+    if tau.ndim != 2:
+        raise ValueError(f"`scores` has the shape {tau.shape}. Expected (training rows, targets).")
+    if not np.isfinite(tau).all():
+        raise NonFiniteError("`scores` holds NaN or infinite values. Expected finite ones.")
+    n, m = tau.shape
+    if action not in get_args(Action):
+        raise ValueError(f"`action` is {action!r}. Expected one of {list(get_args(Action))}.")
+    if not orders or not set(orders) <= set(get_args(Order)):
+        raise ValueError(f"`orders` is {list(orders)}. Expected some of {list(get_args(Order))}.")
+    units = tau if groups is None else group_sums(tau, groups)
+    if not counts or not all(0 < count < len(units) for count in counts) or len(set(counts)) != len(counts):
+        raise ValueError(f"`counts` is {list(counts)}. Expected distinct numbers from 1 to {len(units) - 1}.")
+    chosen = [MEAN] if targets is None else list(targets)
+    if not chosen or (targets is not None and not all(0 <= target < m for target in chosen)):
+        raise ValueError(f"`targets` is {chosen}. Expected numbers from 0 to {m - 1}, or `None` for their mean.")
+    shuffled = np.random.default_rng(seed).permutation(len(units))
+    masks, keys = [np.ones(n, dtype=bool)], []
+    for order in orders:
+        for target in chosen:
+            values = units.mean(axis=1) if target == MEAN else units[:, target]
+            first = {
+                "helpful": np.argsort(-values, kind="stable"),
+                "harmful": np.argsort(values, kind="stable"),
+                "random": shuffled,
+            }[order]
+            for count in counts:
+                taken = np.isin(np.arange(len(units)), first[:count])
+                rows = taken if groups is None else taken[groups.member.numpy()]
+                masks.append(rows if action == "add" else ~rows)
+                keys.append((order, int(count), int(target)))
+    named = tuple(zip(*keys, strict=True))
+    return CounterfactualPlan(np.stack(masks), named[0], named[1], named[2], action)

@@ -1,0 +1,87 @@
+"""Confidence intervals by the bootstrap (Efron & Tibshirani 1993, Chapter 13: percentiles)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from hf_trak.errors import NonFiniteError
+
+RESAMPLES = 1000
+"""Bootstrap samples, unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate, and the ends of its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+    confidence: float = 0.95
+
+    def __contains__(self, number: float) -> bool:
+        return self.low <= number <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+    def to_dict(self) -> dict[str, float]:
+        """The fields as plain JSON values."""
+        return {"value": self.value, "low": self.low, "high": self.high, "confidence": self.confidence}
+
+
+def scipy_stats() -> Any:
+    """`scipy.stats`. Raises `ImportError`, with the remedy, where scipy is not installed."""
+    try:
+        import scipy.stats
+    except ImportError as error:
+        raise ImportError(
+            "`hf_trak.evaluation` needs scipy. Install it with `pip install hf_trak[evaluation]`."
+        ) from error
+    return scipy.stats
+
+
+def mean_interval(values: ArrayLike, confidence: float = 0.95, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+    """The mean of independent values, with its bootstrap interval.
+
+    Args:
+        values: `(count,)`.
+        confidence: what part of such intervals covers the truth.
+        resamples: bootstrap samples.
+        seed: of the bootstrap.
+
+    Raises:
+        ImportError: scipy is not installed.
+        ValueError: there is no value, or `confidence` or `resamples` is out of range.
+        NonFiniteError: a value is NaN or infinite.
+    """
+    sample = np.asarray(values, dtype=np.float64)
+    check_interval(confidence, resamples)
+    if sample.ndim != 1 or len(sample) == 0:
+        raise ValueError(f"`values` has the shape {sample.shape}. Expected one dimension, and at least one value.")
+    if not np.isfinite(sample).all():
+        raise NonFiniteError("`values` holds NaN or infinite values. Expected finite ones.")
+    mean = float(sample.mean())
+    if np.ptp(sample) == 0:
+        return Interval(mean, mean, mean, confidence)
+    found = scipy_stats().bootstrap(
+        (sample,),
+        np.mean,
+        n_resamples=resamples,
+        confidence_level=confidence,
+        method="percentile",
+        vectorized=True,
+        batch=100,
+        random_state=np.random.default_rng(seed),
+    )
+    return Interval(mean, float(found.confidence_interval.low), float(found.confidence_interval.high), confidence)
+
+
+def check_interval(confidence: float, resamples: int) -> None:
+    """Raise `ValueError` unless 0 < confidence < 1, and there are at least 10 resamples."""
+    if not 0 < confidence < 1:
+        raise ValueError(f"`confidence` is {confidence!r}. Expected a number between 0 and 1, such as 0.95.")
+    if not isinstance(resamples, int) or isinstance(resamples, bool) or resamples < 10:
+        raise ValueError(f"`resamples` is {resamples!r}. Expected an integer of at least 10, better 1000.")

@@ -1,0 +1,244 @@
+"""Train on every subset, once or several times, and keep what each model gives on the targets.
+
+Every training is a file of its own, so that a killed run loses the trainings in flight alone; processes divide the
+trainings, whose seeds depend on their numbers and not on who does them.
+
+    <output_dir>/
+      retraining.json                           number of rows, seed, and the user's settings
+      trainings/subset-<i>-repeat-<r>.safetensors    outputs (m,), float64; the subset's digest in metadata
+      retrained.arrow                           all of it as a `datasets.Dataset`
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, Features, List, Value
+from datasets.arrow_writer import ArrowWriter
+from numpy.typing import ArrayLike
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError, StoreError
+from hf_trak.interruption import announced
+from hf_trak.processes import Processes
+from hf_trak.savers.atomic import (
+    atomic_path,
+    create_bytes,
+    differing,
+    json_bytes,
+    read_json,
+    remove_stale_temporaries,
+    write_bytes,
+)
+from hf_trak.scored_dataset import fixed_size_list
+
+logger = logging.getLogger(__name__)
+
+Retrain = Callable[[np.ndarray, int], ArrayLike]
+"""`retrain(rows, seed)`: train on these rows (ascending numbers), with all randomness from the seed, and return the
+model output on every target, `(m,)`."""
+
+COLUMNS = ("subset", "repeat", "seed", "mask", "outputs")
+"""Columns of a dataset of retrainings, one row per training."""
+
+
+def retrain_on_subsets(
+    masks: ArrayLike,
+    retrain: Retrain,
+    output_dir: str | os.PathLike[str],
+    *,
+    repeats: int = 1,
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
+    processes: Processes | None = None,
+) -> Dataset:
+    """Outputs on the targets after training on each subset. The same call again does what is missing.
+
+    Under `torchrun` or `accelerate launch` the trainings are divided among the processes, which must share the
+    directory; [`TrainerRetraining`] then trains in each process alone. More subsets or more repeats may be asked for
+    later; those at hand stay.
+
+    Args:
+        masks: `(s, n)`, true where a training row belongs to the subset; of [`random_subsets`], for example.
+        retrain: the training, see [`Retrain`].
+        output_dir: where trainings are kept.
+        repeats: trainings of each subset, whose mean has less noise.
+        seed: training r of subset i has the seed (`seed` + r · 1,000,003 + i) mod 2³¹.
+        settings: plain JSON that the result depends on (learning rate, model). A directory made with others is
+            refused.
+        processes: those to divide among; all of the launch by default.
+
+    Returns:
+        One row per training, with [`COLUMNS`]. [`masks_and_outputs`] gives arrays for the scores.
+
+    Raises:
+        ValueError: a mask is empty, a number is out of range, or `retrain` returned another shape than before.
+        ConfigMismatchError: the directory belongs to other rows, subsets, seeds or settings; shows both.
+        NonFiniteError: an output is NaN or infinite.
+        StoreError: a file is damaged, or cannot be written.
+        PeerProcessError: another process failed or died.
+    """
+    member = check_masks(masks)
+    if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
+        raise ValueError(f"`repeats` is {repeats!r}. Expected an integer of at least 1.")
+    processes = Processes() if processes is None else processes
+    directory = Path(output_dir)
+    wanted = [(subset, repeat) for repeat in range(repeats) for subset in range(len(member))]
+    config = {"rows": member.shape[1], "seed": seed, "settings": dict(settings or {})}
+
+    def missing() -> list[int]:
+        _check_config(directory, config)
+        for subset, repeat in wanted:
+            _check_subset(directory, subset, repeat, member)
+        return [i for i, training in enumerate(wanted) if not _file(directory, *training).is_file()]
+
+    todo = processes.from_main(missing)
+    mine = [wanted[todo[i]] for i in processes.share(len(todo))]
+    done = 0
+
+    def progress() -> str:
+        return f"{done} of {len(mine)} trainings of this process are done and kept in {directory}; run the same again."
+
+    with processes.together(), announced(progress):
+        for subset, repeat in mine:
+            outputs = _checked(retrain(np.flatnonzero(member[subset]), training_seed(seed, subset, repeat)), subset)
+            metadata = {"subset": _digest(member[subset]), "repeat": str(repeat)}
+            write_bytes(_file(directory, subset, repeat), save({"outputs": outputs}, metadata))
+            done += 1
+            logger.info("Training %d of %d of this process is done (subset %d).", done, len(mine), subset)
+    processes.from_main(lambda: _write_dataset(directory, wanted, member, seed))
+    return Dataset.from_file(os.fspath(directory / "retrained.arrow"))
+
+
+def masks_and_outputs(retrained: Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """What the scores of this module take: `masks (s, n)`, and `outputs (s, m)` averaged over repeats.
+
+    Args:
+        retrained: of [`retrain_on_subsets`], or loaded from disk or the Hub.
+
+    Raises:
+        ValueError: it has not [`COLUMNS`], or some subsets have fewer repeats than others.
+    """
+    if absent := [name for name in ("subset", "mask", "outputs") if name not in retrained.column_names]:
+        raise ValueError(f"The dataset has no columns {absent}. Expected those of `retrain_on_subsets`: {COLUMNS}.")
+    arrays = retrained.with_format("numpy")
+    subsets = np.asarray(arrays["subset"][:])
+    distinct, first, counts = np.unique(subsets, return_index=True, return_counts=True)
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"Subsets have from {counts.min()} to {counts.max()} trainings. Expected the same number of each: finish "
+            "the run that made the dataset."
+        )
+    outputs = np.stack(list(arrays["outputs"][:])).astype(np.float64)
+    means = np.zeros((len(distinct), outputs.shape[1]))
+    np.add.at(means, np.searchsorted(distinct, subsets), outputs)
+    masks = np.stack([np.asarray(arrays[int(row)]["mask"], dtype=bool) for row in first])
+    return masks, means / counts[0]
+
+
+def training_seed(seed: int, subset: int, repeat: int) -> int:
+    """The seed of one training, see [`retrain_on_subsets`]."""
+    return (seed + repeat * 1_000_003 + subset) % 2**31
+
+
+def check_masks(masks: ArrayLike) -> np.ndarray:
+    """Masks as booleans `(s, n)`. Raises `ValueError` unless each has a row, and all are 0 or 1."""
+    given = np.asarray(masks)
+    if given.ndim != 2 or given.size == 0 or not np.isin(given, (0, 1)).all():
+        raise ValueError(
+            f"`masks` is an array of {given.dtype} of the shape {given.shape}. Expected (subsets, rows), true where a "
+            "row belongs to the subset."
+        )
+    member = given.astype(bool)
+    if not member.any(axis=1).all():
+        raise ValueError(f"Subset {int(np.argmin(member.any(axis=1)))} has no rows. Expected at least one in each.")
+    return member
+
+
+def _file(directory: Path, subset: int, repeat: int) -> Path:
+    return directory / "trainings" / f"subset-{subset:06d}-repeat-{repeat:03d}.safetensors"
+
+
+def _digest(mask: np.ndarray) -> str:
+    return hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()
+
+
+def _check_config(directory: Path, config: dict[str, Any]) -> None:
+    path = directory / "retraining.json"
+    directory.mkdir(parents=True, exist_ok=True)
+    remove_stale_temporaries(directory / "trainings")
+    create_bytes(path, json_bytes(config))
+    if lines := differing(read_json(path), config):
+        raise ConfigMismatchError(
+            f"{directory} holds retrainings made otherwise. Expected the same settings; use another directory.\n"
+            + "\n".join(lines)
+        )
+
+
+def _check_subset(directory: Path, subset: int, repeat: int, member: np.ndarray) -> None:
+    path = _file(directory, subset, repeat)
+    if not path.is_file():
+        return
+    try:
+        with safe_open(path, "numpy") as file:
+            found = (file.metadata() or {}).get("subset")
+    except (SafetensorError, OSError) as error:
+        raise StoreError(f"{path} is damaged ({error}). Delete it, and run the same command again.") from error
+    if found != _digest(member[subset]):
+        raise ConfigMismatchError(
+            f"{path} belongs to a subset with the digest {found}; subset {subset} has {_digest(member[subset])}. "
+            "Expected the subsets that the directory was made with. Use another directory."
+        )
+
+
+def _checked(outputs: ArrayLike, subset: int) -> np.ndarray:
+    values = np.ascontiguousarray(np.asarray(outputs, dtype=np.float64))
+    if values.ndim != 1 or len(values) == 0:
+        raise ValueError(
+            f"`retrain` returned the shape {values.shape} for subset {subset}. Expected (m,), one output per target."
+        )
+    if not np.isfinite(values).all():
+        raise NonFiniteError(
+            f"Target {int(np.argmin(np.isfinite(values)))} has a NaN or infinite output after training on subset "
+            f"{subset}. Expected finite ones: the training diverged, or the output is saturated."
+        )
+    return values
+
+
+def _write_dataset(directory: Path, wanted: list[tuple[int, int]], member: np.ndarray, seed: int) -> None:
+    """One row per training, in the order of repeats, then subsets; the file's bytes depend on nothing else."""
+    outputs = []
+    for subset, repeat in wanted:
+        path = _file(directory, subset, repeat)
+        if not path.is_file():
+            raise IncompleteStoreError(f"{path} is missing after every process has finished. Run the same again.")
+        with safe_open(path, "numpy") as file:
+            outputs.append(file.get_tensor("outputs"))
+    if len({len(values) for values in outputs}) > 1:
+        raise ValueError(
+            f"Trainings have {sorted({len(values) for values in outputs})} outputs. Expected one number of targets: "
+            "`retrain` must return all of them, in the same order, every time."
+        )
+    n, m = member.shape[1], len(outputs[0])
+    columns = {
+        "subset": pa.array([subset for subset, _ in wanted], pa.int64()),
+        "repeat": pa.array([repeat for _, repeat in wanted], pa.int64()),
+        "seed": pa.array([training_seed(seed, *training) for training in wanted], pa.int64()),
+        "mask": fixed_size_list(member[[subset for subset, _ in wanted]]),
+        "outputs": fixed_size_list(np.stack(outputs)),
+    }
+    integer = Value("int64")
+    kinds = (integer, integer, integer, List(Value("bool"), length=n), List(Value("float64"), length=m))
+    features = Features(dict(zip(COLUMNS, kinds, strict=True)))
+    with (
+        atomic_path(directory / "retrained.arrow") as temporary,
+        ArrowWriter(features=features, path=os.fspath(temporary)) as writer,
+    ):
+        writer.write_table(pa.table(columns))
+        writer.finalize()

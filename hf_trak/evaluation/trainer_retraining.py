@@ -1,0 +1,162 @@
+"""Retraining with `transformers.Trainer`, and the outputs of the model that comes out of it."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor, nn
+from torch.utils.data import Subset
+from transformers import set_seed
+
+from hf_trak.data import Collator, RowBatches, batch_rows, default_collator, forward_columns, row_count
+from hf_trak.gradient_computers.outputs import call_model, one_per_sample
+from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
+from hf_trak.modelout_functions.base import BatchedModelOutput
+
+_LAUNCH_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+class TrainerRetraining:
+    """What [`retrain_on_subsets`] calls: train on a subset with a `Trainer`, return f on every target.
+
+    ```python
+    def make_trainer(rows, seed):
+        args = TrainingArguments("retraining", num_train_epochs=3, seed=seed, save_strategy="no")
+        return Trainer(MyModel(config), args, train_dataset=rows)
+
+
+    retrained = retrain_on_subsets(
+        random_subsets(len(train_dataset), 100), TrainerRetraining(make_trainer, train_dataset, targets), "lds"
+    )
+    ```
+    """
+
+    def __init__(
+        self,
+        make_trainer: Callable[[Any, int], Any],
+        train_dataset: Any,
+        eval_dataset: Any,
+        task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
+        data_collator: Collator | None = None,
+        batch_size: int = 64,
+    ) -> None:
+        """
+        Args:
+            make_trainer: `make_trainer(rows, seed)` gives a `Trainer` of a fresh model for these rows. Everything is
+                seeded before it is called; `seed` is for `TrainingArguments`.
+            train_dataset: the training rows; those of a subset are selected.
+            eval_dataset: the targets.
+            task: the model output function, which is that of the attribution; inferred from the model by default.
+            data_collator: for the targets; that of the trainer by default.
+            batch_size: targets per batch.
+
+        Raises:
+            TypeError, ValueError: as of `TrakAttributor`.
+        """
+        self.make_trainer = make_trainer
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.task = task
+        self.data_collator = data_collator
+        self.batch_size = batch_size
+        for name in ("train_dataset", "eval_dataset"):
+            row_count(getattr(self, name), name)
+
+    def __call__(self, rows: np.ndarray, seed: int) -> np.ndarray:
+        """Train on these rows. Returns f of every target, `(m,)`, float64."""
+        chosen = [int(row) for row in rows]
+        selected = (
+            self.train_dataset.select(chosen)
+            if hasattr(self.train_dataset, "select")
+            else Subset(self.train_dataset, chosen)
+        )
+        with training_alone():
+            set_seed(seed)
+            trainer = self.make_trainer(selected, seed)
+            trainer.train()
+            return model_outputs(
+                trainer.accelerator.unwrap_model(trainer.model),
+                self.eval_dataset,
+                self.task,
+                self.data_collator or trainer.data_collator,
+                self.batch_size,
+                trainer.args.remove_unused_columns,
+            )
+
+
+def model_outputs(
+    model: nn.Module,
+    dataset: Any,
+    task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
+    data_collator: Collator | None = None,
+    batch_size: int = 64,
+    remove_unused_columns: bool = True,
+) -> np.ndarray:
+    """f(z; θ) of every row, with the model in eval mode (and left in the mode it was in).
+
+    Args:
+        model: the model, on its device.
+        dataset: m rows.
+        task: the model output function; inferred from the model by default.
+        data_collator: turns rows into a batch; chosen as `Trainer` does by default.
+        batch_size: rows per batch.
+        remove_unused_columns: drop dataset columns that the model does not take, as `Trainer` does.
+
+    Returns:
+        `(m,)`, float64.
+
+    Raises:
+        ValueError: the task cannot be inferred, is not a batched one, or needs reference rows (CLIP).
+    """
+    chosen = get_task(infer_task(model) if task is None else task)
+    if not isinstance(chosen, BatchedModelOutput) or chosen.reference_rows(row_count(dataset, "dataset")):
+        raise ValueError(
+            f"`task` is {type(chosen).__name__}. Expected a task of one batched forward pass without reference rows; "
+            "for others pass a `retrain` function of your own that returns the outputs."
+        )
+    collator = chosen.collator(data_collator or default_collator(dataset))
+    columns = [*forward_columns(model), *chosen.batch_columns] if remove_unused_columns else None
+    device = next(model.parameters()).device
+    batches = RowBatches(dataset, collator, columns=columns, device=device)
+    was_training = model.training
+    found = []
+    chosen.bind(model)
+    try:
+        model.eval()
+        with torch.no_grad():
+            for numbers, batch in batches.iterate(batch_rows(0, len(dataset), batch_size)):
+                values = chosen.output(call_model(chosen, model, batch), batch, "target")
+                found.append(one_per_sample(values, len(numbers), chosen).double().cpu())
+    finally:
+        model.train(was_training)
+    return torch.cat(found).numpy()
+
+
+@contextmanager
+def training_alone() -> Iterator[None]:
+    """A block in which `Trainer` and `Accelerator` see one process, so that each process of a launch trains a model
+    of its own, on its own device.
+    """
+    if not torch.distributed.is_initialized():
+        yield
+        return
+    device = PartialState().device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    kept = [(state, dict(state._shared_state)) for state in (PartialState, AcceleratorState, GradientState)]
+    environment = {name: os.environ.pop(name) for name in _LAUNCH_VARIABLES if name in os.environ}
+    for state, _ in kept:
+        state._shared_state.clear()
+    try:
+        PartialState(cpu=device.type == "cpu")
+        yield
+    finally:
+        for state, content in kept:
+            state._shared_state.clear()
+            state._shared_state.update(content)
+        os.environ.update(environment)
