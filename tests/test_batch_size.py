@@ -49,7 +49,7 @@ def weights() -> DigitNet:
 
 
 def attributor(model: DigitNet, directory: Path, **options: Any):
-    defaults = {"auto_find_batch_size": True, "per_device_batch_size": 16}
+    defaults = {"auto_find_batch_size": True, "per_device_batch_size": 7}
     return make(model.eval(), directory, digits(0, N_TRAIN), **{**defaults, **options})
 
 
@@ -65,7 +65,7 @@ def shards(directory: Path) -> dict[str, str]:
 @pytest.mark.parametrize("engine", ["auto", "hooked", "functional"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_the_batch_size_that_fits_is_found(weights, tmp_path, error, engine):
-    """16 → 14 → 12 → 10 → 9 → 8 → 7 → 6 → 5; and the engine stays the one that it would have been."""
+    """7 → 6 → 5, and then what a run that begins with 5 does."""
     model = SmallMemory(weights, fits=5, error=error)
     found = attributor(model, tmp_path / "small", engine=engine).featurize()
     assert recorded(tmp_path / "small") == 5
@@ -84,7 +84,7 @@ def test_the_engine_is_not_changed_for_lack_of_memory(weights, tmp_path, caplog,
         attributor(model, tmp_path).featurize()
     used = [record.getMessage() for record in caplog.records if "Per-sample gradients of" in record.getMessage()]
     assert used == ["Per-sample gradients of SmallMemory by the hooked engine."]
-    assert "Batches of 16 rows do not fit into memory; trying 14." in caplog.text
+    assert "Batches of 7 rows do not fit into memory; trying 6." in caplog.text
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -99,13 +99,14 @@ def test_without_it_the_error_reaches_the_user(weights, tmp_path, error):
 def test_shards_before_the_failure_are_kept_and_later_ones_have_one_batch_size_each(weights, tmp_path):
     """Memory runs out in the second shard, when other rows need more: the first is not computed again."""
     probe = SmallMemory(weights, fits=99, error="cuda")
-    attributor(probe, tmp_path / "probe", shard_size=32).featurize()
+    sizes = {"shard_size": 32, "per_device_batch_size": 16}
+    attributor(probe, tmp_path / "probe", **sizes).featurize()
     before_second = len(probe.seen) - 2  # 61 rows in batches of 16: two shards of two batches
     model = SmallMemory(weights, fits=12, error="cuda", after=before_second)
-    attributor(model, tmp_path / "small", shard_size=32).featurize()
+    attributor(model, tmp_path / "small", **sizes).featurize()
     ample = SmallMemory(weights, fits=99, error="cuda")
-    attributor(ample, tmp_path / "16", shard_size=32).featurize()
-    attributor(ample, tmp_path / "12", shard_size=32, per_device_batch_size=12).featurize()
+    attributor(ample, tmp_path / "16", **sizes).featurize()
+    attributor(ample, tmp_path / "12", **{**sizes, "per_device_batch_size": 12}).featurize()
     got = shards(tmp_path / "small")
     first, second = (f"checkpoint-0/train-0000{i}-of-00002.safetensors" for i in range(2))
     assert got[first] == shards(tmp_path / "16")[first]
@@ -135,7 +136,7 @@ def test_the_next_checkpoint_and_the_targets_begin_with_it(weights, tmp_path):
 def test_not_even_one_row(weights, tmp_path):
     model = SmallMemory(weights, fits=0, error="cuda")
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        attributor(model, tmp_path).featurize()
+        attributor(model, tmp_path, per_device_batch_size=2).featurize()
     assert any("Not even one row" in note for note in caught.value.__notes__)
 
 
