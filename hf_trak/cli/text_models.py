@@ -35,4 +35,5 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int, pair
         eos_token=END,
         mask_token=MASK,
         model_max_length=max_length,
+        model_input_names=["input_ids", *(["token_type_ids"] if pairs else []), "attention_mask"],
     )
