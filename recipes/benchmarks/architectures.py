@@ -9,6 +9,7 @@ right-padded and two full ones where there is a padding mask), and is compared w
 """
 
 import argparse
+import math
 import signal
 import sys
 import time
@@ -243,8 +244,9 @@ def relative_error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     for name, gradient in truth.items():
         size = gradient.reshape(len(gradient), -1).norm(dim=1).maximum(1e-3 * total)
         error = float(((found[name] - gradient).reshape(len(gradient), -1).norm(dim=1) / size.clamp_min(1e-30)).max())
-        if not error <= worst:  # also true of NaN
-            worst = error
+        if math.isnan(error):
+            return error
+        worst = max(worst, error)
     return worst
 
 
