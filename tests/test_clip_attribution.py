@@ -212,6 +212,7 @@ def test_features_do_not_depend_on_the_order_in_a_batch(name: str, tmp_path: Pat
     assert relative_error(outputs.out_to_loss, q[order]) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_named_model_of_full_size(tmp_path: Path) -> None:
     """The smallest vision transformer that open_clip names, with its own transform and tokenizer."""
     model, _, preprocess = open_clip.create_model_and_transforms("ViT-S-32-alt")
