@@ -16,7 +16,6 @@ import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.arrow_writer import ArrowWriter
 
-from hf_trak.errors import NonFiniteError
 from hf_trak.processes import Processes
 from hf_trak.savers.atomic import atomic_path, remove_stale_temporaries, temporary_file
 from hf_trak.score_computers import TopK
@@ -48,7 +47,7 @@ class ScoreFiles:
         """The score columns, one row per target or per training row.
 
         Args:
-            blocks: the scores of the training rows that fall to this process, in order.
+            blocks: the scores of the training rows that fall to this process, in order, see [`score_blocks`].
             top_k: how many of the highest and lowest scores of a row to keep: the columns [`TOP_K_COLUMNS`]. `None`
                 keeps all, in the column `trak_scores`.
             per: what a row of the result is.
@@ -58,10 +57,8 @@ class ScoreFiles:
             Among equal scores the lower index comes first.
 
         Raises:
-            NonFiniteError: a score is NaN or infinite; names the training row.
             StoreError: a file cannot be written.
         """
-        blocks = finite_blocks(blocks)
         if top_k is not None:
             if per == "target":
                 return self._top_k_per_target(blocks, top_k)
@@ -141,23 +138,6 @@ class ScoreFiles:
                 written = True
         names = [name for name in self.processes.gather(name if written else None) if name is not None]
         return concatenate_datasets([Dataset.from_file(os.fspath(self.directory / name)) for name in names])
-
-
-def finite_blocks(blocks: Iterable[ScoreBlock]) -> Iterator[ScoreBlock]:
-    """The same blocks, checked.
-
-    Raises:
-        NonFiniteError: a score is NaN or infinite; names the training row.
-    """
-    for start, stop, block in blocks:
-        bad = ~torch.isfinite(block).all(dim=1)
-        if bad.any():
-            raise NonFiniteError(
-                f"The scores of training row {start + int(bad.nonzero()[0])} are not finite ({int(bad.sum())} rows "
-                f"of {start} … {stop}). Expected finite scores. Raise `lambda_reg` or `lambda_relative`, or store "
-                "features in float32."
-            )
-        yield start, stop, block
 
 
 def _extremes(block: torch.Tensor, top_k: int) -> pa.Table:
