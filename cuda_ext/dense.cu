@@ -82,7 +82,7 @@ template <typename In, typename Map, int kSamples>
 __global__ void __launch_bounds__(kThreads, 2) dense(const __grid_constant__ DenseArguments a) {
     constexpr int kSamplesPerThread = kSamples / 8;
     auto& shared = *reinterpret_cast<DenseShared<kSamples>*>(shared_memory());
-    const int thread_output = threadIdx.x % 32 * 4, thread_sample = threadIdx.x / 32 * kSamplesPerThread;
+    const int thread_sample = threadIdx.x / 32 * kSamplesPerThread;
     const uint32 first_output = blockIdx.x * kColumns;
     const int64 first_sample = static_cast<int64>(blockIdx.z) * kSamples;
     // Columns are counted from the multiple of kAlignment at or before the block's first one.
@@ -122,11 +122,14 @@ __global__ void __launch_bounds__(kThreads, 2) dense(const __grid_constant__ Den
         __syncthreads();
         // Chains of limited length: rounding errors grow with the square root of it.
         if (++tiles % kTilesPerChain == 0 || position + kPositions >= behind) {
+            const int thread = thread_read_anew();
+            const int64 output_of_thread = first_output + thread % 32 * 4;
+            const int64 sample_of_thread = first_sample + thread / 32 * kSamplesPerThread;
 #pragma unroll
             for (int s = 0; s < kSamplesPerThread; ++s) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const int64 output = first_output + thread_output + e, sample = first_sample + thread_sample + s;
+                    const int64 output = output_of_thread + e, sample = sample_of_thread + s;
                     if (output < a.to.columns && sample < a.to.rows) {
                         a.to.put(blockIdx.y, sample, output, sums[s][e], first_chain);
                     }
