@@ -11,7 +11,7 @@ from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.output import answer, table
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.errors import IncompleteStoreError
-from hf_trak.evaluation import linear_datamodeling_score
+from hf_trak.evaluation import evaluate_lds
 from hf_trak.report.run import find_run
 
 
@@ -41,14 +41,21 @@ def run(argv: Sequence[str]) -> None:
         description="The linear datamodeling score (TRAK paper, Section 2): how well the scores predict retraining.",
     )
     scores = _scores(Path(args.run))
-    found = linear_datamodeling_score(scores, _array(args.masks), _array(args.outputs))
+    result = evaluate_lds(scores, _array(args.masks), _array(args.outputs))
+    found = result.per_target
     content = {
-        "lds": float(found.mean()),
+        "lds": result.mean.value,
+        "low": result.mean.low,
+        "high": result.mean.high,
         "standard_error": float(found.std(ddof=1) / np.sqrt(len(found))) if len(found) > 1 else None,
         "targets": len(found),
         "per_target": [round(float(value), 6) for value in found],
     }
-    answer(content, table({name: content[name] for name in ("lds", "standard_error", "targets")}), output.json)
+    answer(
+        content,
+        table({name: content[name] for name in ("lds", "low", "high", "standard_error", "targets")}),
+        output.json,
+    )
 
 
 def _array(path: str) -> np.ndarray:
