@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 from numpy.typing import ArrayLike
@@ -87,7 +88,7 @@ def retrain_on_subsets(
     member = check_masks(masks)
     if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
         raise ValueError(f"`repeats` is {repeats!r}. Expected an integer of at least 1.")
-    processes = Processes() if processes is None else processes
+    processes = Processes(use_cpu=not torch.accelerator.is_available()) if processes is None else processes
     directory = Path(output_dir)
     wanted = [(subset, repeat) for repeat in range(repeats) for subset in range(len(member))]
     config = {"rows": member.shape[1], "seed": seed, "settings": dict(settings or {})}
