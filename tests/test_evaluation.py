@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import NonFiniteError
 from hf_trak.evaluation import (
+    compare_lds,
     counterfactual_plan,
     evaluate_lds,
     group_sums,
@@ -100,7 +101,7 @@ def test_lds_equals_dattri(seed: int) -> None:
     indices = torch.tensor(np.stack([np.flatnonzero(mask) for mask in masks]))
     theirs, _ = metric.lds(torch.tensor(tau), (torch.tensor(outputs), indices))
     np.testing.assert_allclose(linear_datamodeling_score(tau, masks, outputs), theirs.numpy(), rtol=0, atol=1e-6)
-    ours = mislabel_detection(tau[:, 0], tau[:, 1] > 0.5).auc.value
+    ours = mislabel_detection(tau[:, 0], tau[:, 1] > 0.5, resamples=10).auc.value
     auc, _ = metric.mislabel_detection_auc(torch.tensor(tau[:, 0]), torch.tensor(tau[:, 1] > 0.5))
     assert ours == pytest.approx(float(auc), abs=1e-6)
 
@@ -133,6 +134,19 @@ def test_shuffled_scores_give_zero_within_the_interval(
     assert sum(covered) >= 10  # each with 95 %: 9 or fewer of 12 by chance has a probability of 2 %
     small = evaluate_lds(np.random.default_rng(0).permutation(scores), *retrained, resamples=200).mean
     assert small.high - small.low < 0.6  # an interval that holds everything would say nothing
+
+
+def test_compared_attributions_are_resampled_together(
+    scores: np.ndarray, retrained: tuple[np.ndarray, np.ndarray]
+) -> None:
+    """A little noise costs a little, which the interval of the difference sees and those of the two scores do not."""
+    noisy = scores + 0.5 * scores.std() * np.random.default_rng(0).normal(size=scores.shape)
+    difference = compare_lds(scores, noisy, *retrained, resamples=200)
+    one, other = (evaluate_lds(each, *retrained, resamples=200).mean for each in (scores, noisy))
+    assert difference.value == pytest.approx(one.value - other.value)
+    assert 0 < difference.low < difference.value < difference.high
+    same = compare_lds(scores, 2 * scores, *retrained, resamples=50)
+    assert (same.low, same.value, same.high) == (0, 0, 0)
 
 
 def test_intervals_cover_and_shrink() -> None:

@@ -5,7 +5,7 @@ Everything takes plain matrices of scores `(n_train, n_targets)`, whichever libr
 
 from hf_trak.evaluation.counterfactual import CounterfactualCurves, CounterfactualPlan, counterfactual_plan
 from hf_trak.evaluation.intervals import Interval, mean_interval
-from hf_trak.evaluation.lds import LdsResult, evaluate_lds, linear_datamodeling_score
+from hf_trak.evaluation.lds import LdsResult, compare_lds, evaluate_lds, linear_datamodeling_score
 from hf_trak.evaluation.leave_one_out import LeaveOneOutResult, leave_one_out_correlation
 from hf_trak.evaluation.mislabelled import MislabelledResult, mislabel_detection, with_wrong_labels
 from hf_trak.evaluation.retraining import masks_and_outputs, retrain_on_subsets
@@ -20,6 +20,7 @@ __all__ = [
     "LeaveOneOutResult",
     "MislabelledResult",
     "TrainerRetraining",
+    "compare_lds",
     "counterfactual_plan",
     "evaluate_lds",
     "group_sums",

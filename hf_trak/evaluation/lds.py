@@ -81,19 +81,55 @@ def evaluate_lds(
     check_interval(confidence, resamples)
     predicted, measured = _predicted_and_measured(scores, masks, outputs)
     per_target = _spearman(predicted, measured)
-    rng = np.random.default_rng(seed)
-    s, m = predicted.shape
-    values = np.empty((resamples, m))
-    means = np.empty(resamples)
-    for index in range(resamples):
-        subsets = rng.integers(0, s, s)
-        values[index] = _spearman(predicted[subsets], measured[subsets])
-        means[index] = values[index, rng.integers(0, m, m)].mean()
+    values, means = _resampled(predicted, measured, resamples, seed)
     ends = [(1 - confidence) / 2, (1 + confidence) / 2]
     low, high = np.quantile(values, ends, axis=0)
     mean_low, mean_high = np.quantile(means, ends)
     mean = Interval(float(per_target.mean()), float(mean_low), float(mean_high), confidence)
     return LdsResult(per_target, low, high, mean)
+
+
+def compare_lds(
+    first: ArrayLike,
+    second: ArrayLike,
+    masks: ArrayLike,
+    outputs: ArrayLike,
+    confidence: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Mean score of `first` minus that of `second`, with its bootstrap interval.
+
+    Both are judged by the same resampled subsets and targets, so the interval of the difference is narrower than those
+    of the two scores suggest: 0 outside it means that the difference is no accident of the subsets and targets.
+
+    Args:
+        first, second: two attributions `(n, m)` of the same targets.
+        masks, outputs, confidence, resamples, seed: see [`evaluate_lds`].
+
+    Raises:
+        As [`evaluate_lds`].
+    """
+    check_interval(confidence, resamples)
+    both = [_predicted_and_measured(scores, masks, outputs) for scores in (first, second)]
+    value = float(_spearman(*both[0]).mean() - _spearman(*both[1]).mean())
+    one, other = (_resampled(*each, resamples, seed)[1] for each in both)
+    low, high = np.quantile(one - other, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(value, float(low), float(high), confidence)
+
+
+def _resampled(
+    predicted: np.ndarray, measured: np.ndarray, resamples: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scores over resampled subsets `(resamples, m)`, and their means over resampled targets `(resamples,)`."""
+    rng = np.random.default_rng(seed)
+    s, m = predicted.shape
+    values, means = np.empty((resamples, m)), np.empty(resamples)
+    for index in range(resamples):
+        subsets = rng.integers(0, s, s)
+        values[index] = _spearman(predicted[subsets], measured[subsets])
+        means[index] = values[index, rng.integers(0, m, m)].mean()
+    return values, means
 
 
 def _predicted_and_measured(scores: ArrayLike, masks: ArrayLike, outputs: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
