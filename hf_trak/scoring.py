@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 _BLOCK_SCORES = 1 << 24
 """Scores that are held at a time, unless one training row alone has more."""
 
+_JOINED_SCORES = 1 << 20
+"""Scores of small shards that are worked on together."""
+
 
 class Scorer:
     """Gram matrices, ridge systems and score blocks of one store.
@@ -172,7 +175,7 @@ class Scorer:
         count = len(shards[0])
         mine = range(count) if everywhere else self.processes.share(count)
         rows = max(1, _BLOCK_SCORES // max(1, targets[0].shape[0]))
-        return score_blocks([_sliced(one.part(mine), rows) for one in shards], targets)
+        return score_blocks([_sliced(one.part(mine), rows) for one in shards], targets, _JOINED_SCORES)
 
     def self_influence(self, model_ids: Sequence[int]) -> Tensor:
         """τ(z_i, z_i) of every training row, `(n,)` float32, in every process."""

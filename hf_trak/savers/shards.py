@@ -93,7 +93,10 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        flat = tensors[name].reshape(-1)
+        # a one-element slice counts as contiguous whatever its stride is, and only a copy can be seen as bytes
+        flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -158,7 +161,8 @@ def read_tensors(
         header = _check_header(path, file, identity, specs, extra)
         tensors = {name: file.get_tensor(name) for name in specs}
         if verify or (verify is None and stamp not in _verified):
-            found = checksum({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (no iterator)
+            others = {name: file.get_tensor(name) for name in file.keys() if name not in tensors}  # noqa: SIM118
+            found = checksum({**tensors, **others})
             if found != header.get("checksum"):
                 raise _broken(
                     path, f"the checksum of its tensors is {found}, its metadata says {header.get('checksum')}"
