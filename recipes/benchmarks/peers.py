@@ -38,7 +38,7 @@ REQUIREMENTS = {
     "dattri": ["dattri==0.3.0"],
     "bergson": [
         "bergson==2.5.1", "jaxtyping", "wadler_lindig", "natsort", "petname", "simple-parsing", "docstring-parser",
-        "ml_dtypes", "torchopt", "optree",
+        "ml_dtypes", "torchopt", "optree", "graphviz",
     ],
 }  # fmt: skip
 LIBRARIES = list(REQUIREMENTS)
@@ -214,9 +214,13 @@ def work_with_bergson(job: dict[str, Any], clock: Clock, lambdas: list[float]) -
     directory.mkdir()
     save_file(job["networks"][0].state_dict(), directory / "model.safetensors")
     (directory / "config.json").write_text("{}")
-    command = [sys.executable, "-m", "bergson", "trak", str(directory.parent / "run"), "--model", str(directory)]
+    texts = directory.parent / "texts.json"
+    texts.write_text(json.dumps({"text": "0"}) + "\n")
+    command = [sys.executable, "-m", "bergson", "trak", str(directory.parent / "run")]
+    command += ["--model", str(directory), "--data.dataset", str(texts)]
+    command += ["--loss_fn", "log_odds", "--projection_target", "global"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     raise RuntimeError(f"`bergson trak` on the network's weights: {lines[-1].strip() if lines else done.returncode}")
 
 
@@ -332,8 +336,8 @@ def table(results: dict[str, Any], n_train: int) -> str:
 
     lines = [
         "| | featurize, rows/s | × our time | projection alone, × our time | scoring, × our time | peak, MiB | LDS at "
-        "defaults | LDS, λ tuned | LDS per CPU-minute |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "defaults | ours − theirs | LDS, λ tuned | ours − theirs | LDS per CPU-minute |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     ours = results["hf_trak"].get("rounds", [])
     for name, entry in results.items():
