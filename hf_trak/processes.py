@@ -170,7 +170,7 @@ class Processes:
     def _contact(self) -> Iterator[None]:
         try:
             if self._group is None:
-                group = dist.new_group(backend="gloo", timeout=_MEETING_WAIT)
+                group: Any = dist.new_group(backend="gloo", timeout=_MEETING_WAIT)
                 dist.distributed_c10d._set_pg_timeout(LONGEST_WAIT, group)
                 self._group = group
             yield

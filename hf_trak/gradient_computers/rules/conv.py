@@ -44,8 +44,8 @@ def conv_pieces(
       materializing the unfolded input `(N, in · kernel, L)` for one batched product is up to six times as fast as
       convolving;
     * many positions: unfolding would multiply the activations by the kernel's size and cost up to four times as much
-      as contracting over positions first. On CPUs that is one backward convolution per sample; with channel groups, and
-      on GPUs, where launches count, a single one in which every sample is a group of channels of its own.
+      as contracting over positions first. On CPUs that is one backward convolution per sample; with channel groups,
+      and on GPUs, where launches count, a single one in which every sample is a group of channels of its own.
     """
     x, grad = common(x, grad)
     outs, kernel = shape[0], list(shape[2:])

@@ -1,0 +1,308 @@
+"""A model, its training rows, and their features in a store: what attribution asks its questions of."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from hf_trak import __version__
+from hf_trak.checkpoints import Checkpoint, describe, loaded
+from hf_trak.config import TrakConfig
+from hf_trak.data import Collator, default_collator, fingerprint_dataset, row_count
+from hf_trak.errors import CheckpointMismatchError
+from hf_trak.estimation import Estimate, estimate
+from hf_trak.featurizer import Featurizer
+from hf_trak.gradient_computers.layout import ParameterLayout
+from hf_trak.groups import RowGroups
+from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
+from hf_trak.modelout_functions.identity import task_identity
+from hf_trak.placement import check_placement
+from hf_trak.processes import Processes
+from hf_trak.projectors import BlockProjector, make_projector
+from hf_trak.savers import FeatureStore, ShardSet
+from hf_trak.scored_dataset import ScoreBlock
+from hf_trak.scoring import Scorer
+
+logger = logging.getLogger(__name__)
+
+
+class FeaturizedModel:
+    """Everything that [`TrakAttributor`] does before the first question: `featurize`, and what follows from features
+    alone."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: TrakConfig | None = None,
+        train_dataset: Any = None,
+        data_collator: Collator | None = None,
+        processing_class: Any = None,
+        task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            model: the trained model, as `Trainer` takes it. Left in place, as it was, after every call.
+            args: the configuration; `None` takes the defaults.
+            train_dataset: the training rows, map-style. Indices in results count its rows from 0.
+            data_collator: turns rows into a batch; `None` chooses as `Trainer` does.
+            processing_class: tokenizer, image processor, feature extractor or processor, for that choice.
+            task: the model output function: a name, an `AbstractModelOutput`, or a function
+                `output_fn(model_output, batch) -> (B,)`. `None` infers it from the class of the model.
+
+        Raises:
+            ValueError: unknown task or parameter name, empty dataset, a model whose task cannot be inferred, or one
+                whose parameters are sharded over processes or offloaded.
+            TypeError: `train_dataset` has no rows by index.
+        """
+        self.args = TrakConfig() if args is None else args
+        check_placement(model)
+        self.model = model
+        self.task = get_task(infer_task(model) if task is None else task)
+        self.task.use_seed(self.args.seed)
+        self.train_dataset = train_dataset
+        self.processing_class = processing_class
+        self._train_size = row_count(train_dataset, "train_dataset")
+        self.data_collator = data_collator or default_collator(train_dataset, processing_class)
+        self.layout = ParameterLayout.from_model(model, self.args.grad_wrt)
+        self.processes = Processes(self.args.use_cpu)
+        self._sources: dict[int, Checkpoint | None] = {}
+        self._train_fingerprint: str | None = None
+        self._store: FeatureStore | None = None
+        if getattr(model, "hf_device_map", None) is None:
+            model.to(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches go: the device of this process, or that of the first layer of a dispatched model."""
+        if getattr(self.model, "hf_device_map", None) is not None:
+            return next(self.model.parameters()).device
+        return self.processes.device
+
+    @property
+    def proj_dim(self) -> int:
+        """k, the number of features per example."""
+        return self.layout.total if self.args.proj_type == "none" else self.args.proj_dim
+
+    @property
+    def store(self) -> FeatureStore:
+        """The feature store, created on first use. Raises `ConfigMismatchError` if it was made otherwise."""
+        if self._store is None:
+            self._store = FeatureStore.open(self.args.output_dir, self._store_config())
+        return self._store
+
+    def _store_config(self) -> dict[str, Any]:
+        """Everything that defines the features (DESIGN: the store's `trak_config.json`)."""
+        if self._train_fingerprint is None:
+            self._train_fingerprint = fingerprint_dataset(self.train_dataset)
+        config = getattr(self.model, "config", None)
+        return {
+            "hf_trak_version": __version__,
+            "task": task_identity(self.task),
+            "projection": self._projector().algorithm,
+            "proj_dim": self.proj_dim,
+            "proj_nonzeros": self.args.proj_nonzeros,
+            "seed": self.args.seed,
+            "parameters": self.layout.to_list(),
+            "parameters_fingerprint": self.layout.fingerprint,
+            "feature_dtype": self.args.feature_dtype,
+            "model_dtype": self.args.model_dtype,
+            "shard_size": self.args.shard_size,
+            "train_size": self._train_size,
+            "train_fingerprint": self._train_fingerprint,
+            "model_class": type(self.model).__name__,
+            "model_name": getattr(config, "_name_or_path", None) or None,
+            "model_revision": getattr(config, "_commit_hash", None),
+        }
+
+    def _projector(self) -> BlockProjector:
+        return make_projector(
+            self.args.proj_type,
+            grad_dim=self.layout.total,
+            proj_dim=self.proj_dim,
+            seed=self.args.seed,
+            device=self.device,
+            nonzeros=self.args.proj_nonzeros,
+        )
+
+    def _featurizer(self) -> Featurizer:
+        return Featurizer(
+            self.model,
+            self.task,
+            self._projector(),
+            self.data_collator,
+            self.train_dataset,
+            self.args,
+            self.processes,
+            self.device,
+            self.store,
+        )
+
+    def estimate(self, eval_dataset: Any = 0, checkpoints: int = 1, measure: bool = False) -> Estimate:
+        """What it takes to featurize and score: parameters, disk, memory, and time if a few batches may be run.
+
+        Args:
+            eval_dataset, checkpoints, measure: see [`hf_trak.estimate`].
+        """
+        return estimate(
+            self.model,
+            self.train_dataset,
+            self.args,
+            checkpoints=checkpoints,
+            eval_dataset=eval_dataset,
+            processes=self.processes.num_processes,
+            measure=measure,
+            data_collator=self.data_collator,
+            processing_class=self.processing_class,
+            task=self.task,
+        )
+
+    def featurize(
+        self,
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
+        model_ids: Sequence[int] | None = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> Self:
+        """Compute the features of the training rows for one or several checkpoints, and their Gram matrices.
+
+        Shards that are on disk already are left alone, so the same call after an interruption finishes the work.
+        The weights of the model are the same afterwards as before.
+
+        Args:
+            checkpoints: one checkpoint or a list: modules, state dicts, `checkpoint-N` directories, `.safetensors`, or
+                `.pt` files of tensors. `None` takes the model's current weights.
+            model_ids: the ids under which they are kept; 0, 1, … by default.
+            part: `(index, count)` computes part `index` of `count` of the shards, for independent jobs that share
+                `output_dir`, such as a job array. Whichever finishes last computes the Gram matrices.
+
+        Returns:
+            The attributor itself.
+
+        Raises:
+            ConfigMismatchError: `output_dir` holds features made with another configuration.
+            CheckpointMismatchError: a `model_id` is taken by other weights.
+            NonFiniteError: a gradient is NaN or infinite; names the row.
+            StoreError: a shard on disk is damaged, or a file cannot be written.
+            PeerProcessError: another process of this run failed or died.
+        """
+        check_part(part)
+        sources = as_list(checkpoints)
+        ids = _checked_ids(sources, model_ids)
+        if self.processes.is_main_process:
+            logger.info("To featurize: %s", self.estimate(checkpoints=len(ids)))
+        for model_id, source in zip(ids, sources, strict=True):
+            with self._weights(model_id, source, register=True):
+                description = f"train rows, checkpoint {model_id}"
+                shards = self.store.train(model_id)
+                self._featurizer().fill(shards, self.train_dataset, model_id, "train", description, part)
+            self._sources[model_id] = source
+            if left := len(self.processes.from_main(shards.missing)):
+                logger.info("%s: %d shards of other parts are not there yet.", description, left)
+            else:
+                self._scorer.gram(model_id)
+        return self
+
+    @contextmanager
+    def _weights(self, model_id: int, source: Checkpoint | None, register: bool = False) -> Iterator[None]:
+        """The model with the weights of a checkpoint, which must be those that `model_id` stands for."""
+        dtype = None if self.args.model_dtype is None else getattr(torch, self.args.model_dtype)
+        with loaded(self.model, source, dtype) as fingerprint:
+            if register:
+                self.store.register_checkpoint(model_id, fingerprint, describe(source, self.model))
+            elif (expected := self.store.checkpoint_info(model_id)["fingerprint"]) != fingerprint:
+                raise CheckpointMismatchError(
+                    f"The weights given for model_id {model_id} ({describe(source, self.model)}) have the fingerprint "
+                    f"{fingerprint}; its features were made with {expected}. Expected the same weights: pass that "
+                    "checkpoint in `checkpoints=`, or featurize these weights under another model_id."
+                )
+            yield
+
+    @property
+    def _scorer(self) -> Scorer:
+        return Scorer(self.store, self.processes, self.device, self.args.lambda_reg, self.args.lambda_relative)
+
+    def _score_blocks(
+        self,
+        eval_dataset: Any,
+        name: str | None,
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None,
+        model_ids: Sequence[int] | None,
+        groups: RowGroups | None = None,
+        everywhere: bool = True,
+    ) -> tuple[str, Iterator[ScoreBlock]]:
+        """The name of the experiment, and scores of training rows for m targets, or for G groups of them: of all rows,
+        or (`everywhere=False`) of those that fall to this process."""
+        n_targets = row_count(eval_dataset, "eval_dataset")
+        fingerprint = fingerprint_dataset(eval_dataset)
+        name = f"targets-{fingerprint[:12]}" if name is None else name
+        scorer = self._scorer
+        ids = scorer.ensemble(model_ids)
+        sources = dict(zip(ids, as_list(checkpoints), strict=True)) if checkpoints is not None else {}
+        targets = []
+        for model_id in ids:
+            shards = self._target_shards(name, model_id, eval_dataset, n_targets, fingerprint, sources)
+
+            def features(shards: ShardSet = shards) -> Tensor:
+                if groups is None:
+                    return torch.cat([shard.grads.float() for shard in shards])
+                return groups.means((shard.start, shard.grads) for shard in shards)
+
+            targets.append(scorer.precondition(model_id, features, n_targets if groups is None else len(groups)))
+        return name, scorer.blocks(ids, targets, everywhere)
+
+    def _target_shards(
+        self,
+        name: str,
+        model_id: int,
+        eval_dataset: Any,
+        n_targets: int,
+        fingerprint: str,
+        sources: Mapping[int, Checkpoint | None],
+    ) -> ShardSet:
+        """t of one checkpoint, `(m, k)`, computed if it is not in the store."""
+        shards = self.store.targets(name, model_id, n_targets, fingerprint)
+        if self.processes.from_main(shards.missing):
+            with self._weights(model_id, self._source(model_id, sources)):
+                description = f"{name}, checkpoint {model_id}"
+                self._featurizer().fill(shards, eval_dataset, model_id, "target", description)
+        return shards
+
+    def _source(self, model_id: int, given: Mapping[int, Checkpoint | None]) -> Checkpoint | None:
+        """Where the weights of a featurized checkpoint are: given now, remembered, or at the path in the store."""
+        for known in (given, self._sources):
+            if model_id in known:
+                return known[model_id]
+        path = self.store.checkpoint_info(model_id)["source"]
+        return path if isinstance(path, str) and path.startswith("/") else None
+
+
+def as_list(checkpoints: Checkpoint | Sequence[Checkpoint] | None) -> list[Checkpoint | None]:
+    """One checkpoint, or several, as a list; `None`, the model's own weights, is one."""
+    if checkpoints is None or isinstance(checkpoints, str | os.PathLike | Mapping | torch.nn.Module):
+        return [checkpoints]
+    return list(checkpoints)
+
+
+def _checked_ids(sources: Sequence[Checkpoint | None], model_ids: Sequence[int] | None) -> list[int]:
+    ids = list(range(len(sources))) if model_ids is None else list(model_ids)
+    if not sources:
+        raise ValueError(
+            "`checkpoints` is an empty list. Expected at least one checkpoint, or `None` for the current weights."
+        )
+    whole = all(isinstance(model_id, int) and not isinstance(model_id, bool) and model_id >= 0 for model_id in ids)
+    if not whole or len(ids) != len(sources) or len(set(ids)) != len(ids):
+        raise ValueError(
+            f"`model_ids` is {ids} for {len(sources)} checkpoints. Expected one distinct integer of at "
+            f"least 0 for each."
+        )
+    return ids
+
+
+def check_part(part: tuple[int, int]) -> None:
+    """Raise `ValueError` unless `part` is `(index, count)` with 0 ≤ index < count."""
+    whole = isinstance(part, tuple | list) and len(part) == 2
+    if not whole or any(isinstance(v, bool) or not isinstance(v, int) for v in part) or not 0 <= part[0] < part[1]:
+        raise ValueError(f"`part` is {part!r}. Expected `(index, count)` with 0 ≤ index < count, such as (2, 8).")
