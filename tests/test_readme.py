@@ -5,11 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_dataset
+from hub_server import TOKEN, Hub, client, hub
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+from hf_trak import TrakAttributor, TrakConfig
+
+__all__ = ["client", "hub"]  # fixtures
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), flags=re.DOTALL)
 
@@ -28,26 +33,72 @@ def tiny_bert() -> BertForSequenceClassification:
 
 
 def sentences(n: int) -> Dataset:
-    return Dataset.from_dict({"input_ids": [[i % 29 + 1] * 5 for i in range(n)], "labels": [i % 2 for i in range(n)]})
+    return Dataset.from_dict(
+        {
+            "input_ids": [[i % 29 + 1] * 5 for i in range(n)],
+            "labels": [i % 2 for i in range(n)],
+            "label": [i % 2 for i in range(n)],
+            "source": ["book" if i % 3 else "web" for i in range(n)],
+            "text": [f"sentence {i}" for i in range(n)],
+        }
+    )
+
+
+def tiny_trainer() -> Trainer:
+    """As the README's reader has it, with checkpoints at steps 100 and 200."""
+    arguments = TrainingArguments(
+        output_dir="out", max_steps=200, save_steps=100, use_cpu=True, report_to="none", disable_tqdm=True
+    )
+    return Trainer(model=tiny_bert(), args=arguments, train_dataset=sentences(40))
 
 
 def test_every_block_is_tested() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 6
 
 
 def test_three_lines_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = TrainingArguments(
-        output_dir="out", max_steps=200, save_steps=100, use_cpu=True, report_to="none", disable_tqdm=True
-    )
-    trainer = Trainer(model=tiny_bert(), args=arguments, train_dataset=sentences(40))
+    trainer = tiny_trainer()
     trainer.train()
     namespace = {"trainer": trainer, "eval_dataset": sentences(6)}
-    exec(block("TrakAttributor.from_trainer"), namespace)
+    exec(block("featurize(checkpoints=["), namespace)
     scored = namespace["scored"]
     assert len(scored) == 6
     assert len(scored[0]["trak_indices"]) == 20
     assert scored[0]["trak_scores"][0] >= scored[0]["trak_scores"][1]
+
+
+def test_callback_and_more_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace = {
+        "trainer": tiny_trainer(),
+        "eval_dataset": sentences(6),
+        "new_rows": sentences(4),
+        "TrakConfig": TrakConfig,
+        "TrakAttributor": TrakAttributor,
+    }
+    exec(block("TrakCallback("), namespace)
+    assert [Path(path).name for path in namespace["callback"].checkpoints] == ["checkpoint-100", "checkpoint-200"]
+    exec(block("group_scores("), namespace)
+
+
+def test_publishing(hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    model = tiny_bert().eval()
+    model.save_pretrained("model")
+    hub.put("model", "me/my-model", {path.name: path.read_bytes() for path in Path("model").iterdir()}, private=True)
+    config = TrakConfig(output_dir="trak", proj_dim=16, use_cpu=True, disable_tqdm=True)
+    namespace = {
+        "attributor": TrakAttributor(model, config, sentences(40)).featurize(),
+        "my_examples": sentences(5),
+        "train_dataset": sentences(40),
+        "TrakAttributor": TrakAttributor,
+    }
+    exec(block("push_to_hub("), namespace)
+    assert len(namespace["scored"]) == 5
+    assert len(namespace["scored"][0]["trak_indices"]) == 10
+    assert len(load_dataset("me/my-scores", split="train")) == 5
 
 
 def test_trak_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
