@@ -53,7 +53,7 @@ def tiny_trainer() -> Trainer:
 
 
 def test_every_block_is_tested() -> None:
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
 
 
 def test_three_lines_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +99,33 @@ def test_publishing(hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.
     assert len(namespace["scored"]) == 5
     assert len(namespace["scored"][0]["trak_indices"]) == 10
     assert len(load_dataset("me/my-scores", split="train")) == 5
+
+
+def test_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = sentences(12)
+
+    def make_trainer(chosen: Dataset, seed: int) -> Trainer:
+        arguments = TrainingArguments(
+            output_dir="out",
+            max_steps=1,
+            seed=seed,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        return Trainer(model=tiny_bert(), args=arguments, train_dataset=chosen)
+
+    namespace = {
+        "make_trainer": make_trainer,
+        "train_dataset": rows,
+        "targets": sentences(4),
+        "scores": torch.randn(12, 4).numpy(),
+    }
+    exec(block("TrainerRetraining(").replace("100", "8"), namespace)  # the README's hundred take most of a minute
+    assert namespace["retrained"].num_rows == 8
+    assert re.search(r"-?\d\.\d+ \[-?\d\.\d+, -?\d\.\d+\]", capsys.readouterr().out)
 
 
 def test_trak_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
