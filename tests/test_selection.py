@@ -141,5 +141,5 @@ def test_the_selected_half_trains_a_better_network_than_the_rejected_half(tmp_pa
         return float((trained_net(subset, 60)(pixels).logits.argmax(dim=1).numpy() == truth).mean())
 
     kept, left = accuracy(ranked.select(range(400))), accuracy(ranked.select(range(400, 800)))
-    assert np.isin(ranked["trak_index"][:400], wrong).mean() < 0.1
+    assert np.isin(ranked["trak_index"][:400], wrong).mean() < 0.5 * len(wrong) / 800  # by chance it is their share
     assert kept > left + 0.2

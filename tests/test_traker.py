@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,6 +43,11 @@ ROOT = Path(__file__).parents[1]
 N, M, D, CLASSES = 40, 6, 4, 3
 LAMBDA = 1e-3
 SAVERS = [SafetensorsSaver, MmapSaver]
+
+
+def without_addresses(value: object) -> str:
+    """Names of test cases that are the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def make_model() -> torch.nn.Module:
@@ -658,7 +664,7 @@ class OtherTask(ImageClassificationModelOutput):
         ({"projector": BasicProjector(43, 8, 0, "normal", "cpu")}, "projection"),
         ({"proj_dim": 16}, "proj_dim"),
     ],
-    ids=str,
+    ids=without_addresses,
 )
 def test_a_store_of_another_configuration_is_refused(tmp_path, data, checkpoints, saver, change, key):
     """Trap 5: dtype, seed, projection, task, parameters and sizes are all compared when a store is opened again."""
@@ -762,7 +768,7 @@ def test_an_experiment_keeps_its_number_of_targets(tmp_path, data, checkpoints, 
         ({"inds": [0.0, 1.0]}, "integers"),
         ({"inds": torch.tensor([True, False])}, "integers"),
     ],
-    ids=str,
+    ids=without_addresses,
 )
 def test_bad_rows(tmp_path, data, checkpoints, saver, stage, arguments, message):
     traker = make_traker(tmp_path, saver=saver)
@@ -796,7 +802,7 @@ def test_bad_rows(tmp_path, data, checkpoints, saver, stage, arguments, message)
         ({"lambda_reg": float("nan")}, "lambda_reg"),
         ({"gradient_computer": object()}, "class"),
     ],
-    ids=str,
+    ids=without_addresses,
 )
 def test_bad_arguments_leave_nothing_behind(tmp_path, changes, message):
     with pytest.raises((ValueError, TypeError), match=message):
