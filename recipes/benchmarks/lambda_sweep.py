@@ -68,14 +68,17 @@ def main(arguments: list[str] | None = None) -> None:
     args = parsed(arguments)
     logging.disable(logging.WARNING)
     disable_progress_bars()
-    os.environ["OMP_NUM_THREADS"] = "1"
     start = time.perf_counter()
     settings = Settings(
         args.work, args.ratios, args.counts, args.targets, args.subsets, args.repeats, args.rows, args.longer
     )
-    # A process of its own per task: these networks are too small for more than one thread.
-    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
-        found = list(pool.map(cases, args.tasks, [settings] * len(args.tasks), [args.resamples] * len(args.tasks)))
+    given = (args.tasks, [settings] * len(args.tasks), [args.resamples] * len(args.tasks))
+    if args.processes == 1:
+        found = list(map(cases, *given))
+    else:  # a process per task, of one thread, which is all that such small networks have work for
+        os.environ["OMP_NUM_THREADS"] = "1"
+        with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
+            found = list(pool.map(cases, *given))
     every = [case for of_task, _ in found for case in of_task]
     seconds = {name: stages for name, (_, stages) in zip(args.tasks, found, strict=True)}
 
