@@ -59,6 +59,16 @@ struct Float16 {
     __device__ static __forceinline__ void clear(Words4& v, int e) { BFloat16::clear(v, e); }
 };
 
+// One element, wherever it is.
+template <typename In>
+__device__ __forceinline__ float load_element(const void* memory, int64 index) {
+    if constexpr (In::kBytes == 4) {
+        return static_cast<const float*>(memory)[index];
+    } else {
+        return In::element({static_cast<const unsigned short*>(memory)[index], 0, 0, 0}, 0);
+    }
+}
+
 // ---- Rows of any alignment ----
 
 // One row of the block. Vectors are the 16 bytes from column `column` on, for columns that differ by multiples of

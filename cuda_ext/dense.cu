@@ -99,12 +99,7 @@ __global__ void __launch_bounds__(kThreads, 2) dense(const __grid_constant__ Den
             const int64 column = position - lead + threadIdx.x % 32;
             float value = 0.0f;
             if (first_sample + sample < a.to.rows && column >= 0 && column < a.columns) {
-                const int64 index = (first_sample + sample) * a.stride + column;
-                if constexpr (In::kBytes == 4) {
-                    value = static_cast<const float*>(a.block)[index];
-                } else {
-                    value = In::element({static_cast<const unsigned short*>(a.block)[index], 0, 0, 0}, 0);
-                }
+                value = load_element<In>(a.block, (first_sample + sample) * a.stride + column);
             }
             shared.samples[threadIdx.x % 32][sample] = value;
         }

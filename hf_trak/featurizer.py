@@ -18,7 +18,7 @@ from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.base import Side
 from hf_trak.processes import Processes, share_of
 from hf_trak.progress import RowProgress
-from hf_trak.projectors import BlockProjector
+from hf_trak.projectors import BlockProjector, ProjectionSink
 from hf_trak.savers import FeatureStore, ShardSet
 from hf_trak.savers.references import read_references, write_references
 
@@ -194,17 +194,8 @@ class Featurizer:
     ) -> tuple[Tensor, Tensor]:
         """Projected gradients `(B, k)`, scaled so that inner products are preserved, and q `(B,)`, both on the CPU."""
         sink = self.projector.sink(len(rows), model_id, self.device)
-
-        def checked(start: int, block: Tensor) -> None:
-            if block.shape[0] != len(rows):
-                raise ValueError(
-                    f"The collator made a batch of {block.shape[0]} samples from {len(rows)} rows. Expected one "
-                    "sample per row, since scores are kept by row. Use a collator that neither drops nor adds samples."
-                )
-            sink(start, block)
-
         try:
-            outputs = computer.stream(batch, checked, side)
+            outputs = computer.stream(batch, _SamplePerRow(sink, len(rows)), side)
         except Exception as error:
             error.add_note(f"This happened in the batch of {side} rows {rows[0]} to {rows[-1]}.")
             raise
@@ -217,6 +208,30 @@ class Featurizer:
                 "NaN or infinite values, or compute in float32 (`model_dtype='float32'`)."
             )
         return out.cpu(), outputs.out_to_loss.float().cpu()
+
+
+class _SamplePerRow:
+    """Passes blocks on to a sink if they have as many samples as there are rows."""
+
+    def __init__(self, sink: ProjectionSink, rows: int) -> None:
+        self.sink = sink
+        self.rows = rows
+        self.takes_outer = sink.takes_outer
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        self._check(block.shape[0])
+        self.sink(start, block)
+
+    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        self._check(left.shape[0])
+        self.sink.add_outer(start, left, right)
+
+    def _check(self, samples: int) -> None:
+        if samples != self.rows:
+            raise ValueError(
+                f"The collator made a batch of {samples} samples from {self.rows} rows. Expected one sample per row, "
+                "since scores are kept by row. Use a collator that neither drops nor adds samples."
+            )
 
 
 def _progress(shards: ShardSet, wanted: range, description: str) -> str:

@@ -54,18 +54,35 @@ class GradientPipeline:
         if not can_stream(self.computer):
             grads = self.projector.project(self.computer.compute_per_sample_grad(batch), model_id=model_id)
             return grads, self.computer.compute_loss_grad(batch) if side == "train" else torch.zeros(size)
-        accumulates = can_accumulate(self.projector)
-        width = self.proj_dim if accumulates else self.grad_dim
-        result = torch.zeros(size, width, dtype=torch.float32, device=self.device)
+        if can_accumulate(self.projector):
+            features = torch.zeros(size, self.proj_dim, dtype=torch.float32, device=self.device)
+            q = self.computer.stream(batch, _Accumulation(self.projector, features, model_id), side).out_to_loss
+            return features, q
+        result = torch.zeros(size, self.grad_dim, dtype=torch.float32, device=self.device)
 
         def sink(start: int, block: Tensor) -> None:
-            if accumulates:
-                self.projector.accumulate(result, block, start, model_id)
-            else:
-                result[:, start : start + block.shape[1]] += block
+            result[:, start : start + block.shape[1]] += block
 
         q = self.computer.stream(batch, sink, side).out_to_loss
-        return result if accumulates else self.projector.project(result, model_id=model_id), q
+        return self.projector.project(result, model_id=model_id), q
+
+
+class _Accumulation:
+    """The sink that projects what it is given, as an `OuterSink` where the projector takes factors."""
+
+    def __init__(self, projector: BlockProjector, features: Tensor, model_id: int) -> None:
+        self.projector = projector
+        self.features = features
+        self.model_id = model_id
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        self.projector.accumulate(self.features, block, start, self.model_id)
+
+    def takes_outer(self, left: Tensor, right: Tensor) -> bool:
+        return self.projector.takes_outer(left, right)
+
+    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        self.projector.accumulate_outer(self.features, left, right, start, self.model_id)
 
 
 def is_ours(function: Any) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hf_trak.kernels.runtime import Launch
-from hf_trak.kernels.sources import Kernel, source_directory
+from hf_trak.kernels.sources import Kernel, parts, source_directory
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 
@@ -66,10 +66,10 @@ class EmulatedRuntime:
         library = self.directory / f"{name}.so"
         if not library.exists():
             program = self.directory / f"{name}.cpp"
-            parts = [path.read_text() for path in (HEADER, source_directory() / "common.cu")]
-            parts.append((source_directory() / f"{kernel.file}.cu").read_text())
+            texts = [HEADER.read_text()]  # in place of primitives.cu
+            texts += [(source_directory() / name).read_text() for name in parts(kernel.file)[1:]]
             call = f"{kernel.expression}(*static_cast<const {arguments}*>(arguments))"
-            program.write_text("\n".join(parts) + _ENTRY.format(call=call))
+            program.write_text("\n".join(texts) + _ENTRY.format(call=call))
             command = [
                 str(compiler()),
                 "-std=c++17",

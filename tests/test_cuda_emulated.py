@@ -216,14 +216,15 @@ def test_signs_of_the_kernel_equal_the_definition(ampere):
 @pytest.mark.parametrize("columns", [1, 10**6, 10**9, 3 * 10**10])
 def test_plans_cover_everything_once(outputs, columns):
     plan = plan_sjlt(8000, columns, outputs)
-    accumulators = plan.groups * outputs
-    assert accumulators >= 10240 and plan.groups == -(-10240 // outputs)
-    assert plan.tile <= TILE and (plan.tiles - 1) * plan.tile < accumulators <= plan.tiles * plan.tile
+    tiling = plan.tiling
+    accumulators = tiling.groups * outputs
+    assert accumulators >= 10240 and tiling.groups == -(-10240 // outputs)
+    assert tiling.tile <= TILE and (tiling.tiles - 1) * tiling.tile < accumulators <= tiling.tiles * tiling.tile
     chunks = (8000 + columns - 1) // 8192 + 1
     assert (plan.splits - 1) * plan.chunks_per_split < chunks <= plan.splits * plan.chunks_per_split
-    assert plan.splits <= 65535 and plan.tiles <= 65535
-    assert plan.tile % outputs == 0 or outputs > TILE
-    assert plan.slots * 8 * outputs <= max(8 * outputs * plan.tiles, 2 * columns)  # traffic of the workspace
+    assert plan.splits <= 65535 and tiling.tiles <= 65535
+    assert tiling.tile % outputs == 0 or outputs > TILE
+    assert plan.slots * 8 * outputs <= max(8 * outputs * tiling.tiles, 2 * columns)  # traffic of the workspace
     assert max(shared_bytes(2), shared_bytes(4)) <= 2**16
 
 

@@ -10,7 +10,10 @@ For the memory and race checkers:
 import pytest
 import torch
 
-from hf_trak.projectors import make_projector, reference
+from hf_trak.gradient_computers import HookedGradientComputer
+from hf_trak.gradient_computers.per_sample import FunctionOutput
+from hf_trak.gradient_pipeline import GradientPipeline
+from hf_trak.projectors import SparseProjector, make_projector, reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,6 +69,80 @@ def test_alignment_and_strides(dtype, before, between):
         assert torch.equal(on_gpu(name, block, 131, 77).cpu(), on_cpu(name, block, 131, 77))
         transposed = block.T.contiguous().T  # columns apart
         assert torch.equal(on_gpu(name, transposed, 131, 77).cpu(), on_cpu(name, block, 131, 77))
+
+
+def factors(samples, tokens, height, width, dtype, layout=2):
+    """Integers up to 3, `(B, T, I)` and `(B, T, J)`; tokens side by side in memory if `layout` is 1."""
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = [(samples, tokens, size) if layout == 2 else (samples, size, tokens) for size in (height, width)]
+    pair = [torch.randint(-3, 4, shape, generator=generator).to(dtype) for shape in shapes]
+    return pair if layout == 2 else [tensor.transpose(1, 2) for tensor in pair]
+
+
+def outer_on(device, left, right, outputs, start, nonzeros=1):
+    out = torch.zeros(left.shape[0], outputs, device=device)
+    arguments = (left.to(device), right.to(device), start, SEED, MODEL_ID, nonzeros)
+    torch.ops.hf_trak.sjlt_accumulate_outer(out, *arguments)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3, 8, 16, 35])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (257, 64), (40, 513), (70, 1024), (33, 1025), (5, 9001)])
+@pytest.mark.parametrize(("outputs", "nonzeros"), [(1, 1), (1009, 1), (4096, 1), (16_384, 1), (300, 3)])
+def test_shapes_of_outer_products(dtype, tokens, height, width, outputs, nonzeros):
+    """Sums of outer products from their factors: bits identical to the CPU, which forms them."""
+    for layout, start in ((2, 8190), (1, 2**32 - 77)):
+        left, right = factors(3, tokens, height, width, dtype, layout)
+        expected = outer_on("cpu", left, right, outputs, start, nonzeros)
+        assert torch.equal(outer_on(CUDA, left, right, outputs, start, nonzeros).cpu(), expected)
+
+
+def test_outer_products_beyond_32_bits():
+    """Trap 11: more than 2³² elements of one sample. As the coordinates of the identity map of ones: their parity."""
+    height, width = 2**17 + 1, 2**15 + 3
+    left, right = (torch.ones(1, 1, size, dtype=torch.bfloat16, device=CUDA) for size in (height, width))
+    out = outer_on(CUDA, left, right, 4096, 5).cpu().double()
+    assert int(out.sum()) % 2 == height * width % 2
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_outer_products_do_not_depend_on_what_else_happens(tokens):
+    """Trap 17: batch size, stream and repetition. Against the product that torch forms, to rounding."""
+    left, right = torch.randn(60, tokens, 700, device=CUDA), torch.randn(60, tokens, 900, device=CUDA)
+    first = outer_on(CUDA, left, right, 4096, 11)
+    assert torch.equal(outer_on(CUDA, left[17:18], right[17:18], 4096, 11), first[17:18])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        other = outer_on(CUDA, left, right, 4096, 11)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(other, first)
+    assert all(torch.equal(outer_on(CUDA, left, right, 4096, 11), first) for _ in range(5))
+    exact = torch.bmm(left.double().transpose(1, 2), right.double()).flatten(1).float()
+    expected = on_gpu("sjlt", exact, 4096, 11)
+    assert float((first - expected).norm() / expected.norm()) < 1e-6
+
+
+def test_featurizing_takes_factors_and_gives_the_same_features(monkeypatch):
+    """The hooked engine hands linear layers of few tokens over by their factors; HF_TRAK_BACKEND=torch does not."""
+    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Tanh(), torch.nn.Linear(200, 70)).to(CUDA)
+    task = FunctionOutput(lambda output, batch: output.flatten(1).square().sum(1), model)
+    computer = HookedGradientComputer(model, task, None, None, CUDA)
+    projector = SparseProjector(computer.grad_dim, 4096, SEED, device=CUDA)
+    pipeline = GradientPipeline(computer, projector, computer.grad_dim, 4096, CUDA)
+    batch = (torch.randn(20, 5, 300, device=CUDA),)
+    taken = []
+    original = SparseProjector._accumulate_outer
+    monkeypatch.setattr(
+        SparseProjector, "_accumulate_outer", lambda self, *args: (taken.append(1), original(self, *args))[1]
+    )
+    features, _ = pipeline(batch, 20, MODEL_ID, "train")
+    assert len(taken) == 2
+    monkeypatch.setenv("HF_TRAK_BACKEND", "torch")
+    expected, _ = pipeline(batch, 20, MODEL_ID, "train")
+    assert len(taken) == 2
+    torch.testing.assert_close(features, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("nonzeros", [2, 5])
@@ -180,6 +257,12 @@ def test_operators_are_registered_properly(name, more):
     operator = getattr(torch.ops.hf_trak, f"{name}_accumulate").default
     tensors = (torch.randn(3, 40, device=CUDA), torch.randn(3, 100, device=CUDA))
     torch.library.opcheck(operator, (*tensors, 5, 1, 2, *more))
+
+
+def test_operator_of_factors_is_registered_properly():
+    tensors = (torch.randn(3, size, device=CUDA) for size in (40, 10, 18))
+    out, left, right = next(tensors), next(tensors).view(3, 2, 5), next(tensors).view(3, 2, 9)
+    torch.library.opcheck(torch.ops.hf_trak.sjlt_accumulate_outer.default, (out, left, right, 5, 1, 2, 1))
 
 
 def test_projections_can_be_captured_in_a_graph():

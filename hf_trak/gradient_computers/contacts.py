@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from hf_trak.gradient_computers.axes import BatchAxis, UnsupportedError
+from hf_trak.gradient_computers.outer import OuterBlock
 from hf_trak.gradient_computers.rules.conv import bias_pieces, conv_pieces
 from hf_trak.gradient_computers.rules.embedding import embedding_pieces
 from hf_trak.gradient_computers.rules.linear import linear_pieces
@@ -131,7 +132,12 @@ def aligned_rows(
 def sum_rows(pieces: Iterable[Piece], size: int, fold: int) -> Iterable[Piece]:
     """Pieces of `(B · fold, n)` as `(B, n)`."""
     for name, start, block in pieces:
-        yield name, start, block.view(size, fold, -1).sum(1) if fold > 1 else block
+        if fold == 1:
+            yield name, start, block
+        elif isinstance(block, OuterBlock):
+            yield name, start, block.joined(fold)
+        else:
+            yield name, start, block.view(size, fold, -1).sum(1)
 
 
 Handler = Callable[[Contact], Any]

@@ -16,6 +16,7 @@ from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import only_differentiating, without_caches
 from hf_trak.gradient_computers.hooks import LayerHooks
 from hf_trak.gradient_computers.opened import opened_backward
+from hf_trak.gradient_computers.outer import OuterBlock, OuterSink
 from hf_trak.gradient_computers.outputs import call_model, gradients_of, one_per_sample
 from hf_trak.gradient_computers.session import (
     Knowledge,
@@ -24,7 +25,7 @@ from hf_trak.gradient_computers.session import (
     Session,
 )
 from hf_trak.gradient_computers.tracking import ParameterTracker, Profile, RestartError
-from hf_trak.gradient_computers.workspace import DEFAULT_MAX_BLOCK_BYTES, Workspace
+from hf_trak.gradient_computers.workspace import DEFAULT_MAX_BLOCK_BYTES, TakesOuter, Workspace
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
 logger = logging.getLogger(__name__)
@@ -114,17 +115,23 @@ class HookedGradientComputer(AbstractGradientComputer):
         offsets = {slot.name: slot.offset for slot in self.layout.slots}
         dtypes = {name: self.dtype or p.dtype for name, p in self.model.named_parameters()}
 
-        def emit(name: str, start: int, block: Tensor) -> None:
-            sink(offsets[name] + start, block.to(device=self.device, dtype=dtypes[name]))
+        def emit(name: str, start: int, block: Tensor | OuterBlock) -> None:
+            if isinstance(block, Tensor):
+                sink(offsets[name] + start, block.to(device=self.device, dtype=dtypes[name]))
+            else:
+                assert isinstance(sink, OuterSink)  # no one else is given factors
+                factors = (factor.to(device=self.device) for factor in (block.left, block.right))
+                sink.add_outer(offsets[name] + start, *factors)
 
-        return self._run(batch, emit, side)
+        return self._run(batch, emit, side, sink.takes_outer if isinstance(sink, OuterSink) else None)
 
-    def _run(self, batch: Batch, emit: Any, side: Side) -> BatchOutputs:
+    def _run(self, batch: Batch, emit: Any, side: Side, takes_outer: TakesOuter | None = None) -> BatchOutputs:
         split = SplitBatch.of(batch)
         if split.size == 1:
             return self._single(split, emit, side)
         if self._workspace.max_block_bytes != self.max_block_bytes:
             self._workspace = Workspace(self.max_block_bytes)
+        self._workspace.takes_outer = takes_outer
         selected = self._selected()
         with only_differentiating(self.model, ()), without_caches(self.model), torch.enable_grad():
             session, output, q = self._forward(split, side, selected, emit)

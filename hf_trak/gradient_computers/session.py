@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.axes import BatchAxis, UnsupportedError
 from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.outer import OuterBlock
 from hf_trak.gradient_computers.rules.registry import Piece
 from hf_trak.gradient_computers.tracking import (
     OpKey,
@@ -27,7 +28,7 @@ from hf_trak.gradient_computers.tracking import (
 from hf_trak.gradient_computers.workspace import Workspace
 from hf_trak.modelout_functions.base import Batch
 
-Emit = Callable[[str, int, Tensor], None]
+Emit = Callable[[str, int, Tensor | OuterBlock], None]
 """`emit(parameter name, start, (B, n))`."""
 
 
@@ -393,6 +394,8 @@ class Session:
             if tracked.is_parameter:
                 self.emit(tracked.roots[0], start, block)
                 continue
+            if isinstance(block, OuterBlock):
+                block = block.dense()
             if name not in whole:
                 whole[name] = block.new_zeros(self.size, tracked.value.numel())
             whole[name][:, start : start + block.shape[1]] += block

@@ -1,15 +1,23 @@
 """Bounded scratch memory in which blocks of per-sample gradients are built."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 DEFAULT_MAX_BLOCK_BYTES = 32 * 2**20
+
+TakesOuter = Callable[[Tensor, Tensor], bool]
+"""Says of two factors `(B, T, I)` and `(B, T, J)` whether their block is to stay in factored form, see `OuterSink`."""
 
 
 class Workspace:
     """One reusable buffer per device and dtype, so that blocks do not cost a fresh allocation each.
 
     On CPUs the first touch of freshly mapped memory costs more than the product that fills it.
+
+    Attributes:
+        takes_outer: what the sink says of factors. `None`: blocks are always formed.
     """
 
     def __init__(self, max_block_bytes: int = DEFAULT_MAX_BLOCK_BYTES) -> None:
@@ -24,6 +32,7 @@ class Workspace:
         if max_block_bytes <= 0:
             raise ValueError(f"`max_block_bytes` is {max_block_bytes}; expected a positive number of bytes.")
         self.max_block_bytes = max_block_bytes
+        self.takes_outer: TakesOuter | None = None
         self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def rows(self, size: int, row_elements: int, dtype: torch.dtype, total: int) -> int:

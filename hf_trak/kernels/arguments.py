@@ -52,6 +52,29 @@ class SjltArguments(ctypes.Structure):
     )
 
 
+class OuterArguments(ctypes.Structure):
+    """Of `outer.cu`."""
+
+    _fields_ = (
+        ("to", Destination),
+        ("left", ctypes.c_void_p),
+        ("right", ctypes.c_void_p),
+        ("left_strides", ctypes.c_int64 * 3),
+        ("right_strides", ctypes.c_int64 * 3),
+        ("height", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("start", ctypes.c_int64),
+        ("rows_per_split", ctypes.c_int64),
+        ("generator", Generator),
+        ("copy", ctypes.c_uint32),
+        ("groups", ctypes.c_uint32),
+        ("tile", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+        ("strips", ctypes.c_uint32),
+        ("rows_per_step", ctypes.c_uint32),
+    )
+
+
 class DenseArguments(ctypes.Structure):
     """Of `rademacher.cu` and `dense.cu`."""
 

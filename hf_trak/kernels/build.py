@@ -49,7 +49,7 @@ def compile_with_nvcc(kernels: list[Kernel], arch: str, nvcc: str) -> dict[Kerne
     """
     (file,) = {kernel.file for kernel in kernels}
     text = source(file)
-    arguments = "DenseArguments" if file in ("rademacher", "dense") else "SjltArguments"
+    arguments = {"sjlt": "SjltArguments", "outer": "OuterArguments"}.get(file, "DenseArguments")
     for kernel in kernels:
         if "<" in kernel.expression:
             text += f"\ntemplate __global__ void {kernel.expression}(const __grid_constant__ {arguments});"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_trak.errors import KernelError
 from hf_trak.kernels.dense import Distribution, accumulate_dense, tile_of_samples
+from hf_trak.kernels.outer import accumulate_outer, tokens_of_instance
 from hf_trak.kernels.runtime import Runtime
 from hf_trak.kernels.sparse import accumulate_sjlt
 
@@ -38,6 +39,30 @@ def require_right_sjlt(runtime: Runtime, dtype: torch.dtype, device: torch.devic
         torch.ops.hf_trak.sjlt_accumulate(out, block, start, _SEED, _MODEL_ID, 1)
 
     _require("sjlt", ("sjlt", dtype, device), (3, 9001), outputs, dtype, device, run, reference, 0.0)
+
+
+def require_right_outer(runtime: Runtime, dtype: torch.dtype, tokens: int, device: torch.device) -> None:
+    """Check the kernel that projects sums of `tokens` outer products.
+
+    Raises:
+        KernelError: it cannot be run, or its result is wrong.
+    """
+    instance = tokens_of_instance(tokens)
+    outputs, start, height, width = 3000, 2**33 + 5001, 11, 1030
+
+    def factors(block: Tensor) -> tuple[Tensor, Tensor]:
+        """A block `(B, T (I + J))` as `(B, T, I)` and `(B, T, J)`."""
+        left, right = block.split([instance * height, instance * width], 1)
+        return left.unflatten(1, (instance, height)), right.unflatten(1, (instance, width))
+
+    def run(out: Tensor, block: Tensor) -> None:
+        accumulate_outer(runtime, out, *factors(block), start, _SEED, _MODEL_ID, [(0, outputs)])
+
+    def reference(out: Tensor, block: Tensor) -> None:
+        torch.ops.hf_trak.sjlt_accumulate_outer(out, *factors(block), start, _SEED, _MODEL_ID, 1)
+
+    key, shape = ("outer", dtype, instance, device), (3, instance * (height + width))
+    _require("outer", key, shape, outputs, dtype, device, run, reference, 0.0)
 
 
 def require_right_dense(

@@ -11,6 +11,8 @@ from hf_trak.errors import KernelError
 PRELUDE = ("primitives.cu", "common.cu")
 """The files in front of every kernel file."""
 
+_SHARED_PARTS = {"sjlt": ("accumulators.cu",), "outer": ("accumulators.cu",)}
+
 INPUT_TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 """The names that `common.cu` gives to the dtypes of gradients."""
 
@@ -47,6 +49,15 @@ def sjlt_kernel(dtype: torch.dtype) -> Kernel:
     return Kernel("sjlt", f"sjlt<{INPUT_TYPES[dtype]}>", 512)
 
 
+TOKENS = (1, 4, 8, 16)
+"""Numbers of outer products that there are instances of `outer.cu` for."""
+
+
+def outer_kernel(dtype: torch.dtype, tokens: int) -> Kernel:
+    """The sparse map of sums of up to `tokens` outer products per sample."""
+    return Kernel("outer", f"outer<{INPUT_TYPES[dtype]}, {tokens}>", 256)
+
+
 def rademacher_kernel(dtype: torch.dtype, terms: int, samples: int) -> Kernel:
     """The Rademacher map on tensor cores; `samples` is the batch per block of threads: 16, 64 or 128."""
     return Kernel("rademacher", f"rademacher<{INPUT_TYPES[dtype]}, {terms}, {samples}>", 256)
@@ -60,6 +71,7 @@ def dense_kernel(dtype: torch.dtype, distribution: str, samples: int) -> Kernel:
 def all_kernels() -> list[Kernel]:
     """Every kernel that the library can launch."""
     kernels = [REDUCE, *(sjlt_kernel(dtype) for dtype in INPUT_TYPES)]
+    kernels += [outer_kernel(dtype, tokens) for dtype in INPUT_TYPES for tokens in TOKENS]
     for dtype in INPUT_TYPES:
         wide = dtype == torch.float32
         for terms in (1, 2) if wide else (1,):
@@ -86,8 +98,13 @@ def source_directory() -> Path:
     )
 
 
+def parts(file: str) -> tuple[str, ...]:
+    """Names of the files that make up the program of a kernel file, in order."""
+    return (*PRELUDE, *_SHARED_PARTS.get(file, ()), f"{file}.cu")
+
+
 @cache
 def source(file: str) -> str:
     """The whole program of a kernel file."""
     directory = source_directory()
-    return "\n".join((directory / name).read_text(encoding="utf-8") for name in (*PRELUDE, f"{file}.cu"))
+    return "\n".join((directory / name).read_text(encoding="utf-8") for name in parts(file))

@@ -23,8 +23,8 @@ _COORDINATES_PER_OUTPUT = 64  # a split costs 8 bytes per output in the workspac
 
 
 @dataclass(frozen=True)
-class SjltPlan:
-    """One segment's launch."""
+class Tiling:
+    """How the K accumulators of a segment of m outputs are cut into tiles."""
 
     groups: int
     """K / m."""
@@ -33,22 +33,41 @@ class SjltPlan:
     """Accumulators per tile."""
 
     tiles: int
+
+    parts: int
+    """Tiles that add to the same outputs."""
+
+
+@dataclass(frozen=True)
+class SjltPlan:
+    """One segment's launch."""
+
+    tiling: Tiling
     chunks_per_split: int
     splits: int
-    slots: int
-    """Parts of the sum."""
+
+    @property
+    def slots(self) -> int:
+        """Parts of the sum."""
+        return self.splits * self.tiling.parts
+
+
+def plan_tiles(outputs: int) -> Tiling:
+    """Cut the accumulators of a segment of `outputs` outputs."""
+    groups = -(-_ACCUMULATORS // outputs)
+    if outputs > TILE:  # one group, cut into tiles of its outputs: each output belongs to one tile
+        tiles = -(-outputs // TILE)
+        return Tiling(groups, -(-outputs // tiles), tiles, 1)
+    # tiles of whole groups: every tile adds to every output
+    tiles = -(-groups // (TILE // outputs))
+    tile = -(-groups // tiles) * outputs
+    tiles = -(-groups * outputs // tile)
+    return Tiling(groups, tile, tiles, tiles)
 
 
 def plan_sjlt(start: int, columns: int, outputs: int) -> SjltPlan:
     """Cut a block's columns `start … start + columns` and a segment of `outputs` outputs."""
-    groups = -(-_ACCUMULATORS // outputs)
-    if outputs > TILE:  # one group, cut into tiles of its outputs: each output belongs to one tile
-        tiles = -(-outputs // TILE)
-        tile, parts = -(-outputs // tiles), 1
-    else:  # tiles of whole groups: every tile adds to every output
-        tiles = -(-groups // (TILE // outputs))
-        tile = -(-groups // tiles) * outputs
-        tiles = parts = -(-groups * outputs // tile)
+    tiling = plan_tiles(outputs)
     chunks = (start + columns - 1) // CHUNK - start // CHUNK + 1
     chunks_per_split = max(
         min(max(-(-chunks // _SPLITS_WANTED), _MIN_CHUNKS), _MAX_CHUNKS),
@@ -56,7 +75,7 @@ def plan_sjlt(start: int, columns: int, outputs: int) -> SjltPlan:
         -(-chunks // _MAX_SPLITS),
     )
     splits = -(-chunks // chunks_per_split)
-    return SjltPlan(groups, tile, tiles, chunks_per_split, splits, splits * parts)
+    return SjltPlan(tiling, chunks_per_split, splits)
 
 
 def shared_bytes(element_size: int) -> int:
@@ -95,12 +114,12 @@ def accumulate_sjlt(
             plan.chunks_per_split,
             Generator(seed, model_id),
             copy,
-            plan.groups,
-            plan.tile,
+            plan.tiling.groups,
+            plan.tiling.tile,
         )
         launch = Launch(
             sjlt_kernel(block.dtype),
-            (block.shape[0], plan.splits, plan.tiles),
+            (block.shape[0], plan.splits, plan.tiling.tiles),
             shared_bytes(block.element_size()),
             arguments,
         )

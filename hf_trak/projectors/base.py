@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_trak.kernels.backend import kernels_wanted
 from hf_trak.projectors.checks import (
     check_block,
+    check_factors,
     check_grad_dim,
     check_model_id,
     check_proj_dim,
@@ -134,6 +135,35 @@ class BlockProjector(AbstractProjector):
             run = self._accumulate_with_kernels if kernels_wanted(block.device) else self._accumulate
             run(out.detach(), block.detach(), start, model_id)
 
+    def takes_outer(self, left: Tensor, right: Tensor) -> bool:
+        """Whether [`~BlockProjector.accumulate_outer`] is faster here than forming the product and projecting it."""
+        return False
+
+    def accumulate_outer(self, out: Tensor, left: Tensor, right: Tensor, start: int, model_id: int) -> None:
+        """`out[b] += vec(Σ_t left[b, t] ⊗ right[b, t]) @ R[start : start + I · J]`, accumulated in fp32.
+
+        The block of a linear layer, from its factors. Equal to the block's projection to rounding: where the map takes
+        factors ([`~BlockProjector.takes_outer`]) the elements of the block are not rounded to the factors' dtype.
+
+        Args:
+            out: `(B, k)`, float32, changed in place.
+            left: `(B, T, I)`, float32, bfloat16 or float16, on the device of `out`.
+            right: `(B, T, J)`, like `left`.
+            start, model_id: as in [`~BlockProjector.accumulate`].
+
+        Raises:
+            TypeError, ValueError: as [`~BlockProjector.accumulate`].
+        """
+        start = check_factors(out, left, right, start, self.grad_dim, self.proj_dim)
+        model_id = check_model_id(model_id)
+        if left.numel() == 0 or right.numel() == 0:
+            return
+        with torch.no_grad(), torch.autocast(left.device.type, enabled=False):
+            self._accumulate_outer(out.detach(), left.detach(), right.detach(), start, model_id)
+
+    def _accumulate_outer(self, out: Tensor, left: Tensor, right: Tensor, start: int, model_id: int) -> None:
+        self.accumulate(out, torch.bmm(left.transpose(1, 2), right).flatten(1), start, model_id)
+
     def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> "ProjectionSink":
         """The block form for a whole batch: a callable `(start, block)` with a `result()`.
 
@@ -205,6 +235,19 @@ class ProjectionSink:
         if block.numel():
             with torch.no_grad(), torch.autocast(block.device.type, enabled=False):
                 self._add(start, block.detach())
+
+    def takes_outer(self, left: Tensor, right: Tensor) -> bool:
+        """Whether [`~ProjectionSink.add_outer`] is the faster way for a block with these factors."""
+        return self.projector.takes_outer(left, right)
+
+    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        """Add a block in factored form; arguments and errors as in [`BlockProjector.accumulate_outer`].
+
+        Raises:
+            RuntimeError: the result has been taken already.
+        """
+        self._require_open()
+        self.projector.accumulate_outer(self._out, left, right, start, self.model_id)
 
     def result(self) -> Tensor:
         """The features `(B, k)`, float32, unscaled and not checked for NaN and infinity ([`require_finite`] does).

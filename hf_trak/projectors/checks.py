@@ -81,6 +81,27 @@ def check_block(out: Tensor, block: Tensor, start: object, grad_dim: int, proj_d
     return first
 
 
+def check_factors(out: Tensor, left: Tensor, right: Tensor, start: object, grad_dim: int, proj_dim: int) -> int:
+    """Check the arguments of `accumulate_outer`; returns `start` as an `int`.
+
+    Raises:
+        TypeError: `start` is not an integer.
+        ValueError: shapes, dtypes or devices do not fit, or the matrix does not lie in [0, P).
+    """
+    if left.ndim != 3 or right.ndim != 3 or left.shape[:2] != right.shape[:2]:
+        raise ValueError(
+            f"`left` has shape {tuple(left.shape)} and `right` {tuple(right.shape)}. Expected (B, T, I) and (B, T, J)."
+        )
+    if left.dtype != right.dtype or left.device != right.device:
+        raise ValueError(
+            f"`left` is {left.dtype} on {left.device} and `right` {right.dtype} on {right.device}. Expected one dtype "
+            "and one device."
+        )
+    # nothing of this shape is made: it stands for the product, with the dtype and the device of its factors
+    product = left.new_empty(1).expand(left.shape[0], left.shape[2] * right.shape[2])
+    return check_block(out, product, start, grad_dim, proj_dim)
+
+
 def same_device(actual: torch.device, wanted: str | torch.device) -> bool:
     """Whether a tensor's device is the wanted one; `cuda` without an index means any CUDA device."""
     wanted = torch.device(wanted)

@@ -1,4 +1,5 @@
-"""The projections as operators of torch: `torch.ops.hf_trak.*_accumulate(out, block, …)`, each `out += block @ R`.
+"""The projections as operators of torch: `torch.ops.hf_trak.*_accumulate(out, block, …)`, each `out += block @ R`, and
+`sjlt_accumulate_outer` for blocks in factored form.
 
 On CUDA tensors they run the kernels of `hf_trak.kernels`, on the CPU the torch implementation of the same map, which
 is the reference. Only `out` is changed. Arguments have been checked by [`BlockProjector.accumulate`]; there are no
@@ -36,6 +37,37 @@ def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, nonzeros
 
 @sjlt_accumulate.register_fake
 def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, nonzeros: int) -> None:
+    return None
+
+
+@torch.library.custom_op("hf_trak::sjlt_accumulate_outer", mutates_args=("out",), device_types="cuda")
+def sjlt_accumulate_outer(
+    out: Tensor, left: Tensor, right: Tensor, start: int, seed: int, model_id: int, nonzeros: int
+) -> None:
+    """The map `sjlt-1` of Σ_t left[b, t, :] ⊗ right[b, t, :], flattened, which is never formed on a GPU.
+
+    `left` is `(B, T, I)`, `right` `(B, T, J)`, of one dtype. The elements of the sum are float32, whatever that is.
+    """
+    from hf_trak.kernels.outer import accumulate_outer
+    from hf_trak.kernels.runtime import CUDA
+    from hf_trak.kernels.self_check import require_right_outer
+
+    require_right_outer(CUDA, left.dtype, left.shape[1], left.device)
+    target = _rows(out)
+    accumulate_outer(CUDA, target, left, right, start, seed, model_id, segment_bounds(out.shape[1], nonzeros))
+    if target is not out:
+        out.copy_(target)
+
+
+@sjlt_accumulate_outer.register_kernel("cpu")
+def _(out: Tensor, left: Tensor, right: Tensor, start: int, seed: int, model_id: int, nonzeros: int) -> None:
+    block = torch.bmm(left.float().transpose(1, 2), right.float()).flatten(1)
+    projector = SparseProjector(start + block.shape[1], out.shape[1], seed, nonzeros=nonzeros)
+    projector.accumulate(out, block, start, model_id)
+
+
+@sjlt_accumulate_outer.register_fake
+def _(out: Tensor, left: Tensor, right: Tensor, start: int, seed: int, model_id: int, nonzeros: int) -> None:
     return None
 
 

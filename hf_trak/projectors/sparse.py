@@ -134,6 +134,20 @@ class SparseProjector(BlockProjector):
     def _accumulate_with_kernels(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
         torch.ops.hf_trak.sjlt_accumulate(out, block, start, self.seed, model_id, self.nonzeros)
 
+    def takes_outer(self, left: Tensor, right: Tensor) -> bool:
+        """Few outer products, on CUDA kernels (`hf_trak.kernels.outer`), and not past a subclass's `accumulate`."""
+        if not kernels_wanted(left.device) or type(self).accumulate is not BlockProjector.accumulate:
+            return False
+        from hf_trak.kernels.outer import worthwhile
+
+        return worthwhile(left, right, self.segments)
+
+    def _accumulate_outer(self, out: Tensor, left: Tensor, right: Tensor, start: int, model_id: int) -> None:
+        if self.takes_outer(left, right):
+            torch.ops.hf_trak.sjlt_accumulate_outer(out, left, right, start, self.seed, model_id, self.nonzeros)
+        else:
+            super()._accumulate_outer(out, left, right, start, model_id)
+
     def empty_sums(self, batch_size: int, copy: int, device: str | torch.device) -> Tensor:
         """Zeroed accumulators for one segment, `(B, K + the span of a chunk)`: additions need not go around at K."""
         first, last = self.segments[copy]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_trak.gradient_computers.outer import OuterBlock
 from hf_trak.gradient_computers.rules.registry import LayerCall, Piece, common, over_tokens, register_layer_rule
 from hf_trak.gradient_computers.workspace import Workspace
 
@@ -21,7 +22,13 @@ def outer_pieces(name: str, left: Tensor, right: Tensor, workspace: Workspace) -
         left: `(B, T, I)`.
         right: `(B, T, J)`.
         workspace: where the slices are written.
+
+    Returns:
+        the slices, or, where the workspace says so, the whole as an [`OuterBlock`].
     """
+    if workspace.takes_outer is not None and workspace.takes_outer(left, right):
+        yield name, 0, OuterBlock(left, right)
+        return
     size, _, height = left.shape
     width = right.shape[2]
     step = workspace.rows(size, width, left.dtype, height)

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from hf_trak.gradient_computers.outer import OuterBlock
 from hf_trak.gradient_computers.workspace import Workspace
 
-Piece = tuple[str, int, Tensor]
+Piece = tuple[str, int, Tensor | OuterBlock]
 """`(name, start, block)`: columns `start … start + n` of the flattened parameter `name`, for every sample: `(B,
 n)`."""
 

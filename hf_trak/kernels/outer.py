@@ -1,0 +1,142 @@
+"""How the sparse projection of a sum of outer products is cut into launches of `outer.cu`.
+
+As in `sparse.py` the cuts depend on the place and shape of the matrix and on k alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_trak.kernels.arguments import Destination, Generator, OuterArguments
+from hf_trak.kernels.runtime import Launch, Runtime, reduce, workspace
+from hf_trak.kernels.sources import TOKENS, outer_kernel
+from hf_trak.kernels.sparse import TILE, Tiling, plan_tiles
+
+STRIP = 1024
+"""Columns of a block of threads, as in `outer.cu`."""
+
+_THREADS, _COLUMNS_PER_THREAD = 256, 4
+_STEPS_PER_STAGE, _MAX_ROWS_PER_STEP = 8, 16
+_ELEMENTS_PER_SPLIT = 2**17  # a block costs about 10,000 elements more: clearing and folding the accumulators
+_ELEMENTS_PER_OUTPUT = 64  # a block costs 8 bytes per output in the workspace
+_BLOCKS_WANTED = 64  # per sample; more than that only take workspace
+_MAX_STRIPS = 65535  # of a grid
+
+_WORTHWHILE = {torch.float32: 16, torch.bfloat16: 8, torch.float16: 8}
+"""Numbers of outer products up to which this beats a matrix product and `sjlt.cu`; estimates, see cuda_ext/README."""
+
+
+@dataclass(frozen=True)
+class OuterPlan:
+    """One segment's launch."""
+
+    tiling: Tiling
+    strips: int
+    rows_per_step: int
+    rows_per_split: int
+    splits: int
+
+    @property
+    def slots(self) -> int:
+        """Parts of the sum."""
+        return self.strips * self.splits * self.tiling.parts
+
+
+def plan_outer(height: int, width: int, outputs: int) -> OuterPlan:
+    """Cut a matrix `(height, width)`, for a segment of `outputs` outputs."""
+    strips = -(-width // STRIP)
+    columns = min(width, STRIP)
+    rows_per_step = min(_THREADS // -(-columns // _COLUMNS_PER_THREAD), _MAX_ROWS_PER_STEP)
+    stage = _STEPS_PER_STAGE * rows_per_step
+    wanted = max(_ELEMENTS_PER_SPLIT, _ELEMENTS_PER_OUTPUT * outputs)
+    rows = max(-(-wanted // columns), -(-height // max(1, _BLOCKS_WANTED // strips)))
+    rows_per_split = -(-rows // stage) * stage
+    return OuterPlan(plan_tiles(outputs), strips, rows_per_step, rows_per_split, -(-height // rows_per_split))
+
+
+def worthwhile(left: Tensor, right: Tensor, segments: list[tuple[int, int]]) -> bool:
+    """Whether to project a sum of outer products from its factors.
+
+    Args:
+        left: `(B, T, I)`.
+        right: `(B, T, J)`.
+        segments: see [`~hf_trak.kernels.sparse.accumulate_sjlt`].
+    """
+    return (
+        left.dtype == right.dtype
+        and 0 < left.shape[1] <= _WORTHWHILE.get(left.dtype, 0)
+        # several tiles would each make all elements
+        and all(plan_tiles(last - first).tiles == 1 for first, last in segments)
+        # wider strips than there are columns would leave threads idle
+        and right.shape[2] >= 4 * _MAX_ROWS_PER_STEP
+        and -(-right.shape[2] // STRIP) <= _MAX_STRIPS
+    )
+
+
+def tokens_of_instance(tokens: int) -> int:
+    """The instance of `outer.cu` that takes `tokens` outer products, or as many of them as it can."""
+    return next((number for number in TOKENS if tokens <= number), TOKENS[-1])
+
+
+def shared_bytes(tokens: int) -> int:
+    """sizeof(OuterShared): rows of a stage or the fold's words, bits of 8 steps, their places, the accumulators."""
+    left = max(4 * _STEPS_PER_STAGE * _MAX_ROWS_PER_STEP * tokens + 16, 2**13)
+    return left + _STEPS_PER_STAGE * (10 * 16 + 4 * 4) + 4 * (TILE + 4 * 8)
+
+
+def accumulate_outer(
+    runtime: Runtime,
+    out: Tensor,
+    left: Tensor,
+    right: Tensor,
+    start: int,
+    seed: int,
+    model_id: int,
+    segments: list[tuple[int, int]],
+) -> None:
+    """`out[b] += vec(Σ_t left[b, t] ⊗ right[b, t]) @ R[start : start + I · J]` for the sparse map.
+
+    Args:
+        out: `(B, k)`, float32, columns side by side.
+        left: `(B, T, I)`, any strides.
+        right: `(B, T, J)` of the same dtype, any strides.
+        segments: the ranges of outputs, one per nonzero entry of a row of R.
+    """
+    most = TOKENS[-1]
+    for token in range(0, left.shape[1], most):
+        part, other = left[:, token : token + most], right[:, token : token + most]
+        for copy, (first, last) in enumerate(segments):
+            _accumulate(runtime, out[:, first:last], part, other, start, Generator(seed, model_id), copy)
+
+
+def _accumulate(
+    runtime: Runtime, out: Tensor, left: Tensor, right: Tensor, start: int, generator: Generator, copy: int
+) -> None:
+    rows, tokens, height = left.shape
+    width = right.shape[2]
+    plan = plan_outer(height, width, out.shape[1])
+    partials = workspace(plan.slots, out)
+    instance = tokens_of_instance(tokens)
+    arguments = OuterArguments(
+        Destination.of(out, partials),
+        left.data_ptr(),
+        right.data_ptr(),
+        left.stride(),
+        right.stride(),
+        height,
+        width,
+        start,
+        plan.rows_per_split,
+        generator,
+        copy,
+        plan.tiling.groups,
+        plan.tiling.tile,
+        tokens,
+        plan.strips,
+        plan.rows_per_step,
+    )
+    grid = (rows, plan.splits * plan.strips, plan.tiling.tiles)
+    launch = Launch(outer_kernel(left.dtype, instance), grid, shared_bytes(instance), arguments)
+    runtime.launch(launch, out.device)
+    reduce(runtime, out, partials)
