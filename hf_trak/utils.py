@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hf_trak.transfers import download
+
 INT32_MAX = 2**31 - 1
 _BUFFER_SUFFIXES = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -46,14 +48,20 @@ def get_matrix_mult(
 def get_matrix_mult_blockwise(features: Tensor, target_grads: Tensor, target_dtype: torch.dtype, bs: int) -> Tensor:
     """features · target_gradsᵀ in blocks of `bs` × `bs`, computed on the device of `features`, collected on the CPU.
 
+    A block is computed while the ones before it are on their way to the CPU, see `hf_trak.transfers`.
+
     Args and errors as in [`get_matrix_mult`], and `ValueError` for `bs` < 1.
     """
     _check_factors(features, target_grads)
     if bs < 1:
         raise ValueError(f"The block size is {bs}. Expected a number of rows ≥ 1.")
     result = torch.empty(features.shape[0], target_grads.shape[0], dtype=target_dtype)
-    for rows, columns in itertools.product(_slices(features.shape[0], bs), _slices(target_grads.shape[0], bs)):
-        result[rows, columns] = get_matrix_mult_standard(features[rows], target_grads[columns], target_dtype).cpu()
+    blocks = itertools.product(_slices(features.shape[0], bs), _slices(target_grads.shape[0], bs))
+    products = (
+        (get_matrix_mult_standard(features[rows], target_grads[columns], target_dtype), result[rows, columns])
+        for rows, columns in blocks
+    )
+    download(products, features.device)
     return result
 
 

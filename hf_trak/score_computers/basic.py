@@ -2,9 +2,12 @@
 
 XᵀX is accumulated in float64 and kept in at least float32, whatever the dtype of the features: in float16 it is
 infinite long before 60,000 rows. A matrix that cannot be inverted is an error, never a NaN.
+
+Features and scores that are in host memory pass through the GPU block by block, see `hf_trak.transfers`.
 """
 
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from torch import Tensor
 from hf_trak.errors import NonFiniteError, SingularGramError
 from hf_trak.score_computers.base import AbstractScoreComputer
 from hf_trak.score_computers.ridge import RidgeSystem, check_finite_rows, gram_update
+from hf_trak.transfers import download, uploaded
 from hf_trak.utils import get_matrix_mult
 
 logger = logging.getLogger(__name__)
@@ -88,23 +92,64 @@ class BasicScoreComputer(AbstractScoreComputer):
         inverse = _inverse(grads, xtx, self.lambda_reg)
         inverse = (inverse / inverse.abs().mean()).float().to(self.device)
         result = torch.empty(grads.shape, dtype=self.dtype, device=self.device)
-        for start in range(0, grads.shape[0], self.CUDA_MAX_DIM_SIZE):
-            block = grads[start : start + self.CUDA_MAX_DIM_SIZE].to(device=self.device, dtype=torch.float32)
-            result[start : start + block.shape[0]] = _checked_cast(block @ inverse, self.dtype, start)
+        for start, block in _uploaded_blocks(grads, torch.device(self.device), self.CUDA_MAX_DIM_SIZE):
+            result[start : start + block.shape[0]] = _checked_cast(block.float() @ inverse, self.dtype, start)
         return result
 
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
         """Add features · tᵀ to `accumulator` `(n, m)` in place. Raises `NonFiniteError` naming the train row."""
         self.logger.debug("scores of %d train examples and %d targets", features.shape[0], target_grads.shape[0])
-        _accumulate(features, target_grads, accumulator)
+        device = torch.device(self.device)
+        if features.device.type == "cpu" and device.type != "cpu":
+            scores = product_through_device(features, target_grads, device, self.CUDA_MAX_DIM_SIZE)
+            _add(scores, accumulator)
+        else:
+            _accumulate(features, target_grads, accumulator)
+
+
+def product_through_device(
+    features: Tensor, target_grads: Tensor, device: torch.device, block_size: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """features · target_gradsᵀ for factors in host memory, computed on a device block by block.
+
+    Blocks of rows go to the device, and blocks of the product come back, while others are computed.
+
+    Args:
+        features: `(n, k)`.
+        target_grads: `(m, k)`, held on the device as a whole.
+        device: where the products are computed.
+        block_size: rows and columns of the product per block.
+        dtype: in which they are computed.
+
+    Returns:
+        `(n, m)` in `dtype`, in host memory.
+    """
+    targets = target_grads.to(device=device, dtype=dtype)
+    result = torch.empty(features.shape[0], targets.shape[0], dtype=dtype)
+
+    def products() -> Iterator[tuple[Tensor, Tensor]]:
+        for row, block in _uploaded_blocks(features, device, block_size):
+            rows, wide = slice(row, row + block.shape[0]), block.to(dtype)
+            for column in range(0, targets.shape[0], block_size):
+                columns = slice(column, min(column + block_size, targets.shape[0]))
+                yield wide @ targets[columns].T, result[rows, columns]
+
+    download(products(), device)
+    return result
+
+
+def _uploaded_blocks(rows: Tensor, device: torch.device, block_rows: int) -> Iterator[tuple[int, Tensor]]:
+    """`(start, block)` for blocks of rows, on a device."""
+    starts = range(0, rows.shape[0], block_rows)
+    return zip(starts, uploaded((rows[start : start + block_rows] for start in starts), device), strict=True)
 
 
 def _gram(grads: Tensor, dtype: torch.dtype, device: torch.device | str, block_rows: int) -> Tensor:
     # MPS has no float64.
-    where = torch.device("cpu") if torch.device(device).type == "mps" else device
+    where = torch.device("cpu" if torch.device(device).type == "mps" else device)
     gram = torch.zeros(grads.shape[1], grads.shape[1], dtype=torch.float64, device=where)
-    for start in range(0, grads.shape[0], block_rows):
-        gram_update(gram, grads[start : start + block_rows].to(where), start)
+    for start, block in _uploaded_blocks(grads, where, block_rows):
+        gram_update(gram, block, start)
     kept = torch.promote_types(torch.promote_types(dtype, grads.dtype), torch.float32)
     return _checked_cast(gram, kept).to(device)
 
@@ -123,7 +168,10 @@ def _inverse(grads: Tensor, xtx: Tensor, lam: float) -> Tensor:
 def _accumulate(features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
     # The product is formed in float32 and added in float32, so that a float16 accumulator is rounded once.
     dtype = torch.promote_types(features.dtype, torch.float32)
-    scores = get_matrix_mult(features=features, target_grads=target_grads, target_dtype=dtype).detach()
+    _add(get_matrix_mult(features=features, target_grads=target_grads, target_dtype=dtype).detach(), accumulator)
+
+
+def _add(scores: Tensor, accumulator: Tensor) -> None:
     scores = _checked_cast(scores.to(accumulator.device) + accumulator, accumulator.dtype)
     accumulator.copy_(scores)
 
