@@ -13,10 +13,11 @@ import json
 import math
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from gpu_steps import Step, featurize_steps, fused_steps, scoring_steps
 
 from hf_trak.projectors import BlockProjector, FastJlProjector, RademacherProjector, make_projector
 
@@ -24,6 +25,8 @@ Measurement = tuple[Callable[[], object], float]
 """What to run, and how many operations or bytes that is."""
 
 MATMUL, COPY = "bf16 matmul", "copy"
+
+PARTS = ("dense", "sparse", "fused", "featurize", "scoring")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -34,6 +37,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sjlt-batch", type=int, default=128, help="B of the sparse map")
     parser.add_argument("--sjlt-dims", type=int, nargs="+", default=[512, 4096, 16384], help="k of the sparse map")
     parser.add_argument("--rounds", type=int, default=11, help="measurements per method")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="what to measure")
     parser.add_argument("--no-normal", action="store_true", help="leave the `normal` map out")
     parser.add_argument("--json", type=Path, help="file to write the medians to, in seconds")
     return parser.parse_args(arguments)
@@ -133,6 +137,43 @@ def measure(table: dict[str, Measurement], rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def report_table(
+    args: argparse.Namespace,
+    methods: Callable[[argparse.Namespace, torch.device], dict[str, Measurement]],
+    ceiling: str,
+    unit: str,
+    device: torch.device,
+) -> dict[str, float]:
+    """Measure and print methods as a share of a ceiling; returns medians in seconds."""
+    table = {**ceilings(device), **methods(args, device)}
+    found = measure(table, args.rounds)
+    best = table[ceiling][1] / found[ceiling]
+    print(f"\n{'':40}{'ms':>10}{unit:>10}{'of ' + ceiling:>16}")
+    for name, seconds in found.items():
+        if name not in (MATMUL, COPY) or name == ceiling:
+            rate = table[name][1] / seconds
+            print(f"{name:40}{seconds * 1000:10.3f}{rate / 1e12:10.2f}{rate / best:16.1%}", flush=True)
+    return found
+
+
+def report_groups(
+    groups: Iterable[tuple[str, dict[str, Step], float]], unit: str, scale: float, rounds: int
+) -> dict[str, float]:
+    """Measure and print groups of steps that do the same, as ratios to the first of each; returns medians."""
+    medians = {}
+    print(f"\n{'':62}{'ms':>10}{unit:>10}{'of first':>10}")
+    for group, steps, amount in groups:
+        found = measure({name: (step, amount) for name, step in steps.items()}, rounds)
+        first = next(iter(found.values()))
+        for name, seconds in found.items():
+            label = f"{group}: {name}"
+            print(
+                f"{label:62}{seconds * 1000:10.3f}{amount / seconds / scale:10.1f}{seconds / first:10.2f}", flush=True
+            )
+            medians[label] = seconds
+    return medians
+
+
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     if not torch.cuda.is_available():
@@ -144,19 +185,18 @@ def main(arguments: list[str] | None = None) -> None:
         f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, P = {args.grad_dim:,}, k = {args.proj_dim} "
         f"(dense), B = {args.sjlt_batch} (sjlt); medians of {args.rounds} rounds"
     )
-    parts = ((dense_methods, MATMUL, "TFLOP/s", 1e12), (sparse_methods, COPY, "TB/s", 1e12))
-    for methods, ceiling, unit, scale in parts:
-        table = {**ceilings(device), **methods(args, device)}
-        found = measure(table, args.rounds)
-        best = table[ceiling][1] / found[ceiling]
-        print(f"\n{'':40}{'ms':>10}{unit:>10}{'of ' + ceiling:>16}")
-        for name, seconds in found.items():
-            if name in (MATMUL, COPY) and name != ceiling:
-                continue
-            rate = table[name][1] / seconds
-            print(f"{name:40}{seconds * 1000:10.3f}{rate / scale:10.2f}{rate / best:16.1%}")
-            medians[name] = seconds
-        del table
+    tables = {"dense": (dense_methods, MATMUL, "TFLOP/s"), "sparse": (sparse_methods, COPY, "TB/s")}
+    groups = {
+        "fused": (fused_steps, "Gelem/s", 1e9),
+        "featurize": (featurize_steps, "1/s", 1),
+        "scoring": (scoring_steps, "GB/s", 1e9),
+    }
+    for part in args.parts:
+        if part in tables:
+            medians |= report_table(args, *tables[part], device)
+        else:
+            steps, unit, scale = groups[part]
+            medians |= report_groups(steps(args.proj_dim, device), unit, scale, args.rounds)
         torch.cuda.empty_cache()
     if not all(map(math.isfinite, medians.values())):
         raise SystemExit("A measurement is not a number.")
