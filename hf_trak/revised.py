@@ -90,6 +90,9 @@ class RevisedShards(ShardSet):
     def path(self, index: int) -> Path:
         return self.pieces[index].shards.path(self.pieces[index].index)
 
+    def there(self, index: int) -> bool:
+        return self.pieces[index].shards.there(self.pieces[index].index)
+
     def write(self, index: int, grads: Tensor, out_to_loss: Tensor) -> Path:
         piece = self.pieces[index]
         if piece.kept is not None:
@@ -99,9 +102,9 @@ class RevisedShards(ShardSet):
             )
         return piece.shards.write(piece.index, grads, out_to_loss)
 
-    def read(self, index: int, verify: bool | None = None) -> Shard:
+    def read(self, index: int, verify: bool | None = None, mapped: bool = True) -> Shard:
         piece, rows = self.pieces[index], self.plan.rows(index)
-        shard = piece.shards.read(piece.index, verify)
+        shard = piece.shards.read(piece.index, verify, mapped)
         if piece.kept is None:
             return Shard(rows.start, rows.stop, shard.grads, shard.out_to_loss)
         return Shard(rows.start, rows.stop, shard.grads[piece.kept], shard.out_to_loss[piece.kept])

@@ -7,6 +7,7 @@ processes with the same device type and number of threads.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,16 +20,21 @@ from hf_trak.score_computers import (
     GramSum,
     RidgeSystem,
     column_squares,
+    joined,
     ridge_lambda,
     score_blocks,
     self_influence_blocks,
 )
 from hf_trak.scored_dataset import ScoreBlock
+from hf_trak.shard_threads import each_in_order
 
 logger = logging.getLogger(__name__)
 
 _BLOCK_SCORES = 1 << 24
 """Scores that are held at a time, unless one training row alone has more."""
+
+_SHARD_SCORES = 1 << 22
+"""Scores of one shard up to which shards are worked on side by side; larger products use all cores themselves."""
 
 _JOINED_SCORES = 1 << 20
 """Scores of small shards that are worked on together."""
@@ -80,7 +86,7 @@ class Scorer:
                 "more of those, each once. Call `featurize()` first."
             )
         for model_id in ids:
-            if left := self.store.train(model_id).missing():
+            if left := self.store.train(model_id).absent():
                 raise IncompleteStoreError(
                     f"{len(left)} shards of model_id {model_id} are missing in {directory!r}. Call `featurize()` with "
                     "the same checkpoints to finish them, or leave this id out of `model_ids`."
@@ -172,10 +178,21 @@ class Scorer:
             everywhere: all rows in every process, rather than those that fall to this one.
         """
         shards = [self.store.train(model_id) for model_id in model_ids]
-        count = len(shards[0])
+        count, m = len(shards[0]), targets[0].shape[0]
         mine = range(count) if everywhere else self.processes.share(count)
-        rows = max(1, _BLOCK_SCORES // max(1, targets[0].shape[0]))
-        return score_blocks([_sliced(one.part(mine), rows) for one in shards], targets, _JOINED_SCORES)
+        rows = shards[0].plan.shard_size
+        if self.device.type != "cpu" or m * rows > _SHARD_SCORES:
+            rows = max(1, _BLOCK_SCORES // max(1, m))
+            return joined(score_blocks([_sliced(one.part(mine), rows) for one in shards], targets), _JOINED_SCORES)
+
+        def scores_of(indices: Sequence[int]) -> list[ScoreBlock]:
+            return list(
+                joined(score_blocks([one.part(indices, mapped=False) for one in shards], targets), _JOINED_SCORES)
+            )
+
+        together = max(1, min(_JOINED_SCORES // (m * rows), len(mine) // (4 * torch.get_num_threads())))
+        groups = (mine[first : first + together] for first in range(0, len(mine), together))
+        return chain.from_iterable(each_in_order(scores_of, groups))
 
     def self_influence(self, model_ids: Sequence[int]) -> Tensor:
         """τ(z_i, z_i) of every training row, `(n,)` float32, in every process."""

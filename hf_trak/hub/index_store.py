@@ -66,6 +66,8 @@ class IndexShards(ShardSet):
         """Whether the index has the shard: it has all of them."""
         return 0 <= index < len(self.plan)
 
+    there = has
+
     @property
     def content_hash(self) -> str:
         """Digest of the checksums of all shards, from the manifest. No shard is read."""
@@ -75,7 +77,7 @@ class IndexShards(ShardSet):
         """Nothing is written into an index."""
         _refuse_writing(self._files.name)
 
-    def read(self, index: int, verify: bool | None = None) -> Shard:
+    def read(self, index: int, verify: bool | None = None, mapped: bool = True) -> Shard:
         """Read one shard, fetching it first where it is not on this machine.
 
         Raises:
@@ -86,12 +88,12 @@ class IndexShards(ShardSet):
         path = self._fetch(index)
         with refusing(self._files, path):
             if index in self._checked:
-                return super().read(index, verify)
+                return super().read(index, verify, mapped)
             rows = self.plan.rows(index)
             _check_file(self._files.root / path, _shard_bytes(rows, self.width, self.dtype))
             if (found := self._header(index).get("checksum")) != self._checksums[index]:
                 raise StoreError(f"its checksum is {found}, the manifest says {self._checksums[index]}")
-            shard = super().read(index, True)
+            shard = super().read(index, True, mapped)
             _check_finite(shard)
             self._checked.add(index)
             return shard

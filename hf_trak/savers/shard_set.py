@@ -64,10 +64,14 @@ class ShardSet:
 
     def has(self, index: int) -> bool:
         """Whether a shard is there. Raises `StoreError` as `missing` does."""
-        if not self.path(index).exists():
+        if not self.there(index):
             return False
         self._header(index)
         return True
+
+    def there(self, index: int) -> bool:
+        """Whether a shard has a file, whatever is in it: `read` checks that."""
+        return self.path(index).exists()
 
     def missing(self) -> list[int]:
         """Indices of the shards that are not there yet.
@@ -76,6 +80,10 @@ class ShardSet:
             StoreError: a file that is there is truncated or does not belong here. (Checksums are compared by `read`.)
         """
         return [index for index in range(len(self.plan)) if not self.has(index)]
+
+    def absent(self) -> list[int]:
+        """Indices of the shards without a file: [`~ShardSet.missing`] for who is about to read all the others."""
+        return [index for index in range(len(self.plan)) if not self.there(index)]
 
     @property
     def complete(self) -> bool:
@@ -137,19 +145,21 @@ class ShardSet:
         )
         return path
 
-    def read(self, index: int, verify: bool | None = None) -> Shard:
-        """Read one shard. Its tensors are memory-mapped, so slicing them reads only the rows of the slice.
+    def read(self, index: int, verify: bool | None = None, mapped: bool = True) -> Shard:
+        """Read one shard.
 
         Args:
             index: which shard.
             verify: compare the checksum; by default on the first read by this process.
+            mapped: memory-map its tensors, so that slicing them reads only the rows of the slice; otherwise they are
+                read whole, see [`read_tensors`].
 
         Raises:
             StoreError: the file is missing, truncated, corrupted or foreign.
         """
         rows = self.plan.rows(index)
         tensors = read_tensors(
-            self.path(index), self.identity, self._specs(rows), verify, start=rows.start, stop=rows.stop
+            self.path(index), self.identity, self._specs(rows), verify, mapped, start=rows.start, stop=rows.stop
         )
         return Shard(rows.start, rows.stop, tensors["grads"], tensors["out_to_loss"])
 
@@ -157,9 +167,9 @@ class ShardSet:
         """All shards in order; raises `StoreError` at one that is missing or invalid."""
         return self.part(range(len(self.plan)))
 
-    def part(self, indices: Sequence[int]) -> Iterator[Shard]:
-        """Some shards, each read when it is asked for; raises as `read`."""
-        return (self.read(index) for index in indices)
+    def part(self, indices: Sequence[int], mapped: bool = True) -> Iterator[Shard]:
+        """Some shards, each read when it is asked for; arguments and errors as of `read`."""
+        return (self.read(index, mapped=mapped) for index in indices)
 
     def _specs(self, rows: range) -> dict[str, TensorSpec]:
         return {

@@ -11,6 +11,7 @@ weights, …); a file of another identity is refused.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from hf_trak.errors import StoreError
 from hf_trak.savers.atomic import atomic_path, differing
+from hf_trak.savers.whole_file import DTYPES, WholeFile
 
 FORMAT_VERSION = 1
 METADATA_KEY = "hf_trak"
@@ -140,9 +142,14 @@ def read_header(path: Path, identity: Identity, specs: Mapping[str, TensorSpec],
 
 
 def read_tensors(
-    path: Path, identity: Identity, specs: Mapping[str, TensorSpec], verify: bool | None = None, **extra: Any
+    path: Path,
+    identity: Identity,
+    specs: Mapping[str, TensorSpec],
+    verify: bool | None = None,
+    mapped: bool = True,
+    **extra: Any,
 ) -> dict[str, Tensor]:
-    """The tensors of a file, memory-mapped: pages are read when they are touched, and slices cost only their rows.
+    """The tensors of a file.
 
     Args:
         path: the file.
@@ -150,14 +157,15 @@ def read_tensors(
         specs: the tensors it has to hold; others in the file are not returned.
         verify: whether to compare the checksum, which reads the file once. By default this is done the first time that
             this process reads the file as it is now.
+        mapped: memory-map them: pages are read when they are touched, and slices cost only their rows. Otherwise the
+            whole file is read at once, see `hf_trak.savers.whole_file`.
         **extra: metadata that it has to have.
 
     Raises:
         StoreError: as in `read_header`, or the checksum differs.
     """
-    stat = path.stat() if path.exists() else None
-    stamp = None if stat is None else (str(path.absolute()), stat.st_ino, stat.st_size, stat.st_mtime_ns)
-    with _open(path) as file:
+    stamp = _stamp(path)
+    with _open(path, mapped) as file:
         header = _check_header(path, file, identity, specs, extra)
         tensors = {name: file.get_tensor(name) for name in specs}
         if verify or (verify is None and stamp not in _verified):
@@ -175,16 +183,27 @@ _verified: set[object] = set()
 """Files whose checksum this process has compared, by path, inode, size and modification time."""
 
 
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
+def _stamp(path: Path) -> object:
     try:
-        file = safe_open(path, framework="pt", device="cpu")
+        stat = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return os.path.abspath(path), stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@contextmanager
+def _open(path: Path, mapped: bool = True) -> Iterator[Any]:
+    try:
+        file = safe_open(path, framework="pt", device="cpu") if mapped else WholeFile(path)
     except FileNotFoundError as error:
         raise StoreError(f"{path} is missing. Run the command that computes it again.") from error
     except (SafetensorError, OSError) as error:
         raise _broken(path, f"it cannot be read ({error})") from error
     with file:
-        yield file
+        try:
+            yield file
+        except SafetensorError as error:
+            raise _broken(path, f"it cannot be read ({error})") from error
 
 
 def _check_header(
@@ -224,7 +243,3 @@ def _broken(path: Path, problem: str) -> StoreError:
         f"{path} cannot be used: {problem}. Delete this file and run the same command again; only its rows are "
         "computed anew."
     )
-
-
-DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-"""safetensors' names of the dtypes that the store holds."""

@@ -18,7 +18,7 @@ def check_finite_rows(values: Tensor, what: str, start: int = 0) -> None:
         start: number of the first row.
     """
     # A NaN or an infinity makes the sum one; so may large finite numbers, which are then looked at one by one.
-    if bool(values.sum().isfinite()) or bool(values.isfinite().all()):
+    if math.isfinite(values.sum().item()) or bool(values.isfinite().all()):
         return
     finite = values.isfinite().reshape(values.shape[0], -1).all(dim=1)
     row = int((~finite).nonzero()[0])

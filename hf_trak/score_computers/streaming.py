@@ -39,7 +39,6 @@ class FeatureShard(Protocol):
 def score_blocks(
     checkpoints: Sequence[Iterable[FeatureShard]],
     preconditioned_targets: Sequence[Tensor],
-    scores_at_once: int = 0,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """TRAK scores of all train examples for m targets.
 
@@ -48,12 +47,10 @@ def score_blocks(
             lazily.
         preconditioned_targets: for each checkpoint A_c `(m, k)`, see [`RidgeSystem.solve`]. Products are computed on
             the device of A_c, in float32.
-        scores_at_once: join the blocks of shards until there are so many scores, so that whoever works on them does
-            so in fewer, larger operations.
 
     Returns:
-        an iterator of `(start, stop, block)`, one for each row range, or several of them joined: `block[i, j]`,
-        float32, is the score of train example `start + i` for target j.
+        an iterator of `(start, stop, block)`, one for each row range: `block[i, j]`, float32, is the score of train
+        example `start + i` for target j.
 
     Raises:
         ValueError: there is no checkpoint, their number differs from that of the targets, or shapes do not fit.
@@ -67,12 +64,41 @@ def score_blocks(
             f"The checkpoints have {[matrix.shape[0] for matrix in targets]} targets. Expected one number for all."
         )
 
-    def product(checkpoint: int, grads: Tensor, start: int) -> Tensor:
-        matrix = targets[checkpoint]
-        _check_columns(grads, matrix.shape[1], checkpoint)
-        return grads.to(device=matrix.device, dtype=torch.float32) @ matrix.T
+    columns = [matrix.T.contiguous() for matrix in targets]
 
-    return _checked(_joined(_average(checkpoints, product), scores_at_once))
+    def product(checkpoint: int, grads: Tensor, start: int) -> Tensor:
+        matrix = columns[checkpoint]
+        _check_columns(grads, matrix.shape[0], checkpoint)
+        return grads.to(device=matrix.device, dtype=torch.float32) @ matrix
+
+    return _checked(_average(checkpoints, product))
+
+
+def joined(blocks: Iterable[tuple[int, int, Tensor]], least: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Blocks put together, so that whoever works on them does so in fewer, larger operations.
+
+    Args:
+        blocks: `(start, stop, block)`, see [`score_blocks`].
+        least: scores that a block has to have, except the last one and those before a gap in the rows.
+    """
+    held: list[tuple[int, int, Tensor]] = []
+    scores = 0
+
+    def release() -> tuple[int, int, Tensor]:
+        block = held[0][2] if len(held) == 1 else torch.cat([block for _, _, block in held])
+        return held[0][0], held[-1][1], block
+
+    for start, stop, block in blocks:
+        if held and start != held[-1][1]:
+            yield release()
+            held, scores = [], 0
+        held.append((start, stop, block))
+        scores += block.numel()
+        if scores >= least:
+            yield release()
+            held, scores = [], 0
+    if held:
+        yield release()
 
 
 def self_influence_blocks(
@@ -102,28 +128,6 @@ def self_influence_blocks(
     return ((start, stop, block.squeeze(1)) for start, stop, block in _checked(_average(checkpoints, product)))
 
 
-def _joined(blocks: Iterable[tuple[int, int, Tensor]], least: int) -> Iterator[tuple[int, int, Tensor]]:
-    """The same rows in blocks of at least so many scores, except the last and those before a gap in the rows."""
-    held: list[tuple[int, int, Tensor]] = []
-    scores = 0
-
-    def release() -> tuple[int, int, Tensor]:
-        block = held[0][2] if len(held) == 1 else torch.cat([block for _, _, block in held])
-        return held[0][0], held[-1][1], block
-
-    for start, stop, block in blocks:
-        if held and start != held[-1][1]:
-            yield release()
-            held, scores = [], 0
-        held.append((start, stop, block))
-        scores += block.numel()
-        if scores >= least:
-            yield release()
-            held, scores = [], 0
-    if held:
-        yield release()
-
-
 def _checked(blocks: Iterable[tuple[int, int, Tensor]]) -> Iterator[tuple[int, int, Tensor]]:
     for start, stop, block in blocks:
         check_finite_rows(block, "score", start)
@@ -148,12 +152,12 @@ def _average(
                     f"Checkpoint number {checkpoint} has {found} where checkpoint number 0 has rows {start} … {stop}. "
                     "Expected the same shards in each: featurize them with one shard size and one train dataset."
                 )
-            total = total + product(checkpoint, _grads(shard), start).to(total.device)
+            total += product(checkpoint, _grads(shard), start).to(total.device)
             weight = weight + shard.out_to_loss.to(weight)
             del shard
         if count > 1:
-            total, weight = total / count, weight / count
-        yield start, stop, (total * weight.unsqueeze(1)).float()
+            total, weight = total.div_(count), weight / count
+        yield start, stop, total.mul_(weight.unsqueeze(1)).float()
     for checkpoint in range(1, count):
         if (shard := next(iterators[checkpoint], None)) is not None:
             raise StoreError(

@@ -1,5 +1,6 @@
 """The k highest (or lowest) scores of every target, from blocks of scores."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,13 +61,13 @@ class TopK:
             )
         check_finite_rows(block, "score", start)
         if self._floor is not None:
-            # Equal scores count: of two, the lower row is wanted, and blocks may come in any order.
-            reaching = block >= self._floor if self.largest else block <= self._floor
-            count = int(reaching.count_nonzero())
+            reaching = _reaching(block, self._floor, self.largest)
+            count = int(reaching.sum()) if isinstance(reaching, Tensor) else int(np.count_nonzero(reaching))
             if count == 0:
                 return
             if count <= block.numel() // _FEW:
-                rows, targets = reaching.nonzero(as_tuple=True)
+                places = _places(reaching)
+                rows, targets = places // block.shape[1], places % block.shape[1]
                 scores = block[rows, targets]
                 self._waiting.append((targets, _pack(scores if self.largest else -scores, start + rows)))
                 self._n_waiting += count
@@ -127,6 +128,26 @@ class TopK:
         table = torch.full((len(counts), int(counts.max())), PADDING, device=keys.device)
         table[targets, column] = keys[order]
         self._take_in(table)
+
+
+# On the CPU, NumPy compares, counts and finds true values several times as fast as torch.
+
+
+def _reaching(block: Tensor, floor: Tensor, largest: bool) -> Tensor | np.ndarray:
+    """Which scores `(rows, m)` are as good as the k-th best of their target, `floor` `(m,)`. Equal ones count: of two,
+    the lower row is wanted, and blocks may come in any order.
+    """
+    if block.device.type == "cpu":
+        scores, floors = block.float().numpy(), floor.numpy()
+        return scores >= floors if largest else scores <= floors
+    return block >= floor if largest else block <= floor
+
+
+def _places(mask: Tensor | np.ndarray) -> Tensor:
+    """Where a mask is true, in its flattened form, ascending. Shape `(count,)`, int64."""
+    if isinstance(mask, np.ndarray):
+        return torch.from_numpy(np.flatnonzero(mask))
+    return mask.flatten().nonzero().squeeze(1)
 
 
 def _pack(scores: Tensor, rows: Tensor) -> Tensor:
