@@ -17,8 +17,8 @@ _FEW = 8
 class TopK:
     """Running top-k over row blocks; memory is m · k plus one block.
 
-    Once k rows are there, only scores that reach the k-th best of their target are looked at more closely, which soon
-    are few: a block then costs about one comparison per score.
+    Only scores that reach the k-th best of their target so far are looked at more closely, which soon are few: a block
+    then costs about one comparison per score.
 
     Equal scores are ordered by row index, lower first, so the result is the same for any cut into blocks, any order of
     blocks, and any device. (`torch.topk` alone promises no order.) To that end a score and its row index are packed
@@ -38,6 +38,7 @@ class TopK:
             raise ValueError(f"`k` is {k}. Expected a number of examples ≥ 1.")
         self.k = k
         self.largest = largest
+        self._m: int | None = None
         self._keys: Tensor | None = None
         self._floor: Tensor | None = None
         self._waiting: list[tuple[Tensor, Tensor]] = []
@@ -50,9 +51,10 @@ class TopK:
             ValueError: the shape does not fit, or a row index is beyond 2³² − 1.
             NonFiniteError: a score is not finite; names its row.
         """
-        if block.ndim != 2 or (self._keys is not None and block.shape[1] != self._keys.shape[0]):
-            expected = "m" if self._keys is None else self._keys.shape[0]
+        if block.ndim != 2 or self._m not in (None, block.shape[1]):
+            expected = "m" if self._m is None else self._m
             raise ValueError(f"The block of scores has shape {tuple(block.shape)}. Expected (rows, {expected}).")
+        self._m = block.shape[1]
         if start < 0 or start + block.shape[0] > _MAX_ROWS:
             raise ValueError(f"Rows {start} … {start + block.shape[0]} lie outside of 0 … {_MAX_ROWS}.")
         if block.dtype == torch.float64:
@@ -60,8 +62,11 @@ class TopK:
                 "The block of scores is float64. Expected float32: convert it, so that the rounding is yours."
             )
         check_finite_rows(block, "score", start)
-        if self._floor is not None:
-            reaching = _reaching(block, self._floor, self.largest)
+        floor = self._floor
+        if floor is None and block.shape[0] >= _FEW * self.k:
+            floor = block.float().topk(self.k, dim=0, largest=self.largest).values[-1]
+        if floor is not None:
+            reaching = _reaching(block, floor, self.largest)
             count = int(reaching.sum()) if isinstance(reaching, Tensor) else int(np.count_nonzero(reaching))
             if count == 0:
                 return
@@ -71,7 +76,7 @@ class TopK:
                 scores = block[rows, targets]
                 self._waiting.append((targets, _pack(scores if self.largest else -scores, start + rows)))
                 self._n_waiting += count
-                if self._n_waiting > self._keys.numel():  # type: ignore[union-attr]  # a floor comes with keys
+                if self._n_waiting >= self.k * block.shape[1] // 4:  # the floor soon rises
                     self._take_in_waiting()
                 return
         self._take_in_waiting()
@@ -81,7 +86,7 @@ class TopK:
     @property
     def empty(self) -> bool:
         """Whether there was no block yet."""
-        return self._keys is None
+        return self._keys is None and not self._waiting
 
     def keys(self) -> Tensor:
         """What is kept, packed: `(m, min(k, rows))`, int64, descending. For [`~TopK.merge`] in another process.
@@ -109,6 +114,7 @@ class TopK:
         return (scores if self.largest else -scores), indices
 
     def _take_in(self, keys: Tensor) -> None:
+        self._m = keys.shape[0]
         if self._keys is not None:
             keys = torch.cat([self._keys, keys.to(self._keys.device)], dim=1)
         self._keys = keys.topk(min(self.k, keys.shape[1]), dim=1, sorted=True).values
@@ -117,13 +123,13 @@ class TopK:
             self._floor = floor if self.largest else -floor
 
     def _take_in_waiting(self) -> None:
-        if not self._waiting or self._keys is None:
+        if not self._waiting:
             return
         targets = torch.cat([targets for targets, _ in self._waiting])
         keys = torch.cat([keys for _, keys in self._waiting])
         self._waiting, self._n_waiting = [], 0
         targets, order = targets.sort()
-        counts = targets.bincount(minlength=self._keys.shape[0])
+        counts = targets.bincount(minlength=self._m or 0)
         column = torch.arange(len(targets), device=targets.device) - (counts.cumsum(0) - counts)[targets]
         table = torch.full((len(counts), int(counts.max())), PADDING, device=keys.device)
         table[targets, column] = keys[order]
