@@ -49,9 +49,9 @@ __device__ __forceinline__ void add_vector(Accumulators<kPerVector>& to, const f
         float* const behind = before + 1 - kPerVector * kRow;
         float sum[kPerVector];
 #pragma unroll
-        for (int e = 0; e < kPerVector; ++e) sum[e] = (residue + e < kPerVector ? before : behind)[e * kRow] + value[e];
+        for (int e = 0; e < kPerVector; ++e) sum[e] = (residue < kPerVector - e ? before : behind)[e * kRow] + value[e];
 #pragma unroll
-        for (int e = 0; e < kPerVector; ++e) (residue + e < kPerVector ? before : behind)[e * kRow] = sum[e];
+        for (int e = 0; e < kPerVector; ++e) (residue < kPerVector - e ? before : behind)[e * kRow] = sum[e];
     } else if (local < tile.size || local >= 1u - kPerVector || place + kPerVector > tile.accumulators) {
         // On the edge of the tile (the last elements of it, or fewer than V before it), or going around at K.
 #pragma unroll 1

@@ -41,6 +41,11 @@ struct Float32 {
     static constexpr int kBytes = 4;
     __device__ static __forceinline__ float element(const Words4& v, int e) { return float_of_bits(v.w[e]); }
     __device__ static __forceinline__ void clear(Words4& v, int e) { v.w[e] = 0; }
+    // Element e changes its sign where bit e is 1.
+    __device__ static __forceinline__ void flip(Words4& v, uint32 bits) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) v.w[e] ^= bits << (31 - e) & 0x80000000u;
+    }
 };
 
 struct BFloat16 {
@@ -49,6 +54,12 @@ struct BFloat16 {
         return float_of_bits(e % 2 ? v.w[e / 2] & 0xFFFF0000u : v.w[e / 2] << 16);
     }
     __device__ static __forceinline__ void clear(Words4& v, int e) { v.w[e / 2] &= e % 2 ? 0x0000FFFFu : 0xFFFF0000u; }
+    __device__ static __forceinline__ void flip(Words4& v, uint32 bits) {
+        bits &= 0xFFu;
+        // The product is two copies of the bits that do not overlap: bit 2i of one is at 15, bit 2i + 1 of the other at 31.
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v.w[i] ^= bits * ((1u << (15 - 2 * i)) + (1u << (30 - 2 * i))) & 0x80008000u;
+    }
 };
 
 struct Float16 {
@@ -57,6 +68,7 @@ struct Float16 {
         return float_of_half(v.w[e / 2] >> e % 2 * 16 & 0xFFFFu);
     }
     __device__ static __forceinline__ void clear(Words4& v, int e) { BFloat16::clear(v, e); }
+    __device__ static __forceinline__ void flip(Words4& v, uint32 bits) { BFloat16::flip(v, bits); }
 };
 
 // One element, wherever it is.
@@ -89,6 +101,9 @@ struct Row {
         : begin(static_cast<const char*>(block) + row * stride * In::kBytes), columns(n) {
         shift = static_cast<uint32>(reinterpret_cast<uint64>(begin + first_column * In::kBytes)) & 15u;
     }
+
+    // Of the aligned vector that holds the vector's first byte, wherever in the row or beside it that is.
+    __device__ __forceinline__ const char* address(int64 column) const { return begin + column * In::kBytes - shift; }
 
     // First half of a load, to be issued early: the aligned vector that holds the vector's first byte.
     __device__ __forceinline__ Words4 fetch(int64 column) const { return aligned(column, 0); }

@@ -38,7 +38,7 @@ static_assert(kChunksPerStage * kSignWords == kFoldWords, "the fold takes the me
 template <typename In>
 struct SjltShared {
     Words4 signs[kChunksPerStage * kCallsPerChunk];
-    uint32 offsets[kChunksPerStage], steps[kChunksPerStage];
+    uint64 places[kChunksPerStage];  // of a chunk: its offset, and its step in the upper half
     Accumulators<16 / In::kBytes> accumulators;
 };
 
@@ -49,24 +49,8 @@ __device__ __forceinline__ void make_bits(SjltShared<In>& shared, const SjltArgu
     shared.signs[t] = philox(a.generator, Stream::sjlt_signs, static_cast<uint64>(chunk) * kCallsPerChunk + t, a.copy);
     if (t < kChunksPerStage) {
         const Words4 words = philox(a.generator, Stream::sjlt_places, static_cast<uint64>(chunk + t), a.copy);
-        shared.offsets[t] = draw(words.w[0], accumulators);
-        shared.steps[t] = kShortestStep + draw(words.w[1], kSteps);
+        shared.places[t] = static_cast<uint64>(kShortestStep + draw(words.w[1], kSteps)) << 32 | draw(words.w[0], accumulators);
     }
-}
-
-// Step 1 for one vector: elements `within … within + V − 1` of a chunk, never across a run, since V divides 512.
-template <typename In>
-__device__ __forceinline__ void add(SjltShared<In>& shared, const Words4& v, int chunk, int within, const Tile& tile) {
-    constexpr int kPerVector = 16 / In::kBytes;
-    const uint32* signs = reinterpret_cast<const uint32*>(shared.signs) + chunk * kSignWords;
-    const uint32 bits = signs[within / 32] >> within % 32;
-    float value[kPerVector];
-#pragma unroll
-    for (int e = 0; e < kPerVector; ++e) {
-        value[e] = float_of_bits(bits_of_float(In::element(v, e)) ^ (bits << (31 - e) & 0x80000000u));
-    }
-    // The offset is below K and the rest below the span of a chunk, which is below K: together below 2K.
-    add_vector(shared.accumulators, value, shared.offsets[chunk] + within / kRun * shared.steps[chunk] + within % kRun, tile);
 }
 
 // Grid: x the samples, y the splits of the coordinates, z the tiles of the accumulators.
@@ -89,28 +73,60 @@ __global__ void __launch_bounds__(kThreads, 2) sjlt(const __grid_constant__ Sjlt
 
     shared.accumulators.clear(kThreads);
 
+    // Chunks are counted from the split's first one. Those from `whole` to `behind_whole` lie inside of the row: their
+    // vectors are where they are expected, and need no look at the row's ends.
+    const int chunks = static_cast<int>(behind - first);
+    const int64 split = origin + (first - first_of_block) * kChunk;  // column of the split's first chunk
+    const int whole = split < 0 ? 1 : 0, behind_whole = static_cast<int>(min((a.columns - split) / kChunk, static_cast<int64>(chunks)));
+    // Vector i of a thread, in the first chunk and in later ones, is where `vector` is, so many columns on.
+    int64 column = split + t * kPerVector;
+    const char* vector = row.address(column);
+
+    // What does not change from chunk to chunk: a vector's run, where it is in it, and its bits.
+    const uint32* const signs = reinterpret_cast<const uint32*>(shared.signs) + t * kPerVector / 32;
+    const int bit = t * kPerVector % 32;
+
     Words4 current[kVectors], next[kVectors];
-    int64 column = origin + (first - first_of_block) * kChunk + t * kPerVector;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) current[i] = row.fetch(column + i * kThreads * kPerVector);
 
-    for (int64 stage = first; stage < behind; stage += kChunksPerStage) {
-        make_bits(shared, a, stage, accumulators);
+    for (int stage = 0; stage < chunks; stage += kChunksPerStage) {
+        make_bits(shared, a, first + stage, accumulators);
         __syncthreads();
-        const int chunks = static_cast<int>(min(behind - stage, static_cast<int64>(kChunksPerStage)));
-        for (int chunk = 0; chunk < chunks; ++chunk, column += kChunk) {
-            if (stage + chunk + 1 < behind) {
+        const int behind_stage = min(stage + kChunksPerStage, chunks);
+#pragma unroll 1
+        for (int chunk = stage; chunk < behind_stage; ++chunk) {
+            if (chunk + 1 >= whole && chunk + 1 < behind_whole) {
+#pragma unroll
+                for (int i = 0; i < kVectors; ++i) {
+                    next[i] = load_words(vector + (kChunk + i * kThreads * kPerVector) * In::kBytes);
+                }
+            } else if (chunk + 1 < chunks) {
 #pragma unroll
                 for (int i = 0; i < kVectors; ++i) next[i] = row.fetch(column + kChunk + i * kThreads * kPerVector);
             }
+            if (row.shift || chunk < whole || chunk >= behind_whole) {
+#pragma unroll
+                for (int i = 0; i < kVectors; ++i) current[i] = row.complete(current[i], column + i * kThreads * kPerVector);
+            }
+            const uint64 place = shared.places[chunk - stage];
+            const uint32 offset = static_cast<uint32>(place), step = static_cast<uint32>(place >> 32);
 #pragma unroll
             for (int i = 0; i < kVectors; ++i) {
-                const int within = (i * kThreads + t) * kPerVector;
-                const Words4 v = row.complete(current[i], column + i * kThreads * kPerVector);
-                add(shared, v, chunk, within, tile);
+                constexpr int kApart = kThreads * kPerVector;  // a multiple of kRun
+                In::flip(current[i], signs[(chunk - stage) * kSignWords + i * kApart / 32] >> bit);
+                float value[kPerVector];
+#pragma unroll
+                for (int e = 0; e < kPerVector; ++e) value[e] = In::element(current[i], e);
+                // The offset is below K and the rest below the span of a chunk, which is below K: together below 2K.
+                // Never across a run, since V divides 512.
+                const uint32 run = t * kPerVector / kRun + i * kApart / kRun, within = t * kPerVector % kRun;
+                add_vector(shared.accumulators, value, offset + run * step + within, tile);
             }
 #pragma unroll
             for (int i = 0; i < kVectors; ++i) current[i] = next[i];
+            column += kChunk;
+            vector += kChunk * In::kBytes;
             __syncthreads();  // the next chunk goes to the same accumulators, the next stage to the same bits
         }
     }

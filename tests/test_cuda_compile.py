@@ -10,7 +10,7 @@ from hf_trak.kernels.sources import ARCHITECTURES, Kernel, all_kernels, source, 
 SHORT_LIST = [
     "reduce_partials",
     "sjlt<BFloat16>",
-    "outer<Float32, 16>",
+    "outer<Float32, 8>",
     "rademacher<BFloat16, 1, 128>",
     "rademacher<Float32, 2, 64>",
     "dense<Float32, Normal, 64>",

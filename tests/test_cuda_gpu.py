@@ -87,8 +87,8 @@ def outer_on(device, left, right, outputs, start, nonzeros=1):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 3, 8, 16, 35])
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (257, 64), (40, 513), (70, 1024), (33, 1025), (5, 9001)])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 19])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (257, 64), (40, 513), (70, 2048), (33, 2049), (5, 9001)])
 @pytest.mark.parametrize(("outputs", "nonzeros"), [(1, 1), (1009, 1), (4096, 1), (16_384, 1), (300, 3)])
 def test_shapes_of_outer_products(dtype, tokens, height, width, outputs, nonzeros):
     """Sums of outer products from their factors: bits identical to the CPU, which forms them."""

@@ -67,10 +67,10 @@ def check(runtime, left, right, outputs, start, nonzeros=1):
 
 @emulated
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "layouts"), [(1, (2, 2)), (3, (1, 2)), (7, (2, 1)), (16, (1, 1))])
+@pytest.mark.parametrize(("tokens", "layouts"), [(1, (2, 2)), (3, (1, 2)), (7, (2, 1)), (8, (1, 1))])
 @pytest.mark.parametrize(
     ("height", "width"),
-    [(1, 1), (300, 1), (1, 1023), (130, 63), (37, 512), (20, 513), (19, STRIP), (9, STRIP + 1), (5, 9001)],
+    [(1, 1), (300, 1), (1, 1023), (130, 63), (37, 512), (20, 1025), (19, STRIP), (9, STRIP + 1), (5, 9001)],
 )
 def test_any_matrix(runtime, dtype, tokens, layouts, height, width):
     """Narrow and wide ones, several rows per step and several strips per row, of any layout, at any place."""
@@ -94,14 +94,14 @@ def test_any_number_of_outputs(runtime, outputs, nonzeros):
 def test_several_splits_and_more_tokens_than_an_instance_has(runtime):
     left, right = (factor(1, 18, size, torch.bfloat16, 2) for size in (2 * 2**17 // 64 + 100, 64))
     check(runtime, left, right, 64, 100)
-    assert [launch.kernel.file for launch in runtime.launches] == ["outer", "reduce"] * 2
-    assert runtime.launches[0].grid[1] == 3 and runtime.launches[0].arguments.tokens == 16
+    assert [launch.kernel.file for launch in runtime.launches] == ["outer", "reduce"] * 3
+    assert runtime.launches[0].grid[1] == 3 and runtime.launches[0].arguments.tokens == 8
 
 
 @emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", range(1, 17))
+@pytest.mark.parametrize("tokens", range(1, 9))
 def test_every_instance(runtime, dtype, tokens):
     for _ in range(3):
         left, right = (factor(3, tokens, random.randrange(1, 200), dtype, random.choice([1, 2])) for _ in range(2))
@@ -156,14 +156,14 @@ def test_wrong_kernels_are_refused(runtime, monkeypatch):
 
 
 @pytest.mark.parametrize("height", [1, 50, 4096, 10**6])
-@pytest.mark.parametrize("width", [1, 63, 768, 1025, 16_384, 10**6])
+@pytest.mark.parametrize("width", [1, 63, 768, 2049, 16_384, 10**6])
 @pytest.mark.parametrize("outputs", [1, 4096, 9000, 2**20])
 def test_plans_cover_everything_once(height, width, outputs):
     plan = plan_outer(height, width, outputs)
     assert (plan.strips - 1) * STRIP < width <= plan.strips * STRIP
     assert (plan.splits - 1) * plan.rows_per_split < height <= plan.splits * plan.rows_per_split
     assert plan.rows_per_split % (8 * plan.rows_per_step) == 0
-    assert plan.rows_per_step * -(-min(width, STRIP) // 4) <= 256 and 1 <= plan.rows_per_step <= 16
+    assert plan.rows_per_step * -(-min(width, STRIP) // 8) <= 256 and 1 <= plan.rows_per_step <= 16
     assert plan.rows_per_step == 1 or plan.strips == 1
     assert plan.splits * plan.strips <= max(64, plan.strips) <= 65535
     assert max(map(shared_bytes, TOKENS)) <= 2**16
@@ -177,10 +177,10 @@ def test_what_is_worthwhile():
             torch.empty(2, tokens, 99, dtype=dtype), torch.empty(2, tokens, width, dtype=dtype), [(0, outputs)]
         )
 
-    assert decision(1) and decision(16) and decision(8, torch.bfloat16) and decision(1, torch.float16)
-    assert not decision(17) and not decision(9, torch.bfloat16) and not decision(1, torch.float64)
+    assert decision(1) and decision(8) and decision(4, torch.bfloat16) and decision(1, torch.float16)
+    assert not decision(9) and not decision(5, torch.bfloat16) and not decision(1, torch.float64)
     assert not decision(1, outputs=8192) and decision(1, outputs=12_288)
-    assert not decision(1, width=10) and not decision(0)
+    assert not decision(1, width=100) and not decision(0)
 
 
 # ---- The operator and the projectors ----
@@ -336,6 +336,6 @@ def test_a_projector_that_overrides_accumulate_is_not_bypassed(monkeypatch):
             super().accumulate(out, 2 * block, start, model_id)
 
     monkeypatch.setattr("hf_trak.projectors.sparse.kernels_wanted", lambda device: True)
-    factors = torch.ones(2, 1, 100), torch.ones(2, 1, 100)
-    assert SparseProjector(10_000, 8).takes_outer(*factors)
-    assert not Own(10_000, 8).takes_outer(*factors)
+    factors = torch.ones(2, 1, 10), torch.ones(2, 1, 200)
+    assert SparseProjector(2000, 8).takes_outer(*factors)
+    assert not Own(2000, 8).takes_outer(*factors)

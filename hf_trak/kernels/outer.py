@@ -13,17 +13,17 @@ from hf_trak.kernels.runtime import Launch, Runtime, reduce, workspace
 from hf_trak.kernels.sources import TOKENS, outer_kernel
 from hf_trak.kernels.sparse import TILE, Tiling, plan_tiles
 
-STRIP = 1024
+STRIP = 2048
 """Columns of a block of threads, as in `outer.cu`."""
 
-_THREADS, _COLUMNS_PER_THREAD = 256, 4
+_THREADS, _COLUMNS_PER_THREAD = 256, 8
 _STEPS_PER_STAGE, _MAX_ROWS_PER_STEP = 8, 16
 _ELEMENTS_PER_SPLIT = 2**17  # a block costs about 10,000 elements more: clearing and folding the accumulators
 _ELEMENTS_PER_OUTPUT = 64  # a block costs 8 bytes per output in the workspace
 _BLOCKS_WANTED = 64  # per sample; more than that only take workspace
-_MAX_STRIPS = 65535  # of a grid
+_MIN_WIDTH, _MAX_WIDTH = _COLUMNS_PER_THREAD * _MAX_ROWS_PER_STEP, 2**24
 
-_WORTHWHILE = {torch.float32: 16, torch.bfloat16: 8, torch.float16: 8}
+_WORTHWHILE = {torch.float32: 8, torch.bfloat16: 4, torch.float16: 4}
 """Numbers of outer products up to which this beats a matrix product and `sjlt.cu`; estimates, see cuda_ext/README."""
 
 
@@ -68,9 +68,8 @@ def worthwhile(left: Tensor, right: Tensor, segments: list[tuple[int, int]]) -> 
         and 0 < left.shape[1] <= _WORTHWHILE.get(left.dtype, 0)
         # several tiles would each make all elements
         and all(plan_tiles(last - first).tiles == 1 for first, last in segments)
-        # wider strips than there are columns would leave threads idle
-        and right.shape[2] >= 4 * _MAX_ROWS_PER_STEP
-        and -(-right.shape[2] // STRIP) <= _MAX_STRIPS
+        # of narrower ones a step would leave threads idle
+        and _MIN_WIDTH <= right.shape[2] <= _MAX_WIDTH
     )
 
 
@@ -82,7 +81,7 @@ def tokens_of_instance(tokens: int) -> int:
 def shared_bytes(tokens: int) -> int:
     """sizeof(OuterShared): rows of a stage or the fold's words, bits of 8 steps, their places, the accumulators."""
     left = max(4 * _STEPS_PER_STAGE * _MAX_ROWS_PER_STEP * tokens + 16, 2**13)
-    return left + _STEPS_PER_STAGE * (10 * 16 + 4 * 4) + 4 * (TILE + 4 * 8)
+    return left + _STEPS_PER_STAGE * ((STRIP // 128 + 2) * 16 + 2 * 16) + 4 * (TILE + 32)
 
 
 def accumulate_outer(
@@ -115,9 +114,9 @@ def _accumulate(
 ) -> None:
     rows, tokens, height = left.shape
     width = right.shape[2]
+    instance = tokens_of_instance(tokens)
     plan = plan_outer(height, width, out.shape[1])
     partials = workspace(plan.slots, out)
-    instance = tokens_of_instance(tokens)
     arguments = OuterArguments(
         Destination.of(out, partials),
         left.data_ptr(),

@@ -49,7 +49,7 @@ def sjlt_kernel(dtype: torch.dtype) -> Kernel:
     return Kernel("sjlt", f"sjlt<{INPUT_TYPES[dtype]}>", 512)
 
 
-TOKENS = (1, 4, 8, 16)
+TOKENS = (1, 4, 8)
 """Numbers of outer products that there are instances of `outer.cu` for."""
 
 

@@ -37,7 +37,7 @@ def fused_steps(k: int, device: torch.device) -> Iterator[tuple[str, dict[str, S
             *((256, tokens, 768, 768) for tokens in (1, 4, 8, 16)),
             *((64, tokens, 3072, 768) for tokens in (1, 8)),
             *((64, tokens, 768, 3072) for tokens in (1, 8)),
-            (64, 16, 512, 4608),  # the last convolutions of a ResNet-18 on images of 32 × 32
+            (64, 16, 512, 4608),  # the last convolutions of a ResNet-18 on images of 32 × 32, in two launches
         ):
             left = torch.randn(size, tokens, height, device=device).to(dtype)
             right = torch.randn(size, tokens, width, device=device).to(dtype)
