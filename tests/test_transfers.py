@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from hf_trak import transfers
+from hf_trak.score_computers import device_shards, score_blocks
 from hf_trak.score_computers.basic import BasicScoreComputer, product_through_device
+from hf_trak.score_computers.device_shards import DeviceShard, uploaded_shards
 from hf_trak.transfers import BUFFERS, download, uploaded
 from hf_trak.utils import get_matrix_mult_blockwise
 
@@ -165,6 +167,40 @@ def test_score_computer_gives_the_same_through_copies(monkeypatch):
     assert engine.most_waiting > 0
 
 
+def shards_of(features, q, size):
+    return [
+        DeviceShard(start, min(start + size, len(features)), features[start : start + size], q[start : start + size])
+        for start in range(0, len(features), size)
+    ]
+
+
+def test_shards_arrive_in_order(monkeypatch):
+    features, q = torch.randn(23, 8, dtype=torch.float16), torch.randn(23)
+    shards = shards_of(features, q, 5)
+    engine = LateEngine()
+    for arrived, shard in zip(uploaded_shards(iter(shards), CPU, engine), shards, strict=True):
+        assert (arrived.start, arrived.stop) == (shard.start, shard.stop)
+        assert torch.equal(arrived.grads, shard.grads) and arrived.grads is not shard.grads
+        assert arrived.out_to_loss is shard.out_to_loss
+    assert engine.most_waiting == BUFFERS
+    assert list(uploaded_shards(iter(shards), CPU)) == shards, "as they are where nothing has to be copied"
+
+
+def test_streamed_scores_are_the_same_through_copies(monkeypatch):
+    """Several checkpoints, whose shards are uploaded side by side."""
+    features, q, targets = torch.randn(2, 23, 8), torch.randn(2, 23), torch.randn(2, 3, 8)
+
+    def scores():
+        shards = [shards_of(features[c], q[c], 5) for c in range(2)]
+        return torch.cat([block for _, _, block in score_blocks(shards, list(targets))])
+
+    expected = scores()
+    engine = LateEngine()
+    monkeypatch.setattr(device_shards, "copy_engine", lambda device: engine)
+    assert torch.equal(scores(), expected)
+    assert engine.most_waiting > BUFFERS, "of both checkpoints"
+
+
 # ---- On a GPU ----
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -202,6 +238,15 @@ class TestOnGpu:
             computer.get_scores(computer.get_x_xtx_inv(features, gram).cpu(), targets, accumulator)
             results.append(accumulator)
         torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
+
+    def test_streamed_scores_equal_those_of_the_cpu(self):
+        features, q, targets = torch.randn(2, 5000, 64), torch.randn(2, 5000), torch.randn(2, 30, 64)
+        results = []
+        for device in ("cuda", "cpu"):
+            shards = [shards_of(features[c], q[c], 700) for c in range(2)]
+            blocks = score_blocks(shards, [matrix.to(device) for matrix in targets])
+            results.append(torch.cat([block.cpu() for _, _, block in blocks]))
+        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
 
     def test_blockwise_products_equal_whole_ones(self):
         features, targets = torch.randn(3000, 64, device="cuda"), torch.randn(2000, 64, device="cuda")

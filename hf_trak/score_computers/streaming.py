@@ -3,7 +3,7 @@
     τ = (mean_c X_c A_cᵀ) ∘ (mean_c q_c),      A_c = t_c (X_cᵀX_c + λ_c I)⁻¹   (rows: preconditioned targets)
 
 the mean of the products times the mean of the q's (TRAK paper, Section 3.4). Memory is one shard of one checkpoint
-plus one block of scores; neither X (n, k) nor τ (n, m) is ever held.
+(on a GPU two of each) plus one block of scores; neither X (n, k) nor τ (n, m) is ever held.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import StoreError
+from hf_trak.score_computers.device_shards import uploaded_shards
 from hf_trak.score_computers.ridge import RidgeSystem, check_finite_rows
 
 
@@ -71,7 +72,9 @@ def score_blocks(
         _check_columns(grads, matrix.shape[0], checkpoint)
         return grads.to(device=matrix.device, dtype=torch.float32) @ matrix
 
-    return _checked(_average(checkpoints, product))
+    # a shard is on its way to the device while the one before it is multiplied
+    shards = [uploaded_shards(one, matrix.device) for one, matrix in zip(checkpoints, columns, strict=True)]
+    return _checked(_average(shards, product))
 
 
 def joined(blocks: Iterable[tuple[int, int, Tensor]], least: int) -> Iterator[tuple[int, int, Tensor]]:
