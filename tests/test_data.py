@@ -1,6 +1,7 @@
 """Datasets are identified by content, and rows arrive in order whatever the loader does."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,9 +55,28 @@ def test_fingerprint_of_torch_datasets_and_images() -> None:
     x, y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
     assert fingerprint_dataset(TensorDataset(x, y)) == fingerprint_dataset(TensorDataset(x.clone(), y.clone()))
     assert fingerprint_dataset(TensorDataset(x, y)) != fingerprint_dataset(TensorDataset(x + 1, y))
+    rows = [{"x": [0.0, float(i)], "label": i % 2} for i in range(200)]
+    assert fingerprint_dataset([*rows[:1], {**rows[1], "label": 0}, *rows[2:]]) != fingerprint_dataset(rows)
     images = [PILImage.fromarray(np.full((4, 4), i, dtype=np.uint8)) for i in range(3)]
     pictures = [Dataset.from_dict({"image": some}).cast_column("image", Image()) for some in (images, images[::-1])]
     assert fingerprint_dataset(pictures[0]) != fingerprint_dataset(pictures[1])
+
+
+def test_a_dataset_may_name_its_own_fingerprint() -> None:
+    class Slow(list):
+        fingerprint: Any = "photos of May, version 3"
+
+        def __getitem__(self, index: Any) -> Any:
+            raise AssertionError("no row has to be read")
+
+    expected = fingerprint_dataset(Slow(range(5)))
+    assert fingerprint_dataset(Slow(range(6))) != expected
+    other = Slow(range(5))
+    other.fingerprint = "photos of May, version 4"
+    assert fingerprint_dataset(other) != expected
+    other.fingerprint = 4
+    with pytest.raises(TypeError, match=r"`Slow.fingerprint` is 4\. Expected a string"):
+        fingerprint_dataset(other)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
