@@ -40,6 +40,14 @@ class TrakConfig:
         default="auto",
         metadata={"help": "How per-sample gradients are taken. `auto` picks the fastest that is right."},
     )
+    max_block_bytes: int = field(
+        default=32 * 2**20,
+        metadata={
+            "help": "Bytes of a block of per-sample gradients at which the `hooked` engine cuts large parameters into "
+            "slices: the memory that it takes for gradients. At least one row of a parameter for the whole batch is "
+            "held. Changes features by rounding only."
+        },
+    )
     lambda_reg: float | None = field(
         default=None,
         metadata={"help": "Ridge λ added to the Gram matrix, absolute. `None` derives it from `lambda_relative`."},
@@ -92,6 +100,7 @@ class TrakConfig:
         for name, least in (
             ("proj_dim", 1),
             ("proj_nonzeros", 1),
+            ("max_block_bytes", 1),
             ("per_device_batch_size", 1),
             ("shard_size", 1),
             ("seed", 0),

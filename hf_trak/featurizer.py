@@ -131,7 +131,12 @@ class Featurizer:
         batch_size: int,
     ) -> None:
         computer = make_gradient_computer(
-            self.args.engine, self.model, self.task, grad_wrt=self.args.grad_wrt, device=self.device
+            self.args.engine,
+            self.model,
+            self.task,
+            grad_wrt=self.args.grad_wrt,
+            device=self.device,
+            max_block_bytes=self.args.max_block_bytes,
         )
         self._prepare_task(model_id, batch_size)
         batches = self.batches(dataset)

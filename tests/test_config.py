@@ -18,6 +18,7 @@ from hf_trak import TrakConfig
         ("proj_nonzeros", 0),
         ("seed", -1),
         ("seed", True),
+        ("max_block_bytes", 0),
         ("per_device_batch_size", 0),
         ("shard_size", 0),
         ("lambda_reg", -1.0),

@@ -1,21 +1,28 @@
 """The functional and the iterative engine against plain autograd on each sample alone (and what both must refuse)."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
+from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers import (
     FunctionalGradientComputer,
+    HookedGradientComputer,
     IterativeGradientComputer,
     ParameterLayout,
+    functional,
     make_gradient_computer,
     per_sample_gradients,
 )
+from hf_trak.gradient_computers.memory import saved_activation_bytes
+from hf_trak.gradient_computers.workspace import Workspace
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
 
 
@@ -198,6 +205,124 @@ def test_functional_chunks_agree() -> None:
     chunked, outputs = streamed(computer, batch, 4)
     assert_close(chunked, whole)
     assert outputs.output.shape == outputs.out_to_loss.shape == (4,)
+
+
+def test_functional_chooses_its_chunk_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less free memory, fewer samples at once, down to one; the gradients stay the same."""
+    model, batch = small_bert()
+    chunks: list[int | None] = []
+    vmap = torch.func.vmap
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        chunks.append(kwargs["chunk_size"])
+        return vmap(*args, **kwargs)
+
+    monkeypatch.setattr(torch.func, "vmap", recorded)
+
+    def gradients(free: float) -> Tensor:
+        monkeypatch.setattr(functional, "free_bytes", lambda device: int(free))
+        computer = FunctionalGradientComputer(model, Margin(), None, torch.float32, "cpu")
+        return streamed(computer, batch, 4)[0]
+
+    whole = gradients(2**40)
+    gradient = 4 * sum(parameter.numel() for parameter in model.parameters())
+    with torch.enable_grad():
+        single = {key: value[:1] for key, value in batch.items() if key != "labels"}
+        sample = 2 * saved_activation_bytes(lambda: model(**single)) + gradient
+    for fitting in (3.5, 2.5, 1.5, 0.0, -4.0):
+        # half of what is free may be planned with; the gradients of all four samples are held beside the chunk
+        shrunk = gradients((4 * gradient + fitting * sample) / functional.MEMORY_SHARE)
+        assert_close(shrunk, whole)
+    assert chunks == [4, 3, 2, 1, 1, 1]
+
+
+def test_functional_takes_smaller_chunks_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the estimate was too high: half as many samples, until they fit; one that does not fit is an error."""
+    model, batch = small_bert()
+    computer = FunctionalGradientComputer(model, Margin(), None, torch.float32, "cpu")
+    whole, _ = streamed(computer, batch, 4)
+    vmap, chunks, room = torch.func.vmap, [], 1
+
+    def too_small(function: Any, *, chunk_size: int, **kwargs: Any) -> Any:
+        chunks.append(chunk_size)
+        if chunk_size > room:
+            raise torch.OutOfMemoryError("out of memory")
+        return vmap(function, chunk_size=chunk_size, **kwargs)
+
+    def deferred(*args: Any, **kwargs: Any) -> Any:
+        return lambda *inputs: too_small(*args, **kwargs)(*inputs)
+
+    monkeypatch.setattr(torch.func, "vmap", deferred)
+    assert_close(streamed(computer, batch, 4)[0], whole)
+    assert chunks == [4, 2, 1]
+    room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        streamed(computer, batch, 4)
+    assert chunks[3:] == [4, 2, 1]
+
+
+@pytest.fixture
+def built_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every block that the hooked engine builds in its workspace."""
+    sizes: list[int] = []
+    empty = Workspace.empty
+
+    def recorded(self: Workspace, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        sizes.append(torch.Size(shape).numel() * like.element_size())
+        return empty(self, shape, like)
+
+    monkeypatch.setattr(Workspace, "empty", recorded)
+    return sizes
+
+
+def test_the_size_of_blocks_can_be_chosen(built_blocks: list[int]) -> None:
+    """By `per_sample_gradients`, and by whoever makes a gradient computer; the gradients are the same."""
+    model, batch = small_bert()
+    expected = concatenated(truth(model, Margin(), batch), ParameterLayout.from_model(model))
+    limit = 4 * 4 * 24  # one row of the widest layer for four samples, in float32
+
+    def whole(**options: Any) -> Tensor:
+        gradients = per_sample_gradients(model, batch, lambda r, b: Margin().output(r, b), **options)
+        return torch.cat([gradient.flatten(1) for gradient in gradients.values()], dim=1)
+
+    assert_close(whole(), expected)
+    assert max(built_blocks) >= 4 * 4 * 24 * 16  # the widest layer as a whole
+    built_blocks.clear()
+    assert_close(whole(max_block_bytes=limit), expected)
+    assert max(built_blocks) == limit
+    for engine in ("auto", "hooked"):
+        built_blocks.clear()
+        computer = make_gradient_computer(engine, model, Margin(), max_block_bytes=limit)
+        assert_close(streamed(computer, batch, 4)[0], expected)
+        assert max(built_blocks) == limit
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=f"`max_block_bytes` is {wrong}; expected a positive"):
+            per_sample_gradients(model, batch, lambda r, b: Margin().output(r, b), max_block_bytes=wrong)
+        with pytest.raises(ValueError, match=f"`max_block_bytes` is {wrong}; expected a positive"):
+            HookedGradientComputer(model, Margin(), max_block_bytes=wrong)
+
+
+def test_the_size_of_blocks_is_a_setting_that_defines_no_features(built_blocks: list[int], tmp_path: Path) -> None:
+    """`TrakConfig(max_block_bytes=…)`: a run goes on with another value, and its features are the same to rounding."""
+    model, batch = small_bert()
+    rows = Dataset.from_dict({name: value.tolist() for name, value in batch.items()})
+
+    def featurized(store: str, **settings: Any) -> TrakAttributor:
+        args = TrakConfig(str(tmp_path / store), proj_dim=32, use_cpu=True, disable_tqdm=True, **settings)
+        return TrakAttributor(model, args, train_dataset=rows).featurize()
+
+    def features(attributor: TrakAttributor) -> Tensor:
+        return torch.cat([shard.grads for shard in attributor.store.train(0)])
+
+    whole = features(featurized("whole"))
+    assert max(built_blocks) >= 4 * 4 * 24 * 16
+    built_blocks.clear()
+    sliced = featurized("sliced", max_block_bytes=4 * 4 * 24)
+    assert max(built_blocks) == 4 * 4 * 24
+    assert_close(features(sliced), whole)
+    built_blocks.clear()
+    torch.testing.assert_close(features(featurized("sliced", max_block_bytes=2**20)), features(sliced), rtol=0, atol=0)
+    assert built_blocks == []  # everything was there
 
 
 def test_functional_sets_the_problem_type_only_while_it_runs() -> None:

@@ -14,6 +14,7 @@ from hf_trak.gradient_computers.hooked import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.memory import is_out_of_memory
 from hf_trak.gradient_computers.self_check import Reference, check_against, check_company, reference_of
+from hf_trak.gradient_computers.workspace import DEFAULT_MAX_BLOCK_BYTES
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
 logger = logging.getLogger(__name__)
@@ -53,20 +54,25 @@ class AutoGradientComputer(AbstractGradientComputer):
         grad_wrt: Iterable[str] | None = None,
         engines: Sequence[str] = tuple(ENGINES),
         self_check: bool = True,
+        max_block_bytes: int = DEFAULT_MAX_BLOCK_BYTES,
     ) -> None:
         """See [`AbstractGradientComputer`].
 
         Args:
             engines: names from [`ENGINES`] in the order in which they are tried.
             self_check: whether to compare two samples of the first batch with plain autograd.
+            max_block_bytes: see [`HookedGradientComputer`]; the other engines do not cut parameters into slices.
 
         Raises:
-            ValueError: an unknown engine.
+            ValueError: an unknown engine; `max_block_bytes` is not positive.
         """
         super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
         unknown = [name for name in engines if name not in ENGINES]
         if unknown or not engines:
             raise ValueError(f"`engines` is {list(engines)}; expected names from {list(ENGINES)}.")
+        if max_block_bytes <= 0:
+            raise ValueError(f"`max_block_bytes` is {max_block_bytes}; expected a positive number of bytes.")
+        self.max_block_bytes = max_block_bytes
         self.self_check = self_check
         self.engine: str | None = None
         self.engines = tuple(engines)
@@ -150,6 +156,8 @@ class AutoGradientComputer(AbstractGradientComputer):
 
     def _make(self, name: str, dtype: torch.dtype | None) -> AbstractGradientComputer:
         computer = ENGINES[name](self.model, self.modelout_fn, self.grad_dim, dtype, self.device, self.grad_wrt)
+        if isinstance(computer, HookedGradientComputer):
+            computer.max_block_bytes = self.max_block_bytes
         if isinstance(computer, IterativeGradientComputer) and not isinstance(self.modelout_fn, BatchedModelOutput):
             # chosen by name, the iterative engine calls a task without a batched form as the seeds' one does; as a
             # stand-in or reference for the functional engine, it calls it as that one would

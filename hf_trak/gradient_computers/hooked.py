@@ -56,11 +56,16 @@ class HookedGradientComputer(AbstractGradientComputer):
         dtype: torch.dtype | None = torch.float16,
         device: torch.device | str | None = "cuda",
         grad_wrt: Iterable[str] | None = None,
+        max_block_bytes: int = DEFAULT_MAX_BLOCK_BYTES,
     ) -> None:
         """See [`AbstractGradientComputer`].
 
+        Args:
+            max_block_bytes: see the attribute; a block is never smaller than one row of a parameter.
+
         Raises:
             GradientEngineError: the task has no batched form.
+            ValueError: `max_block_bytes` is not positive.
         """
         super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
         if not isinstance(task, BatchedModelOutput):
@@ -69,8 +74,8 @@ class HookedGradientComputer(AbstractGradientComputer):
                 "get_output(model, weights, buffers, *sample). Derive it from BatchedModelOutput, or use the "
                 "functional engine."
             )
-        self.max_block_bytes = DEFAULT_MAX_BLOCK_BYTES
-        self._workspace = Workspace()
+        self.max_block_bytes = max_block_bytes
+        self._workspace = Workspace(max_block_bytes)
         self._knowledge = Knowledge()
         self._profiles: OrderedDict[Any, Profile] = OrderedDict()
         self.load_model_params(model)

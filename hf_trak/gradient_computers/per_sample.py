@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_trak.gradient_computers.auto import AutoGradientComputer, engines_of
 from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.workspace import DEFAULT_MAX_BLOCK_BYTES
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 
 OutputFn = Callable[[Any, Any], Tensor]
@@ -55,6 +56,7 @@ def per_sample_gradients(
     engine: str = "auto",
     grad_wrt: Iterable[str] | None = None,
     self_check: bool = True,
+    max_block_bytes: int = DEFAULT_MAX_BLOCK_BYTES,
 ) -> dict[str, Tensor]:
     """The gradient of one scalar per sample with respect to the parameters, for every sample of a batch.
 
@@ -66,19 +68,24 @@ def per_sample_gradients(
         engine: `"auto"`, or the name of an engine.
         grad_wrt: names of the parameters; `None` takes those with `requires_grad`.
         self_check: whether to compare two samples with plain autograd on each of them alone first.
+        max_block_bytes: bytes of a block at which the hooked engine cuts large parameters into slices: what it holds
+            beside the result.
 
     Returns:
         `dict[str, torch.Tensor]`: by parameter name in `named_parameters()` order, shape `(B, *parameter.shape)`, in
         the dtype and on the device of the parameter.
 
     Raises:
-        ValueError: `output_fn` does not give one scalar per sample; an unknown engine or parameter name.
+        ValueError: `output_fn` does not give one scalar per sample; an unknown engine or parameter name;
+            `max_block_bytes` is not positive.
         GradientEngineError: no engine, or not the one asked for, gives the gradients of each sample alone.
     """
     is_tensor = isinstance(batch, Tensor)
     given: Batch = (batch,) if isinstance(batch, Tensor) else batch
     task = FunctionOutput(output_fn, model, is_tensor)
-    computer = AutoGradientComputer(model, task, None, None, None, grad_wrt, engines_of(engine), self_check)
+    computer = AutoGradientComputer(
+        model, task, None, None, None, grad_wrt, engines_of(engine), self_check, max_block_bytes
+    )
     size = SplitBatch.of(given).size
     parameters = dict(model.named_parameters())
     slots = computer.layout.slots
