@@ -10,6 +10,13 @@ constexpr int kChunk = 8192, kRun = 512, kShortestStep = 512, kSteps = 128;
 constexpr int kTile = 12288;  // accumulators per block of threads: 48 KiB, for every GPU since Turing
 constexpr int kFoldWords = 2048;
 
+// Blocks of threads that a multiprocessor's shared memory has room for: 64 KiB on Turing, 96 on Volta, 100 and more since.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kBlocksAtOnce = 1;
+#else
+constexpr int kBlocksAtOnce = 2;
+#endif
+
 template <int kPerVector>
 struct Accumulators {
     static constexpr int kRow = kTile / kPerVector + 32 / kPerVector;

@@ -112,7 +112,7 @@ __device__ __forceinline__ void multiply(float (&value)[kColumns], const float* 
 
 // Grid: x the samples, y the splits of the rows times the strips, z the tiles of the accumulators.
 template <typename In, int kTokens>
-__global__ void __launch_bounds__(kThreads, 2) outer(const __grid_constant__ OuterArguments a) {
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce) outer(const __grid_constant__ OuterArguments a) {
     auto& shared = *reinterpret_cast<OuterShared<kTokens>*>(shared_memory());
     const uint32 accumulators = static_cast<uint32>(a.to.columns) * a.groups, tile_first = blockIdx.z * a.tile;
     const Tile tile = {tile_first, min(a.tile, accumulators - tile_first), accumulators};

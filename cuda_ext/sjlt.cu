@@ -55,7 +55,7 @@ __device__ __forceinline__ void make_bits(SjltShared<In>& shared, const SjltArgu
 
 // Grid: x the samples, y the splits of the coordinates, z the tiles of the accumulators.
 template <typename In>
-__global__ void __launch_bounds__(kThreads, 2) sjlt(const __grid_constant__ SjltArguments a) {
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce) sjlt(const __grid_constant__ SjltArguments a) {
     constexpr int kPerVector = 16 / In::kBytes, kVectors = kChunk / kThreads / kPerVector;
     SjltShared<In>& shared = *reinterpret_cast<SjltShared<In>*>(shared_memory());
     const int t = threadIdx.x;

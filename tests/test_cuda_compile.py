@@ -4,7 +4,7 @@ import pytest
 
 from hf_trak.errors import KernelError
 from hf_trak.kernels import build, compiler
-from hf_trak.kernels.sources import ARCHITECTURES, Kernel, all_kernels, source, source_directory
+from hf_trak.kernels.sources import ARCHITECTURES, VOLTA, Kernel, all_kernels, source, source_directory
 
 # One of each file, the one with the most registers. The rest is compiled by the long tests.
 SHORT_LIST = [
@@ -26,6 +26,8 @@ def kernels_for(arch, names=None):
 
 
 def check_with_nvrtc(arch, kernels):
+    if arch == VOLTA and compiler.nvrtc_version() >= (13, 0):
+        pytest.skip("compute capability 7.0 needs NVRTC of CUDA 12")
     for kernel in kernels:
         compiled = compiler.compile_kernel(kernel, arch)
         assert compiled.image[:4] == b"\x7fELF"
@@ -42,13 +44,13 @@ def _nvrtc():
         pytest.skip(f"NVRTC is not installed: {error}")
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [VOLTA, *ARCHITECTURES])
 def test_kernels_compile_without_spills(arch):
     check_with_nvrtc(arch, kernels_for(arch, SHORT_LIST))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [VOLTA, *ARCHITECTURES])
 def test_every_kernel_compiles_without_spills(arch):
     check_with_nvrtc(arch, kernels_for(arch))
 
@@ -100,6 +102,13 @@ def test_resources_come_from_the_log():
     assert compiler.resources(log) == compiler.Resources(255, 16, 68)
     with pytest.raises(ValueError, match="Expected one report"):
         compiler.resources("nothing")
+
+
+def test_build_command_compiles_for_volta_where_cuda_does(monkeypatch):
+    for version, volta in (((12, 9), True), ((13, 0), False)):
+        monkeypatch.setattr(build, "nvrtc_version", lambda version=version: version)
+        assert (VOLTA in build._all_architectures()) == volta
+    assert not any(kernel.file == "rademacher" for kernel in kernels_for(VOLTA)), "no bfloat16 there"
 
 
 def test_build_command_fills_the_cache(tmp_path, monkeypatch, capsys):

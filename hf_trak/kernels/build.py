@@ -20,8 +20,8 @@ import torch
 
 from hf_trak.errors import KernelError
 from hf_trak.kernels.cache import path_of, write
-from hf_trak.kernels.compiler import Resources, architecture, compile_kernel, resources
-from hf_trak.kernels.sources import ARCHITECTURES, Kernel, all_kernels, source
+from hf_trak.kernels.compiler import Resources, architecture, compile_kernel, nvrtc_version, resources
+from hf_trak.kernels.sources import ARCHITECTURES, VOLTA, Kernel, all_kernels, source
 
 
 def capability_of(arch: str) -> tuple[int, int]:
@@ -102,6 +102,10 @@ def _own_architectures() -> list[str]:
     return sorted({architecture(torch.cuda.get_device_capability(index)) for index in range(count)})
 
 
+def _all_architectures() -> list[str]:
+    return [*([VOLTA] if nvrtc_version() < (13, 0) else []), *ARCHITECTURES]
+
+
 def _show(kernel: Kernel, arch: str, found: Resources) -> None:
     print(
         f"sm_{arch:5} {kernel.expression:40} {found.registers:4} registers, {found.stack_bytes:3} bytes of stack, "
@@ -113,7 +117,7 @@ def _show(kernel: Kernel, arch: str, found: Resources) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """The command; see the module's docstring."""
     args = _parse(arguments)
-    for arch in args.arch or _own_architectures() or ARCHITECTURES:
+    for arch in args.arch or _own_architectures() or _all_architectures():
         kernels = [kernel for kernel in all_kernels() if kernel.runs_on(capability_of(arch))]
         if args.nvcc:
             for file in dict.fromkeys(kernel.file for kernel in kernels):

@@ -22,6 +22,9 @@ TENSOR_CORE_CAPABILITY = (8, 0)
 ARCHITECTURES = ("75", "80", "86", "89", "90a", "100", "120")
 """What the tests compile for, and `hf_trak.kernels.build` by default."""
 
+VOLTA = "70"
+"""What CUDA 12 compiles for, too; CUDA 13 does not."""
+
 
 @dataclass(frozen=True)
 class Kernel:
