@@ -1,6 +1,6 @@
 """What the kernels are for, end to end on a GPU: features of a ResNet-18 and a GPT-2, and scores of features in RAM.
 
-    python recipes/benchmarks/kernels.py        # runs this too
+    python recipes/benchmarks/gpu_kernels.py        # runs this too
 
 Every figure is a ratio of two steps that take turns in one process.
 """

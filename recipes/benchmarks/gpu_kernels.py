@@ -1,6 +1,6 @@
 """How fast the CUDA kernels are, as ratios to what the GPU can do, all measured in one run.
 
-    python recipes/benchmarks/kernels.py --json kernels.json
+    python recipes/benchmarks/gpu_kernels.py --json kernels.json
 
 Ceilings: a large bf16 matrix product, and a device-to-device copy (bytes read plus bytes written). Dense projections
 are compared with the first (2 · B · P · k operations), sparse ones with the second (bytes of the gradients, each read
