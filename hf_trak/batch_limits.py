@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_trak.model_inputs import check_inputs, input_names
+
 TOKEN_NAMES = ("input_ids", "decoder_input_ids", "text")
 IMAGE_NAMES = ("pixel_values", "image")
 
@@ -27,6 +29,8 @@ class BatchLimits:
     """Rows of a learned position embedding of the text."""
     image: tuple[int, int, int] | None = None
     """Channels, height and width that a position embedding of the image is made for."""
+    inputs: tuple[str, ...] = ()
+    """Names of which a batch has to have one, see [`input_names`]."""
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "BatchLimits":
@@ -34,14 +38,20 @@ class BatchLimits:
         wrapper: Any = model
         inner: Any = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
         vocabulary, positions = _text_limits(inner)
-        return cls(type(inner).__name__, vocabulary, positions, _image_limits(inner))
+        return cls(type(inner).__name__, vocabulary, positions, _image_limits(inner), input_names(inner))
 
-    def check(self, batch: Any) -> None:
+    def check(self, batch: Any, columns: str = "") -> None:
         """Look at a batch on the CPU.
 
+        Args:
+            batch: what the collator made.
+            columns: what it was made of, see [`stored_columns`], for the error message.
+
         Raises:
-            ValueError: a token id, the length of the texts or the size of the images is beyond the limits.
+            ValueError: no input of the model is there, or a token id, the length of the texts or the size of the
+                images is beyond the limits.
         """
+        check_inputs(batch, self.inputs, self.model, columns)
         items = batch if isinstance(batch, Mapping) else {}
         if not isinstance(batch, Mapping) and isinstance(batch, list | tuple) and len(batch) == 2:
             items = {"image": batch[0], "text": batch[1]}

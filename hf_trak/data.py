@@ -16,6 +16,7 @@ from transformers.feature_extraction_sequence_utils import SequenceFeatureExtrac
 from transformers.utils.generic import find_labels
 
 from hf_trak.batch_limits import BatchLimits
+from hf_trak.model_inputs import check_rows, stored_columns
 
 Collator = Callable[[list[Any]], Any]
 
@@ -26,9 +27,17 @@ def row_count(dataset: Any, name: str) -> int:
     """Number of rows of a map-style dataset.
 
     Raises:
-        TypeError: the dataset has no length, as a stream has not; rows are identified by their position.
+        TypeError: the dataset has no length, as a stream has not, for rows are identified by their position; or it is
+            a mapping, of splits or a single row, or a text.
         ValueError: the dataset is empty.
     """
+    if isinstance(dataset, Mapping | str | bytes):
+        given = f"the text {dataset!r}" if not isinstance(dataset, Mapping) else f"with the keys {list(dataset)}"
+        raise TypeError(
+            f"`{name}` is a {type(dataset).__name__}, {given}. Expected a dataset whose element i is row i. Pass one "
+            "split (`datasets['train']`), load it from its name (`load_dataset(name, split='train')`), or make one of "
+            "a single row (`Dataset.from_list([row])`)."
+        )
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"`{name}` is a {type(dataset).__name__}, which has no length or no rows by index. Expected a "
@@ -114,7 +123,9 @@ def forward_columns(model: torch.nn.Module, label_names: Sequence[str] | None = 
     wrapper: Any = model
     base = wrapper.get_base_model() if hasattr(model, "get_base_model") else model
     labels = find_labels(type(base)) if label_names is None else list(label_names)
-    return [*inspect.signature(base.forward).parameters, "label", "label_ids", "labels", *labels]
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    arguments = [name for name, p in inspect.signature(base.forward).parameters.items() if p.kind not in open_ended]
+    return list(dict.fromkeys([*arguments, "label", "label_ids", "labels", *labels]))
 
 
 def default_collator(dataset: Any, processing_class: Any = None) -> Collator:
@@ -156,6 +167,7 @@ class RowBatches:
         Raises:
             ValueError: the dataset has none of the columns.
         """
+        self.stored = stored_columns(dataset)
         if columns is not None:
             columns = [*columns, *getattr(collator, "columns", ())]
         if columns is not None and isinstance(dataset, HFDataset) and dataset.format["type"] != "custom":
@@ -176,9 +188,10 @@ class RowBatches:
             given = rows[0]
             rows = [{name: value for name, value in row.items() if name in self.columns} for row in rows]
             _check_columns(rows[0], given, self.columns)
+        check_rows(rows, self.collator, self.stored)
         batch = self.collator(rows)
         if self.limits is not None:
-            self.limits.check(batch)
+            self.limits.check(batch, self.stored)
         return batch
 
     def iterate(self, batches: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
@@ -198,8 +211,9 @@ class RowBatches:
 def _check_columns(kept: Collection[str], given: Collection[str], columns: Collection[str]) -> None:
     if not kept:
         raise ValueError(
-            f"No column of the dataset reaches the model: it has {sorted(given)}. Expected some of {sorted(columns)}. "
-            "Rename the columns, or set `remove_unused_columns=False` if the data collator makes the model's inputs."
+            f"No column of the dataset reaches the model: it has {sorted(given)}. Expected some of "
+            f"{sorted(set(columns))}. Rename the columns, or set `remove_unused_columns=False` if the data collator "
+            "makes the model's inputs."
         )
 
 

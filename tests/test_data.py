@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Image, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, Image, load_dataset, load_from_disk
 from PIL import Image as PILImage
 from torch.utils.data import TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, default_data_collator
@@ -120,6 +120,20 @@ def test_row_count_refuses_streams_and_empty_datasets() -> None:
         row_count(table().select([]), "eval_dataset")
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (DatasetDict({"train": table(), "test": table(3)}), r"a DatasetDict, with the keys \['train', 'test'\]"),
+        ({"a": table()}, r"a dict, with the keys \['a'\]"),
+        (table()[0], r"a dict, with the keys \['text', 'values', 'label'\].*`Dataset.from_list\(\[row\]\)`"),
+        ("user/name", r"a str, the text 'user/name'.*`load_dataset\(name, split='train'\)`"),
+    ],
+)
+def test_row_count_refuses_what_has_no_rows_by_number(given: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=f"`eval_dataset` is {says}"):
+        row_count(given, "eval_dataset")
+
+
 def test_collator_and_columns_are_those_of_trainer() -> None:
     assert default_collator(table()) is default_data_collator
     assert default_collator(TensorDataset(torch.ones(2, 1)))([(torch.ones(1),)])[0].shape == (1, 1)
@@ -129,3 +143,4 @@ def test_collator_and_columns_are_those_of_trainer() -> None:
     columns = forward_columns(model)
     assert {"input_ids", "attention_mask", "labels", "label"} <= set(columns)
     assert "text" not in columns
+    assert "kwargs" not in columns and len(columns) == len(set(columns))

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Image
+from PIL import Image as PILImage
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -20,10 +21,14 @@ from transformers import (
     DataCollatorWithPadding,
     GPT2Config,
     GPT2LMHeadModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
     default_data_collator,
 )
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.modelout_functions import FunctionModelOutput
 
 N = 10
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
@@ -130,3 +135,89 @@ def test_a_collator_that_changes_the_number_of_samples_is_refused(
     attributor = TrakAttributor(model.eval(), config, dataset, lambda batch: collator(batch[:-1]))
     with pytest.raises(ValueError, match=r"made a batch of 9 samples from 10 rows"):
         attributor.featurize()
+
+
+def vision_transformer() -> ViTForImageClassification:
+    config = ViTConfig(
+        image_size=8, patch_size=4, num_channels=1, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+        intermediate_size=8, num_labels=3,
+    )  # fmt: skip
+    return ViTForImageClassification(config).eval()
+
+
+def featurize(model: Any, dataset: Any, directory: Path, collator: Any = None, **options: Any) -> None:
+    fields = {name: options.pop(name) for name in ("remove_unused_columns",) if name in options}
+    config = TrakConfig(output_dir=str(directory), proj_dim=16, use_cpu=True, disable_tqdm=True, **fields)
+    TrakAttributor(model.eval(), config, dataset, collator, **options).featurize()
+
+
+def pictures(**columns: Any) -> Dataset:
+    images = [PILImage.fromarray(np.full((8, 8), i, dtype=np.uint8)) for i in range(3)]
+    return Dataset.from_dict({**columns, "image": images, "label": [0, 1, 2]}).cast_column("image", Image())
+
+
+@pytest.mark.parametrize("processor", [None, ViTImageProcessor()])
+def test_images_without_a_transform_are_refused_with_the_columns_and_the_remedy(
+    processor: Any, tmp_path: Path
+) -> None:
+    expected = r"batch of \['labels'\].*ViTForImageClassification.*image \(PIL.Image.Image\), label \(int64\).*"
+    with pytest.raises(ValueError, match=expected + r"Expected `pixel_values`.*`dataset.set_transform\("):
+        featurize(vision_transformer(), pictures(), tmp_path, processing_class=processor)
+
+
+@pytest.mark.parametrize("remove_unused_columns", [True, False])
+def test_text_in_the_place_of_pixels_or_tokens_is_refused(remove_unused_columns: bool, tmp_path: Path) -> None:
+    options = {"remove_unused_columns": remove_unused_columns}
+    paths = Dataset.from_dict({"pixel_values": ["a.png", "b.png"], "label": [0, 1]})
+    with pytest.raises(ValueError, match=r"pixel_values \(string\).*Expected `pixel_values` as numbers"):
+        featurize(vision_transformer(), paths, tmp_path, **options)
+    texts = Dataset.from_dict({"text": ["a b", "c"], "label": [0, 1], "idx": [0, 1]})
+    expected = r"BertForSequenceClassification.*text \(string\).*`input_ids` \(or `inputs_embeds`\).*tokenizer\("
+    with pytest.raises(ValueError, match=expected):
+        featurize(BertForSequenceClassification(BertConfig(**BERT)), texts, tmp_path / "texts", **options)
+
+
+def test_text_that_the_tokenizer_has_not_seen_is_refused(tokenizer: BertTokenizerFast, tmp_path: Path) -> None:
+    model = BertForSequenceClassification(BertConfig(**BERT))
+    texts = Dataset.from_dict({"text": ["a b", "c"], "label": [0, 1]})
+    with pytest.raises(
+        ValueError, match=r"rows have \['label'\], and no `input_ids` for BertTokenizer.*text \(string"
+    ):
+        featurize(model, texts, tmp_path, processing_class=tokenizer)
+
+
+def test_images_that_reach_the_default_collator_are_refused(tmp_path: Path) -> None:
+    named = pictures().rename_column("image", "pixel_values")
+    with pytest.raises(ValueError, match=r"`pixel_values` of the first row is a PngImageFile.*set_transform"):
+        featurize(vision_transformer(), named, tmp_path)
+
+
+def test_a_task_may_make_inputs_of_entries_that_the_model_does_not_take(tmp_path: Path) -> None:
+    """The check of the batch trusts entries that it does not know."""
+    data = Dataset.from_dict({"picture": np.random.default_rng(0).random((3, 1, 8, 8)), "label": [0, 1, 2]})
+    task = FunctionModelOutput(
+        lambda result, batch: result.logits[:, 0],
+        model_inputs_fn=lambda batch: ((), {"pixel_values": batch["picture"]}),
+    )
+    featurize(vision_transformer(), data, tmp_path, remove_unused_columns=False, task=task)
+
+
+def test_labels_of_text_are_refused_with_the_remedy(tokenizer: BertTokenizerFast, tmp_path: Path) -> None:
+    """`label` fails in every collator, `labels` are dropped by the default one and fail in the one that pads."""
+    pixels = np.zeros((2, 1, 8, 8), dtype=np.float32)
+    for name, says in (("label", r"`label` of the first row is 'cat', a text"), ("labels", "none hold labels")):
+        data = Dataset.from_dict({"pixel_values": pixels, name: ["cat", "dog"]})
+        with pytest.raises(ValueError, match=f"{says}.*label2id"):
+            featurize(vision_transformer(), data, tmp_path / name)
+    tokens = rows(tokenizer, labels=lambda ids: ["cat" for _ in ids])
+    model = BertForSequenceClassification(BertConfig(**BERT))
+    with pytest.raises(ValueError, match=r"`labels` of the first row is 'cat', a text.*label2id"):
+        featurize(model, tokens, tmp_path / "tokens", processing_class=tokenizer)
+
+
+def test_rows_of_different_lengths_without_anything_that_pads(tokenizer: BertTokenizerFast, tmp_path: Path) -> None:
+    expected = r"`input_ids` has the size 5 in the first row of a batch and 6 in row 1.*`processing_class=`"
+    for case in (classifier, causal):
+        model, dataset, _ = case(tokenizer)
+        with pytest.raises(ValueError, match=expected):
+            featurize(model, dataset, tmp_path / case.__name__)

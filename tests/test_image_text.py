@@ -155,7 +155,9 @@ def test_a_processor_of_another_model(
 
 def test_limits_of_other_models() -> None:
     bert = BertForSequenceClassification(BertConfig(**SIZES, vocab_size=20, max_position_embeddings=7))
-    assert BatchLimits.of(bert) == BatchLimits("BertForSequenceClassification", 20, 7, None)
+    assert BatchLimits.of(bert) == BatchLimits(
+        "BertForSequenceClassification", 20, 7, None, ("input_ids", "inputs_embeds")
+    )
     BatchLimits.of(bert).check({"input_ids": torch.full((2, 7), 19)})
     for tokens in (torch.full((2, 7), 20), torch.full((2, 8), 19)):
         with pytest.raises(ValueError, match=r"Expected"):

@@ -20,6 +20,7 @@ from hf_trak.hub.index_store import open_index
 from hf_trak.hub.manifest import MANIFEST_FILE, IndexManifest, checked_repo, checked_revision, refused
 from hf_trak.hub.models import HubCheckpoint, load_model
 from hf_trak.hub.pull import open_repo
+from hf_trak.model_inputs import check_rows
 from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from hf_trak.modelout_functions.identity import task_identity
 from hf_trak.savers import FeatureStore
@@ -83,7 +84,19 @@ def load_attributor(
     checkpoints: Checkpoint | Sequence[Checkpoint] | Mapping[int, Checkpoint] | None = None,
     **options: Any,
 ) -> "TrakAttributor":
-    """What [`TrakAttributor.from_pretrained`] does; see there."""
+    """What [`TrakAttributor.from_pretrained`] does: see there for the arguments.
+
+    Args:
+        cls: the class of the result.
+
+    Raises:
+        HubAccessError: repo, revision or file does not exist or cannot be reached.
+        RefusedIndexError: the index is damaged or hostile, or of another format.
+        IncompleteStoreError: a directory holds neither an index nor a run.
+        ConfigMismatchError: model, task or training dataset are not those of the index.
+        CheckpointMismatchError: the model has none of the weights that the index was made with.
+        ValueError: the index names no model, or an option cannot be chosen.
+    """
     if unknown := sorted(set(options) - set(RUN_OPTIONS)):
         raise ValueError(
             f"{unknown} cannot be chosen for an index that exists. Expected some of {list(RUN_OPTIONS)}; the other "
@@ -203,6 +216,7 @@ def _collator(rows: AbsentRows, processing_class: Any) -> Collator:
     """The collator that the targets' rows ask for, since there are no training rows to look at."""
 
     def collate(batch: list[Any]) -> Any:
+        check_rows(batch, default_data_collator)
         return torch_collate(batch) if isinstance(batch[0], tuple | list) else default_data_collator(batch)
 
     return collate if processing_class is None else default_collator(_Mappings(), processing_class)

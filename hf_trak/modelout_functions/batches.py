@@ -31,7 +31,9 @@ def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
         if len(found) != 1:
             raise ValueError(
                 f"The batch has the keys {list(batch)}, of which {found or 'none'} hold labels. Expected exactly one "
-                f"of {list(LABEL_NAMES)}. Rename the label column, or remove the extra one in the data collator."
+                f"of {list(LABEL_NAMES)}. Rename the label column, or remove the extra one in the data collator. If "
+                "the dataset has labels of text, data collators drop them: map names to class numbers with "
+                "`dataset.map(lambda row: {'labels': model.config.label2id[row['labels']]})`."
             )
         kwargs = {name: value for name, value in batch.items() if name not in LABEL_NAMES}
         return (), kwargs, _as_labels(batch[found[0]])
