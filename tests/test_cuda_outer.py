@@ -195,7 +195,8 @@ def test_operator_is_registered_properly():
     "projector", [SparseProjector(500, 17, 3), RademacherProjector(500, 17, 3), NoOpProjector(500, 500, 3)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_projector_takes_factors(projector, dtype):
+def test_every_projector_takes_factors(projector, dtype, monkeypatch):
+    monkeypatch.setattr("hf_trak.projectors.base._PRODUCT_BYTES", 4 * 9 * 2 * dtype.itemsize)  # two rows at a time
     left, right = torch.randint(-3, 4, (4, 3, 7)).to(dtype), torch.randint(-3, 4, (4, 3, 9)).to(dtype)
     expected, out = (torch.zeros(4, projector.proj_dim) for _ in range(2))
     projector.accumulate(expected, product(left, right), 437, MODEL_ID)

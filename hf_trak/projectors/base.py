@@ -20,6 +20,10 @@ from hf_trak.projectors.checks import (
 )
 
 
+_PRODUCT_BYTES = 32 * 2**20
+"""Of a product of factors that is formed at a time."""
+
+
 class ProjectionType(StrEnum):
     """Distribution of the entries of R (seed API: `normal`, `rademacher`)."""
 
@@ -162,7 +166,11 @@ class BlockProjector(AbstractProjector):
             self._accumulate_outer(out.detach(), left.detach(), right.detach(), start, model_id)
 
     def _accumulate_outer(self, out: Tensor, left: Tensor, right: Tensor, start: int, model_id: int) -> None:
-        self.accumulate(out, torch.bmm(left.transpose(1, 2), right).flatten(1), start, model_id)
+        width = right.shape[2]
+        rows = max(1, _PRODUCT_BYTES // (right.shape[0] * width * right.element_size()))
+        for first in range(0, left.shape[2], rows):
+            block = torch.bmm(left[:, :, first : first + rows].transpose(1, 2), right).flatten(1)
+            self.accumulate(out, block, start + first * width, model_id)
 
     def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> "ProjectionSink":
         """The block form for a whole batch: a callable `(start, block)` with a `result()`.

@@ -1,0 +1,64 @@
+"""The benchmark of the kernels, as far as it runs without a GPU: its steps do what their names say."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent.parent / "recipes" / "benchmarks"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_steps
+
+    return gpu_steps
+
+
+def test_fused_and_unfused_project_the_same(steps, monkeypatch):
+    left, right = torch.randn(3, 2, 20), torch.randn(3, 2, 300)
+    projector = steps.make_projector("sjlt", 6000, 64, 0, CPU)
+    fused, unfused = torch.zeros(3, 64), torch.zeros(3, 64)
+    torch.ops.hf_trak.sjlt_accumulate_outer(fused, left, right, 0, 0, 0, 1)
+    monkeypatch.setattr(steps, "BLOCK_BYTES", 3 * 300 * 4 * 7)  # three slices of up to seven rows
+    steps.form_and_project(projector, unfused, left, right)
+    torch.testing.assert_close(unfused, fused)
+
+
+def test_scoring_steps_give_the_same_scores(steps):
+    features, targets, result = torch.randn(50, 8), torch.randn(5, 8), torch.empty(50, 5)
+    steps.plain_copies(features, targets, result, 7)
+    torch.testing.assert_close(steps.product_through_device(features, targets, CPU, 7), result)
+
+
+def test_whole_models_are_featurized(steps, monkeypatch):
+    model = torch.nn.Linear(6, 3)
+    case = (model, torch.randn(4, 6), lambda output, batch: output.float().sum(1))
+    monkeypatch.setattr(steps, "resnet18", lambda: case)
+    monkeypatch.setattr(steps, "gpt2", lambda: case)
+    groups = list(steps.featurize_steps(16, CPU))
+    assert [name for name, _, _ in groups] == ["ResNet-18 B=4", "GPT-2 B=4"]
+    for _, table, samples in groups:
+        assert samples == 4
+        for step in table.values():
+            step()
+        assert model.weight.grad is not None, "the training step takes gradients"
+
+
+def test_no_script_has_the_name_of_a_package_that_transformers_looks_for():
+    """A script in the directory of the one that runs is found before an installed package."""
+    assert not {path.stem for path in BENCHMARKS.glob("*.py")} & {"kernels", "accelerate", "peft", "datasets", "timm"}
+
+
+def test_without_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_kernels
+
+    assert gpu_kernels.parse_arguments([]).parts == list(gpu_kernels.PARTS)
+    assert "kernels" not in sys.modules or not sys.modules["kernels"].__file__.startswith(str(BENCHMARKS))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="torch sees no GPU"):
+        gpu_kernels.main([])
