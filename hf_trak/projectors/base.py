@@ -19,7 +19,6 @@ from hf_trak.projectors.checks import (
     same_device,
 )
 
-
 _PRODUCT_BYTES = 32 * 2**20
 """Of a product of factors that is formed at a time."""
 
