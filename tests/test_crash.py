@@ -149,9 +149,9 @@ class Trial:
 
 
 def test_killed_at_any_moment_and_damaged_in_between(reference: Reference, tmp_path: Path) -> None:
-    """At least 40 killed runs in one process: at random times, and right before steps all along the way."""
+    """At least 50 killed runs in one process: at random times, and right before steps all along the way."""
     rng, killed, trials = np.random.default_rng(0), 0, 0
-    while killed < 40:
+    while killed < 50:
         trial = Trial(tmp_path / f"store{trials}", rng)
         trials += 1
         for _ in range(int(rng.integers(1, 7))):
@@ -173,6 +173,32 @@ def test_killed_at_any_moment_and_damaged_in_between(reference: Reference, tmp_p
                 trial.damage_something()
         trial.finish(reference, lambda: [Job(trial.report, store_jobs.run, trial.store)])  # noqa: B023
     assert trials >= 5
+
+
+@pytest.mark.distributed
+def test_one_of_two_processes_is_killed_and_both_go_on(reference: Reference, tmp_path: Path) -> None:
+    """At two random moments of the work on features; whatever had been finished stays, and the bits are those of one
+    process that was left alone."""
+    rng, store = np.random.default_rng(2), tmp_path / "store"
+    count, moments = 12, sorted(rng.choice(np.arange(1, 11), 2, replace=False).tolist())
+
+    def shards() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in store.glob("*/train-*.safetensors")}
+
+    for moment in moments:
+        jobs, victim = start_group(tmp_path, 2, store_jobs.run, store), int(rng.integers(2))
+        wait_for(lambda: len(shards()) >= moment)  # noqa: B023
+        time.sleep(float(rng.uniform(0, 0.02)))
+        jobs[victim].kill()
+        reports = [job.wait() for job in jobs]
+        assert jobs[victim].process.exitcode == KILLED and reports[victim] is None
+        error = (reports[1 - victim] or {})["error"]
+        assert error.startswith("PeerProcessError") and "run the same command again" in error
+        finished = shards()
+    assert moments[1] <= len(finished) <= count
+    reports = [job.wait() for job in start_group(tmp_path, 2, store_jobs.run, store)]
+    assert reports == [{"value": reference.result}] * 2
+    assert len(shards()) == count and finished.items() <= shards().items()
 
 
 @pytest.mark.slow
