@@ -120,12 +120,13 @@ def test_leave_one_out_errors_are_those_of_fits_without_each_row(modules: dict[s
 
 def test_the_constant_of_a_rule_comes_from_other_tasks_alone(modules: dict[str, ModuleType]) -> None:
     rules, sweep = modules["lambda_rules"], modules["lambda_sweep"]
-    known = rules.Evidence(10, 10, sweep.GRID, {}, {})
+    known = rules.Evidence(10, 10, 1, sweep.GRID, {}, {})
 
     def case(task: str, best: float) -> Any:
         lds = np.exp(-(np.log(sweep.GRID / best) ** 2))
         return sweep.Case(task, "independent", 10, 1, known, lds, np.tile(lds, (5, 1)))
 
-    judged = sweep.judge(rules.Rule("c", (0.1, 3.0), lambda _, c: c), [case("a", 0.1), case("b", 3.0)])
+    both = [case("a", 0.1), case("b", 3.0)]
+    judged = sweep.judge(rules.Rule("c", (0.1, 3.0), lambda _, c: c), both, both)
     assert judged["constants"] == {"a": 3.0, "b": 0.1}
     assert judged["chosen"] == [3.0, 0.1]

@@ -88,7 +88,7 @@ class Evidence:
     """What is known of a case without retraining. Every λ is relative to trace(XᵀX) / min(n, k).
 
     Attributes:
-        n, k: training rows, and features.
+        n, k, count: training rows, features, and checkpoints.
         relative: the λ to choose from `(λ,)`, ascending.
         curves: by name, a number for each of them `(λ,)`.
         eigenvalues: by name, one λ.
@@ -96,6 +96,7 @@ class Evidence:
 
     n: int
     k: int
+    count: int
     relative: np.ndarray
     curves: dict[str, np.ndarray]
     eigenvalues: dict[str, float]
@@ -144,6 +145,7 @@ def evidence(
     return Evidence(
         first.n,
         int(first.k),
+        len(ensemble),
         relative,
         curves,
         {
@@ -277,9 +279,15 @@ def _sketched(case: Evidence, c: float) -> float:
     return _crossing(case, acting, c * min(case.n, case.k) / case.n)
 
 
+def _between(case: Evidence, c: float) -> float:
+    """The geometric mean of the mean eigenvalue and of that weighted by eigenvalues, ‖XᵀX‖² / trace(XᵀX)."""
+    return c * case.eigenvalues["participation"] ** 0.5
+
+
 RULES = (
     Rule("0.3", (FIXED,), lambda case, c: c),
     Rule("1", (1.0,), lambda case, c: c),
+    Rule("0.5 · √(min(n, k) / n)", (0.5,), lambda case, c: c * (min(case.n, case.k) / case.n) ** 0.5),
     Rule("c", FACTORS, lambda case, c: c),
     Rule("c · min(n, k) / n, which is c · trace / n", FACTORS, lambda case, c: c * min(case.n, case.k) / case.n),
     Rule("c · min(n, k) / k, which is c · trace / k", FACTORS, lambda case, c: c * min(case.n, case.k) / case.k),
@@ -288,6 +296,13 @@ RULES = (
     Rule("c · median eigenvalue", FACTORS, lambda case, c: c * case.eigenvalues["median"]),
     Rule("c · geometric mean of eigenvalues", FACTORS, lambda case, c: c * case.eigenvalues["geometric mean"]),
     Rule("c · Σ s² / Σ s", FACTORS, lambda case, c: c * case.eigenvalues["participation"]),
+    Rule("c · √(trace / min(n, k) · Σ s² / Σ s)", FACTORS, _between),
+    Rule("c · √(trace / min(n, k) · Σ s² / Σ s) / C^¼", FACTORS, lambda case, c: _between(case, c) / case.count**0.25),
+    Rule(
+        "c · √(min(n, k) / n) / C^¼",
+        FACTORS,
+        lambda case, c: c * (min(case.n, case.k) / case.n) ** 0.5 / case.count**0.25,
+    ),
     Rule("c · largest eigenvalue", FACTORS, lambda case, c: c * case.eigenvalues["largest"]),
     Rule("effective dimension is c · min(n, k)", PARTS, _degrees_of(lambda case: min(case.n, case.k))),
     Rule("effective dimension is c · n", PARTS, _degrees_of(lambda case: case.n)),

@@ -7,7 +7,8 @@ k below, near and above n. `--work` keeps retrained outputs and spectra, so that
 continued. The first table says which part of the best linear datamodeling score (LDS) of a case each fixed λ reaches.
 The second one judges the rules of lambda_rules.py: the constant of a rule is the best one on the other tasks.
 
-Larger: `--longer 4`, `--rows 1500 --tasks mlp cnn`, `--subsets 200 --repeats 4`.
+Other cases, judged with constants that were chosen on those of the first run: `--rows 250 --longer 2`, `--ratios 0.03
+0.1` or `--longer 4`, each with `--constants-from lambda_sweep.json`. Less noise: `--subsets 200 --repeats 4`.
 """
 
 import argparse
@@ -84,16 +85,21 @@ def main(arguments: list[str] | None = None) -> None:
 
     print(f"{len(every)} cases: part of the best LDS that a fixed λ ÷ (trace(XᵀX) / min(n, k)) reaches\n")
     print(fixed_table(every))
-    judged = [judge(rule, every) for rule in RULES] if len(args.tasks) > 1 else []
-    print("\nrules, with the constant that is best on the other tasks\n")
+    others = every if args.constants_from is None else read_cases(args.constants_from)
+    judged = [judge(rule, every, others) for rule in RULES] if len({case.task for case in others}) > 1 else []
+    print(
+        "\nrules, with the constant that is best on the other tasks"
+        + ("\n" if args.constants_from is None else f" of {args.constants_from}\n")
+    )
     print(rule_table(judged))
     spent = time.perf_counter() - start
-    print("\nseconds by stage: " + json.dumps(seconds))
+    rounded = {name: {stage: round(value, 1) for stage, value in stages.items()} for name, stages in seconds.items()}
+    print("\nseconds of one thread by stage: " + json.dumps(rounded))
     print(f"this run: {spent:.0f} s")
     if args.json is not None:
         content = {
             "settings": {**asdict(settings), "resamples": args.resamples},
-            "seconds": seconds,
+            "seconds": rounded,
             "this_run": spent,
             "relative": GRID.tolist(),
             "cases": [report(case) for case in every],
@@ -116,6 +122,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, help="training rows; as many as the task has by default")
     parser.add_argument("--longer", type=float, default=1.0, help="factor of the number of epochs")
     parser.add_argument("--resamples", type=int, default=500, help="bootstrap samples")
+    parser.add_argument("--constants-from", type=Path, help="JSON of another run, to choose constants of rules on")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, help="file to write the results to")
     parser.add_argument("--png", type=Path, help="file to plot the results to; needs matplotlib")
@@ -205,12 +212,12 @@ def _row(name: str, values: list[Any]) -> str:
     return f"| {name} | " + " | ".join(f"{value:.3f}" for value in values) + " |"
 
 
-def judge(rule: Rule, every: list[Case]) -> dict[str, Any]:
-    """What a rule reaches on every task with the constant that is best, on average, on the others."""
+def judge(rule: Rule, every: list[Case], known: list[Case]) -> dict[str, Any]:
+    """What a rule reaches on every task with the constant that is best, on average, on the others among `known`."""
     chosen: list[float] = []
     constants: dict[str, float] = {}
     for name in dict.fromkeys(case.task for case in every):
-        others = [case for case in every if case.task != name]
+        others = [case for case in known if case.task != name]
         mean_parts = [np.mean([c.part(rule.choose(c.known, constant)) for c in others]) for constant in rule.constants]
         constants[name] = rule.constants[int(np.argmax(mean_parts))]
     for case in every:
@@ -279,6 +286,20 @@ def report(case: Case) -> dict[str, Any]:
         "curves": {name: curve.round(6).tolist() for name, curve in case.known.curves.items()},
         "eigenvalues": case.known.eigenvalues,
     }
+
+
+def read_cases(path: Path) -> list[Case]:
+    """The cases of another run, with all that constants are chosen by."""
+    content = json.loads(path.read_text())
+    if not np.allclose(content["relative"], GRID):
+        raise ValueError(f"{path} was written with other λ. Expected the JSON of this version of the script.")
+    found = []
+    for case in content["cases"]:
+        curves = {name: np.array(curve) for name, curve in case["curves"].items()}
+        known = Evidence(case["n"], case["k"], case["checkpoints"], GRID, curves, case["eigenvalues"])
+        lds = np.array(case["lds"])
+        found.append(Case(case["task"], case["kind"], case["k"], case["checkpoints"], known, lds, lds[None]))
+    return found
 
 
 def plot(every: list[Case], path: Path) -> None:
