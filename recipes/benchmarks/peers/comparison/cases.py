@@ -124,7 +124,7 @@ def cnn(size: Size) -> Case:
 
 def bert(size: Size) -> Case:
     texts = concatenate_datasets(list(python_packages().values())).shuffle(seed=0)
-    n = size.train_rows or 500
+    n = size.train_rows or 400
     texts = texts.select(range(n + size.targets))
     tokenizer = word_tokenizer(texts["text"][:n], 800, begin=True)
     ids = token_ids(tokenizer, texts["text"][:])
@@ -149,14 +149,14 @@ def bert(size: Size) -> Case:
         {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor(texts["label"][:])},
         {"input_ids": ids, "token_type_ids": types, "attention_mask": additive(mask.bool()[:, None, None, :])},
         n,
-        size.epochs or 8,
+        size.epochs or 12,
         same_start=True,
     )
 
 
 def gpt2(size: Size) -> Case:
     texts = concatenate_datasets(list(python_reference().values())).shuffle(seed=0)
-    n = size.train_rows or 500
+    n = size.train_rows or 400
     texts = texts.select(range(n + size.targets))
     tokenizer = word_tokenizer(texts["text"][:n], 600, begin=False)
     ids = token_ids(tokenizer, texts["text"][:])

@@ -31,6 +31,8 @@ def train(case: Case, masks: Tensor, seed: int) -> list[nn.Module]:
         counted = label_tokens(logits, y)[2].sum(1)  # a mean over tokens, as transformers has it
         return (losses(logits, y) * keep).sum() / (counted * keep).sum().clamp_min(1)
 
+    steps = case.epochs * -(-case.train_rows // BATCH)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)  # what Trainer does; much less noise
     for _ in range(case.epochs):
         for rows in torch.randperm(case.train_rows).split(BATCH):
             optimizer.zero_grad()
@@ -39,6 +41,7 @@ def train(case: Case, masks: Tensor, seed: int) -> list[nn.Module]:
             )
             per_model.sum().backward()
             optimizer.step()
+            schedule.step()
     with torch.no_grad():
         for index, model in enumerate(models):
             for name, parameter in Logits(model, bare.names).named_parameters():
@@ -66,18 +69,20 @@ def checkpoints(case: Case, count: int, directory: Path) -> list[nn.Module]:
     """Models trained on all rows, independently; kept in a file of the directory."""
     path = directory / f"checkpoints-{count}.pt"
     models = [case.make() for _ in range(count)]
-    if path.is_file():
-        for model, state in zip(models, torch.load(path, weights_only=True), strict=True):
-            model.load_state_dict(state)
-    else:
+    if not path.is_file():
         models = train(case, torch.ones(count, case.train_rows, dtype=torch.bool), 99)
-        torch.save([model.state_dict() for model in models], path)
+        partial = path.with_suffix(".part")
+        torch.save([model.state_dict() for model in models], partial)
+        partial.rename(path)
+    for model, state in zip(models, torch.load(path, weights_only=True), strict=True):
+        model.load_state_dict(state)
     return [model.eval() for model in models]
 
 
 def ground_truth(case: Case, subsets: int, repeats: int, directory: Path) -> tuple[np.ndarray, np.ndarray]:
     """Masks `(s, n)`, and f of the targets `(s, m)` averaged over repeats. What is in the directory is not redone."""
     masks = random_subsets(case.train_rows, subsets, seed=7)
+    np.save(directory / f"masks-{subsets}.npy", masks)
     outputs = np.zeros((subsets, len(case.labels) - case.train_rows))
     for repeat in range(repeats):
         for start in range(0, subsets, GROUP):
@@ -85,6 +90,8 @@ def ground_truth(case: Case, subsets: int, repeats: int, directory: Path) -> tup
             rows = slice(start, min(start + GROUP, subsets))
             if not path.is_file():
                 models = train(case, torch.tensor(masks[rows]), 1000 * repeat + start)
-                np.save(path, np.stack([target_outputs(case, model) for model in models]))
+                partial = directory / "part.npy"
+                np.save(partial, np.stack([target_outputs(case, model) for model in models]))
+                partial.rename(path)
             outputs[rows] += np.load(path, allow_pickle=False) / repeats
     return masks, outputs
