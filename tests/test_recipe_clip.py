@@ -37,7 +37,6 @@ def finished(tmp_path_factory):
     return out, run_script(RECIPE, out, *SMALL)
 
 
-@pytest.mark.slow
 def test_swapped_captions_are_top_opponents(finished):
     """A real training: of 400 pairs the ten with a caption of another image come out as what spoils these images."""
     out, printed = finished
@@ -53,7 +52,6 @@ def test_swapped_captions_are_top_opponents(finished):
     assert f"{swapped['found']} of 10 training pairs with a swapped caption" in printed
 
 
-@pytest.mark.slow
 def test_scores_refer_to_the_training_pairs(finished):
     out, printed = finished
     scored, train = (load_from_disk(out / name) for name in ("scored", "train"))
@@ -73,7 +71,6 @@ def test_scores_refer_to_the_training_pairs(finished):
     assert (out / "attribution.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
 def test_the_same_command_again_computes_nothing(finished, recipe, capsys):
     out, printed = finished
     files = [*out.glob("trak/**/*.safetensors"), *out.glob("model/**/*.safetensors")]
