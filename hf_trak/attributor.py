@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_trak.checkpoints import Checkpoint
 from hf_trak.config import TrakConfig
 from hf_trak.data import Collator, row_count
-from hf_trak.featurized import FeaturizedModel, as_list
+from hf_trak.featurized import FeaturizedModel, checked_args, sources_of
 from hf_trak.groups import GroupBy, RowGroups, target_groups
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.last import LastResult
@@ -54,22 +54,38 @@ class TrakAttributor(FeaturizedModel):
 
     @classmethod
     def from_trainer(
-        cls, trainer: Any, args: TrakConfig | None = None, task: str | AbstractModelOutput | None = None
+        cls,
+        trainer: Any,
+        args: TrakConfig | None = None,
+        task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
     ) -> "TrakAttributor":
         """Take model, training dataset, collator and processing class from a `transformers.Trainer`.
 
-        `remove_unused_columns` and `label_names` are the trainer's, those in `args` are not looked at.
+        Args:
+            trainer: before or after training; its model is attributed as it is.
+            args: the configuration; `None` takes the defaults. `remove_unused_columns` and `label_names` are the
+                trainer's, those in `args` are not looked at.
+            task: the model output function: a name, an `AbstractModelOutput`, or a function
+                `output_fn(model_output, batch) -> (B,)`. `None` infers it from the class of the model.
 
         Raises:
+            TypeError: `trainer` is no `Trainer`, or `args` no `TrakConfig`.
             ValueError: the trainer has no training dataset, `args.output_dir` is the trainer's own, and all of
                 `TrakAttributor(...)`.
         """
+        parts = ("model", "args", "train_dataset", "data_collator", "processing_class", "accelerator")
+        if missing := [name for name in parts if not hasattr(trainer, name)]:
+            raise TypeError(
+                f"`trainer` is a {type(trainer).__name__}, which has no {', '.join(f'`{name}`' for name in missing)}. "
+                "Expected a `transformers.Trainer`. From a model and its rows: `TrakAttributor(model, args, "
+                "train_dataset=...)`; from a published index or a directory: `TrakAttributor.from_pretrained(...)`."
+            )
         if trainer.train_dataset is None:
             raise ValueError(
                 "The trainer has no `train_dataset`. Expected the dataset that the model was trained on. Build the "
                 "attributor with `TrakAttributor(model, args, train_dataset=...)`, or give the trainer its dataset."
             )
-        args = TrakConfig() if args is None else args
+        args = checked_args(args)
         if Path(args.output_dir).resolve() == Path(trainer.args.output_dir).resolve():
             raise ValueError(
                 f"`output_dir` is {args.output_dir!r}, the trainer's own, where both would write `checkpoint-…` "
@@ -192,7 +208,8 @@ class TrakAttributor(FeaturizedModel):
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             CheckpointMismatchError: the weights at hand are not those of the features.
-            ValueError: `top_k`, `name` or `per` is out of range, or the dataset is empty.
+            ValueError: `top_k`, `name` or `per` is out of range, the dataset is empty, or `checkpoints` are not as
+                many as the model ids.
             SingularGramError: the ridge is too small for these features.
         """
         if per not in ("target", "train"):
@@ -401,14 +418,11 @@ class TrakAttributor(FeaturizedModel):
             A new attributor, as [`~TrakAttributor.exclude`] gives it. The same call after an interruption goes on.
 
         Raises:
-            As `exclude` and `featurize`.
+            As `exclude` and `featurize`; ValueError if `checkpoints` are not as many as the featurized ones.
         """
         from hf_trak.revised import revise
 
-        sources = None
-        if checkpoints is not None:
-            sources = dict(zip(self.store.model_ids, as_list(checkpoints), strict=True))
-        return revise(self, added_rows=new_rows, sources=sources)
+        return revise(self, added_rows=new_rows, sources=sources_of(self.store.model_ids, checkpoints))
 
     def push_to_hub(
         self,

@@ -12,7 +12,11 @@ from hf_trak.savers.store import checked_count
 
 
 def materialize(batch: Any) -> Batch:
-    """The batch as a mapping or a sequence."""
+    """The batch as a mapping or a sequence.
+
+    Raises:
+        TypeError: it is neither, or a single tensor.
+    """
     if isinstance(batch, Mapping):
         return batch
     if isinstance(batch, Tensor) or not isinstance(batch, Iterable):
@@ -26,7 +30,21 @@ def materialize(batch: Any) -> Batch:
 def rows_of(
     batch: Batch, inds: Iterable[int] | None, num_samples: int | None, size: int, what: str, next_row: int
 ) -> list[int]:
-    """The row numbers of a batch, checked."""
+    """The row numbers of a batch, checked.
+
+    Args:
+        batch: as the model gets it.
+        inds: row numbers, one per sample.
+        num_samples: instead of them, the number of samples, which come after those of the previous call.
+        size: number of rows that there are.
+        what: the argument that `size` came from, for errors.
+        next_row: the row after those of the previous call.
+
+    Raises:
+        ValueError: not exactly one of `inds` and `num_samples` is given, they are not as many as the samples, or a
+            row is out of range or there twice.
+        TypeError: a row number is no integer.
+    """
     if (inds is None) == (num_samples is None):
         raise ValueError(
             f"`inds` is {inds!r} and `num_samples` is {num_samples!r}. Expected exactly one of the two: row "

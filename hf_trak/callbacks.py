@@ -1,26 +1,27 @@
 """A `Trainer` callback that keeps the checkpoints of a training run as an ensemble."""
 
 import contextlib
-import json
 import logging
 import os
 import random
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import PartialState
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from hf_trak.attributor import TrakAttributor
-from hf_trak.checkpoints import INDEX_FILES, WEIGHT_FILES
+from hf_trak.checkpoints import INDEX_FILES, WEIGHT_FILES, read_weight_index
 from hf_trak.config import TrakConfig
+from hf_trak.featurized import checked_args
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.savers.atomic import safe_name
 
@@ -68,7 +69,7 @@ class TrakCallback(TrainerCallback):
         trainer: Any = None,
         featurize_at_end: bool = False,
         first_model_id: int = 0,
-        task: str | AbstractModelOutput | None = None,
+        task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
     ) -> None:
         """
         Args:
@@ -86,6 +87,7 @@ class TrakCallback(TrainerCallback):
 
         Raises:
             ValueError: an argument is out of range, or `featurize_at_end` comes without a trainer.
+            TypeError: `args` is no `TrakConfig`.
         """
         if last is not None and (not isinstance(last, int) or isinstance(last, bool) or last < 1):
             raise ValueError(f"`last` is {last!r}. Expected a number of checkpoints of at least 1, or `None` for all.")
@@ -98,7 +100,7 @@ class TrakCallback(TrainerCallback):
                 "collator are needed: `trainer.add_callback(TrakCallback(args, trainer=trainer, "
                 "featurize_at_end=True))`."
             )
-        self.args = TrakConfig() if args is None else args
+        self.args = checked_args(args)
         self.last = last
         self.steps = None if steps is None else frozenset(steps)
         self.directory = Path(self.args.output_dir) / "ensemble" / safe_name(name, "name")
@@ -126,7 +128,14 @@ class TrakCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check that there will be something to collect; bring an ensemble that is there in line with this run."""
+        """Check that there will be something to collect; bring an ensemble that is there in line with this run.
+
+        Raises:
+            ValueError: nothing would be collected, steps lie beyond the end of the training, `output_dir` is the
+                trainer's own or holds checkpoints of another run, or the training is part of a hyperparameter search.
+                With `featurize_at_end` also all of [`TrakAttributor.from_trainer`].
+            FileNotFoundError: a checkpoint that the trainer saved earlier holds no weights.
+        """
         if state.is_hyper_param_search:
             raise ValueError(
                 "A hyperparameter search runs many trainings in one directory. Expected a single training: remove "
@@ -176,14 +185,23 @@ class TrakCallback(TrainerCallback):
         return control
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Take in the checkpoint that was just written."""
+        """Take in the checkpoint that was just written.
+
+        Raises:
+            FileNotFoundError: there are no whole weights in it.
+            ValueError: its index of weights is damaged.
+        """
         if state.is_world_process_zero:
             self._collect(_output_dir(args) / f"checkpoint-{state.global_step}", state.global_step, fresh=True)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Featurize, if asked to."""
+        """Featurize, if asked to.
+
+        Raises:
+            As [`TrakAttributor.featurize`].
+        """
         PartialState().wait_for_everyone()  # the main process collects, all look
         found = self.checkpoints
         if self.steps is not None and len(found) < min(len(self.steps), self.last or len(self.steps)):
@@ -223,12 +241,12 @@ def _weight_files(source: Path) -> list[str]:
 
     Raises:
         FileNotFoundError: there are no weights in it.
+        ValueError: its index of weights is damaged.
     """
     names = [name for name in WEIGHT_FILES if (source / name).is_file()]
     for index in INDEX_FILES:
         if (source / index).is_file():
-            parts = set(json.loads((source / index).read_text())["weight_map"].values())
-            names += [index, *sorted(parts)]
+            names += [index, *read_weight_index(source / index)]
     if not names:
         raise FileNotFoundError(
             f"The checkpoint {str(source)!r} holds no weights. Expected one of {[*WEIGHT_FILES, *INDEX_FILES]}. "

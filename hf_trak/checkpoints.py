@@ -85,9 +85,8 @@ def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
 def _read_directory(path: Path) -> dict[str, Tensor]:
     for name in INDEX_FILES:
         if (path / name).is_file():
-            weight_map = json.loads((path / name).read_text())["weight_map"]
             merged: dict[str, Tensor] = {}
-            for part in sorted(set(weight_map.values())):
+            for part in read_weight_index(path / name):
                 merged.update(_read_file(path / part))
             return merged
     for name in WEIGHT_FILES:
@@ -97,6 +96,29 @@ def _read_directory(path: Path) -> dict[str, Tensor]:
         f"The checkpoint directory {str(path)!r} holds no weights. Expected one of "
         f"{[*WEIGHT_FILES, *INDEX_FILES]}, as written by `Trainer` or `save_pretrained`."
     )
+
+
+def read_weight_index(path: Path) -> list[str]:
+    """Names of the files that the index of a sharded checkpoint lists, each once, sorted.
+
+    Raises:
+        ValueError: the index is damaged.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"The index of weights {str(path)!r} is not valid JSON ({error}). Expected what `save_pretrained` writes. "
+            "Save the checkpoint anew, or copy it again."
+        ) from error
+    parts = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(parts, dict) or not parts or not all(isinstance(part, str) for part in parts.values()):
+        found = f"the keys {list(content)[:5]}" if isinstance(content, dict) else f"a JSON {type(content).__name__}"
+        raise ValueError(
+            f"The index of weights {str(path)!r} has {found}, and no usable `weight_map`. Expected an object "
+            "`weight_map` from the name of each weight to its file's. Save the checkpoint anew, or copy it again."
+        )
+    return sorted(set(parts.values()))
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

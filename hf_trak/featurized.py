@@ -24,6 +24,7 @@ from hf_trak.placement import check_placement
 from hf_trak.processes import Processes
 from hf_trak.projectors import BlockProjector, make_projector
 from hf_trak.savers import FeatureStore, ShardSet
+from hf_trak.savers.atomic import safe_name
 from hf_trak.scored_dataset import ScoreBlock
 from hf_trak.scoring import Scorer
 
@@ -56,9 +57,9 @@ class FeaturizedModel:
         Raises:
             ValueError: unknown task or parameter name, empty dataset, a model whose task cannot be inferred, or one
                 whose parameters are sharded over processes or offloaded.
-            TypeError: `train_dataset` has no rows by index.
+            TypeError: `model` is no module, `args` no `TrakConfig`, or `train_dataset` has no rows by index.
         """
-        self.args = TrakConfig() if args is None else args
+        self.args = checked_args(args)
         check_placement(model)
         self.model = model
         self.task = get_task(infer_task(model) if task is None else task)
@@ -235,12 +236,14 @@ class FeaturizedModel:
     ) -> tuple[str, Iterator[ScoreBlock]]:
         """The name of the experiment, and scores of training rows for m targets, or for G groups of them: of all rows,
         or (`everywhere=False`) of those that fall to this process."""
+        if name is not None:
+            safe_name(name, "name")
         n_targets = row_count(eval_dataset, "eval_dataset")
         fingerprint = fingerprint_dataset(eval_dataset)
         name = f"targets-{fingerprint[:12]}" if name is None else name
         scorer = self._scorer
         ids = scorer.ensemble(model_ids)
-        sources = dict(zip(ids, as_list(checkpoints), strict=True)) if checkpoints is not None else {}
+        sources = sources_of(ids, checkpoints)
         targets = []
         for model_id in ids:
             shards = self._target_shards(name, model_id, eval_dataset, n_targets, fingerprint, sources)
@@ -284,6 +287,43 @@ def as_list(checkpoints: Checkpoint | Sequence[Checkpoint] | None) -> list[Check
     if checkpoints is None or isinstance(checkpoints, str | os.PathLike | Mapping | torch.nn.Module):
         return [checkpoints]
     return list(checkpoints)
+
+
+def checked_args(args: TrakConfig | None) -> TrakConfig:
+    """The configuration, or the defaults where none is given.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if args is None:
+        return TrakConfig()
+    if isinstance(args, TrakConfig):
+        return args
+    if isinstance(args, Mapping):
+        remedy = f"the keys {list(args)}. Expected a `TrakConfig`: pass `TrakConfig(**args)`."
+    else:
+        remedy = "which configures something else. Expected a `TrakConfig`, such as `TrakConfig(output_dir='trak')`."
+    raise TypeError(f"`args` is a {type(args).__name__}, {remedy}")
+
+
+def sources_of(
+    model_ids: Sequence[int], checkpoints: Checkpoint | Sequence[Checkpoint] | None
+) -> dict[int, Checkpoint | None]:
+    """The checkpoints by model id, in the order of the ids; nothing where none are given.
+
+    Raises:
+        ValueError: they are not as many.
+    """
+    if checkpoints is None:
+        return {}
+    sources = as_list(checkpoints)
+    if len(sources) != len(model_ids):
+        raise ValueError(
+            f"`checkpoints` has {len(sources)} entries for the model_ids {list(model_ids)}. Expected one for each, in "
+            "this order: the weights that were featurized under these ids. Pass all of them, or leave `checkpoints` "
+            "out where they are files that still lie where `featurize` found them."
+        )
+    return dict(zip(model_ids, sources, strict=True))
 
 
 def _checked_ids(sources: Sequence[Checkpoint | None], model_ids: Sequence[int] | None) -> list[int]:

@@ -115,6 +115,9 @@ class RowGroups:
 
         Returns:
             `(G, k)`, float64.
+
+        Raises:
+            ValueError: `parts` is empty.
         """
         total: Tensor | None = None
         for start, rows in parts:
@@ -135,6 +138,9 @@ class RowGroups:
 
         Returns:
             `(m, G)`, float64.
+
+        Raises:
+            ValueError: `blocks` is empty.
         """
         return self.means((start, block) for start, _, block in blocks).mul_(self.sizes.unsqueeze(1)).T.contiguous()
 

@@ -24,6 +24,9 @@ def announced(message: Callable[[], str]) -> Iterator[None]:
 
     Args:
         message: what has been done, and how to go on; called when the block is interrupted.
+
+    Raises:
+        KeyboardInterrupt: the block was interrupted by Ctrl-C, as it would be without this.
     """
     mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     owner = os.getpid()

@@ -12,12 +12,19 @@ _REMEDY = (
 
 
 def check_placement(model: torch.nn.Module) -> None:
-    """Refuse parameters that are cut up over processes, or not loaded.
+    """Refuse what is no model, and parameters that are cut up over processes, or not loaded.
 
     Raises:
+        TypeError: it is no module, but a name, a `Trainer`, or anything else.
         ValueError: FSDP, tensor parallelism or ZeRO-3 hold a part of a parameter here, or a parameter is on the meta
             device (offloaded to CPU or disk, or never loaded). Names the parameter and the supported way.
     """
+    if not isinstance(model, torch.nn.Module):
+        given = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
+        raise TypeError(
+            f"`model` is {given}. Expected the trained model itself, a `torch.nn.Module`. Load it with "
+            "`AutoModelFor….from_pretrained(name)`; from a `Trainer`, use `TrakAttributor.from_trainer(trainer)`."
+        )
     if dist.is_available():
         from torch.distributed.fsdp import FullyShardedDataParallel
 

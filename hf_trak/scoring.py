@@ -80,6 +80,11 @@ class Scorer:
         known = self.store.model_ids
         ids = known if model_ids is None else list(model_ids)
         directory = str(self.store.output_dir)
+        if not known:
+            raise IncompleteStoreError(
+                f"Nothing is featurized in {directory!r}. Expected the features of at least one checkpoint. Call "
+                "`featurize()` first, or set `output_dir` to the directory where it was called."
+            )
         if not ids or set(ids) - set(known) or len(set(ids)) < len(ids):
             raise IncompleteStoreError(
                 f"Asked to score with the model_ids {ids}; featurized in {directory!r} are {known}. Expected one or "

@@ -50,7 +50,15 @@ def get_matrix_mult_blockwise(features: Tensor, target_grads: Tensor, target_dty
 
     A block is computed while the ones before it are on their way to the CPU, see `hf_trak.transfers`.
 
-    Args and errors as in [`get_matrix_mult`], and `ValueError` for `bs` < 1.
+    Args:
+        features, target_grads, target_dtype: as in [`get_matrix_mult`], but `target_dtype` has to be given.
+        bs: rows and columns of a block.
+
+    Returns:
+        `(n, m)` on the CPU.
+
+    Raises:
+        ValueError: the shapes do not fit, or `bs` is below 1.
     """
     _check_factors(features, target_grads)
     if bs < 1:
@@ -66,8 +74,11 @@ def get_matrix_mult_blockwise(features: Tensor, target_grads: Tensor, target_dty
 
 
 def get_matrix_mult_standard(features: Tensor, target_grads: Tensor, target_dtype: torch.dtype) -> Tensor:
-    """features · target_gradsᵀ in one product, on the device of `features`. Args and errors as in
-    [`get_matrix_mult`]."""
+    """features · target_gradsᵀ in one product, on the device of `features`. Args as in [`get_matrix_mult`].
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
     _check_factors(features, target_grads)
     dtype = torch.promote_types(torch.promote_types(features.dtype, target_grads.dtype), torch.float32)
     return (features.to(dtype) @ target_grads.to(device=features.device, dtype=dtype).T).to(target_dtype)

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from datasets import Dataset, List, load_from_disk
+from datasets import Dataset, DatasetDict, List, load_from_disk
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, Trainer, TrainingArguments
@@ -483,7 +484,7 @@ def test_another_train_set_task_or_model_is_refused(trained: Any, tmp_path: Path
 def test_ids_top_k_per_and_names_are_checked(trained: Any, tmp_path: Path) -> None:
     model, checkpoints, _ = trained
     attributor = make(copy_of(model), tmp_path / "store")
-    with pytest.raises(IncompleteStoreError, match=r"featurized in .* are \[\]"):
+    with pytest.raises(IncompleteStoreError, match=r"Nothing is featurized in '.*store'\. Expected .*`featurize\(\)`"):
         attributor.attribute(eval_rows())
     for ids in ([0, 0], [-1, 1], [0], ["0", "1"], [True, 2]):
         with pytest.raises(ValueError, match="`model_ids` is"):
@@ -500,7 +501,7 @@ def test_ids_top_k_per_and_names_are_checked(trained: Any, tmp_path: Path) -> No
     with pytest.raises(ValueError, match="`per` is 'row'"):
         attributor.attribute(eval_rows(), per="row")  # type: ignore[arg-type]
     for name in ("..", "../outside", "a/b", "", "/tmp/x", ".hidden", "a\0b", "x" * 300):
-        with pytest.raises(ValueError, match=r"[Ee]xpected"):
+        with pytest.raises(ValueError, match=r"`name` is .*[Ee]xpected"):
             attributor.attribute(eval_rows(), name=name)
     with pytest.raises(ValueError, match="`eval_dataset` is empty"):
         attributor.attribute(eval_rows().select([]))
@@ -612,3 +613,47 @@ def test_only_the_chosen_parameters_count(trained: Any, tmp_path: Path) -> None:
     assert by_flag.proj_dim == by_name.proj_dim == 26 * 10 + 10
     assert np.allclose(full(by_flag), full(by_name), rtol=1e-4, atol=1e-6)
     assert [p.requires_grad for p in frozen.parameters()] == [False, False, True, True]
+
+
+def test_checkpoints_that_are_not_as_many_as_the_model_ids(trained: Any, tmp_path: Path) -> None:
+    model, checkpoints, _ = trained
+    attributor = make(copy_of(model), tmp_path).featurize(checkpoints[:2])
+    for given, says in (([checkpoints[0]], 1), (checkpoints, 3), (checkpoints[0], 1)):
+        expected = rf"`checkpoints` has {says} entries for the model_ids \[0, 1\]\. Expected one for each"
+        with pytest.raises(ValueError, match=expected):
+            attributor.attribute(eval_rows(), checkpoints=given)
+        with pytest.raises(ValueError, match=expected):
+            attributor.extend(eval_rows(), checkpoints=given)
+    assert not (tmp_path / "experiments").exists()
+
+
+def test_arguments_of_another_kind_are_named(trained: Any, tmp_path: Path) -> None:
+    model, _, trainer = trained
+    rows = train_rows()
+    mapping = {"output_dir": str(tmp_path)}
+    with pytest.raises(TypeError, match=r"`args` is a dict, the keys \['output_dir'\].*`TrakConfig\(\*\*args\)`"):
+        TrakAttributor(model, mapping, train_dataset=rows, task="image_classification")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`args` is a dict"):
+        TrakAttributor.from_trainer(trainer, mapping)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`args` is a TrainingArguments, .*Expected a `TrakConfig`"):
+        TrakAttributor(model, trainer.args, train_dataset=rows, task="image_classification")
+    with pytest.raises(TypeError, match=r"`model` is 'gpt2'\. Expected .*from_pretrained"):
+        TrakAttributor("gpt2", train_dataset=rows)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`model` is a Trainer\. Expected .*from_trainer"):
+        TrakAttributor(trainer, train_dataset=rows)
+    with pytest.raises(TypeError, match=r"`trainer` is a DigitNet, which has no `model`, .*`TrakAttributor\(model"):
+        TrakAttributor.from_trainer(model)
+    attributor = make(copy_of(model), tmp_path)
+    with pytest.raises(TypeError, match=r"`eval_dataset` is a DatasetDict, with the keys \['test'\]"):
+        attributor.attribute(DatasetDict({"test": eval_rows()}))
+    with pytest.raises(TypeError, match=r"`train_dataset` is a dict"):
+        make(copy_of(model), tmp_path, {"train": rows})
+
+
+def test_a_function_is_a_task_for_a_trainer_too(trained: Any, tmp_path: Path) -> None:
+    _, _, trainer = trained
+    for function in (TrakAttributor.from_trainer, TrakAttributor.__init__):
+        assert "Callable" in str(inspect.signature(function).parameters["task"].annotation)
+    config = TrakConfig(output_dir=str(tmp_path), proj_dim=16, use_cpu=True, disable_tqdm=True)
+    attributor = TrakAttributor.from_trainer(trainer, config, lambda result, batch: result.logits[:, 0])
+    assert attributor.featurize().store.model_ids == [0]

@@ -324,3 +324,8 @@ def test_a_checkpoint_without_weights_is_an_error(tmp_path):
     run.state.global_step = 3
     with pytest.raises(FileNotFoundError, match="FULL_STATE_DICT"):
         callback.on_save(run.args, run.state, run.control)
+
+
+def test_a_configuration_of_another_kind_is_named(tmp_path):
+    with pytest.raises(TypeError, match=r"`args` is a TrainingArguments.*Expected a `TrakConfig`"):
+        TrakCallback(trainer(tmp_path).args)

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from hf_trak.callbacks import _weight_files
 from hf_trak.checkpoints import fingerprint_state_dict, load_into, loaded, read_state_dict
 
 
@@ -156,3 +157,23 @@ def test_index_that_names_a_missing_part(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FileNotFoundError, match="model-00001-of-00002"):
         read_state_dict(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"weight_map": {"a": ', "is not valid JSON"),
+        ("\x80", "is not valid JSON"),
+        ('{"metadata": {}}', r"has the keys \['metadata'\], and no usable `weight_map`"),
+        ('{"weight_map": {"a": 3}}', ".* no usable `weight_map`"),
+        ('{"weight_map": {}}', ".* no usable `weight_map`"),
+        ("[]", "has a JSON list"),
+    ],
+)
+def test_damaged_index_is_named(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=f"{path}' {says}.*Save the checkpoint anew"):
+        read_state_dict(tmp_path)
+    with pytest.raises(ValueError, match=f"{path}' {says}"):
+        _weight_files(tmp_path)

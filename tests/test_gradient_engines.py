@@ -1,5 +1,6 @@
 """The functional and the iterative engine against plain autograd on each sample alone (and what both must refuse)."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -424,6 +425,13 @@ def test_a_mean_over_the_batch_is_refused() -> None:
             engine(model, Mean(), None, torch.float32, "cpu").compute_per_sample_grad(batch)
 
 
+@pytest.mark.parametrize("engine", ["auto", "functional", "iterative", "hooked"])
+def test_several_outputs_per_sample_name_the_function_that_gave_them(engine: str) -> None:
+    model, (images, labels) = nn.Sequential(nn.Flatten(), nn.Linear(6, 3)), (torch.rand(2, 6), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"`output_fn` returned a tensor of shape \([12], 3\) for .*Expected"):
+        per_sample_gradients(model, (images, labels), lambda logits, batch: logits, engine)
+
+
 def test_gradients_come_in_the_dtype_asked_for() -> None:
     model, batch = small_cnn()
     for dtype in (torch.float16, torch.float64):
@@ -458,6 +466,39 @@ def test_functional_says_what_vmap_cannot_do() -> None:
     batch = (torch.ones(2, 4), torch.tensor([0, 1]))
     with pytest.raises(GradientEngineError, match="iterative"):
         FunctionalGradientComputer(Branching(), Margin(), None, torch.float32, "cpu").compute_per_sample_grad(batch)
+
+
+def test_a_slower_engine_is_a_warning_that_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """At the level that is shown by default: that samples go one by one, and what each faster engine objects to."""
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x, self.linear.weight * (2.0 if x.sum().item() > 0 else 1.0))
+
+    batch = (torch.ones(2, 4), torch.tensor([0, 1]))
+    computer = make_gradient_computer("auto", Branching(), Margin())
+    for _ in range(2):
+        streamed(computer, batch, 2)
+    assert computer.engine == "iterative"
+    (warning,) = (record for record in caplog.records if record.name.startswith("hf_trak"))
+    said = warning.getMessage()
+    assert warning.levelno == logging.WARNING
+    assert "of Branching by the slower iterative engine, one forward and one backward pass per sample" in said
+    assert "hooked: The hooked engine" in said and "functional: The functional engine cannot vectorize" in said
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="hf_trak"):
+        model, images = small_cnn()
+        streamed(make_gradient_computer("auto", model, Margin()), images, 5)
+        named = make_gradient_computer("iterative", Branching(), Margin())
+        streamed(named, batch, 2)
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.INFO, "Per-sample gradients of Sequential by the hooked engine."),
+        (logging.INFO, "Per-sample gradients of Branching by the iterative engine."),
+    ]
 
 
 def test_unknown_engine() -> None:

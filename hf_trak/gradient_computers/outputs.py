@@ -24,12 +24,24 @@ def call_model(
 
 
 def one_per_sample(values: Tensor, size: int, task: AbstractModelOutput) -> Tensor:
-    """`values`, if it has shape `(size,)`. Raises `ValueError` otherwise."""
+    """`values`, if it has shape `(size,)`.
+
+    Args:
+        values: what the task returned.
+        size: samples in the batch that it was called with: one, where an engine takes them one at a time.
+        task: for the error message, which names the user's function where the task is made of one.
+
+    Raises:
+        ValueError: it has another shape, or is no tensor.
+    """
     if not isinstance(values, Tensor) or values.shape != (size,):
-        given = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        shape = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+        who = "`output_fn`" if hasattr(task, "output_fn") else f"The task {type(task).__name__}"
+        single = "one sample (engines may take those of a batch one at a time)"
         raise ValueError(
-            f"The task {type(task).__name__} returned {given} for a batch of {size}; expected a tensor of shape "
-            f"({size},), one scalar per sample. Do not average over the batch in the task."
+            f"{who} returned {shape[:200]} for {single if size == 1 else f'a batch of {size} samples'}. Expected a "
+            f"tensor of shape ({size},), one scalar per sample: of several outputs choose one for each, as "
+            "`logits.gather(1, labels[:, None]).squeeze(1)` does, or add them up; do not average over the batch."
         )
     return values
 

@@ -61,9 +61,16 @@ def push_attributor(
     checkpoints: Mapping[int, str | HubCheckpoint | HubSource] | None = None,
     lds: float | None = None,
 ) -> CommitInfo:
-    """Publish the index of an attributor; see [`push_index`] for the arguments and errors.
+    """Publish the index of an attributor; see [`push_index`] for the arguments.
 
-    Every process calls this; the main process pushes, and all get its result, or `PeerProcessError` where it failed.
+    Every process calls this; the main process pushes, and all get its result.
+
+    Raises:
+        ValueError: the index is a published one, or an argument is no name of a repo or revision, or the repo is
+            public against `private=True`.
+        IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
+        HubAccessError: the repo cannot be written to, or the connection broke; the same call goes on.
+        PeerProcessError: the main process failed.
     """
     if isinstance(attributor.store, IndexStore):
         raise ValueError(

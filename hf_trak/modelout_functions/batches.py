@@ -47,7 +47,11 @@ def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
 
 
 def as_sequence(batch: Any, expected: str) -> Sequence[Any]:
-    """The batch as a sequence, or an error that says what a batch of this task looks like."""
+    """The batch as a sequence.
+
+    Raises:
+        TypeError: it is none; says what a batch of this task looks like (`expected`).
+    """
     if isinstance(batch, Tensor) or not isinstance(batch, Sequence):
         raise TypeError(
             f"The batch is a {type(batch).__name__}. Expected a mapping of names to tensors, or {expected}."
