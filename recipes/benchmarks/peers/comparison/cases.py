@@ -128,24 +128,24 @@ def bert(size: Size) -> Case:
     texts = texts.select(range(n + size.targets))
     tokenizer = word_tokenizer(texts["text"][:n], 800, begin=True)
     ids = token_ids(tokenizer, texts["text"][:])
-    config = BertConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=size.hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=2 * size.hidden_size,
-        max_position_embeddings=LENGTH,
-        num_labels=len(PACKAGES),
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        problem_type="single_label_classification",
-        attn_implementation="eager",
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": size.hidden_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 2 * size.hidden_size,
+        "max_position_embeddings": LENGTH,
+        "num_labels": len(PACKAGES),
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "problem_type": "single_label_classification",
+        "attn_implementation": "eager",
+    }
     types, mask = torch.zeros_like(ids), (ids != 0).long()
     return Case(
         "BERT classifier of texts",
         "text_classification",
-        lambda: BertForSequenceClassification(config),
+        lambda: BertForSequenceClassification(BertConfig(**settings)),
         {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor(texts["label"][:])},
         {"input_ids": ids, "token_type_ids": types, "attention_mask": additive(mask.bool()[:, None, None, :])},
         n,
@@ -160,27 +160,27 @@ def gpt2(size: Size) -> Case:
     texts = texts.select(range(n + size.targets))
     tokenizer = word_tokenizer(texts["text"][:n], 600, begin=False)
     ids = token_ids(tokenizer, texts["text"][:])
-    config = GPT2Config(
-        vocab_size=tokenizer.get_vocab_size(),
-        n_embd=size.hidden_size,
-        n_layer=2,
-        n_head=2,
-        n_inner=2 * size.hidden_size,
-        n_positions=LENGTH,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="eager",
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "n_embd": size.hidden_size,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_inner": 2 * size.hidden_size,
+        "n_positions": LENGTH,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "attn_implementation": "eager",
+    }
     mask = ids != 0
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     return Case(
         "GPT-2 on texts",
         "causal_lm",
-        lambda: GPT2LMHeadModel(config),
+        lambda: GPT2LMHeadModel(GPT2Config(**settings)),
         {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, IGNORED)},
         {"input_ids": ids, "attention_mask": additive(mask[:, None, None, :] & causal)},
         n,

@@ -48,14 +48,13 @@ class ImageLogits(nn.Module):
         self.pixels.weight.copy_(torch.arange(GREYS)[:, None] / (GREYS - 1))
         layers = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
         for own, other in zip((self.first, self.second, self.head), layers, strict=True):
-            own.weight.copy_(other.weight.flatten(1))
-            own.bias.copy_(other.bias)
+            own.load_state_dict({"weight": other.weight.flatten(1), "bias": other.bias})
 
 
 class TextLogits(nn.Module):
     """BertForSequenceClassification; token 0 is padding."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.bert = BertModel(config, add_pooling_layer=False)
         self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
