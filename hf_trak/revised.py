@@ -159,7 +159,11 @@ class RevisedStore(FeatureStore):
         return self.base.checkpoint_info(model_id)
 
     def register_checkpoint(self, model_id: int, fingerprint: str, source: str | None = None) -> None:
-        """Check that the weights are those of the original store, which has to have features of them."""
+        """Check that the weights are those of the original store, which has to have features of them.
+
+        Raises:
+            CheckpointMismatchError: they are others.
+        """
         saved = self.base.checkpoint_info(model_id)
         if saved["fingerprint"] != fingerprint:
             raise CheckpointMismatchError(
@@ -233,7 +237,11 @@ class RevisedAttributor(TrakAttributor):
     """
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Not for revisions, whose features lie in several stores."""
+        """Not for revisions, whose features lie in several stores.
+
+        Raises:
+            HfTrakError: always.
+        """
         raise HfTrakError(
             "A revised index refers to the store that it revises, and cannot be published by itself. Featurize "
             "`attributor.train_dataset` in an output directory of its own, and push that."

@@ -258,7 +258,7 @@ def test_other_settings_for_the_same_directory_are_refused(featurized, home, cap
 
 def test_what_is_missing_is_named(home, capsys, tmp_path):
     assert main(["featurize", "--output_dir", str(tmp_path), "--model", str(home / "model")]) == 1
-    assert "--dataset_name missing" in capsys.readouterr().err
+    assert "--train_dataset missing" in capsys.readouterr().err
     rows = ["--model", str(home / "model"), "--output_dir", str(tmp_path), "--use_cpu", "--train_dataset"]
     assert main(["featurize", *rows, str(home / "data"), "--train_split", "dev"]) == 1
     assert "has the splits ['train', 'test'], not 'dev'" in capsys.readouterr().err
@@ -365,3 +365,37 @@ def test_a_language_model(home, answer, tmp_path):
     targets = ["--eval_dataset", str(tmp_path / "eval.txt")]
     run = answer("attribute", "--output_dir", str(tmp_path / "trak"), *targets, "--top_k", "2")["run"]
     assert "the film was good" in Path(answer("report", run)["report"]).read_text()
+
+
+@pytest.mark.parametrize("name", ["nowhere.jsonl", "./nowhere", "/nowhere/rows"])
+def test_a_file_that_is_not_there_is_no_repo(name, home, capsys):
+    (home / "holds").mkdir(exist_ok=True)
+    (home / "holds" / "featurize.json").write_text('{"arguments": {}, "trak": {}}')
+    assert main(["attribute", "--output_dir", str(home / "holds"), "--eval_dataset", name]) == 1
+    assert f"There is no such file or directory: {name!r}" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_named(home, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    arguments = ["--train_dataset", str(home / "data"), "--output_dir", str(home / "absent")]
+    assert main(["featurize", "--model", "nomodel", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert "HubAccessError: The model 'nomodel' at revision 'main' could not be loaded" in error
+    assert "HF_HUB_OFFLINE is set" in error
+    assert main(["featurize", "--model", "./nomodel", *arguments]) == 1
+    assert "There is no such file or directory: './nomodel'" in capsys.readouterr().err
+
+
+def test_a_directory_without_a_run_is_named_before_rows_are_loaded(tmp_path, capsys):
+    nowhere = tmp_path / "nowhere"
+    assert main(["attribute", "--output_dir", str(nowhere), "--eval_dataset", "absent.jsonl"]) == 1
+    error = capsys.readouterr().err
+    assert f"'{nowhere}' holds no run: featurize.json is missing" in error
+    assert "--model and --train_dataset" in error and "--index" in error
+
+
+def test_missing_arguments_have_the_names_of_the_readme(capsys, tmp_path):
+    assert main(["featurize", "--output_dir", str(tmp_path)]) == 1
+    assert "--model and --train_dataset missing" in capsys.readouterr().err
+    assert main(["estimate"]) == 1
+    assert "--model, and --train_dataset or --train_size" in capsys.readouterr().err

@@ -149,11 +149,12 @@ def test_empty_yaml_and_missing_yaml(tmp_path):
         (["--step", "3"], "unrecognized arguments: --step 3"),  # no abbreviations
     ],
 )
-def test_wrong_command_line_exits_with_usage(capsys, argv, message):
+def test_wrong_command_line_exits_with_one_line(capsys, argv, message):
     with pytest.raises(SystemExit) as caught:
         parse_yaml_and_args(Run, argv)
     assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert message in text and "--help" in text and len(text.splitlines()) == 1
 
 
 def test_help_survives_percent_signs_and_shows_the_defaults_of_the_yaml(tmp_path, capsys):
@@ -229,3 +230,13 @@ def test_defaults_of_the_caller_stand_below_yaml_and_command_line(tmp_path):
     given = {"steps": 5, "lam": 9.0, "note": "kept", "nobody_has": 1}
     argv = [*write(tmp_path, "lam: 1.5\nsteps: 3\n"), "--steps", "10"]  # 10 is the dataclass's own default
     assert parse_yaml_and_args(Run, argv, defaults=given)[0] == Run(lam=1.5, steps=10, note="kept")
+
+
+def test_an_alias_is_suggested_too(capsys):
+    @dataclass
+    class Model:
+        model_name_or_path: str | None = field(default=None, metadata={"aliases": ["--model"]})
+
+    with pytest.raises(SystemExit):
+        parse_yaml_and_args(Model, ["--modle", "x"])
+    assert "did you mean --model?" in capsys.readouterr().err

@@ -111,3 +111,12 @@ def with_value(value: float) -> Dataset:
     scores = np.ones((2, 3), dtype="float32")
     scores[1, 2] = value
     return Dataset(pa.table({"trak_scores": fixed_size_list(scores)}))
+
+
+def test_offline_mode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for where in ("huggingface_hub.constants", "datasets.config"):
+        monkeypatch.setattr(f"{where}.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        HubAccessError, match=r"'nothing/here' is not in the cache.*offline mode \(HF_HUB_OFFLINE\) is on"
+    ):
+        load_scores("nothing/here")

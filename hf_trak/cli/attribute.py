@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments, TargetArguments
-from hf_trak.cli.build import build, build_from_index, quiet, remember, remembered, target_rows
+from hf_trak.cli.build import build, build_from_index, quiet, remember, remembered, require_run, target_rows
 from hf_trak.cli.output import answer
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.config import TrakConfig
@@ -53,6 +53,8 @@ def run(argv: Sequence[str]) -> None:
     saved = remembered(parse()[4].output_dir)
     targets, wanted, model_args, data, trak, output = parse(defaults=saved)
     quiet(trak)
+    if wanted.index is None:
+        require_run(trak.output_dir, model_args, data)
     stored = target_rows(data, targets)
     if wanted.index is not None:
         built = build_from_index(wanted.index, model_args, data, trak, stored)

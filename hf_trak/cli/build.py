@@ -16,7 +16,7 @@ from hf_trak.cli.preparation import Preparation, preparation
 from hf_trak.cli.rows import load_rows
 from hf_trak.config import TrakConfig
 from hf_trak.data import default_collator
-from hf_trak.errors import ConfigMismatchError
+from hf_trak.errors import ConfigMismatchError, IncompleteStoreError
 from hf_trak.hub.loading import RUN_OPTIONS
 from hf_trak.modelout_functions import infer_task
 from hf_trak.savers.atomic import atomic_path, differing, read_json
@@ -51,7 +51,7 @@ def load_training(model_args: ModelArguments, data: DataArguments) -> Training:
     """
     name, training = model_args.model_name_or_path, data.dataset_name
     if name is None or training is None:
-        missing = [f"--{n}" for n, v in (("model_name_or_path", name), ("dataset_name", training)) if v is None]
+        missing = [f"--{n}" for n, v in (("model", name), ("train_dataset", training)) if v is None]
         raise ValueError(f"{' and '.join(missing)} missing. Expected the model and the rows it was trained on.")
     model = load_model(name, model_args.model_revision, model_args.task)
     task = model_args.task or infer_task(model)
@@ -102,10 +102,14 @@ def build_from_index(
 
 
 def target_rows(data: DataArguments, targets: TargetArguments) -> Dataset:
-    """The targets as they are stored."""
+    """The targets as they are stored.
+
+    Raises:
+        ValueError: no rows are named, and all that loading them can raise.
+    """
     name = targets.eval_dataset_name or data.dataset_name
     if name is None:
-        raise ValueError("--eval_dataset_name missing. Expected the rows to explain.")
+        raise ValueError("--eval_dataset missing. Expected the rows to explain.")
     config_name = targets.eval_dataset_config_name
     if targets.eval_dataset_name is None:
         config_name = config_name or data.dataset_config_name
@@ -152,6 +156,23 @@ def remembered(output_dir: str) -> dict[str, Any]:
         return {}
     saved = read_json(path)
     return {**saved["arguments"], **{name: value for name, value in saved["trak"].items() if name != "output_dir"}}
+
+
+def require_run(output_dir: str, model_args: ModelArguments, data: DataArguments) -> None:
+    """Refuse a directory without a run where the arguments do not say either what was featurized.
+
+    Raises:
+        IncompleteStoreError: `hf-trak featurize` has not written this directory, and model or training rows are not
+            given.
+    """
+    given = {"--model": model_args.model_name_or_path, "--train_dataset": data.dataset_name}
+    missing = [name for name, value in given.items() if value is None]
+    if missing and not (Path(output_dir) / RECORD).is_file():
+        raise IncompleteStoreError(
+            f"{output_dir!r} holds no run: {RECORD} is missing. Expected the output directory of `hf-trak featurize`. "
+            f"Set `--output_dir` to it; or give {' and '.join(missing)} as well; or pass a published index, or a copy "
+            "of one, as `--index`."
+        )
 
 
 def _settings(processor: Any) -> dict[str, Any] | None:

@@ -29,7 +29,11 @@ class EstimateArguments:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Print what an attribution will take."""
+    """Print what an attribution will take.
+
+    Raises:
+        ValueError: the model, or the training rows or their number, are not given.
+    """
     amounts, model_args, data, trak, output = parse_yaml_and_args(
         (EstimateArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments),
         argv,
@@ -57,7 +61,7 @@ def run(argv: Sequence[str]) -> None:
     else:
         if model_args.model_name_or_path is None or amounts.train_size is None:
             raise ValueError(
-                "--model_name_or_path, and --dataset_name or --train_size, are needed. Expected the model and its "
+                "--model, and --train_dataset or --train_size, are needed. Expected the model and its "
                 "training rows, or their number."
             )
         model = load_model(model_args.model_name_or_path, model_args.model_revision, model_args.task)

@@ -9,6 +9,26 @@ from typing import Any
 from datasets import Dataset
 
 
+def check_exists(path: Path, name: str, what: str, suffixes: tuple[str, ...] = ()) -> None:
+    """Refuse the name of a file or directory that is not there, rather than ask the Hub for it.
+
+    Args:
+        path: of the name.
+        name: as given. Those of repos have no such suffix, and do not start with a dot, a slash or `~`.
+        what: what is wanted, for the error message.
+        suffixes: of files that it may be.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+    """
+    local = name.startswith((".", "/", "~")) or path.suffix in suffixes
+    if local and not path.exists():
+        raise FileNotFoundError(
+            f"There is no such file or directory: {name!r} (looked in {str(Path.cwd())!r}). Expected a {what} on this "
+            "machine, or the name of one on the Hub, 'user/name'. Correct the path."
+        )
+
+
 def write_json(path: Path, content: Any) -> None:
     """Replace a JSON file at once."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import constants
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
+
+from hf_trak.cli.files import check_exists
+from hf_trak.errors import HubAccessError
 
 AUTO_CLASSES = {
     "image_classification": "AutoModelForImageClassification",
@@ -30,8 +34,28 @@ def load_model(name: str, revision: str, task: str | None) -> torch.nn.Module:
     """The model in the class of the task, or in the class that its config names. No code of a repo is run.
 
     Raises:
+        FileNotFoundError: the name is a path, and there is nothing.
+        HubAccessError: the model cannot be loaded from the Hub, or is not in the cache while offline.
         ValueError: the config names no class of transformers, and no task says which.
     """
+    check_exists(Path(name), name, "model")
+    if Path(name).is_dir():
+        return _load_model(name, revision, task)
+    try:
+        return _load_model(name, revision, task)
+    except OSError as error:
+        if isinstance(error, HubAccessError):  # of the base of an adapter, which it names
+            raise
+        offline = " HF_HUB_OFFLINE is set, so only what is in the cache is found." if constants.HF_HUB_OFFLINE else ""
+        reason = " ".join(str(error).split())[:300]
+        raise HubAccessError(
+            f"The model {name!r} at revision {revision!r} could not be loaded: there is no such directory, and the "
+            f"Hub or its cache gave: {reason}{offline} Expected a directory that `save_pretrained` wrote, or a model "
+            "repo. Correct the name."
+        ) from error
+
+
+def _load_model(name: str, revision: str, task: str | None) -> torch.nn.Module:
     adapter = _adapter(name)
     if adapter is not None:
         from peft import PeftModel

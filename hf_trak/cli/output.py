@@ -25,8 +25,11 @@ def table(rows: Mapping[str, Any]) -> list[str]:
 
 def size(count: float) -> str:
     """Bytes for people, in powers of 1000."""
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
+    if count < 1000:
+        return f"{count:.0f} bytes"
+    unit = "kB"
+    for larger in ("MB", "GB", "TB"):
+        if count < 1e6:
+            break
+        count, unit = count / 1000, larger
+    return f"{count / 1000:.1f} {unit}"

@@ -13,7 +13,7 @@ from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -51,7 +51,7 @@ def parse_yaml_and_args(
         FileNotFoundError: the YAML file does not exist.
         ValueError: the YAML file is no flat mapping, has a key twice or one that no dataclass has, or a value that its
             argument does not take; or a dataclass refuses its values; or two dataclasses give one name two types.
-        SystemExit: the command line is wrong, as argparse has it, with usage and reason on stderr.
+        SystemExit: the command line is wrong, as argparse has it, with the reason on stderr.
     """
     types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types)
     optional = _optional_arguments(types)
@@ -70,9 +70,16 @@ def parse_yaml_and_args(
 
     namespace, unknown = parser.parse_known_args(rest, Namespace(**dict.fromkeys(arguments, _UNSET)))
     if unknown:
-        parser.error(_unrecognized(unknown, arguments))
+        parser.error(_unrecognized(unknown, parser))
     given.update((name, value) for name in arguments if (value := getattr(namespace, name)) is not _UNSET)
     return tuple(kind(**{name: given[name] for name in _field_names(kind) if name in given}) for kind in types)
+
+
+class _Parser(HfArgumentParser):
+    """Says what is wrong in one line: with all the options there are, usage would push it off the screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}. See `{self.prog} --help`.\n")
 
 
 def _field_names(kind: type) -> list[str]:
@@ -129,7 +136,7 @@ def _build(types: Iterable[type], prog: str | None, description: str | None) -> 
             copied = dataclasses.field(metadata=metadata, **_default(field))
             specs.append((field.name, declared[field.name], copied))
         copies.append(dataclasses.make_dataclass(kind.__name__, specs, kw_only=True))
-    parser = HfArgumentParser(copies, prog=prog, description=description, allow_abbrev=False)
+    parser = _Parser(copies, prog=prog, description=description, allow_abbrev=False)
     parser.add_argument(f"--{_CONFIG}", metavar="FILE", help="YAML file of defaults for all of these arguments.")
     return parser
 
@@ -149,9 +156,10 @@ def _actions_by_name(parser: ArgumentParser, names: Iterable[str]) -> dict[str, 
     }
 
 
-def _unrecognized(unknown: Sequence[str], arguments: Iterable[str]) -> str:
+def _unrecognized(unknown: Sequence[str], parser: ArgumentParser) -> str:
+    options = {text.lstrip("-").replace("-", "_") for action in parser._actions for text in action.option_strings}
     names = [text.split("=", 1)[0].lstrip("-").replace("-", "_") for text in unknown if text.startswith("-")]
-    near = {match for name in names for match in difflib.get_close_matches(name, [*arguments, _CONFIG], n=2)}
+    near = {match for name in names for match in difflib.get_close_matches(name, options, n=2)}
     hint = f" (did you mean {' or '.join(f'--{name}' for name in sorted(near))}?)" if near else ""
     return f"unrecognized arguments: {' '.join(unknown)}{hint}"
 

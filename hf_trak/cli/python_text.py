@@ -33,7 +33,11 @@ def python_packages() -> DatasetDict:
 
 
 def docstrings(directory: Path) -> list[str]:
-    """The distinct documentation strings of some length in the source files of a package, in the order of files."""
+    """The distinct documentation strings of some length in the source files of a package, in the order of files.
+
+    Raises:
+        FileNotFoundError: there are no source files in the directory.
+    """
     files = sorted(directory.rglob("*.py"))
     if not files:
         raise FileNotFoundError(

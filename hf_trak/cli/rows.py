@@ -4,6 +4,7 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
+from hf_trak.cli.files import check_exists
 from hf_trak.cli.splits import evenly_spaced
 
 _BUILDERS = {
@@ -24,6 +25,7 @@ def load_rows(
         limit: take this many rows, evenly spaced.
 
     Raises:
+        FileNotFoundError: the name is that of a file or directory, and there is none.
         ValueError: there is no such split, or several to choose from; or a file of an unknown kind.
     """
     path = Path(name)
@@ -34,6 +36,7 @@ def load_rows(
             raise ValueError(f"The data file {name!r} ends in {path.suffix!r}. Expected one of {list(_BUILDERS)}.")
         splits = load_dataset(_BUILDERS[path.suffix], data_files=name)
     else:
+        check_exists(path, name, "dataset", tuple(_BUILDERS))
         splits = load_dataset(name, config_name)
     if isinstance(splits, Dataset):
         if split is not None:

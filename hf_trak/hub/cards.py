@@ -57,6 +57,9 @@ def updated_card(existing: str | None, new: str, section: Section) -> str | None
     Returns:
         The card to write, or `None` where the existing one cannot be changed safely and has to be left alone: its
         metadata cannot be parsed, or the markers in it do not form one section.
+
+    Raises:
+        ValueError: the new card lacks the section.
     """
     if existing is None:
         return new

@@ -198,7 +198,12 @@ class LocalFiles:
 
 @contextlib.contextmanager
 def access_errors(repo_id: str, revision: str | None, repo_type: str = REPO_TYPE) -> Iterator[None]:
-    """Turn what can go wrong between here and the Hub into a `HubAccessError` that says what to do."""
+    """Turn what can go wrong between here and the Hub into a `HubAccessError` that says what to do.
+
+    Raises:
+        HubAccessError: a name is none of a repo; repo, revision or file does not exist or is not granted; the Hub
+            cannot be reached; or a transfer broke off.
+    """
     where = f"The {repo_type} repo {repo_id!r}" + (f" at revision {revision!r}" if revision else "")
     try:
         yield
@@ -223,10 +228,7 @@ def access_errors(repo_id: str, revision: str | None, repo_type: str = REPO_TYPE
             "or commits."
         ) from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-        raise HubAccessError(
-            f"{where} could not be reached, and what is needed is not in the cache ({_brief(error)}). Connect, unset "
-            "HF_HUB_OFFLINE, or pass the path of a copy."
-        ) from error
+        raise _not_cached(where, error) from error
     except EntryNotFoundError as error:
         raise HubAccessError(f"{where} lacks a file that is needed ({_brief(error)}). Publish it again.") from error
     except HfHubHTTPError as error:
@@ -241,6 +243,8 @@ def access_errors(repo_id: str, revision: str | None, repo_type: str = REPO_TYPE
     except OSError as error:
         if isinstance(error, HubAccessError | FileNotFoundError | PermissionError):
             raise
+        if constants.HF_HUB_OFFLINE and isinstance(error, ConnectionError):  # as `datasets` says that it is offline
+            raise _not_cached(where, error) from error
         raise HubAccessError(
             f"{where}: a transfer broke off ({_brief(error)}). The incomplete file was not kept. Try again."
         ) from error
@@ -250,6 +254,14 @@ def access_errors(repo_id: str, revision: str | None, repo_type: str = REPO_TYPE
         raise HubAccessError(
             f"{where}: {_brief(error)} ({_brief(error.__cause__)}). Try again; what arrived is not sent again."
         ) from error
+
+
+def _not_cached(where: str, error: BaseException) -> HubAccessError:
+    mode = "offline mode (HF_HUB_OFFLINE) is on" if constants.HF_HUB_OFFLINE else "it could not be reached"
+    return HubAccessError(
+        f"{where} is not in the cache, or not whole, and {mode} ({_brief(error)}). Connect, unset HF_HUB_OFFLINE, or "
+        "pass the path of a copy."
+    )
 
 
 def _remedy(error: HfHubHTTPError) -> str:

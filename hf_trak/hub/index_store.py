@@ -250,7 +250,11 @@ def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
 
 
 def check_json_size(where: str, size: int | None) -> None:
-    """Refuse a JSON file that is too large, before it is fetched."""
+    """Refuse a JSON file that is too large, before it is fetched.
+
+    Raises:
+        RefusedIndexError: it is.
+    """
     if size is not None and size > MAX_JSON_BYTES:
         raise refused(where, too_large(size))
 
@@ -316,7 +320,11 @@ def _check_finite(shard: Shard) -> None:
 
 @contextlib.contextmanager
 def refusing(files: IndexFiles, path: str) -> Iterator[None]:
-    """Turn what is wrong with a file into a refusal, and forget the file, so that it is fetched anew."""
+    """Turn what is wrong with a file into a refusal, and forget the file, so that it is fetched anew.
+
+    Raises:
+        RefusedIndexError: the file is damaged, or of another format.
+    """
     try:
         yield
     except (RefusedIndexError, IncompleteStoreError):
