@@ -258,8 +258,8 @@ class Prepared:
             if not path.is_file():
                 with self._timed("retraining"):
                     models = train(self.task, torch.tensor(self.masks), seed)
-                    batch = {"task": self.task.output, "batch_size": 200}
-                    _save(path, np.stack([model_outputs(model, self.targets, **batch) for model in models]))
+                    found = [model_outputs(model, self.targets, self.task.output, batch_size=200) for model in models]
+                    _save(path, np.stack(found))
             runs.append(np.load(path, allow_pickle=False))
         return np.mean(runs, axis=0)
 
