@@ -23,6 +23,7 @@ from hf_trak.gradient_computers import (
     per_sample_gradients,
 )
 from hf_trak.gradient_computers.memory import saved_activation_bytes
+from hf_trak.gradient_computers.rules import LayerCall, register_layer_rule, unregister_layer_rule
 from hf_trak.gradient_computers.workspace import Workspace
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
 
@@ -474,21 +475,32 @@ def test_a_slower_engine_is_a_warning_that_says_why(caplog: pytest.LogCaptureFix
     class Branching(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear = nn.Linear(4, 3)
+            self.scale = nn.Parameter(torch.ones(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.nn.functional.linear(x, self.linear.weight * (2.0 if x.sum().item() > 0 else 1.0))
+            return x * self.scale if x.sum().item() > 0 else 2 * x * self.scale
 
-    batch = (torch.ones(2, 4), torch.tensor([0, 1]))
-    computer = make_gradient_computer("auto", Branching(), Margin())
-    for _ in range(2):
-        streamed(computer, batch, 2)
+    def wrong(call: LayerCall) -> dict[str, Tensor]:
+        return {"scale": 3 * call.grad * call.x}
+
+    batch = (torch.rand(2, 3), torch.tensor([0, 1]))
+    register_layer_rule(Branching, parameters=("scale",))(wrong)
+    try:
+        computer = make_gradient_computer("auto", Branching(), Margin())
+        for _ in range(2):
+            streamed(computer, batch, 2)
+    finally:
+        unregister_layer_rule(Branching)
     assert computer.engine == "iterative"
     (warning,) = (record for record in caplog.records if record.name.startswith("hf_trak"))
     said = warning.getMessage()
     assert warning.levelno == logging.WARNING
     assert "of Branching by the slower iterative engine, one forward and one backward pass per sample" in said
-    assert "hooked: The hooked engine" in said and "functional: The functional engine cannot vectorize" in said
+    assert (
+        "Refused: hooked: " in said
+        and "'scale'" in said
+        and "functional: The functional engine cannot vectorize" in said
+    )
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="hf_trak"):
         model, images = small_cnn()

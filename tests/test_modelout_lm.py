@@ -216,7 +216,7 @@ class Logits(torch.nn.Module):
 
 
 @pytest.mark.parametrize("aggregation", ["sum", "mean"])
-@pytest.mark.parametrize("name", ["causal_lm", "masked_lm", "token_classification"])
+@pytest.mark.parametrize("name", ["causal_lm", "masked_lm", "token_classification", "seq2seq_lm"])
 def test_q_is_minus_the_derivative_of_the_loss_as_all_margins_move_alike(name, aggregation):
     """By finite differences of the cross entropy: adding δ to the logit of every label adds δ to every margin."""
     torch.manual_seed(0)
@@ -224,6 +224,8 @@ def test_q_is_minus_the_derivative_of_the_loss_as_all_margins_move_alike(name, a
     labels = torch.randint(0, 9, (3, 6))
     labels[0, 2:4] = -100
     batch = {"input_ids": labels.clamp(min=0), "labels": labels}
+    if name == "seq2seq_lm":
+        batch["decoder_input_ids"] = batch["input_ids"].roll(1, dims=1)
     task = type(get_task(name))(aggregation=aggregation)
     shifted = torch.roll(labels, -1, dims=1) if name == "causal_lm" else labels.clone()
     if name == "causal_lm":

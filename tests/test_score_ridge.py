@@ -1,11 +1,16 @@
 """Gram accumulation, λ, and the factorized ridge system."""
 
+import logging
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
+from store_jobs import TinyNet
 
+from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import NonFiniteError, SingularGramError
 from hf_trak.score_computers import RidgeSystem, gram_update, ridge_lambda
 
@@ -138,3 +143,24 @@ def test_wrong_shapes_and_lambdas():
         RidgeSystem(torch.eye(3), -1.0)
     with pytest.raises(ValueError, match=r"\(2, 4\).*\(rows, 3\)"):
         RidgeSystem(torch.eye(3), 0.0).solve(torch.ones(2, 4))
+
+
+def test_the_log_tells_lambda_and_the_condition_number(tmp_path, caplog):
+    """Of every checkpoint, when it is solved: the numbers of the matrix that its features on disk make."""
+    args = TrakConfig(str(tmp_path), proj_dim=8, use_cpu=True, disable_tqdm=True, lambda_relative=0.05)
+    rows = Dataset.from_dict({"pixel_values": torch.randn(20, 6).tolist(), "labels": [i % 3 for i in range(20)]})
+    models = [TinyNet(), TinyNet()]
+    attributor = TrakAttributor(models[0], args, train_dataset=rows, task="image_classification").featurize(models)
+    with caplog.at_level(logging.INFO, logger="hf_trak"):
+        attributor.attribute(rows.select(range(2)), top_k=3, checkpoints=models)
+    said = [record.getMessage() for record in caplog.records if "condition number" in record.getMessage()]
+    assert len(said) == 2
+    for model_id, line in enumerate(said):
+        found = re.fullmatch(r"Checkpoint (\d): λ = (\S+), condition number of XᵀX \+ λI about (\S+)\.", line)
+        assert found is not None and int(found[1]) == model_id
+        x = torch.cat([shard.grads for shard in attributor.store.train(model_id)]).double()
+        gram = x.T @ x
+        lam = 0.05 * float(gram.trace()) / 8
+        assert float(found[2]) == pytest.approx(lam, rel=1e-5)
+        exact = float(torch.linalg.cond(gram + lam * torch.eye(8, dtype=torch.float64), 1))
+        assert exact / 3 < float(found[3]) < exact * 1.01

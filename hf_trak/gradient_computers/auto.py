@@ -134,11 +134,23 @@ class AutoGradientComputer(AbstractGradientComputer):
             self._checked.add(kind)
         if self._announced != self.engine:
             self._announced = self.engine
-            because = "; the others cannot: " + " | ".join(self._refusals) if self._refusals else ""
-            logger.info(
-                "Per-sample gradients of %s by the %s engine%s.", type(self.model).__name__, self.engine, because
-            )
+            self._announce()
         return computer
+
+    def _announce(self) -> None:
+        """Say which engine it is: a warning where a faster one was refused, with the reason."""
+        name = type(self.model).__name__
+        if not self._refusals:
+            logger.info("Per-sample gradients of %s by the %s engine.", name, self.engine)
+            return
+        cost = ", one forward and one backward pass per sample" if self.engine == "iterative" else ""
+        logger.warning(
+            "Per-sample gradients of %s by the slower %s engine%s. Refused: %s",
+            name,
+            self.engine,
+            cost,
+            " | ".join(self._refusals),
+        )
 
     def _check(self, computer: AbstractGradientComputer, reference: Reference, batch: Batch, side: Side) -> None:
         """[`check_against`], at the precision of the parameters rather than that of the features."""
