@@ -70,18 +70,28 @@ def fail_in_one_process(directory: Path) -> dict[str, Any]:
     return {"featurize": first, "attribute": second, "processes": attributor.processes.num_processes}
 
 
-def refuse_sharded(directory: Path) -> str:
-    """FSDP2 over the processes."""
-    from torch.distributed.fsdp import fully_shard
-
-    store_jobs.make(directory / "whole")  # brings the process group up
-    model = store_jobs.TinyNet()
-    fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+def refusal_of(model: torch.nn.Module) -> str:
     try:
         TrakAttributor(model, None, train_dataset=store_jobs.rows(4, 1), task="image_classification")
     except ValueError as error:
         return str(error)
     return "accepted"
+
+
+def refuse_sharded(directory: Path) -> dict[str, str]:
+    """What is said of FSDP, FSDP2 and tensor parallelism over the processes."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    store_jobs.make(directory / "whole")  # brings the process group up
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    wrapped = torch.nn.Sequential(torch.nn.Linear(6, 6), store_jobs.TinyNet())
+    wrapped[1] = FullyShardedDataParallel(wrapped[1], device_id=torch.device("cpu"))
+    return {
+        "fsdp": refusal_of(wrapped),
+        "fsdp2": refusal_of(fully_shard(store_jobs.TinyNet(), mesh=mesh)),
+        "tensor parallelism": refusal_of(parallelize_module(store_jobs.TinyNet(), mesh, {"head": ColwiseParallel()})),
+    }
 
 
 def main(directory: Path) -> None:
@@ -136,7 +146,20 @@ def test_an_error_in_one_process_is_told_to_all(launched: list[dict[str, Any]]) 
 @pytest.mark.distributed
 def test_sharded_parameters_are_refused_with_the_supported_way(launched: list[dict[str, Any]]) -> None:
     for result in launched[1:]:
-        assert "'body.weight' is a DTensor" in result["sharded"] and "device_map='auto'" in result["sharded"]
+        assert "module '1' is wrapped in FullyShardedDataParallel" in result["sharded"]["fsdp"]
+        assert "'body.weight' is a DTensor" in result["sharded"]["fsdp2"]
+        assert "'head.weight' is a DTensor" in result["sharded"]["tensor parallelism"]
+        for message in result["sharded"].values():
+            assert "device_map='auto'" in message and "a copy of the model in every process" in message
+
+
+def test_parameters_that_deepspeed_has_partitioned_are_refused() -> None:
+    """What `deepspeed.zero.Init` and ZeRO-3 leave behind: parameters with an id of theirs, empty in this process."""
+    model = store_jobs.TinyNet()
+    model.head.weight.data = torch.empty(0)
+    model.head.weight.ds_id = 3  # type: ignore[attr-defined]
+    message = refusal_of(model)
+    assert "'head.weight' is partitioned by DeepSpeed ZeRO-3" in message and "device_map='auto'" in message
 
 
 @pytest.mark.distributed

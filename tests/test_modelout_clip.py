@@ -123,6 +123,86 @@ def test_f_and_q_are_those_of_the_paper(case):
     np.testing.assert_allclose(task.get_out_to_loss_grad(model, None, None, batch).numpy(), q, rtol=1e-5)
 
 
+class Given(torch.nn.Module):
+    """Embeddings as they are given, and a scale."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.logit_scale = torch.nn.Parameter(torch.tensor(scale).log())
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"image_features": image, "text_features": text, "logit_scale": self.logit_scale.exp()}
+
+
+def given_task(model: Given, image: torch.Tensor, text: torch.Tensor) -> CLIPModelOutput:
+    """A task whose negatives are these embeddings."""
+    task = CLIPModelOutput(simulated_batch_size=len(image))
+    task.get_embeddings(model, [(image, text)])
+    return task
+
+
+@pytest.mark.parametrize("scale", [1.0, 7.0])
+def test_q_is_minus_the_derivative_of_the_loss_as_both_contrasts_move_alike(scale):
+    """By finite differences, in float64, of the contrastive loss of a pair among its negatives: (CE over the texts +
+    CE over the images) / 2 of the logits s · φ·ψ.
+
+    The images move at right angles to all negatives, so that the similarity of the true pair alone changes, and both
+    contrasts with it. Then dL = −s q da and df = 2 da: −dL/df = q, up to s / 2, which is one number per checkpoint.
+    """
+    negatives, size = 5, 12
+
+    def unit(count):
+        return torch.nn.functional.normalize(torch.randn(count, size, dtype=torch.float64), dim=1)
+
+    images_b, texts_b = unit(negatives), unit(negatives)
+    image, text = unit(7), unit(7)
+    basis, _ = torch.linalg.qr(texts_b.T)
+    step = text - text @ basis @ basis.T
+    model = Given(scale)
+    task = given_task(model, images_b.float(), texts_b.float())
+    kept_images, kept_texts = images_b.float().double(), texts_b.float().double()
+
+    def loss(h):
+        moved = image + h * step
+        true = scale * (moved * text).sum(1)
+        over = [scale * moved @ kept_texts.T, scale * text @ kept_images.T]
+        terms = [torch.cat([true[:, None], others], 1) for others in over]
+        first = torch.zeros(7, dtype=torch.long)
+        return sum(torch.nn.functional.cross_entropy(logits, first, reduction="none") for logits in terms) / 2
+
+    h = 1e-5
+    moved = image.float().requires_grad_()
+    f = task.output(model(moved, text.float()), ())
+    (gradient,) = torch.autograd.grad(f.sum(), moved)
+    d_f = (gradient.double() * step).sum(1)
+    assert float(d_f.abs().min()) > 0.01
+    slope = (loss(h) - loss(-h)) / (2 * h) / d_f
+    q = task.out_to_loss_grad(model(image.float(), text.float()), ())
+    torch.testing.assert_close(q.double(), -slope * 2 / scale, rtol=1e-4, atol=1e-6)
+    assert float(q.max() - q.min()) > 0.05  # not the same number everywhere
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("true", [-60.0, 0.0, 60.0])
+@pytest.mark.parametrize("negative", [-60.0, 60.0])
+def test_f_and_q_are_finite_at_logits_of_60(dtype, true, negative):
+    """Trap 14, for this loss: with p formed first, f is infinite from contrasts of 17 (float32) or 6 (bfloat16)."""
+    count, axis = 3, torch.eye(4)[:1]
+    model = Given(1.0)
+    task = given_task(model, negative * axis.expand(count, 4), negative * axis.expand(count, 4))
+    image = axis.to(dtype).requires_grad_()
+    text = axis.to(dtype) + true * torch.eye(4)[1:2].to(dtype)
+    similar = image + torch.eye(4)[1:2].to(dtype)  # φ·ψ = 1 + true, φ·ψ_b = ψ·φ_b = negative
+    result = model(similar, text)
+    f = task.output(result, ())
+    (gradient,) = torch.autograd.grad(f.sum(), image)
+    contrast = 1 + true - (negative + np.log(count))
+    assert float(f) == pytest.approx(2 * contrast, rel=1e-5, abs=1e-5)  # float32 has 60 to 4e-6
+    assert gradient.isfinite().all() and gradient.norm() > 0
+    q = float(task.out_to_loss_grad(result, ()))
+    assert q == pytest.approx(np.exp(-np.logaddexp(0, contrast)), rel=1e-4, abs=1e-37) and 0 <= q <= 1
+
+
 def test_a_batch_of_one_gives_the_same_f_q_and_gradient(case):
     """Trap 15: with in-batch negatives, q of a batch of one is 0, and every score with it."""
     model, batch, task = case
