@@ -38,6 +38,7 @@ RUN_OPTIONS = (
     "label_names",
     "lambda_reg",
     "lambda_relative",
+    "max_block_bytes",
     "output_dir",
     "per_device_batch_size",
     "remove_unused_columns",
