@@ -294,7 +294,7 @@ def test_data_files_string_labels_and_checkpoints(home, answer, tmp_path):
 
 
 def test_push_pull_and_attribute_without_the_training_rows(
-    featurized, home, answer, hub, client, tmp_path, monkeypatch
+    featurized, home, answer, hub, client, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     expected = answer("attribute", "--output_dir", str(featurized), "--name", "published", "--top_k", "3")
@@ -312,6 +312,8 @@ def test_push_pull_and_attribute_without_the_training_rows(
     (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps(row) for row in sentences(N_EVAL, 1)))
     targets = ["--eval_dataset", str(tmp_path / "mine.jsonl"), "--output_dir", str(tmp_path / "work"), "--use_cpu"]
     found = answer("attribute", "--index", "me/index", *targets, "--top_k", "3", "--disable_tqdm")
+    assert main(["attribute", "--index", "me/index", *targets, "--proj_dim", "99"]) != 0
+    assert "['proj_dim'] cannot be chosen for an index that exists" in capsys.readouterr().err
     ours, theirs = (load_from_disk(f"{run['run']}/scored") for run in (found, expected))
     assert ours["trak_indices"][:] == theirs["trak_indices"][:]
     np.testing.assert_allclose(ours["trak_scores"][:], theirs["trak_scores"][:], rtol=1e-5)

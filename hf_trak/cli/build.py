@@ -17,7 +17,6 @@ from hf_trak.cli.rows import load_rows
 from hf_trak.config import TrakConfig
 from hf_trak.data import default_collator
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError
-from hf_trak.hub.loading import RUN_OPTIONS
 from hf_trak.modelout_functions import infer_task
 from hf_trak.savers.atomic import atomic_path, differing, read_json
 
@@ -83,11 +82,12 @@ def build_from_index(
         index: dataset repo or directory.
         model_args: the model, where it is not to be the one that the index names.
         data: names of columns.
-        trak: settings that do not define features; those that are at their defaults are the index's.
+        trak: settings; those that are at their defaults are the index's.
         rows: targets as stored, whose columns say how to prepare them.
     """
     defaults = TrakConfig()
-    options = {n: v for n in RUN_OPTIONS if (v := getattr(trak, n)) != getattr(defaults, n)}
+    names = [field.name for field in dataclasses.fields(TrakConfig)]
+    options = {name: v for name in names if (v := getattr(trak, name)) != getattr(defaults, name)}
     attributor = TrakAttributor.from_pretrained(
         index, model_args.model_name_or_path, task=model_args.task, checkpoints=model_args.checkpoints, **options
     )
