@@ -11,9 +11,9 @@ from huggingface_hub import CommitInfo
 from torch import Tensor
 
 from hf_trak.checkpoints import Checkpoint
-from hf_trak.config import TrakConfig
+from hf_trak.config import TrakConfig, checked_args
 from hf_trak.data import Collator, row_count
-from hf_trak.featurized import FeaturizedModel, checked_args, sources_of
+from hf_trak.featurized import FeaturizedModel, sources_of
 from hf_trak.groups import GroupBy, RowGroups, target_groups
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.last import LastResult

@@ -20,8 +20,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_trak.attributor import TrakAttributor
 from hf_trak.checkpoints import INDEX_FILES, WEIGHT_FILES, read_weight_index
-from hf_trak.config import TrakConfig
-from hf_trak.featurized import checked_args
+from hf_trak.config import TrakConfig, checked_args
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.savers.atomic import safe_name
 

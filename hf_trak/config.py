@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -127,3 +128,20 @@ class TrakConfig:
     def to_json_string(self) -> str:
         """The fields as indented JSON."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
+
+
+def checked_args(args: TrakConfig | None) -> TrakConfig:
+    """The configuration, or the defaults where none is given.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if args is None:
+        return TrakConfig()
+    if isinstance(args, TrakConfig):
+        return args
+    if isinstance(args, Mapping):
+        remedy = f"the keys {list(args)}. Expected a `TrakConfig`: pass `TrakConfig(**args)`."
+    else:
+        remedy = "which configures something else. Expected a `TrakConfig`, such as `TrakConfig(output_dir='trak')`."
+    raise TypeError(f"`args` is a {type(args).__name__}, {remedy}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from hf_trak.config import TrakConfig
+from hf_trak.config import TrakConfig, checked_args
 from hf_trak.data import Collator
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions import AbstractModelOutput
@@ -123,8 +123,9 @@ def estimate(
 
     Raises:
         ValueError: a number is out of range, a parameter name unknown, or rows are needed and a number is given.
+        TypeError: `args` is no `TrakConfig`.
     """
-    args = TrakConfig() if args is None else args
+    args = checked_args(args)
     n, m = _count(train_dataset, "train_dataset", 1), _count(eval_dataset, "eval_dataset", 0)
     for name, value in (("checkpoints", checkpoints), ("processes", processes)):
         _count(value, name, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_trak import __version__
 from hf_trak.checkpoints import Checkpoint, describe, loaded
-from hf_trak.config import TrakConfig
+from hf_trak.config import TrakConfig, checked_args
 from hf_trak.data import Collator, default_collator, fingerprint_dataset, row_count
 from hf_trak.errors import CheckpointMismatchError
 from hf_trak.estimation import Estimate, estimate
@@ -287,23 +287,6 @@ def as_list(checkpoints: Checkpoint | Sequence[Checkpoint] | None) -> list[Check
     if checkpoints is None or isinstance(checkpoints, str | os.PathLike | Mapping | torch.nn.Module):
         return [checkpoints]
     return list(checkpoints)
-
-
-def checked_args(args: TrakConfig | None) -> TrakConfig:
-    """The configuration, or the defaults where none is given.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    if args is None:
-        return TrakConfig()
-    if isinstance(args, TrakConfig):
-        return args
-    if isinstance(args, Mapping):
-        remedy = f"the keys {list(args)}. Expected a `TrakConfig`: pass `TrakConfig(**args)`."
-    else:
-        remedy = "which configures something else. Expected a `TrakConfig`, such as `TrakConfig(output_dir='trak')`."
-    raise TypeError(f"`args` is a {type(args).__name__}, {remedy}")
 
 
 def sources_of(

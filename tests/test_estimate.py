@@ -158,3 +158,8 @@ def test_the_log_says_it_at_the_start(nets, tmp_path, caplog):
 def test_what_makes_no_sense(nets, arguments, says):
     with pytest.raises(ValueError, match=says):
         estimate(nets[0], **{"train_dataset": 10, "args": config(), **arguments})
+
+
+def test_arguments_of_another_kind(nets):
+    with pytest.raises(TypeError, match=r"`args` is a dict, the keys \['proj_dim'\].*`TrakConfig\(\*\*args\)`"):
+        estimate(nets[0], 10, {"proj_dim": 64})
