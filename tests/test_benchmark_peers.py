@@ -47,6 +47,7 @@ def comparison(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
+@pytest.mark.slow  # four processes that import everything
 def test_a_library_that_fails_stands_in_every_table_with_its_error(tmp_path):
     broken = tmp_path / "traker" / "trak"
     broken.mkdir(parents=True)
