@@ -83,6 +83,18 @@ __device__ __forceinline__ float load_element(const void* memory, int64 index) {
 
 // ---- Rows of any alignment ----
 
+    // 16 of the 32 bytes (first, second), from byte `bytes` on. Selects instead of indexing: registers have no index.
+    __device__ __forceinline__ Words4 join(const Words4& first, const Words4& second, uint32 bytes) {
+        uint32 w[8] = {first.w[0], first.w[1], first.w[2], first.w[3], second.w[0], second.w[1], second.w[2], second.w[3]};
+#pragma unroll
+        for (int i = 0; i < 6; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
+#pragma unroll
+        for (int i = 0; i < 5; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
+        const uint32 bits = bytes % 4 * 8;
+        return {funnel_right(w[0], w[1], bits), funnel_right(w[1], w[2], bits), funnel_right(w[2], w[3], bits),
+                funnel_right(w[3], w[4], bits)};
+    }
+
 // One row of the block. Vectors are the 16 bytes from column `column` on, for columns that differ by multiples of
 // kPerVector, so that all of them lie equally far behind a multiple of 16 bytes: `shift`.
 //
@@ -127,18 +139,6 @@ struct Row {
         if (byte > -16 && byte < columns * In::kBytes) return load_words(begin + byte);
         return {0, 0, 0, 0};
     }
-
-    // 16 of the 32 bytes (first, second), from byte `bytes` on. Selects instead of indexing: registers have no index.
-    __device__ static __forceinline__ Words4 join(const Words4& first, const Words4& second, uint32 bytes) {
-        uint32 w[8] = {first.w[0], first.w[1], first.w[2], first.w[3], second.w[0], second.w[1], second.w[2], second.w[3]};
-#pragma unroll
-        for (int i = 0; i < 6; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
-#pragma unroll
-        for (int i = 0; i < 5; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
-        const uint32 bits = bytes % 4 * 8;
-        return {funnel_right(w[0], w[1], bits), funnel_right(w[1], w[2], bits), funnel_right(w[2], w[3], bits),
-                funnel_right(w[3], w[4], bits)};
-    }
 };
 
 // ---- Where results go ----
@@ -152,8 +152,16 @@ struct Destination {
     int64 rows;
     int64 columns;
 
-    __device__ __forceinline__ void put(int64 slot, int64 row, int64 column, float value, bool first) const {
-        float* const address = partials ? partials + (slot * rows + row) * columns + column : out + row * out_stride + column;
-        *address = partials && first ? value : *address + value;
+    // Where the sums of a row begin.
+    __device__ __forceinline__ float* row(int64 slot, int64 row) const {
+        return partials ? partials + (slot * rows + row) * columns : out + row * out_stride;
+    }
+
+    // Whether a sum replaces what is there: in a slot that nobody has written to.
+    __device__ __forceinline__ bool replaces(bool first) const { return partials && first; }
+
+    __device__ __forceinline__ void put(int64 slot, int64 row_of_sum, int64 column, float value, bool first) const {
+        float* const address = row(slot, row_of_sum) + column;
+        *address = replaces(first) ? value : *address + value;
     }
 };

@@ -12,8 +12,9 @@ struct alignas(16) Words4 {
     uint32 w[4];
 };
 
+// At a multiple of 1024 bytes.
 __device__ __forceinline__ unsigned char* shared_memory() {
-    extern __shared__ uint4 dynamic_shared_memory[];
+    extern __shared__ __align__(1024) uint4 dynamic_shared_memory[];
     return reinterpret_cast<unsigned char*>(dynamic_shared_memory);
 }
 
@@ -22,6 +23,12 @@ __device__ __forceinline__ int thread_read_anew() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
+}
+
+// A constant that stays in a register, where the compiler would make it anew for every use.
+__device__ __forceinline__ uint32 in_register(uint32 value) {
+    asm volatile("mov.b32 %0, %0;" : "+r"(value));
+    return value;
 }
 
 // Global loads and shared accesses of 16 bytes; the address is a multiple of 16.

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <random>
@@ -53,6 +55,7 @@ static ucontext_t scheduler;
 static size_t running;
 static std::vector<uint64> shared;
 static std::function<void()> body;
+static void (*at_block_start)() = nullptr;
 
 static void enter() {
     body();
@@ -78,17 +81,25 @@ static int run_block(size_t threads, std::mt19937& random) {
     }
     std::vector<size_t> order(threads);
     for (size_t t = 0; t < threads; ++t) order[t] = t;
+    const size_t groups = (threads + 127) / 128;
+    size_t favored = groups;  // none
     for (;;) {
         std::shuffle(order.begin(), order.end(), random);
+        // Every other time one group of four warps goes on alone, until it waits for others.
+        if (favored == groups && random() % 2) favored = random() % groups;
         bool progress = false;
         for (size_t t : order) {
-            if (fibers[t].state != State::ready) continue;
+            if (fibers[t].state != State::ready || favored < groups && t / 128 != favored) continue;
             progress = true;
             running = t;
             threadIdx = {static_cast<uint32>(t), 0, 0};
             swapcontext(&scheduler, &fibers[t].context);
         }
         if (progress) continue;
+        if (favored < groups) {
+            favored = groups;
+            continue;
+        }
         const auto waiting = std::count_if(fibers.begin(), fibers.begin() + threads,
                                            [](const Fiber& f) { return f.state == State::at_barrier; });
         const auto done = std::count_if(fibers.begin(), fibers.begin() + threads,
@@ -111,7 +122,8 @@ static int run(const uint32* grid, size_t threads, size_t shared_bytes, uint32 s
         for (uint32 y = 0; y < grid[1]; ++y)
             for (uint32 x = 0; x < grid[0]; ++x) {
                 blockIdx = {x, y, z};
-                shared.assign(shared_bytes / 8 + 2, ~0ull);
+                shared.assign(shared_bytes / 8 + 129, ~0ull);
+                if (at_block_start) at_block_start();
                 if (run_block(threads, random)) return 1;
             }
     return 0;
@@ -123,8 +135,10 @@ static void __syncthreads() { emulator::wait(emulator::State::at_barrier); }
 
 static inline unsigned char* shared_memory() {
     auto* begin = reinterpret_cast<unsigned char*>(emulator::shared.data());
-    return begin + (16 - reinterpret_cast<uintptr_t>(begin) % 16) % 16;
+    return begin + (1024 - reinterpret_cast<uintptr_t>(begin) % 1024) % 1024;
 }
+
+static inline uint32 in_register(uint32 value) { return value; }
 
 static inline int thread_read_anew() { return static_cast<int>(threadIdx.x); }
 

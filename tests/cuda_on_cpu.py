@@ -10,7 +10,11 @@ import torch
 from hf_trak.kernels.runtime import Launch
 from hf_trak.kernels.sources import Kernel, parts, source_directory
 
-HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+STAND_INS = {name: Path(__file__).with_name(f"{name}_on_cpu.h") for name in ("cuda", "wgmma")}
+"""In place of `primitives.cu`, which comes first, and of `wgmma.cu`."""
+
+SHARED_BYTES = {(9, 0): 232_448}
+"""What a block of threads may have; elsewhere 64 KiB, the most that Turing has."""
 
 _ENTRY = """
 extern "C" int run(const unsigned* grid, size_t threads, size_t shared_bytes, unsigned seed, const void* arguments) {{
@@ -47,7 +51,7 @@ class EmulatedRuntime:
 
     def launch(self, launch: Launch, device: torch.device) -> None:
         assert launch.kernel.runs_on(self._capability)
-        assert launch.shared_bytes <= 2**16, "more shared memory than Turing has"
+        assert launch.shared_bytes <= SHARED_BYTES.get(self._capability, 2**16), "more shared memory than there is"
         assert all(size >= 1 for size in launch.grid) and max(launch.grid[1:]) <= 65535
         self.launches.append(launch)
         grid = (ctypes.c_uint * 3)(*launch.grid)
@@ -66,8 +70,8 @@ class EmulatedRuntime:
         library = self.directory / f"{name}.so"
         if not library.exists():
             program = self.directory / f"{name}.cpp"
-            texts = [HEADER.read_text()]  # in place of primitives.cu
-            texts += [(source_directory() / name).read_text() for name in parts(kernel.file)[1:]]
+            files = [STAND_INS["cuda"], *(source_directory() / name for name in parts(kernel.file)[1:])]
+            texts = [(STAND_INS["wgmma"] if file.name == "wgmma.cu" else file).read_text() for file in files]
             call = f"{kernel.expression}(*static_cast<const {arguments}*>(arguments))"
             program.write_text("\n".join(texts) + _ENTRY.format(call=call))
             command = [

@@ -1,7 +1,9 @@
 """The benchmark of the kernels, as far as it runs without a GPU: its steps do what their names say."""
 
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,3 +64,24 @@ def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="torch sees no GPU"):
         gpu_kernels.main([])
+
+
+def test_both_kernels_of_hopper_are_measured(monkeypatch):
+    """Dense methods on a GPU that is played: one row by its own instructions, one without them."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_kernels
+
+    seen = []
+    projector = SimpleNamespace(accumulate=lambda *_: seen.append(os.environ.get("HF_TRAK_WGMMA")))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(gpu_kernels, "RademacherProjector", lambda *_, **__: projector)
+    monkeypatch.delenv("HF_TRAK_WGMMA", raising=False)
+    arguments = gpu_kernels.parse_arguments(
+        ["--grad-dim", "64", "--proj-dim", "8", "--batch-sizes", "2", "--no-normal"]
+    )
+    table = gpu_kernels.dense_methods(arguments, CPU)
+    for name in ("rademacher bfloat16 B=2", "rademacher bfloat16 B=2, mma.sync"):
+        run, operations = table[name]
+        run()
+        assert operations == 2 * 2 * 64 * 8
+    assert seen == [None, "0"] and "HF_TRAK_WGMMA" not in os.environ

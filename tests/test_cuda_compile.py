@@ -1,18 +1,26 @@
 """Every kernel compiles for every architecture, by NVRTC and by nvcc, and keeps its variables in registers."""
 
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from hf_trak.errors import KernelError
 from hf_trak.kernels import build, compiler
 from hf_trak.kernels.sources import ARCHITECTURES, VOLTA, Kernel, all_kernels, source, source_directory
 
-# One of each file, the one with the most registers. The rest is compiled by the long tests.
+# Of each file the instances with the most registers. The rest is compiled by the long tests.
 SHORT_LIST = [
     "reduce_partials",
     "sjlt<BFloat16>",
     "outer<Float32, 8>",
     "rademacher<BFloat16, 1, 128>",
     "rademacher<Float32, 2, 64>",
+    "rademacher_wgmma<BFloat16, 1, 128>",
+    "rademacher_wgmma<Float32, 2, 128>",
     "dense<Float32, Normal, 64>",
 ]
 
@@ -34,6 +42,7 @@ def check_with_nvrtc(arch, kernels):
         found = compiler.resources(compiled.log)
         assert found.spill_bytes == 0, (kernel, arch, found)
         assert found.registers <= 65536 // kernel.threads
+        assert "serialized" not in compiled.log, "asynchronous products that wait for each other"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,6 +62,32 @@ def test_kernels_compile_without_spills(arch):
 @pytest.mark.parametrize("arch", [VOLTA, *ARCHITECTURES])
 def test_every_kernel_compiles_without_spills(arch):
     check_with_nvrtc(arch, kernels_for(arch))
+
+
+def disassembler():
+    """triton, which torch's CUDA wheels need, brings nvdisasm."""
+    spec = importlib.util.find_spec("triton")
+    found = Path(spec.origin).parent / "backends/nvidia/bin/nvdisasm" if spec else None
+    return str(found) if found and found.is_file() else shutil.which("nvdisasm")
+
+
+@pytest.mark.parametrize("expression", ["rademacher_wgmma<BFloat16, 1, 128>", "rademacher_wgmma<Float32, 2, 128>"])
+def test_products_of_hopper_stay_in_flight(expression, tmp_path):
+    """Only the end of a chain waits for all; in the loop one step is multiplied while the next is made."""
+    nvdisasm = disassembler()
+    if nvdisasm is None:
+        pytest.skip("nvdisasm is not installed")
+    (kernel,) = kernels_for("90a", [expression])
+    (tmp_path / "kernel.cubin").write_bytes(compiler.compile_kernel(kernel, "90a").image)
+    code = subprocess.run(
+        [nvdisasm, "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
+    ).stdout
+    waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)", code)
+    assert sorted(waits) == ["0x0", *["0x1"] * 4]
+    products = re.findall(r"HGMMA\.64x128x16\.F32\.BF16 (R\d+), (R\d+)", code)
+    terms = 2 if "Float32" in expression else 1
+    assert len(products) == 4 * 2 * terms
+    assert len({signs for _, signs in products}) == 4 and len({sums for sums, _ in products}) == 2, "two sets of signs"
 
 
 def check_with_nvcc(arch, kernels):
@@ -109,6 +144,8 @@ def test_build_command_compiles_for_volta_where_cuda_does(monkeypatch):
         monkeypatch.setattr(build, "nvrtc_version", lambda version=version: version)
         assert (VOLTA in build._all_architectures()) == volta
     assert not any(kernel.file == "rademacher" for kernel in kernels_for(VOLTA)), "no bfloat16 there"
+    for arch in ARCHITECTURES:
+        assert any(kernel.file == "rademacher_wgmma" for kernel in kernels_for(arch)) == (arch == "90a")
 
 
 def test_build_command_fills_the_cache(tmp_path, monkeypatch, capsys):

@@ -4,6 +4,7 @@ Blocks of integers have exact sums: signs, indices and which element goes where 
 bit. Memory around the block, and shared memory nobody wrote, is NaN.
 """
 
+import dataclasses
 import random
 
 import pytest
@@ -12,7 +13,7 @@ from cuda_on_cpu import EmulatedRuntime, compiler
 
 from hf_trak.errors import KernelError
 from hf_trak.kernels import self_check
-from hf_trak.kernels.dense import accumulate_dense
+from hf_trak.kernels.dense import accumulate_dense, plan_dense
 from hf_trak.kernels.sparse import TILE, accumulate_sjlt, plan_sjlt, shared_bytes
 from hf_trak.projectors import NormalProjector, RademacherProjector, SparseProjector, reference
 
@@ -30,6 +31,17 @@ def directory(tmp_path_factory):
 @pytest.fixture
 def ampere(directory):
     return EmulatedRuntime(directory, (8, 0), seed=random.randrange(2**31))
+
+
+@pytest.fixture
+def hopper(directory):
+    return EmulatedRuntime(directory, (9, 0), seed=random.randrange(2**31))
+
+
+@pytest.fixture(params=["ampere", "hopper"])
+def tensor_cores(request):
+    """`mma.sync` and `wgmma`."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
@@ -104,26 +116,43 @@ def test_sjlt_in_several_splits(ampere):
 )
 @pytest.mark.parametrize("outputs", [1, 130, 257])
 @pytest.mark.parametrize("columns", [1, 67, 131])
-def test_rademacher_on_tensor_cores(ampere, dtype, rows, terms, outputs, columns):
+def test_rademacher_on_tensor_cores(tensor_cores, dtype, rows, terms, outputs, columns):
     """The map from lanes and registers to positions and outputs, for any shape, place and alignment."""
     start = random.choice([0, 1, 63, 2**32 - 70, 2**40 + 5, 2**63 - 200])
-    check_rademacher(ampere, dtype, rows, columns, outputs, start, terms, random.randrange(9), random.randrange(9))
+    check_rademacher(
+        tensor_cores, dtype, rows, columns, outputs, start, terms, random.randrange(9), random.randrange(9)
+    )
 
 
-def test_rademacher_in_chains_and_splits(ampere):
+def test_rademacher_in_chains_and_splits(tensor_cores):
     """More positions than a chain and a split have."""
-    check_rademacher(ampere, torch.float32, 2, 9001, 3, 77, 2)
-    assert [launch.kernel.file for launch in ampere.launches] == ["rademacher", "reduce"]
+    check_rademacher(tensor_cores, torch.float32, 2, 9001, 3, 77, 2)
+    assert [launch.kernel.file.partition("_")[0] for launch in tensor_cores.launches] == ["rademacher", "reduce"]
 
 
-def test_float32_is_split_into_two_terms(ampere):
+def test_hopper_has_instructions_of_its_own(hopper):
+    """Long chains of a single split, whose ends are added in shared memory, of 16-bit input too."""
+    check_rademacher(hopper, torch.float32, 1, 4096, 2, 5, 1)
+    block, out = integers(1, 8192 + 100, torch.bfloat16), torch.zeros(1, 3)
+    plan = plan_dense("rademacher", "wgmma", 1, 0, 8292, 3, torch.bfloat16, 1)
+    monkey = dataclasses.replace(plan, positions_per_split=8320, splits=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_trak.kernels.dense.plan_dense", lambda *_: monkey)
+        accumulate_dense(hopper, "rademacher", out, block, 9, SEED, MODEL_ID, 1)
+    expected = torch.zeros(1, 3)
+    RademacherProjector(8301, 3, SEED).accumulate(expected, block, 9, MODEL_ID)
+    assert torch.equal(out, expected)
+    assert {launch.kernel.file for launch in hopper.launches} == {"rademacher_wgmma"}
+
+
+def test_float32_is_split_into_two_terms(tensor_cores):
     """Errors below 10⁻⁵ of the result's norm with two terms; those of bfloat16 with one."""
     block = torch.randn(5, 2000)
     exact = block.double() @ RademacherProjector(2000, 150, SEED).matrix(0, 2000, MODEL_ID).double()
     errors = []
     for terms in (2, 1):
         out = torch.zeros(5, 150)
-        accumulate_dense(ampere, "rademacher", out, block, 0, SEED, MODEL_ID, terms)
+        accumulate_dense(tensor_cores, "rademacher", out, block, 0, SEED, MODEL_ID, terms)
         errors.append(float((out - exact).norm() / exact.norm()))
     assert errors[0] < 1e-5
     assert 1e-4 < errors[1] < 4e-3
@@ -148,13 +177,13 @@ def test_rademacher_without_tensor_cores(turing):
 @pytest.mark.parametrize("rows", [7, 40, 100])
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_instance_of_the_dense_kernels(ampere, turing, dtype, rows, terms):
-    for runtime in (ampere, turing):
+def test_every_instance_of_the_dense_kernels(tensor_cores, turing, dtype, rows, terms):
+    for runtime in (tensor_cores, turing):
         check_rademacher(runtime, dtype, rows, 99, 150, 2**32 - 50, terms, before=1, between=1)
     block = integers(rows, 99, dtype)
     expected, out = torch.zeros(rows, 20), torch.zeros(rows, 20)
     NormalProjector(200, 20, SEED).accumulate(expected, block, 50, MODEL_ID)
-    accumulate_dense(ampere, "normal", out, block, 50, SEED, MODEL_ID, 2)
+    accumulate_dense(tensor_cores, "normal", out, block, 50, SEED, MODEL_ID, 2)
     assert torch.allclose(out, expected, atol=1e-3, rtol=0)
 
 
@@ -163,26 +192,27 @@ def test_sjlt_of_float16(ampere):
     check_sjlt(ampere, torch.float16, 3, 20_001, 4096, 2**32 - 9000, before=1, between=2)
 
 
-def test_batch_size_does_not_change_a_bit(ampere):
+def test_batch_size_does_not_change_a_bit(tensor_cores):
     """Trap 17. Samples alone and in batches that take other tiles, with values whose sums are not exact."""
     block = torch.randn(70, 300).to(torch.bfloat16)
     whole = torch.zeros(70, 20)
-    accumulate_dense(ampere, "rademacher", whole, block, 9, SEED, MODEL_ID, 1)
+    accumulate_dense(tensor_cores, "rademacher", whole, block, 9, SEED, MODEL_ID, 1)
     alone = torch.zeros(1, 20)
-    accumulate_dense(ampere, "rademacher", alone, block[33:34], 9, SEED, MODEL_ID, 1)
+    accumulate_dense(tensor_cores, "rademacher", alone, block[33:34], 9, SEED, MODEL_ID, 1)
     assert torch.equal(alone, whole[33:34])
     whole, alone = torch.zeros(70, 20), torch.zeros(1, 20)
-    accumulate_sjlt(ampere, whole, block, 9, SEED, MODEL_ID, [(0, 20)])
-    accumulate_sjlt(ampere, alone, block[33:34], 9, SEED, MODEL_ID, [(0, 20)])
+    accumulate_sjlt(tensor_cores, whole, block, 9, SEED, MODEL_ID, [(0, 20)])
+    accumulate_sjlt(tensor_cores, alone, block[33:34], 9, SEED, MODEL_ID, [(0, 20)])
     assert torch.equal(alone, whole[33:34])
 
 
-def test_order_of_threads_does_not_change_a_bit(directory):
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_order_of_threads_does_not_change_a_bit(directory, capability):
     """A missing barrier would: every round runs the threads in an order of its own."""
     block = torch.randn(3, 9000).to(torch.bfloat16)
     results = []
     for seed in range(4):
-        runtime = EmulatedRuntime(directory, seed=seed)
+        runtime = EmulatedRuntime(directory, capability, seed=seed)
         sparse, dense = torch.zeros(3, 300), torch.zeros(3, 300)
         accumulate_sjlt(runtime, sparse, block, 9, SEED, MODEL_ID, [(0, 300)])
         accumulate_dense(runtime, "rademacher", dense, block[:, :200], 9, SEED, MODEL_ID, 1)
@@ -190,25 +220,25 @@ def test_order_of_threads_does_not_change_a_bit(directory):
     assert all(torch.equal(sparse, results[0][0]) and torch.equal(dense, results[0][1]) for sparse, dense in results)
 
 
-def test_sums_of_ones_have_the_parity_of_their_number(ampere):
+def test_sums_of_ones_have_the_parity_of_their_number(tensor_cores):
     """No coordinate is dropped or doubled, in either map."""
     columns = 8192 + 77
     ones = torch.ones(1, columns, dtype=torch.bfloat16)
     sparse, dense = torch.zeros(1, 64), torch.zeros(1, 64)
-    accumulate_sjlt(ampere, sparse, ones, 5, SEED, MODEL_ID, [(0, 64)])
+    accumulate_sjlt(tensor_cores, sparse, ones, 5, SEED, MODEL_ID, [(0, 64)])
     assert int(sparse.sum()) % 2 == columns % 2
-    accumulate_dense(ampere, "rademacher", dense, ones[:, :301], 5, SEED, MODEL_ID, 1)
+    accumulate_dense(tensor_cores, "rademacher", dense, ones[:, :301], 5, SEED, MODEL_ID, 1)
     assert ((dense.long() - 301) % 2 == 0).all()
 
 
-def test_signs_of_the_kernel_equal_the_definition(ampere):
+def test_signs_of_the_kernel_equal_the_definition(tensor_cores):
     """Against `reference.py` itself, entry by entry, where 32-bit positions would wrap."""
     start = 2**32 - 6
     out = torch.zeros(12, 131)
-    accumulate_dense(ampere, "rademacher", out, torch.eye(12, dtype=torch.bfloat16), start, SEED, MODEL_ID, 1)
+    accumulate_dense(tensor_cores, "rademacher", out, torch.eye(12, dtype=torch.bfloat16), start, SEED, MODEL_ID, 1)
     assert (out.numpy() == reference.matrix("rademacher-1", start, 12, 131, SEED, MODEL_ID)).all()
     out = torch.zeros(12, 131)
-    accumulate_sjlt(ampere, out, torch.eye(12, dtype=torch.bfloat16), start, SEED, MODEL_ID, [(0, 131)])
+    accumulate_sjlt(tensor_cores, out, torch.eye(12, dtype=torch.bfloat16), start, SEED, MODEL_ID, [(0, 131)])
     assert (out.numpy() == reference.matrix("sjlt-1", start, 12, 131, SEED, MODEL_ID)).all()
 
 
@@ -233,7 +263,7 @@ def test_wrong_kernels_are_refused(ampere, monkeypatch):
     monkeypatch.setattr(self_check, "_done", set())
     cpu = torch.device("cpu")
     self_check.require_right_sjlt(ampere, torch.bfloat16, cpu)
-    self_check.require_right_dense(ampere, "rademacher", torch.bfloat16, 3, cpu, 1)
+    assert self_check.checked_instruction(ampere, "rademacher", torch.bfloat16, 3, cpu, 1) == "mma"
     launches = len(ampere.launches)
     self_check.require_right_sjlt(ampere, torch.bfloat16, cpu)
     assert len(ampere.launches) == launches, "checked once"
@@ -247,4 +277,35 @@ def test_wrong_kernels_are_refused(ampere, monkeypatch):
     with pytest.raises(KernelError, match="HF_TRAK_BACKEND=torch"):
         self_check.require_right_sjlt(Wrong(ampere.directory), torch.bfloat16, cpu)
     with pytest.raises(KernelError, match="wrong results"):
-        self_check.require_right_dense(Wrong(ampere.directory), "rademacher", torch.bfloat16, 3, cpu, 1)
+        self_check.checked_instruction(Wrong(ampere.directory), "rademacher", torch.bfloat16, 3, cpu, 1)
+
+
+@pytest.mark.parametrize("failure", ["wrong", "refused"])
+def test_hopper_goes_on_without_its_own_instructions(hopper, monkeypatch, caplog, failure):
+    """Where their kernel is wrong or cannot run: with a warning, by the kernel for all GPUs."""
+    monkeypatch.setattr(self_check, "_done", set())
+    monkeypatch.setattr(self_check, "_without_wgmma", set())
+    arguments = ("rademacher", torch.bfloat16, 3, torch.device("cpu"), 1)
+
+    class Broken(EmulatedRuntime):
+        def launch(self, launch, device):
+            if launch.kernel.file == "rademacher_wgmma":
+                if failure == "refused":
+                    raise KernelError("no such instruction")
+                launch.arguments.generator.seed += 1
+            super().launch(launch, device)
+
+    broken = Broken(hopper.directory, (9, 0))
+    assert self_check.checked_instruction(broken, *arguments) == "mma"
+    (record,) = caplog.records
+    assert "HF_TRAK_WGMMA=0" in record.message
+    assert ("wrong results" if failure == "wrong" else "no such instruction") in record.message
+    assert self_check.checked_instruction(broken, *arguments) == "mma" and len(caplog.records) == 1, "said once"
+
+    monkeypatch.setattr(self_check, "_without_wgmma", set())
+    assert self_check.checked_instruction(hopper, *arguments) == "wgmma"
+    monkeypatch.setenv("HF_TRAK_WGMMA", "0")
+    assert self_check.checked_instruction(hopper, *arguments) == "mma" and len(caplog.records) == 1
+    monkeypatch.setenv("HF_TRAK_WGMMA", "no")
+    with pytest.raises(ValueError, match="HF_TRAK_WGMMA is 'no'"):
+        self_check.checked_instruction(hopper, *arguments)

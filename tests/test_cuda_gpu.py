@@ -13,6 +13,8 @@ import torch
 from hf_trak.gradient_computers import HookedGradientComputer
 from hf_trak.gradient_computers.per_sample import FunctionOutput
 from hf_trak.gradient_pipeline import GradientPipeline
+from hf_trak.kernels.runtime import CUDA as CUDA_RUNTIME
+from hf_trak.kernels.self_check import checked_instruction
 from hf_trak.projectors import SparseProjector, make_projector, reference
 
 pytestmark = [
@@ -28,6 +30,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def integers(rows, columns, dtype, **options):
     generator = torch.Generator().manual_seed(rows * 1000 + columns)
     return torch.randint(-8, 9, (rows, columns), generator=generator).to(dtype=dtype, **options)
+
+
+@pytest.fixture(params=["wgmma", "mma"])
+def instruction(request, monkeypatch):
+    """What multiplies signs: Hopper's own instructions, or those of all GPUs."""
+    if request.param == "wgmma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only Hopper has wgmma")
+    monkeypatch.setenv("HF_TRAK_WGMMA", "1" if request.param == "wgmma" else "0")
+    return request.param
 
 
 def on_gpu(name, block, outputs, start=0, nonzeros=1):
@@ -48,20 +59,41 @@ def on_cpu(name, block, outputs, start=0, nonzeros=1):
 @pytest.mark.parametrize("start", [0, 8190, 2**32 - 77, 2**63 - 20_101])
 @pytest.mark.parametrize("outputs", [1, 3, 127, 130, 1009, 4096, 8191, 16_384])
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 65, 257])
-def test_shapes_and_places(rows, outputs, start, dtype):
+def test_shapes_and_places(rows, outputs, start, dtype, monkeypatch):
     """B = 1 … 257, k = 1 … 16384 with primes, positions up to 2⁶³: bits identical to the CPU."""
     block = integers(rows, 20_101 if rows < 17 else 301, dtype)
     assert torch.equal(on_gpu("sjlt", block.to(CUDA), outputs, start).cpu(), on_cpu("sjlt", block, outputs, start))
     short = block[:, :301]
-    assert torch.equal(
-        on_gpu("rademacher", short.to(CUDA), outputs, start).cpu(), on_cpu("rademacher", short, outputs, start)
-    )
+    expected = on_cpu("rademacher", short, outputs, start)
+    for wgmma in ("1", "0"):
+        monkeypatch.setenv("HF_TRAK_WGMMA", wgmma)
+        assert torch.equal(on_gpu("rademacher", short.to(CUDA), outputs, start).cpu(), expected)
+
+
+def test_hopper_uses_its_own_instructions(caplog):
+    """Tests of `wgmma` would pass without it otherwise: where its kernel fails, another takes its place."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only Hopper has wgmma")
+    for dtype in DTYPES:
+        for rows in (1, 40, 200):
+            device = torch.device("cuda", torch.cuda.current_device())
+            assert checked_instruction(CUDA_RUNTIME, "rademacher", dtype, rows, device, 2) == "wgmma", caplog.text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_chains(dtype, instruction, monkeypatch):
+    """Splits longer than a chain of products on tensor cores, against torch operators on the GPU."""
+    block = integers(3, 300_001, dtype, device=CUDA)
+    actual = on_gpu("rademacher", block, 4096, 77)
+    monkeypatch.setenv("HF_TRAK_BACKEND", "torch")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    assert torch.equal(actual, on_gpu("rademacher", block, 4096, 77))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("before", [0, 1, 3, 7])
 @pytest.mark.parametrize("between", [0, 1, 8])
-def test_alignment_and_strides(dtype, before, between):
+def test_alignment_and_strides(dtype, before, between, instruction):
     memory = torch.full((before + 5 * (9001 + between) + 20,), float("nan"), dtype=dtype, device=CUDA)
     block = memory.as_strided((5, 9001), (9001 + between, 1), before)
     block.copy_(integers(5, 9001, dtype))
@@ -153,7 +185,7 @@ def test_several_nonzeros(nonzeros):
 
 
 @pytest.mark.parametrize("start", [0, 2**32 - 7, 2**40 + 11])
-def test_entries_equal_the_definition(start):
+def test_entries_equal_the_definition(start, instruction):
     identity = torch.eye(16, device=CUDA)
     for name, tolerance in (("rademacher", 0), ("sjlt", 0), ("normal", 4e-6)):
         algorithm = make_projector(name, 1, 1, 0, "cpu").algorithm
@@ -163,7 +195,7 @@ def test_entries_equal_the_definition(start):
 
 @pytest.mark.parametrize("name", ["rademacher", "normal"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dense_values_are_as_right_as_those_of_torch(name, dtype):
+def test_dense_values_are_as_right_as_those_of_torch(name, dtype, instruction):
     """Error against float64: below 10⁻⁵, or else below twice torch's own in the same dtype."""
     block = torch.randn(130, 50_000, device=CUDA).to(dtype)
     matrix = make_projector(name, 50_000, 257, SEED, CUDA).matrix(0, 50_000, MODEL_ID, CUDA)
@@ -182,7 +214,7 @@ def test_sparse_values_are_right(dtype):
 
 
 @pytest.mark.parametrize("name", ["sjlt", "rademacher", "normal"])
-def test_batch_size_stream_and_repetition_do_not_change_a_bit(name):
+def test_batch_size_stream_and_repetition_do_not_change_a_bit(name, instruction):
     """Trap 17, and everything that could make a result depend on what else happens."""
     block = torch.randn(200, 100_003, device=CUDA)
     first = on_gpu(name, block, 300, 11)
@@ -198,7 +230,7 @@ def test_batch_size_stream_and_repetition_do_not_change_a_bit(name):
 
 
 @pytest.mark.parametrize("name", ["sjlt", "rademacher", "normal"])
-def test_any_cut_gives_the_same_features(name):
+def test_any_cut_gives_the_same_features(name, instruction):
     block = integers(5, 70_001, torch.float32, device=CUDA)
     whole = on_gpu(name, block, 131)
     projector = make_projector(name, 70_001, 131, SEED, CUDA)
@@ -218,7 +250,7 @@ def test_results_do_not_depend_on_the_device():
 
 
 @pytest.mark.parametrize("name", ["sjlt", "rademacher"])
-def test_ones_beyond_32_bits_have_the_parity_of_their_number(name):
+def test_ones_beyond_32_bits_have_the_parity_of_their_number(name, instruction):
     """Trap 11: more than 2³² elements, in rows longer than 2³¹. No coordinate is dropped or doubled."""
     rows, columns = 2, 2**31 + 12_345
     if torch.cuda.mem_get_info()[0] < 3 * rows * columns:
@@ -233,7 +265,7 @@ def test_ones_beyond_32_bits_have_the_parity_of_their_number(name):
     assert torch.equal(out[0], out[1])
 
 
-def test_nothing_is_written_beside_the_output():
+def test_nothing_is_written_beside_the_output(instruction):
     frame = torch.full((7, 150), 3.0, device=CUDA)
     block = integers(5, 9001, torch.bfloat16, device=CUDA)
     for name in ("sjlt", "rademacher", "normal"):
@@ -245,7 +277,7 @@ def test_nothing_is_written_beside_the_output():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["sjlt", "rademacher", "normal"])
-def test_what_is_not_finite_stays_in_its_row(name, bad):
+def test_what_is_not_finite_stays_in_its_row(name, bad, instruction):
     block = torch.randn(20, 9001, device=CUDA)
     block[7, 5000] = bad
     finite = torch.isfinite(on_gpu(name, block, 131)).all(1)

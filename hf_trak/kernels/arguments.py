@@ -76,7 +76,7 @@ class OuterArguments(ctypes.Structure):
 
 
 class DenseArguments(ctypes.Structure):
-    """Of `rademacher.cu` and `dense.cu`."""
+    """Of `rademacher.cu`, `rademacher_wgmma.cu` and `dense.cu`."""
 
     _fields_ = (
         ("to", Destination),

@@ -6,6 +6,7 @@ import torch
 
 VARIABLE = "HF_TRAK_BACKEND"
 TERMS_VARIABLE = "HF_TRAK_FLOAT32_TERMS"
+WGMMA_VARIABLE = "HF_TRAK_WGMMA"
 _NAMES = ("auto", "cuda", "torch")
 
 
@@ -37,3 +38,15 @@ def float32_terms() -> int:
     if terms not in ("1", "2"):
         raise ValueError(f"The environment variable {TERMS_VARIABLE} is '{terms}'. Expected 1 or 2.")
     return int(terms)
+
+
+def wgmma_wanted() -> bool:
+    """Whether Hopper GPUs multiply by their own instructions, unless `HF_TRAK_WGMMA` is 0: then by those of all GPUs.
+
+    Raises:
+        ValueError: the variable has another value than 0 or 1.
+    """
+    value = os.environ.get(WGMMA_VARIABLE, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"The environment variable {WGMMA_VARIABLE} is '{value}'. Expected 0 or 1.")
+    return value == "1"

@@ -13,9 +13,19 @@ from torch import Tensor
 
 from hf_trak.kernels.arguments import DenseArguments, Destination, Generator
 from hf_trak.kernels.runtime import Launch, Runtime, reduce, workspace
-from hf_trak.kernels.sources import Kernel, dense_kernel, rademacher_kernel
+from hf_trak.kernels.sources import (
+    HOPPER_CAPABILITY,
+    TENSOR_CORE_CAPABILITY,
+    Kernel,
+    dense_kernel,
+    rademacher_kernel,
+    wgmma_kernel,
+)
 
 Distribution = Literal["rademacher", "normal"]
+
+Instruction = Literal["wgmma", "mma", "fma"]
+"""What multiplies: tensor cores, by Hopper's instructions or those of all GPUs since Ampere, or float32 arithmetic."""
 
 _TENSOR_CORE_COLUMNS, _TENSOR_CORE_POSITIONS = 256, 64
 _COLUMNS, _POSITIONS = 128, 32
@@ -43,9 +53,16 @@ def tile_of_samples(rows: int, largest: int) -> int:
     return next((samples for samples in (16, 64) if rows <= samples), largest)
 
 
+def fastest_instruction(distribution: Distribution, capability: tuple[int, int]) -> Instruction:
+    """Of those that a GPU has for a map."""
+    if distribution == "normal" or capability < TENSOR_CORE_CAPABILITY:
+        return "fma"
+    return "wgmma" if capability == HOPPER_CAPABILITY else "mma"
+
+
 def plan_dense(
     distribution: Distribution,
-    tensor_cores: bool,
+    instruction: Instruction,
     rows: int,
     start: int,
     columns: int,
@@ -56,15 +73,19 @@ def plan_dense(
     """Cut a block `(rows, columns)` at position `start`, for `outputs` outputs.
 
     Args:
-        tensor_cores: whether the GPU has bfloat16 matrix instructions.
+        instruction: what multiplies.
         terms: bfloat16 terms per float32 element, 1 or 2.
     """
-    if distribution == "rademacher" and tensor_cores:
+    if instruction != "fma":
         terms = terms if dtype == torch.float32 else 1
-        samples = tile_of_samples(rows, 64 if dtype == torch.float32 else 128)
-        kernel = rademacher_kernel(dtype, terms, samples)
         width, multiple, length = _TENSOR_CORE_COLUMNS, _TENSOR_CORE_POSITIONS, columns
+        samples = tile_of_samples(rows, 64 if dtype == torch.float32 and instruction == "mma" else 128)
         shared = 2 * (width // 32) * multiple * 4 + 2 * terms * samples * multiple * 2
+        if instruction == "wgmma":
+            kernel = wgmma_kernel(dtype, terms, samples)
+            shared += samples * width * 4  # sums of chains
+        else:
+            kernel = rademacher_kernel(dtype, terms, samples)
     else:
         samples = tile_of_samples(rows, 64)
         kernel = dense_kernel(dtype, distribution.capitalize(), samples)
@@ -86,6 +107,7 @@ def accumulate_dense(
     seed: int,
     model_id: int,
     terms: int,
+    instruction: Instruction | None = None,
 ) -> None:
     """`out += block @ R[start : start + n]` for a dense map.
 
@@ -94,13 +116,14 @@ def accumulate_dense(
         block: `(B, n)`, columns side by side.
         terms: bfloat16 terms that a float32 element is split into for the tensor cores: 2 for a relative error below
             10⁻⁵, 1 for speed.
+        instruction: what multiplies, one that the GPU has; the fastest by default.
     """
-    tensor_cores = runtime.capability(block.device) >= (8, 0)
+    instruction = instruction or fastest_instruction(distribution, runtime.capability(block.device))
     for first in range(0, block.shape[0], _ROWS_AT_ONCE):
         rows = block[first : first + _ROWS_AT_ONCE]
         target = out[first : first + _ROWS_AT_ONCE]
         plan = plan_dense(
-            distribution, tensor_cores, len(rows), start, block.shape[1], out.shape[1], block.dtype, terms
+            distribution, instruction, len(rows), start, block.shape[1], out.shape[1], block.dtype, terms
         )
         partials = workspace(plan.splits, target)
         arguments = DenseArguments(

@@ -61,7 +61,7 @@ class CudaRuntime:
         driver = _driver()
         index = _index(device)
         with torch.cuda.device(index):
-            function = self._functions.get((launch.kernel, index)) or self._load(launch.kernel, index)
+            function = self._functions.get((launch.kernel, index)) or self._load(launch, index)
             arguments = (ctypes.c_void_p * 1)(ctypes.addressof(launch.arguments))  # copied by the driver
             stream = driver.CUstream(torch.cuda.current_stream(index).cuda_stream)
             (result,) = driver.cuLaunchKernel(
@@ -77,8 +77,8 @@ class CudaRuntime:
             )
         _check(result, f"The launch of `{launch.kernel.expression}` with grid {launch.grid} on cuda:{index}")
 
-    def _load(self, kernel: Kernel, index: int) -> Any:
-        driver = _driver()
+    def _load(self, launch: Launch, index: int) -> Any:
+        driver, kernel = _driver(), launch.kernel
         with self._lock:
             if (kernel, index) in self._functions:
                 return self._functions[kernel, index]
@@ -88,9 +88,10 @@ class CudaRuntime:
             _check(result, f"Loading `{kernel.expression}`, compiled for sm_{arch}, on cuda:{index}")
             result, function = driver.cuModuleGetFunction(module, compiled.name.encode())
             _check(result, f"Finding `{compiled.name}` in its module")
-            # Above 48 KiB shared memory is given only to kernels that ask. 64 KiB is the most that Turing has.
+            # Above 48 KiB shared memory is given only to kernels that ask. 64 KiB is the most that Turing has, and
+            # enough for all kernels but one, whose need does not change from launch to launch.
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            (result,) = driver.cuFuncSetAttribute(function, attribute, 2**16)
+            (result,) = driver.cuFuncSetAttribute(function, attribute, max(2**16, launch.shared_bytes))
             _check(result, f"Reserving shared memory for `{kernel.expression}` on cuda:{index}")
             self._functions[kernel, index] = function
             return function

@@ -5,16 +5,20 @@ integers is compared with what torch computes on the CPU: signs and indices must
 milliseconds, once per kernel, process and device.
 """
 
+import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from hf_trak.errors import KernelError
-from hf_trak.kernels.dense import Distribution, accumulate_dense, tile_of_samples
+from hf_trak.kernels.backend import WGMMA_VARIABLE, wgmma_wanted
+from hf_trak.kernels.dense import Distribution, Instruction, accumulate_dense, fastest_instruction, tile_of_samples
 from hf_trak.kernels.outer import accumulate_outer, tokens_of_instance
 from hf_trak.kernels.runtime import Runtime
 from hf_trak.kernels.sparse import accumulate_sjlt
+
+logger = logging.getLogger(__name__)
 
 _SEED, _MODEL_ID = 2**40 + 12345, 77
 _NORMAL_TOLERANCE = (
@@ -22,6 +26,7 @@ _NORMAL_TOLERANCE = (
 )
 
 _done: set[tuple[object, ...]] = set()
+_without_wgmma: set[torch.device] = set()
 
 
 def require_right_sjlt(runtime: Runtime, dtype: torch.dtype, device: torch.device) -> None:
@@ -66,7 +71,13 @@ def require_right_outer(runtime: Runtime, dtype: torch.dtype, tokens: int, devic
 
 
 def require_right_dense(
-    runtime: Runtime, distribution: Distribution, dtype: torch.dtype, rows: int, device: torch.device, terms: int
+    runtime: Runtime,
+    distribution: Distribution,
+    dtype: torch.dtype,
+    rows: int,
+    device: torch.device,
+    terms: int,
+    instruction: Instruction,
 ) -> None:
     """Check the dense kernel that a batch of `rows` samples takes.
 
@@ -77,7 +88,7 @@ def require_right_dense(
     outputs, start = 140, 2**32 - 101
 
     def run(out: Tensor, block: Tensor) -> None:
-        accumulate_dense(runtime, distribution, out, block, start, _SEED, _MODEL_ID, terms)
+        accumulate_dense(runtime, distribution, out, block, start, _SEED, _MODEL_ID, terms, instruction)
 
     def reference(out: Tensor, block: Tensor) -> None:
         if distribution == "normal":
@@ -86,8 +97,52 @@ def require_right_dense(
             torch.ops.hf_trak.rademacher_accumulate(out, block, start, _SEED, _MODEL_ID, terms)
 
     tolerance = _NORMAL_TOLERANCE if distribution == "normal" else 0.0
-    key = (distribution, dtype, samples, terms, device)
-    _require(distribution, key, (samples - 1, 301), outputs, dtype, device, run, reference, tolerance)
+    columns = 301 if distribution == "normal" else 1101  # more than a chain of float32 products on tensor cores
+    key = (distribution, dtype, samples, terms, instruction, device)
+    _require(
+        f"{distribution}, {instruction}",
+        key,
+        (samples - 1, columns),
+        outputs,
+        dtype,
+        device,
+        run,
+        reference,
+        tolerance,
+    )
+
+
+def checked_instruction(
+    runtime: Runtime, distribution: Distribution, dtype: torch.dtype, rows: int, device: torch.device, terms: int
+) -> Instruction:
+    """The fastest instruction whose kernel is right for a batch of `rows` samples.
+
+    Where Hopper's own (`wgmma`) cannot be used, a warning says why and `mma`, which computes the same map with sums
+    rounded elsewhere, takes its place on that device for the rest of the process.
+
+    Raises:
+        KernelError: none can be run with a right result.
+        ValueError: `HF_TRAK_WGMMA` is neither 0 nor 1.
+    """
+    instruction = fastest_instruction(distribution, runtime.capability(device))
+    if instruction == "wgmma":
+        if wgmma_wanted() and device not in _without_wgmma:
+            try:
+                require_right_dense(runtime, distribution, dtype, rows, device, terms, instruction)
+            except KernelError as error:
+                _without_wgmma.add(device)
+                logger.warning(
+                    "The kernel of the dense map for Hopper GPUs is not used on %s; the one for all GPUs, which is "
+                    "slower, takes its place. Set %s=0 to choose that without this warning. The reason: %s",
+                    device,
+                    WGMMA_VARIABLE,
+                    error,
+                )
+            else:
+                return instruction
+        instruction = "mma"
+    require_right_dense(runtime, distribution, dtype, rows, device, terms, instruction)
+    return instruction
 
 
 def _require(

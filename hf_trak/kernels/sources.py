@@ -11,13 +11,21 @@ from hf_trak.errors import KernelError
 PRELUDE = ("primitives.cu", "common.cu")
 """The files in front of every kernel file."""
 
-_SHARED_PARTS = {"sjlt": ("accumulators.cu",), "outer": ("accumulators.cu",)}
+_SHARED_PARTS = {
+    "sjlt": ("accumulators.cu",),
+    "outer": ("accumulators.cu",),
+    "rademacher": ("sign_tiles.cu",),
+    "rademacher_wgmma": ("wgmma.cu", "sign_tiles.cu"),
+}
 
 INPUT_TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 """The names that `common.cu` gives to the dtypes of gradients."""
 
 TENSOR_CORE_CAPABILITY = (8, 0)
 """Where `rademacher.cu` runs: bfloat16 matrix instructions came with Ampere."""
+
+HOPPER_CAPABILITY = (9, 0)
+"""Where `rademacher_wgmma.cu` runs, and nowhere else: Blackwell has other instructions."""
 
 ARCHITECTURES = ("75", "80", "86", "89", "90a", "100", "120")
 """What the tests compile for, and `hf_trak.kernels.build` by default."""
@@ -41,6 +49,8 @@ class Kernel:
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether GPUs of a compute capability have its instructions."""
+        if self.file == "rademacher_wgmma":
+            return capability == HOPPER_CAPABILITY
         return self.file != "rademacher" or capability >= TENSOR_CORE_CAPABILITY
 
 
@@ -66,6 +76,11 @@ def rademacher_kernel(dtype: torch.dtype, terms: int, samples: int) -> Kernel:
     return Kernel("rademacher", f"rademacher<{INPUT_TYPES[dtype]}, {terms}, {samples}>", 256)
 
 
+def wgmma_kernel(dtype: torch.dtype, terms: int, samples: int) -> Kernel:
+    """The Rademacher map on Hopper's tensor cores; `samples` is the batch per block of threads: 16, 64 or 128."""
+    return Kernel("rademacher_wgmma", f"rademacher_wgmma<{INPUT_TYPES[dtype]}, {terms}, {samples}>", 256)
+
+
 def dense_kernel(dtype: torch.dtype, distribution: str, samples: int) -> Kernel:
     """A dense map (`Normal` or `Rademacher`) in float32 arithmetic; `samples` is 16 or 64."""
     return Kernel("dense", f"dense<{INPUT_TYPES[dtype]}, {distribution}, {samples}>", 256)
@@ -79,6 +94,7 @@ def all_kernels() -> list[Kernel]:
         wide = dtype == torch.float32
         for terms in (1, 2) if wide else (1,):
             kernels += [rademacher_kernel(dtype, terms, samples) for samples in ((16, 64) if wide else (16, 64, 128))]
+            kernels += [wgmma_kernel(dtype, terms, samples) for samples in (16, 64, 128)]
         for distribution in ("Normal", "Rademacher"):
             kernels += [dense_kernel(dtype, distribution, samples) for samples in (16, 64)]
     return kernels

@@ -115,11 +115,11 @@ def _dense(
     # Imported when there is a CUDA tensor to project, not with the package.
     from hf_trak.kernels.dense import accumulate_dense
     from hf_trak.kernels.runtime import CUDA
-    from hf_trak.kernels.self_check import require_right_dense
+    from hf_trak.kernels.self_check import checked_instruction
 
-    require_right_dense(CUDA, distribution, block.dtype, block.shape[0], block.device, terms)
+    instruction = checked_instruction(CUDA, distribution, block.dtype, block.shape[0], block.device, terms)
     target = _rows(out)
-    accumulate_dense(CUDA, distribution, target, _rows(block), start, seed, model_id, terms)
+    accumulate_dense(CUDA, distribution, target, _rows(block), start, seed, model_id, terms, instruction)
     if target is not out:
         out.copy_(target)
 

@@ -11,6 +11,7 @@ turns, medians are shown.
 import argparse
 import json
 import math
+import os
 import statistics
 import warnings
 from collections.abc import Callable, Iterable
@@ -19,6 +20,8 @@ from pathlib import Path
 import torch
 from gpu_steps import Step, featurize_steps, fused_steps, scoring_steps
 
+from hf_trak.kernels.backend import WGMMA_VARIABLE
+from hf_trak.kernels.sources import HOPPER_CAPABILITY
 from hf_trak.projectors import BlockProjector, FastJlProjector, RademacherProjector, make_projector
 
 Measurement = tuple[Callable[[], object], float]
@@ -67,6 +70,8 @@ def dense_methods(args: argparse.Namespace, device: torch.device) -> dict[str, M
             projector = RademacherProjector(P, k, device=device)
             name = f"rademacher {str(dtype).removeprefix('torch.')} B={B}"
             table[name] = (accumulation(projector, out, block), operations)
+            if torch.cuda.get_device_capability(device) == HOPPER_CAPABILITY:
+                table[f"{name}, mma.sync"] = (without_wgmma(accumulation(projector, out, block)), operations)
         if not args.no_normal:
             normal = make_projector("normal", P, k, 0, device)
             table[f"normal bfloat16 B={B}"] = (accumulation(normal, out, grads), operations)
@@ -93,6 +98,22 @@ def sparse_methods(args: argparse.Namespace, device: torch.device) -> dict[str, 
 
 def accumulation(projector: BlockProjector, out: torch.Tensor, block: torch.Tensor) -> Callable[[], object]:
     return lambda: projector.accumulate(out, block, 0, 0)
+
+
+def without_wgmma(run: Callable[[], object]) -> Callable[[], object]:
+    """On Hopper: by the kernel for all GPUs instead of the one for its own matrix instructions."""
+
+    def run_without() -> None:
+        before = os.environ.get(WGMMA_VARIABLE)
+        os.environ[WGMMA_VARIABLE] = "0"
+        try:
+            run()
+        finally:
+            os.environ.pop(WGMMA_VARIABLE)
+            if before is not None:
+                os.environ[WGMMA_VARIABLE] = before
+
+    return run_without
 
 
 def materialize_and_multiply(out: torch.Tensor, grads: torch.Tensor) -> Callable[[], object]:
