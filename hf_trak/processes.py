@@ -170,6 +170,8 @@ class Processes:
     def _contact(self) -> Iterator[None]:
         try:
             if self._group is None:
+                if dist.get_backend() == dist.Backend.GLOO:
+                    dist.barrier()  # tells at once who has died since they met; below that would take the whole wait
                 group: Any = dist.new_group(backend="gloo", timeout=_MEETING_WAIT)
                 dist.distributed_c10d._set_pg_timeout(LONGEST_WAIT, group)
                 self._group = group
