@@ -25,12 +25,6 @@ __device__ __forceinline__ int thread_read_anew() {
     return thread;
 }
 
-// A constant that stays in a register, where the compiler would make it anew for every use.
-__device__ __forceinline__ uint32 in_register(uint32 value) {
-    asm volatile("mov.b32 %0, %0;" : "+r"(value));
-    return value;
-}
-
 // Global loads and shared accesses of 16 bytes; the address is a multiple of 16.
 __device__ __forceinline__ Words4 load_words(const void* address) {
     const uint4 v = *static_cast<const uint4*>(address);

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, 1) rademacher(const __grid_constant_
     // T − 1, which every warp has left before the barrier between T − 1 and T. A tile never reaches into the next split,
     // since splits are multiples of it, and what it has behind the block is 0.
     Stager<In, kTerms, kSamples, SyncLayout> stager(a, first_sample, first);
-    const uint32 mask = in_register(kSigns);
+    const uint32 mask = sign_mask(a);
     make_words<SyncLayout>(shared.words[0], a, 0, a.start + first, first_output);
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {

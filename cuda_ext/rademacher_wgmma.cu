@@ -9,7 +9,7 @@
 // What overlaps. Products are asynchronous, and a step is a group of them: while one step is multiplied, the signs of the
 // next are made in other registers. Either warpgroup also has the other's products to wait behind, so the tensor cores
 // starve only if both are late. A multiprocessor multiplies a tile of 128 samples in 1024 cycles per term. In that time a
-// scheduler can issue 1024 instructions; its two warps need about 640 in 16 bits and 1020 of 2048 in float32, counted in the
+// scheduler can issue 1024 instructions; its two warps need about 570 in 16 bits and 960 of 2048 in float32, counted in the
 // machine code for aligned rows. That is why gradients come through registers: bulk copies by the tensor memory
 // accelerator would save some hundred instructions where there is room, but need rows at multiples of 16 bytes and 16-bit
 // elements.
@@ -44,9 +44,9 @@ struct WgmmaShared {
     Words4 rounded[kSamples / 4][kThreads];
 };
 
-// Grid as in rademacher.cu.
+// Grid as in rademacher.cu. Smaller tiles leave room for two blocks on a multiprocessor, and have less to hide waits behind.
 template <typename In, int kTerms, int kSamples>
-__global__ void __launch_bounds__(kThreads, 1) rademacher_wgmma(const __grid_constant__ DenseArguments a) {
+__global__ void __launch_bounds__(kThreads, kSamples == 128 ? 1 : 2) rademacher_wgmma(const __grid_constant__ DenseArguments a) {
     constexpr int kSums = kSamples / 2;  // of a thread, of either product
     auto& shared = *reinterpret_cast<WgmmaShared<kTerms, kSamples>*>(shared_memory());
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 1) rademacher_wgmma(const __grid_con
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[0][i] = sums[1][i] = 0.0f;
     uint32 signs[2][2][4];  // of even and odd steps, of either product
-    const uint32 mask = in_register(kSigns);
+    const uint32 mask = sign_mask(a);
     const uint64 operands = wgmma_operand(shared.samples[0][0]);
 
     Stager<In, kTerms, kSamples, AsyncLayout> stager(a, first_sample, first);

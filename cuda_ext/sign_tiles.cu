@@ -45,7 +45,7 @@ struct DenseArguments {
 template <typename In, int kTerms>
 struct Operand {
     static constexpr uint32 kOnes = 0x3F803F80u;  // two bfloat16 1.0
-    static constexpr int kTilesPerChain = 16;     // of eight products each: 128 additions
+    static constexpr int kTilesPerChain = kTerms == 2 ? 16 : 128;  // of four or eight products: 128 or 512 additions
     // Four float32 elements as two words of each term.
     __device__ static __forceinline__ void split(const Words4& v, uint32 (&terms)[kTerms][2]) {
 #pragma unroll
@@ -74,10 +74,14 @@ struct Operand<Float16, 1> {
     static constexpr int kTilesPerChain = 128;
 };
 
-// The fragment of 16 outputs and 16 positions out of the words of a lane's four positions, in the order of its columns:
-// the lower or the upper 16 of the words' 32 outputs. `mask` is kSigns in a register.
-constexpr uint32 kSigns = 0x80008000u;
+// The sign bits of a word of two 16-bit floats, in a register: the compiler makes a constant anew for every use, which is
+// eight instructions per step. What it cannot know is that splits are multiples of kPositions.
+__device__ __forceinline__ uint32 sign_mask(const DenseArguments& a) {
+    return 0x80008000u | static_cast<uint32>(a.positions_per_split % kPositions);
+}
 
+// The fragment of 16 outputs and 16 positions out of the words of a lane's four positions, in the order of its columns:
+// the lower or the upper 16 of the words' 32 outputs. `mask` is that of `sign_mask`.
 template <typename In, int kTerms>
 __device__ __forceinline__ void make_signs(uint32 (&signs)[4], const uint32* words, int upper, int g, uint32 mask) {
     constexpr uint32 kOnes = Operand<In, kTerms>::kOnes;
@@ -128,17 +132,20 @@ struct Stager {
     }
 
     __device__ __forceinline__ void fetch(int half) {
-        if (left <= 0) return;
+        if (left > 0) {
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-            const int sample = half * kVectors + i;
-            if (sample < samples) held[i] = load_words(address + sample * step);
+            for (int i = 0; i < kVectors; ++i) {
+                const int sample = half * kVectors + i;
+                if (sample < samples) held[i] = load_words(address + sample * step);
+            }
         }
+        __syncwarp();  // matrix instructions follow, for whole warps
     }
 
     // `unsigned char (&to)[kTerms][…]`: one tile of 16-bit elements per term. What it has behind the row becomes 0.
     __device__ __forceinline__ void store(int half, unsigned char (&to)[kTerms][kSamples * kTileRow]) {
         if (shift || left < kPerVector) complete(half);
+        __syncwarp();
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
             const int sample = half * kVectors + i;
@@ -163,19 +170,28 @@ struct Stager {
     }
 
   private:
-    // From the aligned vectors that were fetched to those that were meant. The next one in memory is in the L1 cache.
+    // From the aligned vectors that were fetched to those that were meant, which reach into the next ones in memory. Those
+    // are in the L1 cache, but for the last thread of a row, and are asked for all at once.
     __device__ __forceinline__ void complete(int half) {
+        if (shift) {
+            const bool more = left * In::kBytes > 16 - static_cast<int>(shift);
+            Words4 following[kVectors];
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-            const int sample = half * kVectors + i;
-            if (sample >= samples) continue;
-            if (shift && left > 0) {
-                const bool more = left * In::kBytes > 16 - static_cast<int>(shift);
-                held[i] = join(held[i], more ? load_words(address + sample * step + 16) : Words4{0, 0, 0, 0}, shift);
+            for (int i = 0; i < kVectors; ++i) {
+                following[i] = {0, 0, 0, 0};
+                const int sample = half * kVectors + i;
+                if (more && sample < samples) following[i] = load_words(address + sample * step + 16);
             }
 #pragma unroll
-            for (int e = 0; e < kPerVector; ++e) {
-                if (e >= left) In::clear(held[i], e);
+            for (int i = 0; i < kVectors; ++i) held[i] = join(held[i], following[i], shift);
+        }
+        if (left < kPerVector) {
+#pragma unroll
+            for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+                for (int e = 0; e < kPerVector; ++e) {
+                    if (e >= left) In::clear(held[i], e);
+                }
             }
         }
     }

@@ -54,9 +54,9 @@ __device__ __forceinline__ uint64 wgmma_operand_at(uint64 operand, int bytes) { 
 
 #define DEFINE_WGMMA(Format, type, samples, count, a, b, flag)                                                           \
     __device__ __forceinline__ void wgmma(Format, float (&sums)[count], const uint32 (&signs)[4], uint64 operand, bool fresh) { \
-        asm volatile("{\n.reg .pred add;\nsetp.eq.b32 add, " flag ", 0;\n"                                              \
+        asm volatile("{\n.reg .pred kept;\nsetp.eq.b32 kept, " flag ", 0;\n"                                              \
                      "wgmma.mma_async.sync.aligned.m64n" samples "k16.f32." type "." type " {" NAMES_##count "}, {" a "}, " \
-                     b ", add, 1, 1, 0;\n}\n"                                                                          \
+                     b ", kept, 1, 1, 0;\n}\n"                                                                          \
                      : SUMS_##count(0)                                                                                  \
                      : "r"(signs[0]), "r"(signs[1]), "r"(signs[2]), "r"(signs[3]), "l"(operand), "r"(fresh ? 1 : 0)      \
                      : "memory");                                                                                       \

@@ -131,14 +131,14 @@ static int run(const uint32* grid, size_t threads, size_t shared_bytes, uint32 s
 
 }  // namespace emulator
 
+static void __syncwarp() {}
+
 static void __syncthreads() { emulator::wait(emulator::State::at_barrier); }
 
 static inline unsigned char* shared_memory() {
     auto* begin = reinterpret_cast<unsigned char*>(emulator::shared.data());
     return begin + (1024 - reinterpret_cast<uintptr_t>(begin) % 1024) % 1024;
 }
-
-static inline uint32 in_register(uint32 value) { return value; }
 
 static inline int thread_read_anew() { return static_cast<int>(threadIdx.x); }
 

@@ -132,12 +132,12 @@ def test_rademacher_in_chains_and_splits(tensor_cores):
 
 def test_hopper_has_instructions_of_its_own(hopper):
     """Long chains of a single split, whose ends are added in shared memory, of 16-bit input too."""
-    check_rademacher(hopper, torch.float32, 1, 4096, 2, 5, 1)
+    check_rademacher(hopper, torch.float32, 1, 4096, 2, 5, 2)
     block, out = integers(1, 8192 + 100, torch.bfloat16), torch.zeros(1, 3)
     plan = plan_dense("rademacher", "wgmma", 1, 0, 8292, 3, torch.bfloat16, 1)
-    monkey = dataclasses.replace(plan, positions_per_split=8320, splits=1)
+    one_split = dataclasses.replace(plan, positions_per_split=8320, splits=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_trak.kernels.dense.plan_dense", lambda *_: monkey)
+        patch.setattr("hf_trak.kernels.dense.plan_dense", lambda *_: one_split)
         accumulate_dense(hopper, "rademacher", out, block, 9, SEED, MODEL_ID, 1)
     expected = torch.zeros(1, 3)
     RademacherProjector(8301, 3, SEED).accumulate(expected, block, 9, MODEL_ID)

@@ -82,9 +82,11 @@ def test_hopper_uses_its_own_instructions(caplog):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_chains(dtype, instruction, monkeypatch):
-    """Splits longer than a chain of products on tensor cores, against torch operators on the GPU."""
+    """Splits longer than a chain of products on tensor cores, against torch operators on the GPU; a hundred times, in
+    which a race would show."""
     block = integers(3, 300_001, dtype, device=CUDA)
     actual = on_gpu("rademacher", block, 4096, 77)
+    assert all(torch.equal(on_gpu("rademacher", block, 4096, 77), actual) for _ in range(100))
     monkeypatch.setenv("HF_TRAK_BACKEND", "torch")
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     assert torch.equal(actual, on_gpu("rademacher", block, 4096, 77))

@@ -1,6 +1,7 @@
 """Around the kernels: the cache, the launch, the operators, the choice of the backend, and every error's way out."""
 
 import ctypes
+import dataclasses
 import importlib
 import multiprocessing
 import types
@@ -101,7 +102,10 @@ class FakeDriver:
     def __init__(self, failing=None):
         success, failure = types.SimpleNamespace(name="OK"), types.SimpleNamespace(name="CUDA_ERROR_OUT_OF_ROOM")
         self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=success)
-        self.CUfunction_attribute = types.SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
+        self.CUfunction_attribute = types.SimpleNamespace(
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=9
+        )
+        self.attributes = {}
         self.launched = []
         self.loaded = 0
         self._answer = lambda call: failure if call == failing else success
@@ -119,7 +123,8 @@ class FakeDriver:
         return self._answer("get"), "function"
 
     def cuFuncSetAttribute(self, function, attribute, value):  # noqa: N802
-        assert (function, attribute, value) == ("function", 8, 2**16)
+        assert function == "function"
+        self.attributes[attribute] = value
         return (self._answer("attribute"),)
 
     def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):  # noqa: N802
@@ -175,6 +180,14 @@ def test_launches_use_the_current_stream_under_a_device_guard(fake_gpu):
     assert driver.loaded == 1
     assert driver.launched == [("function", (2, 3, 1), (256, 1, 1), 0, ("stream", 1234), 0, 5)] * 2
     assert guarded == [0, None, 0, None]
+    assert driver.attributes == {8: 2**16}
+
+
+def test_more_shared_memory_than_usual_is_asked_for(fake_gpu):
+    """As for tiles of Hopper's products: as much as the launch takes, and the L1 cache's share for a second block."""
+    driver, _ = fake_gpu()
+    runtime.CudaRuntime().launch(dataclasses.replace(a_launch(), shared_bytes=100_000), CUDA)
+    assert driver.attributes == {8: 100_000, 9: 100}
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,13 @@ class CudaRuntime:
             # Above 48 KiB shared memory is given only to kernels that ask. 64 KiB is the most that Turing has, and
             # enough for all kernels but one, whose need does not change from launch to launch.
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            (result,) = driver.cuFuncSetAttribute(function, attribute, max(2**16, launch.shared_bytes))
-            _check(result, f"Reserving shared memory for `{kernel.expression}` on cuda:{index}")
+            wanted = [(attribute, max(2**16, launch.shared_bytes))]
+            if launch.shared_bytes > 2**16:  # as much of the L1 cache as there is, for a second block beside the first
+                carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                wanted.append((carveout, 100))  # per cent
+            for attribute, value in wanted:
+                (result,) = driver.cuFuncSetAttribute(function, attribute, value)
+                _check(result, f"Reserving shared memory for `{kernel.expression}` on cuda:{index}")
             self._functions[kernel, index] = function
             return function
 
