@@ -57,6 +57,7 @@ __device__ __forceinline__ void make_bits(SjltShared<In>& shared, const SjltArgu
 template <typename In>
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) sjlt(const __grid_constant__ SjltArguments a) {
     constexpr int kPerVector = 16 / In::kBytes, kVectors = kChunk / kThreads / kPerVector;
+    constexpr int kApart = kThreads * kPerVector;  // elements from one vector of a thread to the next: a multiple of kRun
     SjltShared<In>& shared = *reinterpret_cast<SjltShared<In>*>(shared_memory());
     const int t = threadIdx.x;
     const int64 row_index = blockIdx.x;
@@ -86,9 +87,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) sjlt(const __grid_con
     const uint32* const signs = reinterpret_cast<const uint32*>(shared.signs) + t * kPerVector / 32;
     const int bit = t * kPerVector % 32;
 
-    Words4 current[kVectors], next[kVectors];
+    Words4 current[kVectors];
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) current[i] = row.fetch(column + i * kThreads * kPerVector);
+    for (int i = 0; i < kVectors; ++i) current[i] = row.fetch(column + i * kApart);
 
     for (int stage = 0; stage < chunks; stage += kChunksPerStage) {
         make_bits(shared, a, first + stage, accumulators);
@@ -96,35 +97,34 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) sjlt(const __grid_con
         const int behind_stage = min(stage + kChunksPerStage, chunks);
 #pragma unroll 1
         for (int chunk = stage; chunk < behind_stage; ++chunk) {
-            if (chunk + 1 >= whole && chunk + 1 < behind_whole) {
-#pragma unroll
-                for (int i = 0; i < kVectors; ++i) {
-                    next[i] = load_words(vector + (kChunk + i * kThreads * kPerVector) * In::kBytes);
-                }
-            } else if (chunk + 1 < chunks) {
-#pragma unroll
-                for (int i = 0; i < kVectors; ++i) next[i] = row.fetch(column + kChunk + i * kThreads * kPerVector);
-            }
             if (row.shift || chunk < whole || chunk >= behind_whole) {
 #pragma unroll
-                for (int i = 0; i < kVectors; ++i) current[i] = row.complete(current[i], column + i * kThreads * kPerVector);
+                for (int i = 0; i < kVectors; ++i) current[i] = row.complete(current[i], column + i * kApart);
+            }
+            float values[kVectors][kPerVector];
+#pragma unroll
+            for (int i = 0; i < kVectors; ++i) {
+                In::flip(current[i], signs[(chunk - stage) * kSignWords + i * kApart / 32] >> bit);
+#pragma unroll
+                for (int e = 0; e < kPerVector; ++e) values[i][e] = In::element(current[i], e);
+            }
+            // The next chunk is on its way while this one is added.
+            if (chunk + 1 >= whole && chunk + 1 < behind_whole) {
+#pragma unroll
+                for (int i = 0; i < kVectors; ++i) current[i] = load_words(vector + (kChunk + i * kApart) * In::kBytes);
+            } else if (chunk + 1 < chunks) {
+#pragma unroll
+                for (int i = 0; i < kVectors; ++i) current[i] = row.fetch(column + kChunk + i * kApart);
             }
             const uint64 place = shared.places[chunk - stage];
             const uint32 offset = static_cast<uint32>(place), step = static_cast<uint32>(place >> 32);
 #pragma unroll
             for (int i = 0; i < kVectors; ++i) {
-                constexpr int kApart = kThreads * kPerVector;  // a multiple of kRun
-                In::flip(current[i], signs[(chunk - stage) * kSignWords + i * kApart / 32] >> bit);
-                float value[kPerVector];
-#pragma unroll
-                for (int e = 0; e < kPerVector; ++e) value[e] = In::element(current[i], e);
                 // The offset is below K and the rest below the span of a chunk, which is below K: together below 2K.
                 // Never across a run, since V divides 512.
                 const uint32 run = t * kPerVector / kRun + i * kApart / kRun, within = t * kPerVector % kRun;
-                add_vector(shared.accumulators, value, offset + run * step + within, tile);
+                add_vector(shared.accumulators, values[i], offset + run * step + within, tile);
             }
-#pragma unroll
-            for (int i = 0; i < kVectors; ++i) current[i] = next[i];
             column += kChunk;
             vector += kChunk * In::kBytes;
             __syncthreads();  // the next chunk goes to the same accumulators, the next stage to the same bits
