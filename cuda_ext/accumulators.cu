@@ -17,13 +17,20 @@ constexpr int kBlocksAtOnce = 1;
 constexpr int kBlocksAtOnce = 2;
 #endif
 
-template <int kPerVector>
+// With a margin there are so many more in front of the first and behind the last one, whose sums mean nothing: a run that
+// reaches out of a tile is added as a whole.
+template <int kPerVector, int kMargin = 0>
 struct Accumulators {
-    static constexpr int kRow = kTile / kPerVector + 32 / kPerVector;
+    static constexpr int kRow = (kTile + 2 * kMargin) / kPerVector + 32 / kPerVector;
+    static_assert(kMargin % 16 == 0);
 
     float sums[kPerVector * kRow];
 
-    __device__ __forceinline__ float& at(uint32 place) { return sums[place % kPerVector * kRow + place / kPerVector]; }
+    // `place` is at least −kMargin.
+    __device__ __forceinline__ float& at(int place) {
+        const uint32 slot = place + kMargin;
+        return sums[slot % kPerVector * kRow + slot / kPerVector];
+    }
 
     __device__ __forceinline__ void clear(int threads) {
         for (int i = threadIdx.x; i < kPerVector * kRow; i += threads) sums[i] = 0.0f;
@@ -71,6 +78,35 @@ __device__ __forceinline__ void add_vector(Accumulators<kPerVector>& to, const f
     }
 }
 
+// A run of a chunk, added by a warp: lane l has the elements (32 i + l) V … + V − 1 of it, which go to the accumulators from
+// `local` on, in the tile or its margins. Vectors of a lane are 32 slots apart, so that V addresses serve all of them.
+template <int kPerVector, int kMargin, int kVectors>
+__device__ __forceinline__ void add_run(Accumulators<kPerVector, kMargin>& to, const float (&values)[kVectors][kPerVector],
+                                        int local, int lane) {
+    constexpr int kRow = Accumulators<kPerVector, kMargin>::kRow;
+    const uint32 residue = static_cast<uint32>(local) % kPerVector;
+    float* const before = &to.at(local + lane * kPerVector);
+    float* const behind = before + 1 - kPerVector * kRow;
+    float* place[kPerVector];
+#pragma unroll
+    for (int e = 0; e < kPerVector; ++e) place[e] = (residue < kPerVector - e ? before : behind) + e * kRow;
+    constexpr int kAtOnce = 2;  // vectors, for which there are registers
+#pragma unroll
+    for (int first = 0; first < kVectors; first += kAtOnce) {
+        float sums[kAtOnce][kPerVector];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+            for (int e = 0; e < kPerVector; ++e) sums[i][e] = place[e][32 * (first + i)] + values[first + i][e];
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+            for (int e = 0; e < kPerVector; ++e) place[e][32 * (first + i)] = sums[i][e];
+        }
+    }
+}
+
 // Group g of accumulators is rotated by ρ(g) when folded.
 __device__ __forceinline__ uint32 rotation(const Generator& generator, uint32 copy, uint32 group, uint32 outputs) {
     return group ? draw(philox(generator, Stream::sjlt_folds, group, copy).w[0], outputs) : 0;
@@ -79,8 +115,8 @@ __device__ __forceinline__ uint32 rotation(const Generator& generator, uint32 co
 // Step 2: groups of m accumulators, each rotated by an amount of its own, added up and put into slot blockIdx.y of the
 // destination; where tiles of groups share the outputs (z numbers tiles), into slot blockIdx.y · tiles + blockIdx.z.
 // `scratch` has kFoldWords words; everything in it is lost.
-template <int kThreads, int kPerVector>
-__device__ __forceinline__ void fold(Accumulators<kPerVector>& from, uint32* scratch, const Destination& to,
+template <int kThreads, int kPerVector, int kMargin>
+__device__ __forceinline__ void fold(Accumulators<kPerVector, kMargin>& from, uint32* scratch, const Destination& to,
                                      const Generator& generator, uint32 copy, int64 row, const Tile& tile) {
     static_assert(kThreads <= kFoldWords, "a word of scratch per thread");
     const uint32 t = threadIdx.x, outputs = static_cast<uint32>(to.columns);

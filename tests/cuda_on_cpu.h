@@ -25,6 +25,7 @@
 using uint32 = unsigned int;
 using uint64 = unsigned long long;
 using int64 = long long;
+using std::max;
 using std::min;
 
 struct Index3 {

@@ -31,9 +31,9 @@ def test_fused_and_unfused_project_the_same(steps, monkeypatch):
 
 
 def test_scoring_steps_give_the_same_scores(steps):
-    features, targets, result = torch.randn(50, 8), torch.randn(5, 8), torch.empty(50, 5)
-    steps.plain_copies(features, targets, result, 7)
-    torch.testing.assert_close(steps.product_through_device(features, targets, CPU, 7), result)
+    features, targets = torch.randn(50, 8), torch.randn(5, 8)
+    expected = steps.plain_copies(features, targets, 7)
+    torch.testing.assert_close(steps.product_through_device(features, targets, CPU, 7), expected)
 
 
 def test_whole_models_are_featurized(steps, monkeypatch):
@@ -73,15 +73,27 @@ def test_both_kernels_of_hopper_are_measured(monkeypatch):
 
     seen = []
     projector = SimpleNamespace(accumulate=lambda *_: seen.append(os.environ.get("HF_TRAK_WGMMA")))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(gpu_kernels, "checked_instruction", lambda *_: "wgmma")
     monkeypatch.setattr(gpu_kernels, "RademacherProjector", lambda *_, **__: projector)
     monkeypatch.delenv("HF_TRAK_WGMMA", raising=False)
     arguments = gpu_kernels.parse_arguments(
         ["--grad-dim", "64", "--proj-dim", "8", "--batch-sizes", "2", "--no-normal"]
     )
     table = gpu_kernels.dense_methods(arguments, CPU)
-    for name in ("rademacher bfloat16 B=2", "rademacher bfloat16 B=2, mma.sync"):
+    for name in ("rademacher bfloat16 B=2, wgmma", "rademacher bfloat16 B=2, mma"):
         run, operations = table[name]
         run()
         assert operations == 2 * 2 * 64 * 8
     assert seen == [None, "0"] and "HF_TRAK_WGMMA" not in os.environ
+
+
+def test_the_way_of_torch_projects_by_random_signs(monkeypatch):
+    """What it adds to a sum has the parity of the number of ones, and the size of a random walk."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_kernels
+
+    torch.manual_seed(0)
+    out = torch.zeros(2, 300)
+    gpu_kernels.materialize_and_multiply(out, torch.ones(2, 101, dtype=torch.bfloat16))()
+    assert (out.long() % 2 == 1).all()
+    assert 7 < float(out.std()) < 14 and float(out.mean().abs()) < 3

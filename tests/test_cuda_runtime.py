@@ -106,9 +106,24 @@ class FakeDriver:
             CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=9
         )
         self.attributes = {}
+        self.context = 77  # of the thread
         self.launched = []
         self.loaded = 0
         self._answer = lambda call: failure if call == failing else success
+
+    def cuCtxGetCurrent(self):  # noqa: N802
+        return self._answer("context"), self.context
+
+    def cuDeviceGet(self, index):  # noqa: N802
+        return self._answer("device"), f"device {index}"
+
+    def cuDevicePrimaryCtxRetain(self, device):  # noqa: N802
+        assert device == "device 0"
+        return self._answer("retain"), 78
+
+    def cuCtxSetCurrent(self, context):  # noqa: N802
+        self.context = context
+        return (self._answer("set"),)
 
     def CUstream(self, handle):  # noqa: N802 - the driver's name
         return ("stream", handle)
@@ -183,6 +198,18 @@ def test_launches_use_the_current_stream_under_a_device_guard(fake_gpu):
     assert driver.attributes == {8: 2**16}
 
 
+def test_a_thread_without_a_context_gets_that_of_torch(fake_gpu):
+    """As a thread in which torch has not called CUDA; selecting its device again does not give it one."""
+    driver, _ = fake_gpu()
+    driver.context = 0
+    kernels = runtime.CudaRuntime()
+    kernels.launch(a_launch(), CUDA)
+    assert driver.context == 78 and len(driver.launched) == 1
+    driver.context = 77
+    kernels.launch(a_launch(), CUDA)
+    assert driver.context == 77, "one that is there stays"
+
+
 def test_more_shared_memory_than_usual_is_asked_for(fake_gpu):
     """As for tiles of Hopper's products: as much as the launch takes, and the L1 cache's share for a second block."""
     driver, _ = fake_gpu()
@@ -191,7 +218,13 @@ def test_more_shared_memory_than_usual_is_asked_for(fake_gpu):
 
 
 @pytest.mark.parametrize(
-    ("failing", "what"), [("load", "Loading"), ("launch", "The launch of"), ("attribute", "Reserving shared memory")]
+    ("failing", "what"),
+    [
+        ("context", "Asking for the current"),
+        ("load", "Loading"),
+        ("launch", "The launch of"),
+        ("attribute", "Reserving shared memory"),
+    ],
 )
 def test_errors_of_the_driver_name_the_step_and_the_way_out(fake_gpu, failing, what):
     fake_gpu(failing)

@@ -57,3 +57,11 @@ def test_signs_use_all_128_bits_in_order():
     for i in range(3):
         expected = [reference.sign(reference.philox(99 + i, 0, 1, 4, 5), bit) for bit in range(128)]
         assert signs[i].tolist() == expected
+
+
+@pytest.mark.parametrize("stream", list(Stream))
+@pytest.mark.parametrize("blocks", [0, 3])
+def test_words_are_made_on_the_device_that_is_asked_for(stream, blocks):
+    """Also where position and block leave the first rounds as plain integers."""
+    words = philox_words(0, 5, 2**40, 7, stream, blocks, device="meta")
+    assert [(word.device.type, word.shape) for word in words] == [("meta", (5,))] * 4

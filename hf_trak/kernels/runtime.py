@@ -61,6 +61,7 @@ class CudaRuntime:
         driver = _driver()
         index = _index(device)
         with torch.cuda.device(index):
+            _make_context_current(index)
             function = self._functions.get((launch.kernel, index)) or self._load(launch, index)
             arguments = (ctypes.c_void_p * 1)(ctypes.addressof(launch.arguments))  # copied by the driver
             stream = driver.CUstream(torch.cuda.current_stream(index).cuda_stream)
@@ -104,6 +105,24 @@ class CudaRuntime:
 
 CUDA = CudaRuntime()
 """The one of this process."""
+
+
+def _make_context_current(index: int) -> None:
+    """Give a thread that has not called CUDA yet (autograd's, a user's) the context that torch uses on the device.
+
+    torch sets it with the first call of its own that needs one, and selecting the device that is selected is none.
+    """
+    driver = _driver()
+    result, context = driver.cuCtxGetCurrent()
+    _check(result, "Asking for the current CUDA context")
+    if int(context):
+        return
+    result, device = driver.cuDeviceGet(index)
+    _check(result, f"Finding cuda:{index}")
+    result, context = driver.cuDevicePrimaryCtxRetain(device)  # never released: torch keeps it as long as the process
+    _check(result, f"Taking the CUDA context of cuda:{index}")
+    (result,) = driver.cuCtxSetCurrent(context)
+    _check(result, f"Making the CUDA context of cuda:{index} current")
 
 
 def workspace(slots: int, out: Tensor) -> Tensor | None:

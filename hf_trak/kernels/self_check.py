@@ -35,15 +35,16 @@ def require_right_sjlt(runtime: Runtime, dtype: torch.dtype, device: torch.devic
     Raises:
         KernelError: it cannot be run, or its result is wrong.
     """
-    outputs, start = 3000, 2**33 + 5000
+    start = 2**33 + 5000
 
     def run(out: Tensor, block: Tensor) -> None:
-        accumulate_sjlt(runtime, out, block, start, _SEED, _MODEL_ID, [(0, outputs)])
+        accumulate_sjlt(runtime, out, block, start, _SEED, _MODEL_ID, [(0, out.shape[1])])
 
     def reference(out: Tensor, block: Tensor) -> None:
         torch.ops.hf_trak.sjlt_accumulate(out, block, start, _SEED, _MODEL_ID, 1)
 
-    _require("sjlt", ("sjlt", dtype, device), (3, 9001), outputs, dtype, device, run, reference, 0.0)
+    for outputs in (3000, 8000):  # one tile and two
+        _require("sjlt", ("sjlt", outputs, dtype, device), (3, 9001), outputs, dtype, device, run, reference, 0.0)
 
 
 def require_right_outer(runtime: Runtime, dtype: torch.dtype, tokens: int, device: torch.device) -> None:

@@ -16,10 +16,14 @@ CHUNK = 8192
 TILE = 12288
 """Accumulators that a block of threads holds, as in `sjlt.cu`."""
 
-_ACCUMULATORS = 10240
-_MIN_CHUNKS, _MAX_CHUNKS = 32, 128  # per split: short ones cost a fold each, long ones leave processors idle
+_ACCUMULATORS, _RUN = 10240, 512
+_MIN_CHUNKS, _MAX_CHUNKS = 8, 128  # per split: short ones cost a fold each, long ones leave processors idle
 _SPLITS_WANTED, _MAX_SPLITS = 64, 4096
-_COORDINATES_PER_OUTPUT = 64  # a split costs 8 bytes per output in the workspace; this keeps that below 6 %
+# A split costs 8 bytes per output in the workspace. Coordinates per output keep that below 6 % of the gradients' bytes
+# in long blocks, and below 25 % in blocks of some 32 MiB, whose workspace stays in the cache and which would otherwise
+# be too few splits for all processors.
+_COORDINATES_PER_OUTPUT, _COORDINATES_PER_OUTPUT_OF_SHORT = 64, 16
+_SHORT_CHUNKS = 512
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,10 @@ def plan_sjlt(start: int, columns: int, outputs: int) -> SjltPlan:
     """Cut a block's columns `start … start + columns` and a segment of `outputs` outputs."""
     tiling = plan_tiles(outputs)
     chunks = (start + columns - 1) // CHUNK - start // CHUNK + 1
+    coordinates = _COORDINATES_PER_OUTPUT_OF_SHORT if chunks <= _SHORT_CHUNKS else _COORDINATES_PER_OUTPUT
     chunks_per_split = max(
         min(max(-(-chunks // _SPLITS_WANTED), _MIN_CHUNKS), _MAX_CHUNKS),
-        -(-_COORDINATES_PER_OUTPUT * outputs // CHUNK),
+        -(-coordinates * outputs // CHUNK),
         -(-chunks // _MAX_SPLITS),
     )
     splits = -(-chunks // chunks_per_split)
@@ -79,9 +84,9 @@ def plan_sjlt(start: int, columns: int, outputs: int) -> SjltPlan:
 
 
 def shared_bytes(element_size: int) -> int:
-    """sizeof(SjltShared): bits of 8 chunks, their places, and the padded accumulators."""
+    """sizeof(SjltShared): bits of 8 chunks, places of 16, and the padded accumulators with their margins."""
     per_vector = 16 // element_size
-    size = 8 * CHUNK // 8 + 2 * 8 * 4 + 4 * per_vector * (TILE // per_vector + 32 // per_vector)
+    size = 8 * CHUNK // 8 + 16 * 8 + 4 * per_vector * ((TILE + 2 * _RUN) // per_vector + 32 // per_vector)
     return -(-size // 16) * 16
 
 

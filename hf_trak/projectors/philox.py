@@ -64,9 +64,9 @@ def philox_4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) ->
         product0, product1 = c0 * low, c2 * high
         c0, c1 = ((product1 >> 32) ^ c1 ^ k0) & MASK32, product1 & MASK32
         c2, c3 = ((product0 >> 32) ^ c3 ^ k1) & MASK32, product0 & MASK32
-    w0, w1, w2, w3 = (
-        word.contiguous() for word in torch.broadcast_tensors(*(torch.as_tensor(c) for c in (c0, c1, c2, c3)))
-    )
+    device = next(c.device for c in (c0, c1, c2, c3) if isinstance(c, Tensor))
+    words = (torch.as_tensor(c, device=device) for c in (c0, c1, c2, c3))
+    w0, w1, w2, w3 = (word.contiguous() for word in torch.broadcast_tensors(*words))
     p0, p1 = torch.empty_like(w0), torch.empty_like(w0)
     for k0, k1 in keys[2:]:
         torch.mul(w0, low, out=p0)

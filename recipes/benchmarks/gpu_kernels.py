@@ -3,9 +3,10 @@
     python recipes/benchmarks/gpu_kernels.py --json kernels.json
 
 Ceilings: a large bf16 matrix product, and a device-to-device copy (bytes read plus bytes written). Dense projections
-are compared with the first (2 · B · P · k operations), sparse ones with the second (bytes of the gradients, each read
-once). Beside them, doing it with torch: generate R, then multiply; and `fast_jl`, if it is installed. All methods take
-turns, medians are shown.
+are compared with the first (2 · B · P · k operations; float32 gradients take twice as many, and batches below 64 fill
+only part of a tile), sparse ones with the second (bytes of the gradients, each read once). Beside them, doing it with
+torch: generate R, then multiply; and `fast_jl`, if it is installed. All methods take turns, medians are shown. Of the
+parts `dense`, `sparse` and `fused` these are times of kernels alone; `featurize` and `scoring` include all of Python.
 """
 
 import argparse
@@ -20,14 +21,18 @@ from pathlib import Path
 import torch
 from gpu_steps import Step, featurize_steps, fused_steps, scoring_steps
 
-from hf_trak.kernels.backend import WGMMA_VARIABLE
-from hf_trak.kernels.sources import HOPPER_CAPABILITY
+from hf_trak.kernels.backend import WGMMA_VARIABLE, float32_terms
+from hf_trak.kernels.runtime import CUDA as RUNTIME
+from hf_trak.kernels.self_check import checked_instruction
 from hf_trak.projectors import BlockProjector, FastJlProjector, RademacherProjector, make_projector
 
 Measurement = tuple[Callable[[], object], float]
 """What to run, and how many operations or bytes that is."""
 
 MATMUL, COPY = "bf16 matmul", "copy"
+
+SLEEP_CYCLES = 20_000_000
+"""About 10 ms, in which a thousand kernels are launched."""
 
 PARTS = ("dense", "sparse", "fused", "featurize", "scoring")
 
@@ -69,9 +74,10 @@ def dense_methods(args: argparse.Namespace, device: torch.device) -> dict[str, M
             block = grads.to(dtype)
             projector = RademacherProjector(P, k, device=device)
             name = f"rademacher {str(dtype).removeprefix('torch.')} B={B}"
-            table[name] = (accumulation(projector, out, block), operations)
-            if torch.cuda.get_device_capability(device) == HOPPER_CAPABILITY:
-                table[f"{name}, mma.sync"] = (without_wgmma(accumulation(projector, out, block)), operations)
+            used = checked_instruction(RUNTIME, "rademacher", dtype, B, device, float32_terms())
+            table[f"{name}, {used}"] = (accumulation(projector, out, block), operations)
+            if used == "wgmma":
+                table[f"{name}, mma"] = (without_wgmma(accumulation(projector, out, block)), operations)
         if not args.no_normal:
             normal = make_projector("normal", P, k, 0, device)
             table[f"normal bfloat16 B={B}"] = (accumulation(normal, out, grads), operations)
@@ -117,14 +123,15 @@ def without_wgmma(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def materialize_and_multiply(out: torch.Tensor, grads: torch.Tensor) -> Callable[[], object]:
-    """The obvious way: random signs from torch's generator, a tile of R at a time, and a bf16 product."""
-    rows = min(grads.shape[1], 2**29 // out.shape[1])
+    """The obvious way: random bits from torch's generator, a tile of 64 MiB at a time, and a bf16 product. Signs are
+    2 b − 1, so the product with the bits is enough."""
+    rows = min(grads.shape[1], 2**25 // out.shape[1])
+    bits = torch.empty(rows, out.shape[1], dtype=torch.bfloat16, device=out.device)
 
     def run() -> None:
         for start in range(0, grads.shape[1], rows):
             part = grads[:, start : start + rows]
-            signs = torch.empty(part.shape[1], out.shape[1], dtype=torch.bfloat16, device=out.device)
-            out.add_(part @ signs.bernoulli_().mul_(2).sub_(1))
+            out.add_(part @ bits[: part.shape[1]].bernoulli_(), alpha=2).sub_(part.sum(1, keepdim=True))
 
     return run
 
@@ -143,12 +150,19 @@ def run_in_batches(peer: FastJlProjector, grads: torch.Tensor) -> None:
         peer.project(grads[start : start + peer.max_batch_size], 0)
 
 
-def measure(table: dict[str, Measurement], rounds: int) -> dict[str, float]:
-    """Median seconds per method by CUDA events; all methods take turns, the first round warms up."""
+def measure(table: dict[str, Measurement], rounds: int, busy: bool) -> dict[str, float]:
+    """Median seconds per method by CUDA events; all methods take turns, the first round warms up.
+
+    Args:
+        busy: keep the GPU busy while the method's kernels are being launched, so that the time is theirs alone.
+            Otherwise it includes what Python does before and between them.
+    """
     times: dict[str, list[float]] = {name: [] for name in table}
     for current in range(rounds + 1):
         for name, (run, _) in table.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if busy:
+                torch.cuda._sleep(SLEEP_CYCLES)
             begin.record()
             run()
             end.record()
@@ -167,7 +181,7 @@ def report_table(
 ) -> dict[str, float]:
     """Measure and print methods as a share of a ceiling; returns medians in seconds."""
     table = {**ceilings(device), **methods(args, device)}
-    found = measure(table, args.rounds)
+    found = measure(table, args.rounds, busy=True)
     best = table[ceiling][1] / found[ceiling]
     print(f"\n{'':40}{'ms':>10}{unit:>10}{'of ' + ceiling:>16}")
     for name, seconds in found.items():
@@ -178,13 +192,13 @@ def report_table(
 
 
 def report_groups(
-    groups: Iterable[tuple[str, dict[str, Step], float]], unit: str, scale: float, rounds: int
+    groups: Iterable[tuple[str, dict[str, Step], float]], unit: str, scale: float, rounds: int, busy: bool
 ) -> dict[str, float]:
     """Measure and print groups of steps that do the same, as ratios to the first of each; returns medians."""
     medians = {}
     print(f"\n{'':62}{'ms':>10}{unit:>10}{'of first':>10}")
     for group, steps, amount in groups:
-        found = measure({name: (step, amount) for name, step in steps.items()}, rounds)
+        found = measure({name: (step, amount) for name, step in steps.items()}, rounds, busy)
         first = next(iter(found.values()))
         for name, seconds in found.items():
             label = f"{group}: {name}"
@@ -204,7 +218,8 @@ def main(arguments: list[str] | None = None) -> None:
     medians: dict[str, float] = {}
     print(
         f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, P = {args.grad_dim:,}, k = {args.proj_dim} "
-        f"(dense), B = {args.sjlt_batch} (sjlt); medians of {args.rounds} rounds"
+        f"(dense), B = {args.sjlt_batch} (sjlt); medians of {args.rounds} rounds",
+        flush=True,
     )
     tables = {"dense": (dense_methods, MATMUL, "TFLOP/s"), "sparse": (sparse_methods, COPY, "TB/s")}
     groups = {
@@ -214,15 +229,16 @@ def main(arguments: list[str] | None = None) -> None:
     }
     for part in args.parts:
         if part in tables:
-            medians |= report_table(args, *tables[part], device)
+            found = report_table(args, *tables[part], device)
         else:
             steps, unit, scale = groups[part]
-            medians |= report_groups(steps(args.proj_dim, device), unit, scale, args.rounds)
+            found = report_groups(steps(args.proj_dim, device), unit, scale, args.rounds, busy=part == "fused")
+        medians |= {f"{part}: {name}": seconds for name, seconds in found.items()}
         torch.cuda.empty_cache()
-    if not all(map(math.isfinite, medians.values())):
-        raise SystemExit("A measurement is not a number.")
-    if args.json is not None:
-        args.json.write_text(json.dumps(medians, indent=2) + "\n")
+        if not all(map(math.isfinite, found.values())):
+            raise SystemExit(f"A measurement of {part} is not a number.")
+        if args.json is not None:
+            args.json.write_text(json.dumps(medians, indent=2) + "\n")
 
 
 if __name__ == "__main__":

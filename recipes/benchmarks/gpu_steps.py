@@ -73,7 +73,7 @@ def resnet18() -> tuple[nn.Module, Tensor, Callable[..., Tensor]]:
 
 def gpt2() -> tuple[nn.Module, Tensor, Callable[..., Tensor]]:
     """124M parameters, 512 tokens."""
-    model = GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    model = GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
 
     def loss(output: object, batch: tuple[Tensor]) -> Tensor:
         logits = output.logits[:, :-1].float()  # type: ignore[attr-defined]
@@ -129,14 +129,15 @@ def scoring_steps(k: int, device: torch.device) -> Iterator[tuple[str, dict[str,
         a name, the steps, and the bytes that go over the bus.
     """
     n, block = 200_000, 20_000
+    host = torch.randn(n, k)
     for m in (10, 1000):
-        host, targets = torch.randn(n, k), torch.randn(m, k)
+        targets = torch.randn(m, k)
         resident = torch.randn(block, k, device=device)
         on_device = targets.to(device)
         steps: dict[str, Step] = {
             "product alone": partial(products, resident, on_device, n // block),
             "overlapped": partial(product_through_device, host, targets, device, block),
-            "plain": partial(plain_copies, host, on_device, torch.empty(n, m), block),
+            "plain": partial(plain_copies, host, on_device, block),
         }
         yield f"{n} x {k} features, {m} targets", steps, 4.0 * (n * k + n * m)
 
@@ -146,7 +147,9 @@ def products(rows: Tensor, targets: Tensor, count: int) -> None:
         rows @ targets.T
 
 
-def plain_copies(features: Tensor, targets: Tensor, result: Tensor, block: int) -> None:
+def plain_copies(features: Tensor, targets: Tensor, block: int) -> Tensor:
+    result = torch.empty(len(features), len(targets))
     for start in range(0, len(features), block):
         rows = slice(start, start + block)
         result[rows] = (features[rows].to(targets.device) @ targets.T).cpu()
+    return result

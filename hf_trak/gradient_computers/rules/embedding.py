@@ -37,14 +37,23 @@ def embedding_pieces(
     flat, order = flat.sort(stable=True)
     sample, grad = sample[order], grad[order]
     step = workspace.rows(size, width, grad.dtype, rows)
-    gap = max(1, MERGE_ELEMENTS // (size * width))
-    touched = torch.unique_consecutive(flat)
-    for first, last in _runs(touched.tolist(), gap, step):
-        low, high = torch.searchsorted(flat, flat.new_tensor([first, last + 1])).tolist()
+    # A GPU clears memory faster than it starts kernels: there runs are as long as blocks may be.
+    gap = step if grad.is_cuda else max(1, MERGE_ELEMENTS // (size * width))
+    runs = list(_runs(torch.unique_consecutive(flat).tolist(), gap, step))
+    edges = torch.searchsorted(flat, flat.new_tensor([[first, last + 1] for first, last in runs]).view(-1, 2)).tolist()
+    for (first, last), (low, high) in zip(runs, edges, strict=True):
         block = workspace.empty((size, last + 1 - first, width), grad).zero_()
         target = sample[low:high] * (last + 1 - first) + flat[low:high] - first
-        block.view(-1, width).index_add_(0, target, grad[low:high])
+        _add_rows(block.view(-1, width), target, grad[low:high])
         yield "weight", first * width, block.view(size, -1)
+
+
+def _add_rows(table: Tensor, index: Tensor, rows: Tensor) -> None:
+    """`table[index[i]] += rows[i]`, in the same order in every run; `index_add_` on a GPU takes them as they come."""
+    if table.is_cuda:
+        table.index_put_((index,), rows, accumulate=True)
+    else:
+        table.index_add_(0, index, rows)
 
 
 def _runs(values: list[int], gap: int, step: int) -> Iterator[tuple[int, int]]:
