@@ -10,8 +10,9 @@ constexpr int kChunk = 8192, kRun = 512, kShortestStep = 512, kSteps = 128;
 constexpr int kTile = 12288;  // accumulators per block of threads: 48 KiB, for every GPU since Turing
 constexpr int kFoldWords = 2048;
 
-// Blocks of threads that a multiprocessor's shared memory has room for: 64 KiB on Turing, 96 on Volta, 100 and more since.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+// Blocks of threads that a multiprocessor's shared memory has room for, about 62 KiB each: it has 64 KiB on Turing, 96 on
+// Volta, 100 on GeForce and workstation GPUs since, 164 and more on those of data centres.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 constexpr int kBlocksAtOnce = 1;
 #else
 constexpr int kBlocksAtOnce = 2;

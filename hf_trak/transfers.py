@@ -98,7 +98,7 @@ def uploaded(tensors: Iterable[Tensor], device: torch.device, engine: CopyEngine
     buffers = [_Pinned(engine) for _ in range(BUFFERS)]
     moving: deque[tuple[Tensor, Copy | None]] = deque()
     for index, tensor in enumerate(tensors):
-        moving.append(_start_upload(engine, buffers[index % BUFFERS], tensor))
+        moving.append(_start_upload(engine, buffers[index % BUFFERS], tensor, device))
         if len(moving) == BUFFERS:
             yield _arrived(*moving.popleft())
     while moving:
@@ -147,9 +147,11 @@ class _Pinned:
         return self.memory[:size].view(tensor.dtype).view(tensor.shape)
 
 
-def _start_upload(engine: CopyEngine, buffer: _Pinned, tensor: Tensor) -> tuple[Tensor, Copy | None]:
+def _start_upload(
+    engine: CopyEngine, buffer: _Pinned, tensor: Tensor, device: torch.device
+) -> tuple[Tensor, Copy | None]:
     if tensor.device.type != "cpu":
-        return tensor, None
+        return tensor.to(device), None  # itself, unless it is on another GPU
     target, copy = engine.upload(buffer.like(tensor).copy_(tensor))
     buffer.copy = copy
     return target, copy

@@ -172,6 +172,7 @@ def fake_gpu(cache_directory, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", Guard)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(cuda_stream=1234))
     monkeypatch.setattr(runtime, "_capability", lambda index: (8, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def install(failing=None):
         driver = FakeDriver(failing)
@@ -208,6 +209,19 @@ def test_a_thread_without_a_context_gets_that_of_torch(fake_gpu):
     driver.context = 77
     kernels.launch(a_launch(), CUDA)
     assert driver.context == 77, "one that is there stays"
+
+
+def test_what_is_not_loaded_cannot_be_recorded_in_a_graph(fake_gpu, monkeypatch):
+    driver, _ = fake_gpu()
+    kernels = runtime.CudaRuntime()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(KernelError, match=r"reduce_partials.*CUDA graph.*once before recording"):
+        kernels.launch(a_launch(), CUDA)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    kernels.launch(a_launch(), CUDA)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    kernels.launch(a_launch(), CUDA)
+    assert len(driver.launched) == 2, "what is loaded can be"
 
 
 def test_more_shared_memory_than_usual_is_asked_for(fake_gpu):

@@ -83,6 +83,12 @@ class CudaRuntime:
         with self._lock:
             if (kernel, index) in self._functions:
                 return self._functions[kernel, index]
+            if torch.cuda.is_current_stream_capturing():
+                raise KernelError(
+                    f"`{kernel.expression}` was asked for while a CUDA graph is being recorded on cuda:{index}. It "
+                    "has not been loaded there, which cannot be recorded. Project a block of this dtype and "
+                    "batch size once before recording."
+                )
             arch = architecture(_capability(index))
             compiled = cubin(kernel, arch)
             result, module = driver.cuModuleLoadData(compiled.image)
@@ -93,7 +99,7 @@ class CudaRuntime:
             # enough for all kernels but one, whose need does not change from launch to launch.
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             wanted = [(attribute, max(2**16, launch.shared_bytes))]
-            if launch.shared_bytes > 2**16:  # as much of the L1 cache as there is, for a second block beside the first
+            if launch.shared_bytes > 48 * 2**10:  # as much as there is of the L1 cache, for a second block
                 carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
                 wanted.append((carveout, 100))  # per cent
             for attribute, value in wanted:

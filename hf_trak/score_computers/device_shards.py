@@ -48,3 +48,4 @@ def uploaded_shards(
     for tensor in uploaded(grads(), device, engine):
         shard = read.popleft()
         yield DeviceShard(shard.start, shard.stop, tensor, shard.out_to_loss)
+        del tensor, shard  # not kept while the next one is waited for
