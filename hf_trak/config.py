@@ -41,12 +41,12 @@ class TrakConfig:
         default="auto",
         metadata={"help": "How per-sample gradients are taken. `auto` picks the fastest that is right."},
     )
-    max_block_bytes: int = field(
-        default=32 * 2**20,
+    max_block_bytes: int | None = field(
+        default=None,
         metadata={
             "help": "Bytes of a block of per-sample gradients at which the `hooked` engine cuts large parameters into "
             "slices: the memory that it takes for gradients. At least one row of a parameter for the whole batch is "
-            "held. Changes features by rounding only."
+            "held. `None` is 32 MiB, and 256 MiB on a GPU. Changes features by rounding only."
         },
     )
     lambda_reg: float | None = field(
@@ -108,6 +108,8 @@ class TrakConfig:
             ("dataloader_num_workers", 0),
         ):
             value = getattr(self, name)
+            if value is None and name == "max_block_bytes":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"`{name}` is {value!r}. Expected an integer of at least {least}.")
         for name in ("lambda_reg", "lambda_relative"):

@@ -24,7 +24,7 @@ from hf_trak.gradient_computers import (
 )
 from hf_trak.gradient_computers.memory import saved_activation_bytes
 from hf_trak.gradient_computers.rules import LayerCall, register_layer_rule, unregister_layer_rule
-from hf_trak.gradient_computers.workspace import Workspace
+from hf_trak.gradient_computers.workspace import Workspace, default_block_bytes
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
 
 
@@ -325,6 +325,18 @@ def test_the_size_of_blocks_is_a_setting_that_defines_no_features(built_blocks: 
     built_blocks.clear()
     torch.testing.assert_close(features(featurized("sliced", max_block_bytes=2**20)), features(sliced), rtol=0, atol=0)
     assert built_blocks == []  # everything was there
+
+
+def test_blocks_are_larger_on_a_gpu_unless_somebody_says() -> None:
+    assert default_block_bytes(torch.device("cpu")) == 32 * 2**20
+    assert default_block_bytes(torch.device("cuda", 1)) == 256 * 2**20
+    assert TrakConfig("runs").max_block_bytes is None
+    model, batch = small_bert()
+    computer = HookedGradientComputer(model, Margin(), None, None, "cpu")
+    for chosen, expected in ((None, 32 * 2**20), (12345, 12345), (None, 32 * 2**20)):
+        computer.max_block_bytes = chosen
+        computer.stream(batch, lambda start, block: None)
+        assert computer._workspace.max_block_bytes == expected
 
 
 def test_functional_sets_the_problem_type_only_while_it_runs() -> None:

@@ -12,7 +12,6 @@ from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.gradient_computers.per_sample import per_sample_gradients
 from hf_trak.gradient_computers.rules import LayerCall, register_layer_rule
-from hf_trak.gradient_computers.workspace import DEFAULT_MAX_BLOCK_BYTES
 from hf_trak.modelout_functions.base import AbstractModelOutput
 
 __all__ = [
@@ -42,7 +41,7 @@ def make_gradient_computer(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     self_check: bool = True,
-    max_block_bytes: int = DEFAULT_MAX_BLOCK_BYTES,
+    max_block_bytes: int | None = None,
 ) -> AutoGradientComputer:
     """A gradient computer by name, which checks itself on the first batch.
 
@@ -55,7 +54,8 @@ def make_gradient_computer(
         dtype: dtype of the gradients; `None` keeps that of the parameters.
         device: device of the gradients; `None` keeps that of the parameters.
         self_check: whether to compare two samples of the first batch with plain autograd on each alone.
-        max_block_bytes: bytes of a block of gradients at which the hooked engine cuts large parameters into slices.
+        max_block_bytes: bytes of a block of gradients at which the hooked engine cuts large parameters into slices;
+            `None` is 32 MiB, and 256 MiB on a GPU.
 
     Raises:
         ValueError: an unknown engine; `max_block_bytes` is not positive.

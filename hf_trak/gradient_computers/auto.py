@@ -14,7 +14,6 @@ from hf_trak.gradient_computers.hooked import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.memory import is_out_of_memory
 from hf_trak.gradient_computers.self_check import Reference, check_against, check_company, reference_of
-from hf_trak.gradient_computers.workspace import DEFAULT_MAX_BLOCK_BYTES
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class AutoGradientComputer(AbstractGradientComputer):
         grad_wrt: Iterable[str] | None = None,
         engines: Sequence[str] = tuple(ENGINES),
         self_check: bool = True,
-        max_block_bytes: int = DEFAULT_MAX_BLOCK_BYTES,
+        max_block_bytes: int | None = None,
     ) -> None:
         """See [`AbstractGradientComputer`].
 
@@ -70,7 +69,7 @@ class AutoGradientComputer(AbstractGradientComputer):
         unknown = [name for name in engines if name not in ENGINES]
         if unknown or not engines:
             raise ValueError(f"`engines` is {list(engines)}; expected names from {list(ENGINES)}.")
-        if max_block_bytes <= 0:
+        if max_block_bytes is not None and max_block_bytes <= 0:
             raise ValueError(f"`max_block_bytes` is {max_block_bytes}; expected a positive number of bytes.")
         self.max_block_bytes = max_block_bytes
         self.self_check = self_check

@@ -25,7 +25,7 @@ from hf_trak.gradient_computers.session import (
     Session,
 )
 from hf_trak.gradient_computers.tracking import ParameterTracker, Profile, RestartError
-from hf_trak.gradient_computers.workspace import DEFAULT_MAX_BLOCK_BYTES, TakesOuter, Workspace
+from hf_trak.gradient_computers.workspace import TakesOuter, Workspace, default_block_bytes
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,8 @@ class HookedGradientComputer(AbstractGradientComputer):
     dimension carries the batch in everything that follows, see `axes`.
 
     Attributes:
-        max_block_bytes (`int`): bytes of a block at which large parameters (embeddings, LM heads) are cut into slices.
+        max_block_bytes (`int | None`): bytes of a block at which large parameters (embeddings, LM heads) are cut into
+            slices; `None` is 32 MiB, and 256 MiB on a GPU.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class HookedGradientComputer(AbstractGradientComputer):
         dtype: torch.dtype | None = torch.float16,
         device: torch.device | str | None = "cuda",
         grad_wrt: Iterable[str] | None = None,
-        max_block_bytes: int = DEFAULT_MAX_BLOCK_BYTES,
+        max_block_bytes: int | None = None,
     ) -> None:
         """See [`AbstractGradientComputer`].
 
@@ -75,7 +76,7 @@ class HookedGradientComputer(AbstractGradientComputer):
                 "functional engine."
             )
         self.max_block_bytes = max_block_bytes
-        self._workspace = Workspace(max_block_bytes)
+        self._workspace = Workspace() if max_block_bytes is None else Workspace(max_block_bytes)
         self._knowledge = Knowledge()
         self._profiles: OrderedDict[Any, Profile] = OrderedDict()
         self.load_model_params(model)
@@ -134,8 +135,11 @@ class HookedGradientComputer(AbstractGradientComputer):
         split = SplitBatch.of(batch)
         if split.size == 1:
             return self._single(split, emit, side)
-        if self._workspace.max_block_bytes != self.max_block_bytes:
-            self._workspace = Workspace(self.max_block_bytes)
+        block_bytes = self.max_block_bytes
+        if block_bytes is None:
+            block_bytes = default_block_bytes(next(self.model.parameters()).device)
+        if self._workspace.max_block_bytes != block_bytes:
+            self._workspace = Workspace(block_bytes)
         self._workspace.takes_outer = takes_outer
         selected = self._selected()
         with only_differentiating(self.model, ()), without_caches(self.model), torch.enable_grad():

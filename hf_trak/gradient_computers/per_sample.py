@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hf_trak.gradient_computers.auto import AutoGradientComputer, engines_of
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.workspace import DEFAULT_MAX_BLOCK_BYTES
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 
 OutputFn = Callable[[Any, Any], Tensor]
@@ -56,7 +55,7 @@ def per_sample_gradients(
     engine: str = "auto",
     grad_wrt: Iterable[str] | None = None,
     self_check: bool = True,
-    max_block_bytes: int = DEFAULT_MAX_BLOCK_BYTES,
+    max_block_bytes: int | None = None,
 ) -> dict[str, Tensor]:
     """The gradient of one scalar per sample with respect to the parameters, for every sample of a batch.
 

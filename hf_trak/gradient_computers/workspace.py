@@ -5,7 +5,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-DEFAULT_MAX_BLOCK_BYTES = 32 * 2**20
+_BLOCK_BYTES, _BLOCK_BYTES_OF_GPUS = 2**25, 2**28
+
+
+def default_block_bytes(device: torch.device) -> int:
+    """Bytes of a block where nobody says: what a CPU's cache profits from, or as much work as keeps a GPU busy
+    while the next kernels are started.
+    """
+    return _BLOCK_BYTES_OF_GPUS if device.type == "cuda" else _BLOCK_BYTES
+
 
 TakesOuter = Callable[[Tensor, Tensor], bool]
 """Says of two factors `(B, T, I)` and `(B, T, J)` whether their block is to stay in factored form, see `OuterSink`."""
@@ -20,7 +28,7 @@ class Workspace:
         takes_outer: what the sink says of factors. `None`: blocks are always formed.
     """
 
-    def __init__(self, max_block_bytes: int = DEFAULT_MAX_BLOCK_BYTES) -> None:
+    def __init__(self, max_block_bytes: int = _BLOCK_BYTES) -> None:
         """
         Args:
             max_block_bytes: bytes of a block `(B, n)` at which parameters are cut into slices. A block is never

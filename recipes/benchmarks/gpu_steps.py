@@ -18,16 +18,17 @@ from hf_trak.gradient_computers import HookedGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.gradient_computers.outer import OuterBlock
 from hf_trak.gradient_computers.per_sample import FunctionOutput
+from hf_trak.gradient_computers.workspace import default_block_bytes
 from hf_trak.projectors import make_projector
 from hf_trak.score_computers.basic import product_through_device
 
 Step = Callable[[], object]
 
-BLOCK_BYTES = 32 * 2**20
+BLOCK_BYTES = default_block_bytes(torch.device("cuda"))
 
 
 def fused_steps(k: int, device: torch.device) -> Iterator[tuple[str, dict[str, Step], float]]:
-    """Layers of few tokens: `outer.cu` on factors, beside products in slices of 32 MiB and `sjlt.cu` on these.
+    """Layers of few tokens: `outer.cu` on factors, beside products in blocks and `sjlt.cu` on these.
 
     Yields:
         a name, the two steps, and the number of gradient elements.
