@@ -10,7 +10,7 @@ constexpr int kChunk = 8192, kRun = 512, kShortestStep = 512, kSteps = 128;
 constexpr int kTile = 12288;  // accumulators per block of threads: 48 KiB, for every GPU since Turing
 constexpr int kFoldWords = 2048;
 
-// Blocks of threads that a multiprocessor's shared memory has room for, about 62 KiB each: it has 64 KiB on Turing, 96 on
+// Blocks of threads that a multiprocessor's shared memory has room for, about 61 KiB each: it has 64 KiB on Turing, 96 on
 // Volta, 100 on GeForce and workstation GPUs since, 164 and more on those of data centres.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 constexpr int kBlocksAtOnce = 1;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void fold(Accumulators<kPerVector, kMargin>& from, ui
     }
     const int64 slot = static_cast<int64>(blockIdx.y) * gridDim.z + blockIdx.z;
     const uint32 first_group = tile.first / outputs, groups = tile.size / outputs;
-    const bool tabulated = groups <= kFoldWords;  // m ≥ 6
+    const bool tabulated = groups <= kFoldWords;  // m ≥ 5
     if (tabulated) {
         for (uint32 g = t; g < groups; g += kThreads) scratch[g] = rotation(generator, copy, first_group + g, outputs);
     }

@@ -83,17 +83,17 @@ __device__ __forceinline__ float load_element(const void* memory, int64 index) {
 
 // ---- Rows of any alignment ----
 
-    // 16 of the 32 bytes (first, second), from byte `bytes` on. Selects instead of indexing: registers have no index.
-    __device__ __forceinline__ Words4 join(const Words4& first, const Words4& second, uint32 bytes) {
-        uint32 w[8] = {first.w[0], first.w[1], first.w[2], first.w[3], second.w[0], second.w[1], second.w[2], second.w[3]};
+// 16 of the 32 bytes (first, second), from byte `bytes` on. Selects instead of indexing: registers have no index.
+__device__ __forceinline__ Words4 join(const Words4& first, const Words4& second, uint32 bytes) {
+    uint32 w[8] = {first.w[0], first.w[1], first.w[2], first.w[3], second.w[0], second.w[1], second.w[2], second.w[3]};
 #pragma unroll
-        for (int i = 0; i < 6; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
+    for (int i = 0; i < 6; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
 #pragma unroll
-        for (int i = 0; i < 5; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
-        const uint32 bits = bytes % 4 * 8;
-        return {funnel_right(w[0], w[1], bits), funnel_right(w[1], w[2], bits), funnel_right(w[2], w[3], bits),
-                funnel_right(w[3], w[4], bits)};
-    }
+    for (int i = 0; i < 5; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
+    const uint32 bits = bytes % 4 * 8;
+    return {funnel_right(w[0], w[1], bits), funnel_right(w[1], w[2], bits), funnel_right(w[2], w[3], bits),
+            funnel_right(w[3], w[4], bits)};
+}
 
 // One row of the block. Vectors are the 16 bytes from column `column` on, for columns that differ by multiples of
 // kPerVector, so that all of them lie equally far behind a multiple of 16 bytes: `shift`.

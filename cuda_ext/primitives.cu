@@ -1,8 +1,8 @@
 // What CUDA offers beyond plain C++: types of fixed width, 16-byte loads, conversions, matrix instructions.
 //
-// Every program is this file, then common.cu, then one kernel file; no file includes another, and none includes a
-// header, because a machine with a driver and NVRTC need not have any. Whatever is not plain C++ stays here, so that a
-// test can put its own version of this file in front of the others and run the kernels on a CPU.
+// Every program is this file, common.cu, other parts that its kernel needs, and the kernel's file; no file includes another,
+// and none includes a header, because a machine with a driver and NVRTC need not have any. Whatever is not plain C++ stays
+// here and in wgmma.cu, so that a test can put its own versions of these in front of the others and run the kernels on a CPU.
 
 using uint32 = unsigned int;
 using uint64 = unsigned long long;

@@ -45,7 +45,7 @@ struct DenseArguments {
 template <typename In, int kTerms>
 struct Operand {
     static constexpr uint32 kOnes = 0x3F803F80u;  // two bfloat16 1.0
-    static constexpr int kTilesPerChain = kTerms == 2 ? 16 : 128;  // of four or eight products: 128 or 512 additions
+    static constexpr int kTilesPerChain = kTerms == 2 ? 16 : 128;  // of eight or four products: 128 or 512 additions
     // Four float32 elements as two words of each term.
     __device__ static __forceinline__ void split(const Words4& v, uint32 (&terms)[kTerms][2]) {
 #pragma unroll

@@ -49,7 +49,8 @@ template <typename In>
 __device__ __forceinline__ void make_place(SjltShared<In>& shared, const SjltArguments& a, int64 first, int chunk,
                                            uint32 accumulators) {
     const Words4 words = philox(a.generator, Stream::sjlt_places, static_cast<uint64>(first + chunk), a.copy);
-    shared.places[chunk % kPlaces] = static_cast<uint64>(kShortestStep + draw(words.w[1], kSteps)) << 32 | draw(words.w[0], accumulators);
+    const uint64 step = kShortestStep + draw(words.w[1], kSteps);
+    shared.places[chunk % kPlaces] = step << 32 | draw(words.w[0], accumulators);
 }
 
 // Bits of chunks `stage … stage + 7`, thread t makes call t mod 64 of chunk ⌊t / 64⌋; and the places of the 8 behind them.
@@ -57,7 +58,8 @@ template <typename In>
 __device__ __forceinline__ void make_bits(SjltShared<In>& shared, const SjltArguments& a, int64 first, int stage,
                                           uint32 accumulators) {
     const int t = threadIdx.x;
-    shared.signs[t] = philox(a.generator, Stream::sjlt_signs, static_cast<uint64>(first + stage) * kCallsPerChunk + t, a.copy);
+    const uint64 call = static_cast<uint64>(first + stage) * kCallsPerChunk + t;
+    shared.signs[t] = philox(a.generator, Stream::sjlt_signs, call, a.copy);
     if (t < kChunksPerStage) make_place(shared, a, first, stage + kChunksPerStage + t, accumulators);
 }
 
@@ -102,7 +104,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) sjlt(const __grid_con
     const char* vector = row.address(column);
 
     // The signs of a vector are a byte, or half of one.
-    const unsigned char* const signs = reinterpret_cast<const unsigned char*>(shared.signs) + (warp * kRun + lane * kPerVector) / 8;
+    const unsigned char* const bytes = reinterpret_cast<const unsigned char*>(shared.signs);
+    const unsigned char* const signs = bytes + (warp * kRun + lane * kPerVector) / 8;
     const int bit = lane * kPerVector % 8;
 
     shared.accumulators.clear(kThreads);

@@ -27,7 +27,8 @@ __device__ __forceinline__ void wgmma_wait_for(float (&first)[kSums], float (&se
 __device__ __forceinline__ void fence_shared_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The descriptor of a B operand in shared memory whose columns (samples) are rows of 128 bytes, one after the other, chunks
-// of 16 bytes exchanged in the 128-byte pattern: chunk c of row s lies at c ^ s % 8. The address is a multiple of 1024. (PTX ISA, matrix descriptor: bits 0 … 13 the address / 16, 16 … 29 a leading offset
+// of 16 bytes exchanged in the 128-byte pattern: chunk c of row s lies at c ^ s % 8. The address is a multiple of
+// 1024. (PTX ISA, matrix descriptor: bits 0 … 13 the address / 16, 16 … 29 a leading offset
 // that this pattern does not use, 32 … 45 the offset between groups of eight rows / 16, 62 and 63 the pattern.)
 __device__ __forceinline__ uint64 wgmma_operand(const unsigned char* tile) {
     constexpr uint64 kPattern = 1ull << 62 | 1024ull / 16 << 32 | 1ull << 16;

@@ -21,7 +21,8 @@ from hf_trak.errors import PeerProcessError
 T = TypeVar("T")
 
 LONGEST_WAIT = timedelta(days=1)
-"""How long a process waits for one that lives but does not answer. A dead one is noticed at once."""
+"""How long a process waits for one that lives but does not answer. A dead one is noticed at once, once they have
+connected."""
 
 _MEETING_WAIT = timedelta(minutes=5)
 """How long processes wait for each other to connect, when none has much else to do."""
@@ -170,8 +171,10 @@ class Processes:
     def _contact(self) -> Iterator[None]:
         try:
             if self._group is None:
+                # `new_group` notices a process that has died since they met only after the whole wait, gloo's barrier
+                # at once. Other backends' barriers do not, and there it takes up to the wait.
                 if dist.get_backend() == dist.Backend.GLOO:
-                    dist.barrier()  # tells at once who has died since they met; below that would take the whole wait
+                    dist.barrier()
                 group: Any = dist.new_group(backend="gloo", timeout=_MEETING_WAIT)
                 dist.distributed_c10d._set_pg_timeout(LONGEST_WAIT, group)
                 self._group = group

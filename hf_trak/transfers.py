@@ -86,7 +86,8 @@ def uploaded(tensors: Iterable[Tensor], device: torch.device, engine: CopyEngine
     """Host tensors on a device, in order, each on its way while the one before it is worked on.
 
     Args:
-        tensors: read one ahead of what has been asked for. Those that are on the device already are passed on.
+        tensors: read one ahead of what has been asked for. Those that are on the device already are passed on,
+            those on another one moved.
         device: where they are wanted.
         engine: the device's own by default.
     """

@@ -56,7 +56,7 @@ static ucontext_t scheduler;
 static size_t running;
 static std::vector<uint64> shared;
 static std::function<void()> body;
-static void (*at_block_start)() = nullptr;
+static void (*at_block_start)(std::mt19937&) = nullptr;
 
 static void enter() {
     body();
@@ -124,7 +124,7 @@ static int run(const uint32* grid, size_t threads, size_t shared_bytes, uint32 s
             for (uint32 x = 0; x < grid[0]; ++x) {
                 blockIdx = {x, y, z};
                 shared.assign(shared_bytes / 8 + 129, ~0ull);
-                if (at_block_start) at_block_start();
+                if (at_block_start) at_block_start(random);
                 if (run_block(threads, random)) return 1;
             }
     return 0;

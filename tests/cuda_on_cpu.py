@@ -38,7 +38,7 @@ class EmulatedRuntime:
         Args:
             directory: for compiled kernels.
             capability: of the GPU that is played.
-            seed: of the order in which threads run.
+            seed: of the order in which threads run, and of when asynchronous products are carried out.
         """
         self.directory = directory
         self.seed = seed

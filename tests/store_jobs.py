@@ -121,7 +121,7 @@ def _enter(report: str, environment: dict[str, str], function: Callable[..., Any
     disable_progress_bars()
     if "WORLD_SIZE" in environment:
         # Who waits for a process that dies before they have met finds out by torch's timeout, usually half an hour.
-        PartialState(cpu=True, timeout=timedelta(seconds=10))
+        PartialState(cpu=True, timeout=timedelta(seconds=int(environment["TIMEOUT"])))
     result = report_of(function, arguments)
     temporary = f"{report}.tmp"
     Path(temporary).write_text(json.dumps(result))
@@ -158,8 +158,10 @@ class Job:
             os.kill(self.process.pid, number)
 
 
-def start_group(directory: Path, world: int, function: Callable[..., Any], *arguments: Any) -> list[Job]:
-    """Jobs that form a process group without a launcher, as `srun` starts them."""
+def start_group(
+    directory: Path, world: int, function: Callable[..., Any], *arguments: Any, timeout: int = 10
+) -> list[Job]:
+    """Jobs that form a process group without a launcher, as `srun` starts them. `timeout` is torch's, in seconds."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -167,7 +169,7 @@ def start_group(directory: Path, world: int, function: Callable[..., Any], *argu
     for rank in range(world):
         environment = {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TIMEOUT": str(timeout),
         }  # fmt: skip
         jobs.append(Job(directory / f"report-{rank}.json", function, *arguments, environment=environment))
     return jobs

@@ -203,8 +203,8 @@ def test_one_of_two_processes_is_killed_and_both_go_on(reference: Reference, tmp
 
 @pytest.mark.distributed
 def test_killed_between_meeting_and_the_first_word(reference: Reference, tmp_path: Path) -> None:
-    """The other one says so at once, not after the minutes that processes wait for late ones."""
-    jobs = start_group(tmp_path, 2, store_jobs.run_without_rank_1, tmp_path / "store")
+    """The other one says so at once, not after the minutes that processes wait for late ones, or torch's timeout."""
+    jobs = start_group(tmp_path, 2, store_jobs.run_without_rank_1, tmp_path / "store", timeout=600)
     reports = [job.wait() for job in jobs]
     assert jobs[1].process.exitcode == KILLED and reports[1] is None
     error = (reports[0] or {})["error"]

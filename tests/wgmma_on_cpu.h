@@ -52,7 +52,8 @@ static Warpgroup warpgroups[8];
 static std::vector<unsigned char> published;
 static std::mt19937 coin;
 
-static void forget_products() {
+static void forget_products(std::mt19937& random) {
+    coin.seed(random());
     for (Issuer& issuer : issuers) issuer = {0, 0, false, {}};
     for (Warpgroup& group : warpgroups) group = {{}, 0};
     published.assign(shared.size() * 8, 0xFF);

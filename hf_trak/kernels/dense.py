@@ -1,4 +1,4 @@
-"""How a dense projection is cut into launches of `rademacher.cu` and `dense.cu`.
+"""How a dense projection is cut into launches of `rademacher.cu`, `rademacher_wgmma.cu` and `dense.cu`.
 
 As in `sparse.py` the cuts along the positions depend on the block's place and length and on k alone, and the order of
 the sum of one output of one sample does not depend on the tile of samples that it is computed in.

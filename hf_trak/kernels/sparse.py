@@ -14,14 +14,14 @@ from hf_trak.kernels.sources import sjlt_kernel
 
 CHUNK = 8192
 TILE = 12288
-"""Accumulators that a block of threads holds, as in `sjlt.cu`."""
+"""Accumulators that a block of threads holds, as in `accumulators.cu`."""
 
 _ACCUMULATORS, _RUN = 10240, 512
 _MIN_CHUNKS, _MAX_CHUNKS = 8, 128  # per split: short ones cost a fold each, long ones leave processors idle
 _SPLITS_WANTED, _MAX_SPLITS = 64, 4096
-# A split costs 8 bytes per output in the workspace. Coordinates per output keep that below 6 % of the gradients' bytes
-# in long blocks, and below 25 % in blocks of some 32 MiB, whose workspace stays in the cache and which would otherwise
-# be too few splits for all processors.
+# A split costs 8 bytes per output in the workspace, and twice that where two tiles add to the same outputs. So many
+# coordinates per output keep it to a sixteenth of the bytes of a long row of 16-bit gradients, and to a quarter in
+# short ones, of which there may be few in a block: otherwise they would be too few splits for all processors.
 _COORDINATES_PER_OUTPUT, _COORDINATES_PER_OUTPUT_OF_SHORT = 64, 16
 _SHORT_CHUNKS = 512
 

@@ -3,10 +3,11 @@
     python recipes/benchmarks/gpu_kernels.py --json kernels.json
 
 Ceilings: a large bf16 matrix product, and a device-to-device copy (bytes read plus bytes written). Dense projections
-are compared with the first (2 · B · P · k operations; float32 gradients take twice as many, and batches below 64 fill
-only part of a tile), sparse ones with the second (bytes of the gradients, each read once). Beside them, doing it with
-torch: generate R, then multiply; and `fast_jl`, if it is installed. All methods take turns, medians are shown. Of the
-parts `dense`, `sparse` and `fused` these are times of kernels alone; `featurize` and `scoring` include all of Python.
+are compared with the first (2 · B · P · k operations; float32 gradients take twice as many by default, and batches
+that are not 16, 64 or a multiple of 128 fill only part of a tile), sparse ones with the second (bytes of the
+gradients, each read once). Beside them, doing it with torch: generate R, then multiply; and `fast_jl`, if it is
+installed. All methods take turns, medians are shown. Of the parts `dense`, `sparse` and `fused` these are times of
+kernels alone; `featurize` and `scoring` include all of Python.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 from gpu_steps import Step, featurize_steps, fused_steps, scoring_steps
 
-from hf_trak.kernels.backend import WGMMA_VARIABLE, float32_terms
+from hf_trak.kernels.backend import WGMMA_VARIABLE, float32_terms, kernels_wanted
 from hf_trak.kernels.runtime import CUDA as RUNTIME
 from hf_trak.kernels.self_check import checked_instruction
 from hf_trak.projectors import BlockProjector, FastJlProjector, RademacherProjector, make_projector
@@ -214,6 +215,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark measures CUDA kernels and torch sees no GPU. Run it on a machine with one.")
     device = torch.device("cuda", torch.cuda.current_device())
+    if not kernels_wanted(device):
+        raise SystemExit("This benchmark measures CUDA kernels, and HF_TRAK_BACKEND is 'torch'. Run it without that.")
     torch.manual_seed(0)
     medians: dict[str, float] = {}
     print(

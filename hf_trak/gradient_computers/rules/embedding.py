@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from hf_trak.gradient_computers.rules.registry import LayerCall, Piece, register_layer_rule
 from hf_trak.gradient_computers.workspace import Workspace
 
-MERGE_ELEMENTS = 1 << 16
+MERGE_ELEMENTS, MERGE_ELEMENTS_OF_GPUS = 1 << 16, 1 << 23
 """Two touched rows go into one block when the zeros between them are fewer than this: about what a block costs by
-itself."""
+itself, which on a GPU is the time of some kernel launches."""
 
 
 def embedding_pieces(
@@ -18,7 +18,8 @@ def embedding_pieces(
 ) -> Iterator[Piece]:
     """Slices of Σ_t [ids[b, t] = v] · grad[b, t, :] over runs of table rows v that the batch touches.
 
-    Rows that no sample looks up are left out: their gradient is zero, and a vocabulary is much larger than a batch.
+    Rows that no sample looks up are left out, but for short gaps: their gradient is zero, and a vocabulary is much
+    larger than a batch.
 
     Args:
         ids: `(B, *)`, integers.
@@ -37,8 +38,7 @@ def embedding_pieces(
     flat, order = flat.sort(stable=True)
     sample, grad = sample[order], grad[order]
     step = workspace.rows(size, width, grad.dtype, rows)
-    # A GPU clears memory faster than it starts kernels: there runs are as long as blocks may be.
-    gap = step if grad.is_cuda else max(1, MERGE_ELEMENTS // (size * width))
+    gap = max(1, (MERGE_ELEMENTS_OF_GPUS if grad.is_cuda else MERGE_ELEMENTS) // (size * width))
     runs = list(_runs(torch.unique_consecutive(flat).tolist(), gap, step))
     edges = torch.searchsorted(flat, flat.new_tensor([[first, last + 1] for first, last in runs]).view(-1, 2)).tolist()
     for (first, last), (low, high) in zip(runs, edges, strict=True):
