@@ -192,10 +192,10 @@ def read_json(path: Path) -> dict[str, Any]:
     data = path.read_bytes()
     try:
         content = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(
-            f"{path} is not valid JSON ({error}). Expected a file written by hf_trak. Restore it from a copy, or "
-            "delete the directory it describes and run again."
+            f"{path} is not valid JSON ({str(error)[:200]}). Expected a file written by hf_trak. Restore it from a "
+            "copy, or delete the directory it describes and run again."
         ) from error
     if not isinstance(content, dict):
         raise StoreError(f"{path} holds a JSON {type(content).__name__}; expected an object, as hf_trak writes it.")
