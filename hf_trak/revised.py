@@ -35,6 +35,7 @@ from hf_trak.data import fingerprint_dataset, row_count
 from hf_trak.errors import CheckpointMismatchError, HfTrakError, StoreError
 from hf_trak.savers import FeatureStore, Gram, Shard, ShardPlan, ShardSet
 from hf_trak.savers.atomic import json_bytes
+from hf_trak.savers.store import Comparison
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class RevisedShards(ShardSet):
         for piece in pieces:
             bounds.append(bounds[-1] + piece.size)
         plan = RevisedPlan(bounds[-1], max(piece.size for piece in pieces), tuple(bounds))
-        super().__init__(first.directory, first.prefix, plan, first.width, first.dtype, first.identity)
+        super().__init__(first.directory, first.prefix, plan, first.width, first.dtype, first.identity, first.version)
         self.pieces = list(pieces)
 
     def path(self, index: int) -> Path:
@@ -178,8 +179,9 @@ class RevisedStore(FeatureStore):
         n_targets: int,
         dataset_fingerprint: str,
         extra: Mapping[str, Any] | None = None,
+        compare: Mapping[str, Comparison] | None = None,
     ) -> ShardSet:
-        return self.base.targets(experiment, model_id, n_targets, dataset_fingerprint, extra)
+        return self.base.targets(experiment, model_id, n_targets, dataset_fingerprint, extra, compare)
 
     def train(self, model_id: int) -> RevisedShards:
         """The kept rows of the original, in order, and below them the added rows."""

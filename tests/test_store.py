@@ -114,7 +114,7 @@ def test_files_have_the_permissions_of_the_umask(tmp_path, umask, mode):
     finally:
         os.umask(previous)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) == 5
+    assert len(files) == 6
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {mode}
 
 

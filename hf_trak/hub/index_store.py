@@ -4,7 +4,6 @@ What this machine computes itself (features of targets, scores) goes into a dire
 """
 
 import contextlib
-import hashlib
 import math
 import re
 import struct
@@ -28,7 +27,10 @@ from hf_trak.hub.manifest import (
 from hf_trak.savers import FeatureStore, Gram, Shard, ShardPlan, ShardSet
 from hf_trak.savers.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.savers.references import read_references
-from hf_trak.savers.shards import FORMAT_VERSION, checksum
+from hf_trak.savers.sealed import check_seal
+from hf_trak.savers.shard_set import content_hash
+from hf_trak.savers.shards import FORMAT_VERSION, READABLE_VERSIONS, checksum
+from hf_trak.savers.store import Comparison
 
 MAX_HEADER_BYTES = 64 << 10
 """Longest header of a safetensors file of an index; those that the store writes have about 500 bytes."""
@@ -56,7 +58,9 @@ class IndexShards(ShardSet):
             folder: their directory in the index.
             checksums: of every shard, from the manifest.
         """
-        super().__init__(local.directory, local.prefix, local.plan, local.width, local.dtype, local.identity)
+        super().__init__(
+            local.directory, local.prefix, local.plan, local.width, local.dtype, local.identity, local.version
+        )
         self._files = files
         self._folder = folder
         self._checksums = checksums
@@ -71,7 +75,7 @@ class IndexShards(ShardSet):
     @property
     def content_hash(self) -> str:
         """Digest of the checksums of all shards, from the manifest. No shard is read."""
-        return _content_hash(self._checksums)
+        return content_hash(self._checksums)
 
     def write(self, index: int, grads: torch.Tensor, out_to_loss: torch.Tensor) -> NoReturn:
         """Nothing is written into an index."""
@@ -162,10 +166,11 @@ class IndexStore(FeatureStore):
         n_targets: int,
         dataset_fingerprint: str,
         extra: Mapping[str, Any] | None = None,
+        compare: Mapping[str, Comparison] | None = None,
     ) -> ShardSet:
         """As for any store; what the task needs to compute them is fetched first."""
         self.fetch_references(model_id)
-        return super().targets(experiment, model_id, n_targets, dataset_fingerprint, extra)
+        return super().targets(experiment, model_id, n_targets, dataset_fingerprint, extra, compare)
 
     def fetch_references(self, model_id: int) -> None:
         """Fetch and check what the task computed before its first batch, if it did. Raises as [`IndexShards.read`]."""
@@ -228,12 +233,16 @@ def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
         check_json_size(f"{path} of {files.name}", files.size(path))
     config, listed = (read_foreign_json(files.fetch(path), f"{path} of {files.name}") for path in JSON_FILES)
     where = f"{FeatureStore.CONFIG_FILE} of {files.name}"
-    if config.get("format_version") != FORMAT_VERSION:
+    if config.get("format_version") not in READABLE_VERSIONS:
         raise refused(
             where,
             f"it has format version {config.get('format_version')!r}, and this version of hf_trak reads "
             f"{FORMAT_VERSION}",
         )
+    try:
+        check_seal(config, where)
+    except StoreError as error:
+        raise refused(where, "its content has another checksum than it says") from error
     try:
         config = FeatureStore._normalize(config)
         if config["proj_dim"] > _MAX_FEATURES:
@@ -346,10 +355,6 @@ def _refuse_writing(name: str) -> NoReturn:
     )
 
 
-def _content_hash(checksums: tuple[str, ...]) -> str:
-    return hashlib.sha256("".join(checksums).encode()).hexdigest()[:32]
-
-
 def references_checksum(store: FeatureStore, model_id: int) -> str | None:
     """Checksum of a checkpoint's references; `None` if there are none. Raises `StoreError` if they are damaged."""
     tensors = read_references(store, model_id)
@@ -358,4 +363,4 @@ def references_checksum(store: FeatureStore, model_id: int) -> str | None:
 
 def checksums_of(shards: ShardSet) -> tuple[str, ...]:
     """The checksum of every shard, from their headers. Raises `StoreError` where one is missing or invalid."""
-    return tuple(str(shards._header(index)["checksum"]) for index in range(len(shards)))
+    return tuple(shards.checksums())

@@ -8,7 +8,7 @@ from hf_trak.errors import ConfigMismatchError
 from hf_trak.hub.files import HubFiles, LocalFiles
 from hf_trak.hub.index_store import JSON_FILES, IndexStore, check_json_size, open_index, tensor_files
 from hf_trak.savers import FeatureStore
-from hf_trak.savers.atomic import atomic_path, json_bytes, write_bytes
+from hf_trak.savers.atomic import atomic_path, write_bytes
 
 
 def open_repo(
@@ -84,7 +84,7 @@ def pull_index(
             with atomic_path(directory / name) as temporary:
                 shutil.copyfile(store.files.fetch(name), temporary)
         folder = store.checkpoint_dir(model_id).name
-        write_bytes(directory / folder / "checkpoint.json", json_bytes(store.checkpoint_info(model_id)))
+        write_bytes(directory / folder / "checkpoint.json", store.encoded(store.checkpoint_info(model_id)))
     for name in JSON_FILES:
         write_bytes(directory / name, store.files.fetch(name).read_bytes())
     return open_index(LocalFiles(directory), directory)

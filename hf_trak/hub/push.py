@@ -193,7 +193,7 @@ def push_index(
         present = {file.rfilename for file in info.siblings or []}
         card = index_card(repo_id, config, manifest)
         additions = [
-            CommitOperationAdd("trak_config.json", json_bytes(config)),
+            CommitOperationAdd("trak_config.json", store.encoded(config)),
             CommitOperationAdd(MANIFEST_FILE, json_bytes(manifest.to_json())),
             *card_operations(api, repo_id, info, card, "index"),
         ]
@@ -201,7 +201,7 @@ def push_index(
             folder = store.checkpoint_dir(model_id)
             saved = manifest.checkpoints[model_id]
             public = {**store.checkpoint_info(model_id), "source": str(saved.source) if saved.source else None}
-            additions.append(CommitOperationAdd(f"{folder.name}/checkpoint.json", json_bytes(public)))
+            additions.append(CommitOperationAdd(f"{folder.name}/checkpoint.json", store.encoded(public)))
             for path in tensor_files(store, model_id, saved):
                 additions.append(CommitOperationAdd(path, folder.parent / path))
         stale = _stale(present, {addition.path_in_repo for addition in additions})

@@ -21,7 +21,7 @@ def write_references(store: FeatureStore, model_id: int, tensors: Mapping[str, T
     """Keep the references of a registered checkpoint, unless some are kept already: those stay."""
     path = store.checkpoint_dir(model_id) / FILE_NAME
     identity = _identity(store, model_id)
-    create_file(path, lambda temporary: write_tensors(temporary, tensors, identity))
+    create_file(path, lambda temporary: write_tensors(temporary, tensors, identity, store.version))
 
 
 def read_references(store: FeatureStore, model_id: int) -> dict[str, Tensor] | None:
@@ -35,13 +35,13 @@ def read_references(store: FeatureStore, model_id: int) -> dict[str, Tensor] | N
     if not path.exists():
         return None
     identity = _identity(store, model_id)
-    read_tensors(path, identity, {})  # whose file it is, and whether it is whole
+    read_tensors(path, identity, {}, version=store.version)  # whose file it is, and whether it is whole
     with safe_open(path, framework="pt", device="cpu") as file:
         names = list(file.keys())
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    return read_tensors(path, identity, {name: TensorSpec(shapes[name], tuple(DTYPES.values())) for name in names})
+    specs = {name: TensorSpec(shapes[name], tuple(DTYPES.values())) for name in names}
+    return read_tensors(path, identity, specs, version=store.version)
 
 
 def _identity(store: FeatureStore, model_id: int) -> dict[str, str | int]:
-    fingerprint = store.checkpoint_info(model_id)["fingerprint"]
-    return {"checkpoint": fingerprint, "config": store.config_hash, "kind": "references"}
+    return {**store.identity(model_id), "kind": "references"}

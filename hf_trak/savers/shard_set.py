@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import IncompleteStoreError, NonFiniteError
-from hf_trak.savers.shards import Identity, ShardPlan, TensorSpec, read_header, read_tensors, write_tensors
+from hf_trak.savers.shards import (
+    FORMAT_VERSION,
+    Identity,
+    ShardPlan,
+    TensorSpec,
+    read_header,
+    read_tensors,
+    write_tensors,
+)
 
 UNDERFLOW_TOLERANCE = 0.01
 """Relative change of a row, in norm, beyond which casting it to the storage dtype is reported."""
@@ -35,7 +43,14 @@ class ShardSet:
     """The shards of one feature matrix (n_rows, k), some of which may not be there yet."""
 
     def __init__(
-        self, directory: Path, prefix: str, plan: ShardPlan, width: int, dtype: torch.dtype, identity: Identity
+        self,
+        directory: Path,
+        prefix: str,
+        plan: ShardPlan,
+        width: int,
+        dtype: torch.dtype,
+        identity: Identity,
+        version: int = FORMAT_VERSION,
     ) -> None:
         """
         Args:
@@ -45,6 +60,7 @@ class ShardSet:
             width: k.
             dtype: storage dtype of `grads`.
             identity: what the rows are computed from, see `hf_trak.savers.shards`.
+            version: the format version of the store.
         """
         self.directory = directory
         self.prefix = prefix
@@ -52,6 +68,7 @@ class ShardSet:
         self.width = width
         self.dtype = dtype
         self.identity = identity
+        self.version = version
         self._warned = False
 
     def __len__(self) -> int:
@@ -107,8 +124,11 @@ class ShardSet:
         Raises:
             StoreError: a shard is missing or invalid.
         """
-        checksums = [str(self._header(index)["checksum"]) for index in range(len(self.plan))]
-        return hashlib.sha256("".join(checksums).encode()).hexdigest()[:32]
+        return content_hash(self.checksums())
+
+    def checksums(self) -> list[str]:
+        """The checksum of every shard, from their headers. Raises as [`~ShardSet.content_hash`]."""
+        return [str(self._header(index)["checksum"]) for index in range(len(self.plan))]
 
     def write(self, index: int, grads: Tensor, out_to_loss: Tensor) -> Path:
         """Write one shard.
@@ -140,6 +160,7 @@ class ShardSet:
             path,
             {"grads": grads, "out_to_loss": out_to_loss.detach().to(torch.float32)},
             self.identity,
+            self.version,
             start=rows.start,
             stop=rows.stop,
         )
@@ -159,7 +180,14 @@ class ShardSet:
         """
         rows = self.plan.rows(index)
         tensors = read_tensors(
-            self.path(index), self.identity, self._specs(rows), verify, mapped, start=rows.start, stop=rows.stop
+            self.path(index),
+            self.identity,
+            self._specs(rows),
+            verify,
+            mapped,
+            self.version,
+            start=rows.start,
+            stop=rows.stop,
         )
         return Shard(rows.start, rows.stop, tensors["grads"], tensors["out_to_loss"])
 
@@ -179,7 +207,9 @@ class ShardSet:
 
     def _header(self, index: int) -> dict[str, Any]:
         rows = self.plan.rows(index)
-        return read_header(self.path(index), self.identity, self._specs(rows), start=rows.start, stop=rows.stop)
+        return read_header(
+            self.path(index), self.identity, self._specs(rows), self.version, start=rows.start, stop=rows.stop
+        )
 
     def _to_storage(self, grads: Tensor, rows: range) -> Tensor:
         check_finite(grads, rows, "projected gradient")
@@ -192,6 +222,11 @@ class ShardSet:
                 stacklevel=4,
             )
         return stored
+
+
+def content_hash(checksums: Sequence[str]) -> str:
+    """Digest of the checksums of all shards of a feature matrix, in their order."""
+    return hashlib.sha256("".join(checksums).encode()).hexdigest()[:32]
 
 
 def check_finite(values: Tensor, rows: Sequence[int], what: str) -> None:

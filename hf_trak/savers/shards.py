@@ -2,12 +2,13 @@
 
 A shard is one safetensors file. Its metadata has the single key `hf_trak`, a JSON object with sorted keys:
 
-    {"checksum": xxh3-128 of the tensors' bytes, "format_version": 1, "identity": {…}, "start": first row, "stop": one
-     past the last row}
+    {"checksum": xxh3-128 of all other keys, "format_version": 2, "identity": {…}, "start": first row, "stop": one past
+     the last row, "tensors": xxh3-128 of names, dtypes, shapes and bytes of the tensors}
 
 One key, because safetensors serializes several in an order that changes from call to call, and the same features have
 to give the same bytes. `identity` says what the rows were computed from (hash of the configuration, fingerprint of the
-weights, …); a file of another identity is refused.
+weights, id of the checkpoint, …); a file of another identity is refused. Since `checksum` covers `tensors`, it stands
+for the whole file. In format 1 `checksum` was that of the tensors' names and bytes, and nothing covered the metadata.
 """
 
 import json
@@ -26,9 +27,12 @@ from torch import Tensor
 
 from hf_trak.errors import StoreError
 from hf_trak.savers.atomic import atomic_path, differing
+from hf_trak.savers.sealed import content_digest, sealed
 from hf_trak.savers.whole_file import DTYPES, WholeFile
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The version that new files have."""
+READABLE_VERSIONS = (1, FORMAT_VERSION)
 METADATA_KEY = "hf_trak"
 
 Identity = Mapping[str, str | int]
@@ -90,11 +94,14 @@ class TensorSpec:
     dtypes: tuple[torch.dtype, ...]
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """xxh3-128 (hex) of the names and bytes of CPU tensors, in the order of their names."""
+def checksum(tensors: Mapping[str, Tensor], version: int = 1) -> str:
+    """xxh3-128 (hex) of the names and bytes of CPU tensors, in the order of their names; from format version 2 on of
+    their dtypes and shapes, too."""
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
         digest.update(name.encode())
+        if version > 1:
+            digest.update(f"\0{tensors[name].dtype}\0{tuple(tensors[name].shape)}\0".encode())
         flat = tensors[name].reshape(-1)
         # a one-element slice counts as contiguous whatever its stride is, and only a copy can be seen as bytes
         flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
@@ -102,33 +109,36 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], identity: Identity, **extra: Any) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], identity: Identity, version: int = FORMAT_VERSION, **extra: Any
+) -> None:
     """Write tensors to a file, atomically; the same content gives the same bytes.
 
     Args:
         path: the file.
         tensors: what to write, by name.
         identity: what it was computed from.
+        version: the format version of the store that the file belongs to.
         **extra: further plain JSON for the metadata.
     """
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    header = {
-        **extra,
-        "checksum": checksum(tensors),
-        "format_version": FORMAT_VERSION,
-        "identity": dict(identity),
-    }
+    header = {**extra, "format_version": version, "identity": dict(identity)}
+    digest = checksum(tensors, version)
+    header = {**header, "checksum": digest} if version == 1 else sealed({**header, "tensors": digest})
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(header, sort_keys=True, allow_nan=False)})
 
 
-def read_header(path: Path, identity: Identity, specs: Mapping[str, TensorSpec], **extra: Any) -> dict[str, Any]:
+def read_header(
+    path: Path, identity: Identity, specs: Mapping[str, TensorSpec], version: int = FORMAT_VERSION, **extra: Any
+) -> dict[str, Any]:
     """Check everything about a file but the bytes of its tensors, which are not read.
 
     Args:
         path: the file.
         identity: the identity it has to have.
         specs: the tensors it has to hold.
+        version: the format version of the store that it belongs to.
         **extra: metadata that it has to have.
 
     Returns:
@@ -138,7 +148,7 @@ def read_header(path: Path, identity: Identity, specs: Mapping[str, TensorSpec],
         StoreError: the file is truncated or foreign, or anything differs.
     """
     with _open(path) as file:
-        return _check_header(path, file, identity, specs, extra)
+        return _check_header(path, file, identity, specs, version, extra)
 
 
 def read_tensors(
@@ -147,6 +157,7 @@ def read_tensors(
     specs: Mapping[str, TensorSpec],
     verify: bool | None = None,
     mapped: bool = True,
+    version: int = FORMAT_VERSION,
     **extra: Any,
 ) -> dict[str, Tensor]:
     """The tensors of a file.
@@ -159,6 +170,7 @@ def read_tensors(
             this process reads the file as it is now.
         mapped: memory-map them: pages are read when they are touched, and slices cost only their rows. Otherwise the
             whole file is read at once, see `hf_trak.savers.whole_file`.
+        version: the format version of the store that it belongs to.
         **extra: metadata that it has to have.
 
     Raises:
@@ -166,21 +178,23 @@ def read_tensors(
     """
     stamp = _stamp(path)
     with _open(path, mapped) as file:
-        header = _check_header(path, file, identity, specs, extra)
+        header = _check_header(path, file, identity, specs, version, extra)
         tensors = {name: file.get_tensor(name) for name in specs}
         if verify or (verify is None and stamp not in _verified):
             others = {name: file.get_tensor(name) for name in file.keys() if name not in tensors}  # noqa: SIM118
-            found = checksum({**tensors, **others})
-            if found != header.get("checksum"):
-                raise _broken(
-                    path, f"the checksum of its tensors is {found}, its metadata says {header.get('checksum')}"
-                )
+            found, said = (
+                checksum({**tensors, **others}, version),
+                header.get("checksum" if version == 1 else "tensors"),
+            )
+            if found != said:
+                raise _broken(path, f"the checksum of its tensors is {found}, its metadata says {said}")
             _verified.add(stamp)
     return tensors
 
 
 _verified: set[object] = set()
-"""Files whose checksum this process has compared, by path, inode, size and modification time."""
+"""Files whose checksum this process has compared, by path, inode, size, and the times of the last modification and the
+last change of the inode: the latter cannot be set back by a program that writes into the file."""
 
 
 def _stamp(path: Path) -> object:
@@ -188,7 +202,7 @@ def _stamp(path: Path) -> object:
         stat = os.stat(path)
     except FileNotFoundError:
         return None
-    return os.path.abspath(path), stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return os.path.abspath(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 @contextmanager
@@ -207,22 +221,25 @@ def _open(path: Path, mapped: bool = True) -> Iterator[Any]:
 
 
 def _check_header(
-    path: Path, file: Any, identity: Identity, specs: Mapping[str, TensorSpec], extra: Mapping[str, Any]
+    path: Path, file: Any, identity: Identity, specs: Mapping[str, TensorSpec], version: int, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    text = (file.metadata() or {}).get(METADATA_KEY)
-    if text is None:
-        raise _broken(path, f"it was not written by hf_trak (no `{METADATA_KEY}` in its metadata)")
-    try:
-        header = json.loads(text)
-    except ValueError as error:
-        raise _broken(path, f"its metadata is not valid JSON ({error})") from error
-    if not isinstance(header, dict) or header.get("format_version") != FORMAT_VERSION:
-        version = header.get("format_version") if isinstance(header, dict) else header
+    header = parse_metadata(path, file)
+    found = header.get("format_version")
+    if isinstance(found, int) and found > FORMAT_VERSION:
         raise StoreError(
-            f"{path} has format version {version!r}; this version of hf_trak reads {FORMAT_VERSION}. Use the version "
-            "of hf_trak that wrote it, or another output directory."
+            f"{path} has format version {found}; this version of hf_trak reads up to {FORMAT_VERSION}. Use the "
+            "version of hf_trak that wrote it, or another output directory."
         )
-    changes = differing(header.get("identity") or {}, dict(identity))
+    if found != version:
+        raise _broken(path, f"it has format version {found!r}, and the directory that it lies in has {version}")
+    if version > 1 and header.get("checksum") != content_digest(header):
+        raise _broken(
+            path, f"the checksum of its metadata is {content_digest(header)}, it says {header.get('checksum')}"
+        )
+    saved = header.get("identity")
+    if not isinstance(saved, dict):
+        raise _broken(path, f"its metadata has the identity {saved!r}")
+    changes = differing(saved, dict(identity))
     changes += differing({key: header.get(key) for key in extra}, extra)
     if changes:
         raise _broken(path, "it belongs to another run (" + "; ".join(changes) + ")")
@@ -235,6 +252,24 @@ def _check_header(
         if shape != spec.shape or dtype not in spec.dtypes:
             expected = " or ".join(map(str, spec.dtypes))
             raise _broken(path, f"`{name}` is {dtype or found.get_dtype()} {shape}, expected {expected} {spec.shape}")
+    return header
+
+
+def parse_metadata(path: Path, file: Any) -> dict[str, Any]:
+    """What hf_trak wrote into the metadata of an open safetensors file, unchecked.
+
+    Raises:
+        StoreError: nothing, or no JSON object.
+    """
+    text = (file.metadata() or {}).get(METADATA_KEY)
+    if not isinstance(text, str):
+        raise _broken(path, f"it was not written by hf_trak (no `{METADATA_KEY}` in its metadata)")
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"its metadata is not valid JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _broken(path, f"its metadata is a JSON {type(header).__name__}, not an object")
     return header
 
 

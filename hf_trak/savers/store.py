@@ -2,6 +2,7 @@
 
     <output_dir>/
       trak_config.json                                         everything that defines the features
+      checkpoint-<model_id>.json                               that this checkpoint belongs to the store
       checkpoint-<model_id>/
         checkpoint.json                                        fingerprint and source of the weights
         train-<shard>-of-<shards>.safetensors                  `grads` (rows, k), `out_to_loss` (rows,)
@@ -12,6 +13,13 @@
 
 A shard that exists is complete and valid, so a killed run is finished by computing the shards that are missing.
 Several processes may write the same shard: they write the same bytes, and renaming is atomic.
+
+Every file says what it was computed from (the configuration, the weights, the id of the checkpoint, which the random
+matrix depends on) and carries a checksum of all that it says. So a file that is damaged, or that belongs elsewhere, is
+refused by its name. The files `checkpoint-<model_id>.json` are there to miss a checkpoint that has vanished.
+
+Stores of format 1 have neither checksums of their JSON files nor ids in the identities of their shards. They are read
+and finished in their own format, with a warning; see [`FeatureStore.unknown`].
 """
 
 import hashlib
@@ -20,7 +28,7 @@ import logging
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,10 +43,12 @@ from hf_trak.errors import (
     NonFiniteError,
     StoreError,
 )
-from hf_trak.savers.atomic import create_bytes, differing, json_bytes, read_json, remove_stale_temporaries, safe_name
+from hf_trak.savers.atomic import create_bytes, differing, json_bytes, remove_stale_temporaries, safe_name
+from hf_trak.savers.sealed import content_digest, read_sealed, sealed_bytes, unsealed
 from hf_trak.savers.shard_set import ShardSet
 from hf_trak.savers.shards import (
     FORMAT_VERSION,
+    READABLE_VERSIONS,
     Identity,
     ShardPlan,
     TensorSpec,
@@ -51,6 +61,18 @@ logger = logging.getLogger(__name__)
 
 FEATURE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 """Storage dtypes, by the name that `feature_dtype` gives them in the configuration."""
+
+MAX_SHARDS = 1 << 20
+"""Shards that a store may have, which bounds the time to look at all of them."""
+
+Comparison = Callable[[Any, Any], list[str]]
+"""`(saved, given) -> lines`, one line per difference that matters."""
+
+_RESTORE = "Restore it from a copy, or featurize in another output directory."
+_RESTORE_CONFIG = (
+    "It is the configuration of the whole store: restore it from a copy, or featurize in another output directory."
+)
+_warned_directories: set[Path] = set()
 
 
 @dataclass(frozen=True)
@@ -66,7 +88,7 @@ class FeatureStore:
     """The store of one configuration: see the module's docstring for the files."""
 
     CONFIG_FILE: ClassVar[str] = "trak_config.json"
-    INFORMATIONAL: ClassVar[tuple[str, ...]] = ("hf_trak_version", "model_name", "model_revision")
+    INFORMATIONAL: ClassVar[tuple[str, ...]] = ("hf_trak_version", "model_name", "model_revision", "versions")
     """Keys of the configuration that are saved for the reader, but neither compared nor hashed."""
     REQUIRED: ClassVar[tuple[str, ...]] = ("train_size", "proj_dim", "feature_dtype", "shard_size")
 
@@ -76,13 +98,22 @@ class FeatureStore:
         self._config = config
 
     @classmethod
-    def open(cls, output_dir: str | Path, config: Mapping[str, Any]) -> "FeatureStore":
+    def open(
+        cls,
+        output_dir: str | Path,
+        config: Mapping[str, Any],
+        first_format: Callable[[], Mapping[str, Any]] | None = None,
+        compare: Mapping[str, Comparison] | None = None,
+    ) -> "FeatureStore":
         """Open a store, creating it if there is none.
 
         Args:
             output_dir: its directory.
             config: plain JSON, everything that defines the features. Needs `train_size`, `proj_dim`, `feature_dtype`
                 (a key of `FEATURE_DTYPES`) and `shard_size`; `format_version` is added.
+            first_format: gives the configuration as a store of format 1 describes the same features; called for such
+                a store only. By default `config` without the keys that the store lacks.
+            compare: how to compare the values of keys that need not be equal. It is asked only where they are not.
 
         Raises:
             ValueError: the configuration lacks a key, or holds a value that is not plain JSON.
@@ -93,16 +124,35 @@ class FeatureStore:
         given = cls._normalize(config)
         path = output_dir / cls.CONFIG_FILE
         if not path.exists():
-            create_bytes(path, json_bytes(given))
+            create_bytes(path, sealed_bytes(given))
         store = cls.load(output_dir)
-        changes = differing(cls._defining(store._config), cls._defining(given))
-        if changes:
+        store.require_same(given if store.version > 1 or first_format is None else first_format(), compare)
+        return store
+
+    def require_same(self, config: Mapping[str, Any], compare: Mapping[str, Comparison] | None = None) -> None:
+        """Compare what defines features with the saved configuration.
+
+        Args:
+            config, compare: see [`~FeatureStore.open`].
+
+        Raises:
+            ConfigMismatchError: they differ; shows both.
+        """
+        saved, given = self._defining(self._config), self._defining(self._normalize(config))
+        if self.version == 1:
+            given = {key: value for key, value in given.items() if key in saved}
+        given["format_version"] = saved["format_version"]
+        lines: list[str] = []
+        for key, comparison in (compare or {}).items():
+            if key in saved and key in given and saved[key] != given[key]:
+                lines += comparison(saved[key], given[key])
+                given[key] = saved[key]
+        if changes := [*differing(saved, given), *lines]:
             raise ConfigMismatchError(
-                f"{path} was saved with another configuration than the one given:\n  "
+                f"{self.output_dir / self.CONFIG_FILE} was saved with another configuration than the one given:\n  "
                 + "\n  ".join(changes)
                 + "\nUse the saved values, or another output directory."
             )
-        return store
 
     @classmethod
     def load(cls, output_dir: str | Path) -> "FeatureStore":
@@ -115,22 +165,48 @@ class FeatureStore:
         output_dir = Path(output_dir)
         path = output_dir / cls.CONFIG_FILE
         try:
-            config = read_json(path)
+            config = read_sealed(path, _RESTORE_CONFIG)
         except FileNotFoundError as error:
             raise IncompleteStoreError(
                 f"{output_dir} holds no feature store: {path.name} is missing. Expected the output directory of a "
                 "run. Featurize first."
             ) from error
-        if config.get("format_version") != FORMAT_VERSION:
+        if config.get("format_version") not in READABLE_VERSIONS:
             raise StoreError(
                 f"{path} has format version {config.get('format_version')!r}; this version of hf_trak reads "
                 f"{FORMAT_VERSION}. Use the version of hf_trak that wrote it, or another output directory."
             )
         try:
-            cls._normalize(config)
+            config = cls._normalize(config)
         except ValueError as error:
             raise StoreError(f"{path} is not a valid configuration: {error}") from error
-        return cls(output_dir, config)
+        store = cls(output_dir, config)
+        store._warn_if_old()
+        return store
+
+    def _warn_if_old(self) -> None:
+        """Say once per directory what a store of format 1 cannot notice."""
+        if self.version > 1 or self.output_dir.absolute() in _warned_directories:
+            return
+        _warned_directories.add(self.output_dir.absolute())
+        logger.warning(
+            "%s is of format 1. Its files are not protected against every kind of damage, and it does not record %s, "
+            "so that a change of those is not noticed. `hf-trak upgrade --output_dir %s` (or "
+            "`TrakAttributor.upgrade_store()`) checks it against model and rows, and brings it up to date.",
+            self.output_dir,
+            ", ".join(self.unknown),
+            self.output_dir,
+        )
+
+    @property
+    def version(self) -> int:
+        """Format version of the store, in which its files are written."""
+        return int(self._config["format_version"])
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """What the identities of this store do not say, because it is of an older format."""
+        return _UNKNOWN_IN_FORMAT_1 if self.version == 1 else ()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -172,24 +248,50 @@ class FeatureStore:
             "model_id": model_id,
             "source": source,
         }
-        if path.exists() or not create_bytes(path, json_bytes(content)):
-            saved = self.checkpoint_info(model_id)
+        if path.exists() or not create_bytes(path, self.encoded(content)):
+            saved = self._read_checkpoint(model_id)
             if saved.get("fingerprint") != fingerprint:
                 raise CheckpointMismatchError(
                     f"Model id {model_id} is tied to the weights {saved.get('fingerprint')} (from "
                     f"{saved.get('source')}) in {path}, but was given the weights {fingerprint} (from {source}). Give "
                     "each checkpoint a model id of its own, or use another output directory."
                 )
+        if self.version > 1:
+            del content["source"]
+            if not create_bytes(self._member_path(model_id), self.encoded(content)):
+                self._check_member(model_id)
         remove_stale_temporaries(path.parent)
+        remove_stale_temporaries(self.output_dir)
 
     @property
     def model_ids(self) -> list[int]:
-        """Ids of all registered checkpoints, ascending."""
-        found = []
-        for path in self.output_dir.glob("checkpoint-*/checkpoint.json"):
-            match = re.fullmatch(r"checkpoint-(0|[1-9]\d*)", path.parent.name)
-            if match:
-                found.append(int(match[1]))
+        """Ids of all registered checkpoints, ascending.
+
+        Raises:
+            StoreError: a checkpoint that belongs to the store has vanished in part or as a whole: leaving it out of
+                an average would change every score.
+        """
+        registered, directories = set(), {}
+        for path in self.output_dir.glob("checkpoint-*"):
+            if (match := _CHECKPOINT.fullmatch(path.name)) is not None:
+                if match["file"]:
+                    registered.add(int(match["id"]))
+                else:
+                    directories[int(match["id"])] = path
+        found = {model_id for model_id, path in directories.items() if (path / "checkpoint.json").exists()}
+        for model_id, path in sorted(directories.items()):
+            if model_id not in found and any(path.glob("*.safetensors")):
+                raise StoreError(
+                    f"{path / 'checkpoint.json'} is missing, and features of model id {model_id} are there. Expected "
+                    "the file that names their weights. Restore it, featurize the same checkpoint under this id again "
+                    "(finished shards stay), or delete the directory."
+                )
+        for model_id in sorted(registered - found):
+            raise StoreError(
+                f"{self.checkpoint_dir(model_id)} is missing, and {self._member_path(model_id).name} says that it "
+                "belongs here. Expected the features of every checkpoint that was featurized. Restore it, featurize "
+                "it again, or delete that file, too, if it was removed on purpose."
+            )
         return sorted(found)
 
     def checkpoint_info(self, model_id: int) -> dict[str, Any]:
@@ -199,9 +301,15 @@ class FeatureStore:
             IncompleteStoreError: no checkpoint of this id is registered.
             StoreError: it was registered under another configuration.
         """
+        info = self._read_checkpoint(model_id)
+        if self.version > 1 and self._member_path(model_id).exists():
+            self._check_member(model_id)
+        return info
+
+    def _read_checkpoint(self, model_id: int) -> dict[str, Any]:
         path = self.checkpoint_dir(model_id) / "checkpoint.json"
         try:
-            info = read_json(path)
+            info = self._read(path)
         except FileNotFoundError as error:
             raise IncompleteStoreError(
                 f"Model id {model_id} is not in {self.output_dir}, which has {self.model_ids or 'none'}. Featurize "
@@ -213,7 +321,40 @@ class FeatureStore:
                 f"has the hash {self.config_hash}: files of two runs were mixed, or the configuration was edited. "
                 "Restore it, or use another output directory."
             )
+        found = info.get("model_id")
+        if found != checked_model_id(model_id) or isinstance(found, bool):
+            raise StoreError(
+                f"{path} is that of model id {found!r}, and lies in the directory of model id {model_id}. Expected "
+                "features that were computed under the id of their directory, since the random projection depends on "
+                "it. Give the directory its old name, or featurize this checkpoint under another id."
+            )
+        if not isinstance(info.get("fingerprint"), str):
+            raise StoreError(f"{path} has the fingerprint {info.get('fingerprint')!r}; expected a text. {_RESTORE}")
         return info
+
+    def _member_path(self, model_id: int) -> Path:
+        return self.output_dir / f"checkpoint-{checked_model_id(model_id)}.json"
+
+    def _check_member(self, model_id: int) -> None:
+        """Compare what the store says of a checkpoint with what its directory says."""
+        path, info = self._member_path(model_id), self._read_checkpoint(model_id)
+        said = self._read(path)
+        keys = ("config_hash", "fingerprint", "model_id")
+        if changes := differing({key: said.get(key) for key in keys}, {key: info[key] for key in keys}):
+            raise StoreError(
+                f"{path} and {path.with_suffix('') / 'checkpoint.json'} are of different checkpoints ("
+                + "; ".join(changes)
+                + "): files of two runs were mixed. Restore the directory that belongs here, or delete both and "
+                "featurize this checkpoint again."
+            )
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """A JSON file of this store, without checksum and version. Raises as `read_sealed`."""
+        return unsealed(read_sealed(path, _RESTORE, allow_unsealed=self.version == 1))
+
+    def encoded(self, content: Mapping[str, Any]) -> bytes:
+        """A JSON file of this store, in its format."""
+        return json_bytes(content) if self.version == 1 else sealed_bytes(content)
 
     # features
 
@@ -224,7 +365,7 @@ class FeatureStore:
             IncompleteStoreError: the checkpoint is not registered.
         """
         plan = ShardPlan(self._config["train_size"], self._config["shard_size"])
-        identity = {**self._identity(model_id), "kind": "train"}
+        identity = {**self.identity(model_id), "kind": "train"}
         return self._shard_set(self.checkpoint_dir(model_id), "train", plan, identity)
 
     def experiment_dir(self, experiment: str) -> Path:
@@ -238,6 +379,7 @@ class FeatureStore:
         n_targets: int,
         dataset_fingerprint: str,
         extra: Mapping[str, Any] | None = None,
+        compare: Mapping[str, Comparison] | None = None,
     ) -> ShardSet:
         """The features of an experiment's targets under one checkpoint; the first call creates the experiment.
 
@@ -247,6 +389,7 @@ class FeatureStore:
             n_targets: number of targets.
             dataset_fingerprint: of the target dataset.
             extra: further plain JSON that has to be the same whenever the experiment is used.
+            compare: as in [`~FeatureStore.open`].
 
         Raises:
             ValueError: the name is not a plain name, or `n_targets` is less than 1.
@@ -256,21 +399,31 @@ class FeatureStore:
         directory = self.experiment_dir(experiment)
         plan = ShardPlan(n_targets, self._config["shard_size"])
         identity = {
-            **self._identity(model_id),
+            **self.identity(model_id),
             "dataset_fingerprint": dataset_fingerprint,
             "kind": "targets",
             "num_targets": n_targets,
         }
         given = {**(extra or {}), "dataset_fingerprint": dataset_fingerprint, "num_targets": n_targets}
         path = directory / "experiment.json"
-        if path.exists() or not create_bytes(path, json_bytes(given)):
-            changes = differing(read_json(path), given)
+        if path.exists() or not create_bytes(path, self.encoded(given)):
+            saved = self._read(path)
+            if self.version == 1:
+                given = {key: value for key, value in given.items() if key in saved}
+            lines: list[str] = []
+            for key, comparison in (compare or {}).items():
+                if key in saved and key in given and saved[key] != given[key]:
+                    lines += comparison(saved[key], given[key])
+                    given[key] = saved[key]
+            changes = [*differing(saved, given), *lines]
             if changes:
                 raise ConfigMismatchError(
                     f"Experiment {experiment!r} exists in {path} with other values than those given:\n  "
                     + "\n  ".join(changes)
                     + "\nUse another experiment name for other targets."
                 )
+        if self.version > 1:
+            identity["experiment"] = content_digest(given)
         return self._shard_set(directory / f"checkpoint-{model_id}", "targets", plan, identity)
 
     @property
@@ -286,7 +439,7 @@ class FeatureStore:
         """
         path = self.experiment_dir(experiment) / "experiment.json"
         try:
-            return read_json(path)
+            return self._read(path)
         except FileNotFoundError as error:
             raise IncompleteStoreError(
                 f"Experiment {experiment!r} is not in {self.output_dir}, which has {self.experiments or 'none'}. "
@@ -320,7 +473,8 @@ class FeatureStore:
             )
         self.train(model_id).require_complete("Featurize the remaining rows first.")
         trace = float(gram.diagonal().sum(dtype=torch.float64))
-        write_tensors(self._gram_path(model_id), {"gram": gram}, self._gram_identity(model_id), n=n, trace=trace)
+        identity = self._gram_identity(model_id)
+        write_tensors(self._gram_path(model_id), {"gram": gram}, identity, self.version, n=n, trace=trace)
 
     def read_gram(self, model_id: int) -> Gram | None:
         """The saved XᵀX, or `None` if there is none.
@@ -335,11 +489,15 @@ class FeatureStore:
         k, size = self._config["proj_dim"], self._config["train_size"]
         identity = self._gram_identity(model_id)
         specs = {"gram": TensorSpec((k, k), (torch.float32, torch.float64))}
-        matrix = read_tensors(path, identity, specs, n=size)["gram"]
-        trace = read_header(path, identity, specs, n=size).get("trace")
-        if not isinstance(trace, float) or not math.isfinite(trace):
+        matrix = read_tensors(path, identity, specs, version=self.version, n=size)["gram"]
+        trace = read_header(path, identity, specs, self.version, n=size).get("trace")
+        found = float(matrix.diagonal().sum(dtype=torch.float64))
+        # In format 1 nothing but this comparison protects the number, from which λ is derived. The bound is that of
+        # a sum of k terms in another order; both sums are taken in float64.
+        if not isinstance(trace, float) or not math.isclose(trace, found, rel_tol=k * 2.0**-52, abs_tol=0.0):
             raise StoreError(
-                f"{path} has the trace {trace!r}; expected a finite number. Delete this file and run again."
+                f"{path} says that the trace is {trace!r}; its matrix has {found!r}. Delete this file and run the "
+                "same command again."
             )
         return Gram(matrix, trace, size)
 
@@ -347,15 +505,17 @@ class FeatureStore:
         return self.checkpoint_dir(model_id) / "gram.safetensors"
 
     def _gram_identity(self, model_id: int) -> dict[str, str | int]:
-        return {**self._identity(model_id), "content": self.train(model_id).content_hash, "kind": "gram"}
+        return {**self.identity(model_id), "content": self.train(model_id).content_hash, "kind": "gram"}
 
-    def _identity(self, model_id: int) -> dict[str, str | int]:
-        return {"checkpoint": self.checkpoint_info(model_id)["fingerprint"], "config": self.config_hash}
+    def identity(self, model_id: int) -> dict[str, str | int]:
+        """What every file of a checkpoint is computed from: the weights, the configuration, and the id."""
+        identity = {"checkpoint": self.checkpoint_info(model_id)["fingerprint"], "config": self.config_hash}
+        return identity if self.version == 1 else {**identity, "model_id": checked_model_id(model_id)}
 
     def _shard_set(self, directory: Path, prefix: str, plan: ShardPlan, identity: Identity) -> ShardSet:
         if directory.is_dir():
             remove_stale_temporaries(directory)
-        return ShardSet(directory, prefix, plan, self._config["proj_dim"], self.feature_dtype, identity)
+        return ShardSet(directory, prefix, plan, self._config["proj_dim"], self.feature_dtype, identity, self.version)
 
     @classmethod
     def _defining(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,9 +523,10 @@ class FeatureStore:
 
     @classmethod
     def _normalize(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The configuration as JSON would give it back, checked."""
+        """The configuration as JSON would give it back, checked, without its checksum."""
         try:
             content = json.loads(json_bytes({"format_version": FORMAT_VERSION, **config}))
+            content.pop("checksum", None)
         except (TypeError, ValueError) as error:
             raise ValueError(f"The configuration is not plain JSON: {error}.") from error
         absent = [key for key in cls.REQUIRED if key not in content]
@@ -377,7 +538,23 @@ class FeatureStore:
             raise ValueError(
                 f"`feature_dtype` is {content['feature_dtype']!r}; expected one of {sorted(FEATURE_DTYPES)}."
             )
+        shards = len(ShardPlan(content["train_size"], content["shard_size"]))
+        if shards > MAX_SHARDS:
+            raise ValueError(
+                f"`train_size` {content['train_size']} in shards of {content['shard_size']} rows makes {shards} "
+                f"files; expected at most {MAX_SHARDS}. Choose a larger `shard_size`."
+            )
         return content
+
+
+_CHECKPOINT = re.compile(r"checkpoint-(?P<id>0|[1-9]\d{0,17})(?P<file>\.json)?")
+
+_UNKNOWN_IN_FORMAT_1 = (
+    "the id of a checkpoint in its shards",
+    "settings of the model besides its weights",
+    "the code of functions",
+    "how rows are collated",
+)
 
 
 def checked_model_id(model_id: Any) -> int:
