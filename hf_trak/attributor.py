@@ -15,9 +15,11 @@ from hf_trak.config import TrakConfig, checked_args
 from hf_trak.data import Collator, row_count
 from hf_trak.featurized import FeaturizedModel, sources_of
 from hf_trak.groups import GroupBy, RowGroups, target_groups
+from hf_trak.interruption import announced
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.last import LastResult
 from hf_trak.savers.atomic import safe_name
+from hf_trak.savers.sealed import content_digest
 from hf_trak.score_files import ScoreFiles
 from hf_trak.scored_dataset import attach_columns
 from hf_trak.selection import (
@@ -214,21 +216,37 @@ class TrakAttributor(FeaturizedModel):
         """
         if per not in ("target", "train"):
             raise ValueError(f"`per` is {per!r}. Expected 'target' or 'train'.")
-        n_targets = row_count(eval_dataset, "eval_dataset")
+        row_count(eval_dataset, "eval_dataset")
         groups = target_groups(eval_dataset, aggregate, group_by)
         if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1):
             raise ValueError(f"`top_k` is {top_k!r}. Expected an integer of at least 1, or `None` for every score.")
-        name, blocks = self._score_blocks(eval_dataset, name, checkpoints, model_ids, groups, everywhere=False)
+        with announced(lambda: "Nothing half-written was left. Run the same call again; target features are kept."):
+            return self._attributed(eval_dataset, top_k, name, per, checkpoints, model_ids, groups)
+
+    def _attributed(
+        self,
+        eval_dataset: Any,
+        top_k: int | None,
+        name: str | None,
+        per: Literal["target", "train"],
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None,
+        model_ids: Sequence[int] | None,
+        groups: RowGroups | None,
+    ) -> HFDataset:
+        """[`~TrakAttributor.attribute`] with checked arguments."""
+        plan = self._plan_scores(eval_dataset, name, checkpoints, model_ids, groups, everywhere=False)
+        n_targets = len(eval_dataset)
         rows = self.train_dataset if per == "train" else eval_dataset if groups is None else groups.table()
         n_targets = n_targets if groups is None else len(groups)
         length = self._train_size if per == "target" else n_targets
-        stem = f"per-{per}" if groups is None else f"per-{per}-of-{groups.tag}"
-        stem = stem if top_k is None else f"{stem}-top-{top_k}"
-        directory = self.store.output_dir / "scores" / safe_name(name, "name")
+        # A name for each result: another one never comes to lie beneath a dataset that is still in use.
+        digest = content_digest({**plan.identity, "experiment": plan.name, "per": per, "top_k": top_k})
+        stem = f"per-{per}-{digest}" if top_k is None else f"per-{per}-top-{top_k}-{digest}"
+        directory = self.store.output_dir / "scores" / safe_name(plan.name, "name")
         files = ScoreFiles(directory, stem, self.processes, self._train_size, n_targets)
-        scored = attach_columns(rows, files.columns(blocks, None if top_k is None else min(top_k, length), per))
+        scored = attach_columns(rows, files.columns(plan.blocks, None if top_k is None else min(top_k, length), per))
         if per == "target" and groups is None:
-            self._last = LastResult(scored, eval_dataset, name, model_ids)
+            self._last = LastResult(scored, eval_dataset, plan.name, model_ids)
         return scored
 
     def show(self, target: int, **options: Any) -> "TargetDisplay":

@@ -26,7 +26,7 @@ from hf_trak.projectors import BlockProjector, make_projector
 from hf_trak.savers import FeatureStore, ShardSet
 from hf_trak.savers.atomic import safe_name
 from hf_trak.scored_dataset import ScoreBlock
-from hf_trak.scoring import Scorer
+from hf_trak.scoring import PlannedScores, Scorer
 
 logger = logging.getLogger(__name__)
 
@@ -234,8 +234,21 @@ class FeaturizedModel:
         groups: RowGroups | None = None,
         everywhere: bool = True,
     ) -> tuple[str, Iterator[ScoreBlock]]:
-        """The name of the experiment, and scores of training rows for m targets, or for G groups of them: of all rows,
-        or (`everywhere=False`) of those that fall to this process."""
+        """Name and blocks of [`~FeaturizedModel._plan_scores`]."""
+        plan = self._plan_scores(eval_dataset, name, checkpoints, model_ids, groups, everywhere)
+        return plan.name, plan.blocks
+
+    def _plan_scores(
+        self,
+        eval_dataset: Any,
+        name: str | None,
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None,
+        model_ids: Sequence[int] | None,
+        groups: RowGroups | None = None,
+        everywhere: bool = True,
+    ) -> PlannedScores:
+        """Scores of training rows for m targets, or for G groups of them: of all rows, or (`everywhere=False`) of
+        those that fall to this process. Features of the targets are computed here where they are not in the store."""
         if name is not None:
             safe_name(name, "name")
         n_targets = row_count(eval_dataset, "eval_dataset")
@@ -244,9 +257,10 @@ class FeaturizedModel:
         scorer = self._scorer
         ids = scorer.ensemble(model_ids)
         sources = sources_of(ids, checkpoints)
-        targets = []
+        targets, features_of_targets = [], []
         for model_id in ids:
             shards = self._target_shards(name, model_id, eval_dataset, n_targets, fingerprint, sources)
+            features_of_targets.append(shards)
 
             def features(shards: ShardSet = shards) -> Tensor:
                 if groups is None:
@@ -254,7 +268,8 @@ class FeaturizedModel:
                 return groups.means((shard.start, shard.grads) for shard in shards)
 
             targets.append(scorer.precondition(model_id, features, n_targets if groups is None else len(groups)))
-        return name, scorer.blocks(ids, targets, everywhere)
+        identity = {**scorer.identity(ids, features_of_targets), "groups": None if groups is None else groups.tag}
+        return PlannedScores(name, identity, scorer.blocks(ids, targets, everywhere))
 
     def _target_shards(
         self,

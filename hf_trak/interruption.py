@@ -46,6 +46,8 @@ def announced(message: Callable[[], str]) -> Iterator[None]:
         raise
     except _Terminated:
         logger.warning("Terminated by SIGTERM. %s", message())
+        if not mine:
+            raise  # the block that installed the handler lets the process die, after blocks between have cleaned up
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
         raise  # not reached where SIGTERM ends a process

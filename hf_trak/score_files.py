@@ -1,11 +1,12 @@
 """Scores as Arrow files: rows are written block by block, each process its own part of them.
 
 With one process a result is one file, `<stem>.arrow`; with W it is up to W, `<stem>-<rank>-of-<W>.arrow`, whose rows
-follow each other. Files appear when they are complete.
+follow each other. Files appear when they are complete. The stem holds a digest of all that the scores depend on, so
+that processes with other settings write other files, and those with the same settings the same bytes.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -13,11 +14,13 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import torch
+import xxhash
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.arrow_writer import ArrowWriter
 
+from hf_trak.errors import StoreError
 from hf_trak.processes import Processes
-from hf_trak.savers.atomic import atomic_path, remove_stale_temporaries, temporary_file
+from hf_trak.savers.atomic import atomic_path, explained, remove_stale_temporaries, safe_name, temporary_file
 from hf_trak.score_computers import TopK
 from hf_trak.score_computers.topk import PADDING
 from hf_trak.scored_dataset import TOP_K_COLUMNS, ScoreBlock, fixed_size_list
@@ -91,7 +94,7 @@ class ScoreFiles:
         """All scores, one row per target, by way of a scratch file of each process."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with temporary_file(self.directory) as scratch:
-            with self.processes.together(), open(scratch, "wb") as file:
+            with self.processes.together(), explained(scratch), open(scratch, "wb") as file:
                 rows = []
                 for start, stop, block in blocks:
                     file.write(np.ascontiguousarray(block.cpu().numpy().T).data)
@@ -138,6 +141,50 @@ class ScoreFiles:
                 written = True
         names = [name for name in self.processes.gather(name if written else None) if name is not None]
         return concatenate_datasets([Dataset.from_file(os.fspath(self.directory / name)) for name in names])
+
+
+SCORE_FILES = "score_files"
+"""The fact of a run that names its files of all scores."""
+
+
+def score_file_digests(scored: Dataset, directory: Path) -> dict[str, str]:
+    """The files in `directory` that hold the scores of a result, in order, with their xxh3-128."""
+    paths = dict.fromkeys(Path(entry["filename"]) for entry in scored.cache_files)
+    found = [path for path in paths if path.parent.resolve() == directory.resolve()]
+    return {path.name: _digest(path) for path in found if path.name.startswith("per-target-")}
+
+
+def read_score_files(directory: Path, files: Mapping[str, str | None]) -> Dataset:
+    """All scores of a run, one row per target.
+
+    Args:
+        directory: of the run.
+        files: their names and xxh3-128 digests, see [`score_file_digests`]; `None` for files of format 1.
+
+    Raises:
+        StoreError: a file is missing or damaged.
+    """
+    parts = []
+    for name, digest in files.items():
+        path = directory / safe_name(name, "score file")
+        remedy = "Run `hf-trak attribute --all_scores` again."
+        if not path.is_file():
+            raise StoreError(f"{path} is missing. {remedy}")
+        if digest is not None and (found := _digest(path)) != digest:
+            raise StoreError(f"{path} is damaged: its checksum is {found}, the run says {digest}. {remedy}")
+        try:
+            parts.append(Dataset.from_file(os.fspath(path)))
+        except (pa.ArrowInvalid, OSError) as error:
+            raise StoreError(f"{path} is damaged ({error}). {remedy}") from error
+    return concatenate_datasets(parts)
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _extremes(block: torch.Tensor, top_k: int) -> pa.Table:

@@ -7,7 +7,9 @@ processes with the same device type and number of threads.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +17,11 @@ from torch import Tensor
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.processes import Processes
 from hf_trak.savers import FeatureStore, Gram
-from hf_trak.savers.shard_set import Shard
+from hf_trak.savers.shard_set import Shard, ShardSet
 from hf_trak.score_computers import (
     GramSum,
     RidgeSystem,
+    ScaledRows,
     column_squares,
     joined,
     ridge_lambda,
@@ -36,8 +39,26 @@ _BLOCK_SCORES = 1 << 24
 _SHARD_SCORES = 1 << 22
 """Scores of one shard up to which shards are worked on side by side; larger products use all cores themselves."""
 
+SCORES_VERSION = 2
+"""Rises when scores of the same features change, and with them the names of result files."""
+
 _JOINED_SCORES = 1 << 20
 """Scores of small shards that are worked on together."""
+
+
+@dataclass(frozen=True)
+class PlannedScores:
+    """Scores that are about to be computed.
+
+    Attributes:
+        name: of the experiment.
+        identity: all that the numbers depend on, as plain JSON: results of equal identities have equal bits.
+        blocks: see [`score_blocks`].
+    """
+
+    name: str
+    identity: dict[str, Any]
+    blocks: Iterator[ScoreBlock]
 
 
 class Scorer:
@@ -141,7 +162,7 @@ class Scorer:
         total.integers = self.processes.add(total.integers.cpu()).to(self.device)
         return total.result().cpu()
 
-    def precondition(self, model_id: int, targets: Callable[[], Tensor], m: int) -> Tensor:
+    def precondition(self, model_id: int, targets: Callable[[], Tensor], m: int) -> ScaledRows:
         """A = t (XᵀX + λI)⁻¹ of one checkpoint, solved in the main process alone.
 
         Args:
@@ -150,7 +171,7 @@ class Scorer:
             m: number of targets.
 
         Returns:
-            `(m, k)`, float32, in every process.
+            `(m, k)`, float32 up to powers of two, in every process.
 
         Raises:
             SingularGramError: the ridge is too small for these features.
@@ -159,9 +180,10 @@ class Scorer:
 
         def solve() -> Tensor:
             assert gram is not None  # only the main process comes here
-            return self.system(model_id, gram).solve(targets()).float()
+            return self.system(model_id, gram).solve(targets())
 
-        return self.processes.tensor_from_main(solve, (m, self.k), torch.float32).to(self.device)
+        rows = ScaledRows.of(self.processes.tensor_from_main(solve, (m, self.k), torch.float64))
+        return ScaledRows(rows.values.to(self.device), rows.exponents)
 
     def system(self, model_id: int, gram: Gram) -> RidgeSystem:
         """The factorized ridge system; logs λ and the condition number."""
@@ -173,7 +195,7 @@ class Scorer:
         return system
 
     def blocks(
-        self, model_ids: Sequence[int], targets: Sequence[Tensor], everywhere: bool = False
+        self, model_ids: Sequence[int], targets: Sequence[Tensor | ScaledRows], everywhere: bool = False
     ) -> Iterator[ScoreBlock]:
         """Scores of training rows, in order, block by block.
 
@@ -183,7 +205,8 @@ class Scorer:
             everywhere: all rows in every process, rather than those that fall to this one.
         """
         shards = [self.store.train(model_id) for model_id in model_ids]
-        count, m = len(shards[0]), targets[0].shape[0]
+        first = targets[0].values if isinstance(targets[0], ScaledRows) else targets[0]
+        count, m = len(shards[0]), first.shape[0]
         mine = range(count) if everywhere else self.processes.share(count)
         rows = shards[0].plan.shard_size
         if self.device.type != "cpu" or m * rows > _SHARD_SCORES:
@@ -198,6 +221,35 @@ class Scorer:
         together = max(1, min(_JOINED_SCORES // (m * rows), len(mine) // (4 * torch.get_num_threads())))
         groups = (mine[first : first + together] for first in range(0, len(mine), together))
         return chain.from_iterable(each_in_order(scores_of, groups))
+
+    def identity(self, model_ids: Sequence[int], targets: Sequence[ShardSet]) -> dict[str, Any]:
+        """What scores depend on: the features of both sides, by their checksums, λ, and what decides on rounding.
+
+        Args:
+            model_ids: the checkpoints.
+            targets: for each of them the features of the targets.
+        """
+
+        def describe() -> list[dict[str, Any]]:
+            return [
+                {
+                    "fingerprint": self.store.checkpoint_info(model_id)["fingerprint"],
+                    "model_id": model_id,
+                    "targets": shards.content_hash,
+                    "train": self.store.train(model_id).content_hash,
+                }
+                for model_id, shards in zip(model_ids, targets, strict=True)
+            ]
+
+        return {
+            "checkpoints": self.processes.from_main(describe),
+            "config": self.store.config_hash,
+            "device": self.device.type,
+            "lambda_reg": self.lambda_reg,
+            "lambda_relative": self.lambda_relative,
+            "scores_version": SCORES_VERSION,
+            "threads": torch.get_num_threads(),
+        }
 
     def self_influence(self, model_ids: Sequence[int]) -> Tensor:
         """τ(z_i, z_i) of every training row, `(n,)` float32, in every process."""

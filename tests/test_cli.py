@@ -196,7 +196,8 @@ def test_attribute_report_inspect(featurized, home, answer, tmp_path):
     assert "<bdi>positive</bdi>" in page or "<bdi>negative</bdi>" in page
 
     # The linear datamodeling score of these scores against made-up retrainings.
-    scores = Dataset.from_file(f"{featurized}/scores/all/per-target.arrow").with_format("numpy")["trak_scores"][:].T
+    (file,) = Path(featurized, "scores", "all").glob("per-target-*.arrow")
+    scores = Dataset.from_file(str(file)).with_format("numpy")["trak_scores"][:].T
     rng = np.random.default_rng(0)
     masks, outputs = rng.random((9, N_TRAIN)) < 0.5, rng.normal(size=(9, N_EVAL))
     np.save(tmp_path / "masks.npy", masks)

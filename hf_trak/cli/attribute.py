@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments, TargetArguments
 from hf_trak.cli.build import build, build_from_index, quiet, remember, remembered, require_run, target_rows
@@ -13,6 +14,7 @@ from hf_trak.config import TrakConfig
 from hf_trak.report.run import AttributionRun, score_distributions
 from hf_trak.report.views import RunViews
 from hf_trak.savers.atomic import safe_name
+from hf_trak.score_files import SCORE_FILES, score_file_digests
 
 
 @dataclass
@@ -70,7 +72,12 @@ def run(argv: Sequence[str]) -> None:
     counts = score_distributions(attributor, scored, rows, wanted.name) if counted else None
     influence = attributor.self_influence() if wanted.self_influence else None
     directory = Path(attributor.args.output_dir) / "scores" / wanted.name
-    facts = {"dataset": data.dataset_name, "target_dataset": targets.eval_dataset_name or data.dataset_name}
+    facts: dict[str, Any] = {
+        "dataset": data.dataset_name,
+        "target_dataset": targets.eval_dataset_name or data.dataset_name,
+    }
+    if wanted.all_scores:
+        facts[SCORE_FILES] = attributor.processes.from_main(lambda: score_file_digests(scored, directory))
     found = AttributionRun.collect(attributor, scored, distributions=counts, self_influence=influence, facts=facts)
     if attributor.processes.is_main_process:
         found.save(directory, every_train_row=wanted.save_train_dataset)

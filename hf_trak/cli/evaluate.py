@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset
 
 from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.output import answer, table
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.evaluation import evaluate_lds
-from hf_trak.report.run import find_run
+from hf_trak.report.run import AttributionRun, find_run
+from hf_trak.score_files import SCORE_FILES, read_score_files
 
 
 @dataclass
@@ -58,6 +58,9 @@ def run(argv: Sequence[str]) -> None:
     )
 
 
+_OLD_SCORES = "per-target.arrow"
+
+
 def _array(path: str) -> np.ndarray:
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path!r} is no file. Expected a .npy array.")
@@ -69,10 +72,12 @@ def _scores(path: Path) -> np.ndarray:
     if path.suffix == ".npy":
         return _array(str(path))
     directory = find_run(path)
-    found = directory / "per-target.arrow"
-    if not found.is_file():
+    files = AttributionRun.load(directory).facts.get(SCORE_FILES)
+    if files is None and (directory / _OLD_SCORES).is_file():  # runs of format 1 kept all scores under this name
+        files = {_OLD_SCORES: None}
+    if not files:
         raise IncompleteStoreError(
-            f"{directory} has no per-target.arrow: the run keeps the highest and lowest scores alone. Run "
+            f"The run {directory} keeps the highest and lowest scores alone. Expected one with all scores. Run "
             "`hf-trak attribute --all_scores`, or give a .npy file."
         )
-    return Dataset.from_file(str(found)).with_format("numpy")["trak_scores"][:].T
+    return read_score_files(directory, files).with_format("numpy")["trak_scores"][:].T

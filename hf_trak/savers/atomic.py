@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from safetensors import SafetensorError
 
-from hf_trak.errors import StoreError
+from hf_trak.errors import HfTrakError, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     The file gets the permissions that the process's umask asks for, even when the code in the block rewrites it with
     tighter ones (safetensors writes mode 0600). Parent directories are created.
     """
-    with _explained(path), temporary_file(path.parent) as temporary:
+    with explained(path), temporary_file(path.parent) as temporary:
         mode = stat.S_IMODE(temporary.stat().st_mode)
         yield temporary
         os.chmod(temporary, mode)
@@ -92,7 +92,7 @@ def temporary_file(directory: Path) -> Iterator[Path]:
     Raises:
         StoreError: it cannot be created.
     """
-    with _explained(directory):
+    with explained(directory):
         temporary = _create_temporary(directory)
     try:
         yield temporary
@@ -122,7 +122,7 @@ def create_file(path: Path, fill: Callable[[Path], object]) -> bool:
     Returns:
         Whether this call created the file.
     """
-    with _explained(path), temporary_file(path.parent) as temporary:
+    with explained(path), temporary_file(path.parent) as temporary:
         fill(temporary)
         _sync(temporary)
         try:
@@ -152,10 +152,12 @@ def allocate(file: IO[bytes], size: int) -> None:
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turn what the system says of a write that failed into a `StoreError`."""
+def explained(path: Path) -> Iterator[None]:
+    """Turn what the system says of a write that failed into a `StoreError` that names the file and the room left."""
     try:
         yield
+    except HfTrakError:
+        raise  # an error of the block itself, which may be an OSError, too
     except (OSError, SafetensorError) as error:
         raise StoreError(
             f"{path} cannot be written: {error}. Expected a directory that this process may write to, on a disk with "

@@ -4,7 +4,13 @@ from hf_trak.score_computers.base import AbstractScoreComputer
 from hf_trak.score_computers.basic import BasicScoreComputer, BasicSingleBlockScoreComputer
 from hf_trak.score_computers.gram import GramSum, column_squares
 from hf_trak.score_computers.ridge import RidgeSystem, gram_update, ridge_lambda
-from hf_trak.score_computers.streaming import FeatureShard, joined, score_blocks, self_influence_blocks
+from hf_trak.score_computers.streaming import (
+    FeatureShard,
+    ScaledRows,
+    joined,
+    score_blocks,
+    self_influence_blocks,
+)
 from hf_trak.score_computers.topk import TopK
 
 __all__ = [
@@ -14,6 +20,7 @@ __all__ = [
     "FeatureShard",
     "GramSum",
     "RidgeSystem",
+    "ScaledRows",
     "TopK",
     "column_squares",
     "gram_update",

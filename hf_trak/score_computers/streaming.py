@@ -7,6 +7,7 @@ the mean of the products times the mean of the q's (TRAK paper, Section 3.4). Me
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 from hf_trak.errors import StoreError
 from hf_trak.score_computers.device_shards import uploaded_shards
 from hf_trak.score_computers.ridge import RidgeSystem, check_finite_rows
+
+_PLAIN_EXPONENT = 32
+"""Powers of two up to which float32 holds a row as it is, with room for entries far smaller than its largest."""
 
 
 class FeatureShard(Protocol):
@@ -37,17 +41,46 @@ class FeatureShard(Protocol):
         """`(stop - start,)`."""
 
 
+@dataclass(frozen=True)
+class ScaledRows:
+    """A matrix `(m, k)` as float32 rows and powers of two: row j is `values[j] · 2^exponents[j]`.
+
+    A = t (XᵀX + λI)⁻¹ is of the size 1 / ‖x‖ while t is of the size ‖x‖, so that with gradients of 10²² or 10⁻²² one
+    of them leaves the range of float32. Scaling by powers of two is exact.
+    """
+
+    values: Tensor
+    exponents: Tensor | None = None
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> "ScaledRows":
+        """Rows of a float64 matrix `(m, k)`, without exponents where float32 holds them as they are."""
+        largest = matrix.abs().amax(dim=1)
+        _, exponents = torch.frexp(largest)
+        exponents = torch.where(largest > 0, exponents, 0)
+        if int(exponents.abs().max()) <= _PLAIN_EXPONENT:
+            return cls(matrix.float())
+        return cls(torch.ldexp(matrix, -exponents.unsqueeze(1)).float(), exponents)
+
+    def unscaled(self, products: Tensor) -> Tensor:
+        """Products `(rows, m)` of something with `values` as products with the matrix. In place."""
+        if self.exponents is None:
+            return products
+        wide = torch.ldexp(products.double(), self.exponents.to(products.device))
+        return products.copy_(wide)
+
+
 def score_blocks(
     checkpoints: Sequence[Iterable[FeatureShard]],
-    preconditioned_targets: Sequence[Tensor],
+    preconditioned_targets: Sequence["Tensor | ScaledRows"],
 ) -> Iterator[tuple[int, int, Tensor]]:
     """TRAK scores of all train examples for m targets.
 
     Args:
         checkpoints: for each checkpoint its shards, in the same order with the same row ranges for all. Read once,
             lazily.
-        preconditioned_targets: for each checkpoint A_c `(m, k)`, see [`RidgeSystem.solve`]. Products are computed on
-            the device of A_c, in float32.
+        preconditioned_targets: for each checkpoint A_c `(m, k)`, see [`RidgeSystem.solve`], or its float32 rows with
+            powers of two that they are to be multiplied by. Products are computed on the device of A_c, in float32.
 
     Returns:
         an iterator of `(start, stop, block)`, one for each row range: `block[i, j]`, float32, is the score of train
@@ -59,7 +92,8 @@ def score_blocks(
         NonFiniteError: a score is not finite; names the train row.
     """
     _check_counts(checkpoints, preconditioned_targets, "preconditioned target matrices")
-    targets = [matrix.float() for matrix in preconditioned_targets]
+    rows = [one if isinstance(one, ScaledRows) else ScaledRows(one.float()) for one in preconditioned_targets]
+    targets = [one.values for one in rows]
     if len({matrix.shape[0] for matrix in targets}) != 1:
         raise ValueError(
             f"The checkpoints have {[matrix.shape[0] for matrix in targets]} targets. Expected one number for all."
@@ -70,7 +104,7 @@ def score_blocks(
     def product(checkpoint: int, grads: Tensor, start: int) -> Tensor:
         matrix = columns[checkpoint]
         _check_columns(grads, matrix.shape[0], checkpoint)
-        return grads.to(device=matrix.device, dtype=torch.float32) @ matrix
+        return rows[checkpoint].unscaled(grads.to(device=matrix.device, dtype=torch.float32) @ matrix)
 
     # a shard is on its way to the device while the one before it is multiplied
     shards = [uploaded_shards(one, matrix.device) for one, matrix in zip(checkpoints, columns, strict=True)]
