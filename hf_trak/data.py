@@ -1,12 +1,10 @@
-"""Datasets: what identifies one, which columns reach the model, and how rows become batches in a fixed order."""
+"""Datasets: which columns of one reach the model, and how rows become batches in a fixed order."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import pyarrow as pa
 import torch
-import xxhash
 from accelerate.utils import send_to_device
 from datasets import Dataset as HFDataset
 from torch.utils.data import DataLoader, Dataset
@@ -17,10 +15,10 @@ from transformers.utils.generic import find_labels
 
 from hf_trak.batch_limits import BatchLimits
 from hf_trak.model_inputs import check_rows, stored_columns
+from hf_trak.row_digest import fingerprint_dataset as fingerprint_dataset
+from hf_trak.row_digest import update_digest as update_digest
 
 Collator = Callable[[list[Any]], Any]
-
-_FINGERPRINT_ROWS = 1000
 
 
 def row_count(dataset: Any, name: str) -> int:
@@ -47,72 +45,6 @@ def row_count(dataset: Any, name: str) -> int:
     if len(dataset) == 0:
         raise ValueError(f"`{name}` is empty. Expected at least one row.")
     return len(dataset)
-
-
-def fingerprint_dataset(dataset: Any) -> str:
-    """Identify a dataset by its content, the same on every machine.
-
-    A `datasets.Dataset` is hashed whole (column names, types, and every stored value in row order; a transform set
-    on it is not part of it, nor are files that it only names by path). Of any other dataset every row is read once
-    and hashed; where that takes long, as for images that are decoded, give the dataset an attribute `fingerprint`, a
-    string that changes whenever a row does, which then stands for the rows.
-
-    Returns:
-        32 hex digits.
-
-    Raises:
-        TypeError: `fingerprint` is there and no string.
-    """
-    digest = xxhash.xxh3_128()
-    digest.update(f"{len(dataset)}\0".encode())
-    if isinstance(dataset, HFDataset):
-        for table in dataset.with_format("arrow").iter(batch_size=_FINGERPRINT_ROWS):
-            for column in table.column_names:
-                batch = pa.RecordBatch.from_arrays([_one_array(table[column])], names=[column])
-                sink = pa.BufferOutputStream()
-                with pa.ipc.new_stream(sink, batch.schema.remove_metadata()) as writer:
-                    writer.write_batch(batch.replace_schema_metadata(None))
-                digest.update(memoryview(sink.getvalue()))
-        return digest.hexdigest()
-    given = getattr(dataset, "fingerprint", None)
-    if given is not None and not isinstance(given, str):
-        raise TypeError(
-            f"`{type(dataset).__name__}.fingerprint` is {given!r}. Expected a string that identifies the rows, or no "
-            "such attribute: then all rows are read and hashed."
-        )
-    for row in [given] if given else (dataset[index] for index in range(len(dataset))):
-        update_digest(digest, row)
-    return digest.hexdigest()
-
-
-def _one_array(column: pa.ChunkedArray) -> pa.Array:
-    """The chunks of a column as one array that owns just its values, so that equal values give equal bytes."""
-    combined = column.combine_chunks()
-    array = combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
-    return array.take(pa.array(range(len(array)))) if array.offset else array
-
-
-def update_digest(digest: Any, value: Any) -> None:
-    """Feed a row, or any value in one, to a hash."""
-    if isinstance(value, Mapping):
-        for key in sorted(value):
-            digest.update(f"{key}\0".encode())
-            update_digest(digest, value[key])
-    elif isinstance(value, str | bytes):
-        digest.update(value.encode() if isinstance(value, str) else value)
-    elif isinstance(value, list | tuple):
-        digest.update(f"[{len(value)}".encode())
-        for item in value:
-            update_digest(digest, item)
-    elif isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        digest.update(f"{value.dtype}{tuple(value.shape)}\0".encode())
-        if flat.numel():
-            digest.update(flat.view(torch.uint8).numpy().data)
-    elif hasattr(value, "tobytes"):  # numpy arrays and PIL images
-        digest.update(f"{getattr(value, 'shape', getattr(value, 'size', ''))}\0".encode() + value.tobytes())
-    else:
-        digest.update(f"{value!r}\0".encode())
 
 
 def forward_columns(model: torch.nn.Module, label_names: Sequence[str] | None = None) -> list[str]:

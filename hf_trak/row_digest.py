@@ -1,0 +1,393 @@
+"""What identifies a dataset: digests of rows, and of any value in one, the same in every process.
+
+Values are fed to the hash in a prefix-free encoding: one byte for the type, a length where the type leaves it open,
+then the content. So no two different values give the same bytes: `["ab", "c"]` is not `["a", "bc"]`, and `1`, `True`,
+`1.0`, `"1"` and `b"1"` are five values. Floats go by their bits: -0.0 is not 0.0, and a NaN of another payload is
+another value. Mappings and sets have no order, everything else has one.
+"""
+
+import array
+import copyreg
+import dataclasses
+import itertools
+import json
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+import xxhash
+from datasets import Dataset as HFDataset
+
+_FINGERPRINT_ROWS = 1000
+_MAX_DEPTH = 100  # a level takes up to four frames of the interpreter's stack, which has 1000
+
+
+class Digest(Protocol):
+    """What `hashlib` and `xxhash` give: something that bytes can be fed to."""
+
+    def update(self, data: Any, /) -> Any:
+        """Append bytes to the content."""
+
+
+def fingerprint_dataset(dataset: Any) -> str:
+    """Identify a dataset by its content, the same on every machine.
+
+    A `datasets.Dataset` is hashed whole: column names, features (`ClassLabel` names, the mode of an `Image`, the
+    sampling rate of an `Audio`), and every stored value in row order. A transform or format set on it is code, and not
+    part of it. Of files that it only names by path, the path and the size are hashed; an edit that keeps the size is
+    not seen. Of any other dataset every row is read once and hashed; where that takes long, as for images that are
+    decoded, give the dataset an attribute `fingerprint`, a string that changes whenever a row does, which then stands
+    for the rows.
+
+    Returns:
+        32 hex digits.
+
+    Raises:
+        TypeError: `fingerprint` is there and no string, or a row holds a value whose content cannot be hashed.
+    """
+    digest = xxhash.xxh3_128()
+    if isinstance(dataset, HFDataset):
+        update_digest(digest, ("datasets.Dataset", len(dataset), json.dumps(dataset.features.to_dict())))
+        for table in dataset.with_format("arrow").iter(batch_size=_FINGERPRINT_ROWS):
+            for column in table.column_names:
+                _update_from_arrow(digest, column, values := _one_array(table[column]))
+                for size in _file_sizes(values):
+                    update_digest(digest, size)
+        return digest.hexdigest()
+    if (given := _own_fingerprint(dataset)) is not None:
+        update_digest(digest, ("fingerprint", len(dataset), given))
+        return digest.hexdigest()
+    update_digest(digest, ("rows", len(dataset)))
+    for index in range(len(dataset)):
+        update_digest(digest, dataset[index])
+    return digest.hexdigest()
+
+
+def update_digest(digest: Digest, value: Any) -> None:
+    """Feed a row, or any value in one, to a hash.
+
+    Numbers, texts, bytes, tensors, arrays and PIL images go by type and content; mappings, sequences and sets by their
+    items; any other object by its class and by what `pickle` would keep of it. Nothing is pickled, and an address in
+    memory never enters.
+
+    Raises:
+        TypeError: the content cannot be hashed: a function, an open file, an object without any content, or nesting
+            deeper than 100 levels.
+    """
+    _encode(digest, value, 0)
+
+
+def _own_fingerprint(dataset: Any) -> str | None:
+    given = getattr(dataset, "fingerprint", None)
+    if given is not None and not isinstance(given, str):
+        raise TypeError(
+            f"`{type(dataset).__name__}.fingerprint` is {given!r}. Expected a string that identifies the rows, or no "
+            "such attribute: then all rows are read and hashed."
+        )
+    return given or None
+
+
+def _update_from_arrow(digest: Digest, name: str, values: pa.Array) -> None:
+    batch = pa.RecordBatch.from_arrays([values], names=[name])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema.remove_metadata()) as writer:
+        writer.write_batch(batch.replace_schema_metadata(None))
+    digest.update(memoryview(sink.getvalue()))
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    """The chunks of a column as one array that owns just its values, so that equal values give equal bytes."""
+    combined = column.combine_chunks()
+    array = combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
+    return array.take(pa.array(range(len(array)))) if array.offset else array
+
+
+def _file_sizes(values: pa.Array) -> Iterator[int]:
+    """Sizes of the files that a column names without holding their bytes (`Image`, `Audio`, `Video`): −1 for those
+    that are not on this machine."""
+    if isinstance(values, pa.ExtensionArray):
+        values = values.storage
+    kind = values.type
+    if pa.types.is_struct(kind):
+        if {field.name for field in kind} == {"bytes", "path"}:
+            unread = pc.and_(pc.is_null(values.field("bytes")), pc.is_valid(values.field("path")))
+            yield from (_size(path) for path in values.field("path").filter(unread).to_pylist())
+        else:
+            for field in range(kind.num_fields):
+                yield from _file_sizes(values.field(field))
+    elif pa.types.is_nested(getattr(kind, "value_type", pa.null())):  # lists of any kind, of structs or lists
+        yield from _file_sizes(values.flatten())
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except (OSError, ValueError):  # of another machine, in an archive, behind a URL
+        return -1
+
+
+def _head(tag: bytes, count: int) -> bytes:
+    return tag + struct.pack("<Q", count)
+
+
+def _encode(digest: Digest, value: Any, depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise TypeError(
+            f"A row holds a {type(value).__name__} at more than {_MAX_DEPTH} levels of nesting, or one that contains "
+            "itself. Expected values of finite depth. Give the dataset an attribute `fingerprint`, a string that "
+            "changes whenever a row does."
+        )
+    if (write := _WRITERS.get(type(value))) is not None:
+        write(digest, value, depth)
+    elif isinstance(value, torch.Tensor):
+        _tensor(digest, value, depth)
+    elif isinstance(value, np.generic | np.memmap):
+        _array(digest, np.asarray(value), depth)
+    elif isinstance(value, Mapping):
+        _mapping(digest, value, depth)
+    elif _is_image(value):
+        _image(digest, value, depth)
+    elif isinstance(value, memoryview):
+        digest.update(b"V")
+        _encode(digest, (value.format, value.shape, value.tobytes()), depth + 1)
+    elif isinstance(value, type):
+        _bytes(digest, b"t", _class_name(value).encode())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        digest.update(b"R")
+        _encode(digest, (type(value), value._fields, *value), depth + 1)
+    elif dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        digest.update(b"D")
+        _encode(digest, (type(value), fields), depth + 1)
+    else:
+        _object(digest, value, depth)
+
+
+def _none(digest: Digest, value: None, depth: int) -> None:
+    digest.update(b"N")
+
+
+def _bool(digest: Digest, value: bool, depth: int) -> None:
+    digest.update(b"B1" if value else b"B0")
+
+
+def _int(digest: Digest, value: int, depth: int) -> None:
+    _bytes(digest, b"I", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def _float(digest: Digest, value: float, depth: int) -> None:
+    digest.update(struct.pack("<cd", b"F", value))
+
+
+def _str(digest: Digest, value: str, depth: int) -> None:
+    _bytes(digest, b"S", value.encode("utf-8", "surrogatepass"))
+
+
+def _bytes_value(digest: Digest, value: bytes | bytearray, depth: int) -> None:
+    _bytes(digest, b"Y", value)
+
+
+def _bytes(digest: Digest, tag: bytes, content: bytes | bytearray) -> None:
+    digest.update(_head(tag, len(content)) + content)
+
+
+def _sequence(digest: Digest, value: list[Any] | tuple[Any, ...], depth: int) -> None:
+    tag = b"L" if isinstance(value, list) else b"T"
+    kinds = set(map(type, value))
+    if kinds == {int} or kinds == {float}:  # tokens, say: at once, and as many bytes for each
+        code = "q" if kinds == {int} else "d"
+        try:
+            numbers = array.array(code, value)
+        except OverflowError:
+            pass
+        else:
+            digest.update(_head(tag + code.encode(), len(value)) + numbers.tobytes())
+            return
+    digest.update(_head(tag + b" ", len(value)))
+    for item in value:
+        _encode(digest, item, depth + 1)
+
+
+def _mapping(digest: Digest, value: Mapping[Any, Any], depth: int) -> None:
+    digest.update(_head(b"M", len(value)))
+    for key, encoded in sorted(((key, _encoded(key, depth)) for key in value), key=lambda pair: pair[1]):
+        digest.update(encoded)
+        _encode(digest, value[key], depth + 1)
+
+
+def _set(digest: Digest, value: set[Any] | frozenset[Any], depth: int) -> None:
+    digest.update(_head(b"E", len(value)))
+    for encoded in sorted(_encoded(item, depth) for item in value):
+        digest.update(encoded)
+
+
+class _Collected(bytearray):
+    """Bytes themselves instead of their hash."""
+
+    update = bytearray.extend
+
+
+def _encoded(value: Any, depth: int) -> bytes:
+    collected = _Collected()
+    _encode(collected, value, depth + 1)
+    return bytes(collected)
+
+
+def _tensor(digest: Digest, value: torch.Tensor, depth: int) -> None:
+    if value.is_meta or value.is_nested or value.is_quantized:
+        _refuse(value)
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):  # an image or boxes of `torchvision.tv_tensors`, say
+        digest.update(b"s")
+        _encode(digest, (type(value), getattr(value, "__dict__", {})), depth + 1)
+        value = value.as_subclass(torch.Tensor)
+    value = value.detach()
+    head = ("strided", str(value.dtype), tuple(value.shape))
+    if value.layout != torch.strided:
+        sparse = (value if value.layout == torch.sparse_coo else value.to_sparse_coo()).coalesce()
+        digest.update(b"X")
+        _encode(digest, (str(value.layout), *head[1:], sparse.indices(), sparse.values()), depth + 1)
+        return
+    flat = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    digest.update(b"X")
+    _encode(digest, head, depth + 1)
+    if flat.numel():
+        digest.update(flat.view(torch.uint8).numpy().data)
+
+
+def _array(digest: Digest, value: np.ndarray[Any, Any], depth: int) -> None:
+    kind = value.dtype
+    digest.update(b"A")
+    _encode(digest, (kind.str, kind.name, value.shape), depth + 1)
+    if kind.names:
+        for name in kind.names:
+            _encode(digest, (name, value[name]), depth + 1)
+    elif kind.kind not in "biufcmMSUV":  # objects, texts of any length: the array itself holds only pointers
+        _encode(digest, value.ravel().tolist(), depth + 1)
+    elif kind.kind in "fc" and kind.itemsize > np.dtype(kind.kind + ("8" if kind.kind == "f" else "16")).itemsize:
+        _encode(digest, [repr(item) for item in value.ravel()], depth + 1)  # extended precision has unused bytes
+    elif value.size:
+        digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+
+
+def _is_image(value: Any) -> bool:
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(value, module.Image)
+
+
+def _image(digest: Digest, value: Any, depth: int) -> None:
+    """Pixels, how they are to be read, and what changes them when the image is converted or turned upright."""
+    value.load()
+    palette = None if value.palette is None else (value.palette.mode, bytes(value.palette.palette))
+    orientation = value.getexif().get(0x0112)
+    digest.update(b"P")
+    _encode(digest, (value.mode, value.size, palette, value.info.get("transparency"), orientation), depth + 1)
+    if getattr(value, "is_animated", False):
+        shown = value.tell()
+        for frame in range(value.n_frames):
+            value.seek(frame)
+            _bytes(digest, b"Y", value.tobytes())
+        value.seek(shown)
+    else:
+        _bytes(digest, b"Y", value.tobytes())
+
+
+def _object(digest: Digest, value: Any, depth: int) -> None:
+    """Class and state of an object, as its `__reduce_ex__` gives them to `pickle`."""
+    try:
+        reduced = copyreg.dispatch_table.get(type(value), lambda given: given.__reduce_ex__(4))(value)
+    except (TypeError, AttributeError, NotImplementedError):
+        _refuse(value)
+    digest.update(b"O")
+    if isinstance(reduced, str):  # what a module holds under this name: `...`, a built-in function
+        _encode(digest, (type(value), getattr(value, "__module__", None), reduced), depth + 1)
+        return
+    make, arguments, state, items, pairs = itertools.islice(itertools.chain(reduced, itertools.repeat(None)), 5)
+    items, pairs = list(items or ()), list(pairs or ())
+    if make is copyreg.__newobj__ and len(arguments) == 1 and not (state or items or pairs):  # type: ignore[attr-defined]
+        _refuse(value)  # only its identity tells it from others of its class
+    name = f"{getattr(make, '__module__', None)}.{getattr(make, '__qualname__', None)}"
+    _encode(digest, (type(value), name, arguments, state, items, pairs), depth + 1)
+
+
+def _class_name(value: type) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _refuse(value: Any) -> NoReturn:
+    raise TypeError(
+        f"A row holds a {_class_name(type(value))} ({repr(value)[:80]}), whose content cannot be hashed. Expected "
+        "numbers, texts, bytes, tensors, arrays, images, or mappings, sequences and plain objects of these. Give the "
+        "dataset an attribute `fingerprint`, a string that changes whenever a row does."
+    )
+
+
+_WRITERS: dict[type, Callable[[Digest, Any, int], None]] = {
+    type(None): _none,
+    bool: _bool,
+    int: _int,
+    float: _float,
+    str: _str,
+    bytes: _bytes_value,
+    bytearray: _bytes_value,
+    list: _sequence,
+    tuple: _sequence,
+    dict: _mapping,
+    set: _set,
+    frozenset: _set,
+    torch.Tensor: _tensor,
+    np.ndarray: _array,
+}
+
+
+# For stores of format 1 only: what identified a dataset then. It takes different values for the same one, see above.
+
+
+def fingerprint_dataset_v1(dataset: Any) -> str:
+    """The fingerprint that stores of format 1 hold, to compare them with a dataset. Not for new files.
+
+    Returns:
+        32 hex digits.
+
+    Raises:
+        TypeError: see [`fingerprint_dataset`].
+    """
+    digest = xxhash.xxh3_128()
+    digest.update(f"{len(dataset)}\0".encode())
+    if isinstance(dataset, HFDataset):
+        for table in dataset.with_format("arrow").iter(batch_size=_FINGERPRINT_ROWS):
+            for column in table.column_names:
+                _update_from_arrow(digest, column, _one_array(table[column]))
+        return digest.hexdigest()
+    given = _own_fingerprint(dataset)
+    rows: Iterable[Any] = [given] if given else (dataset[index] for index in range(len(dataset)))
+    for row in rows:
+        _update_digest_v1(digest, row)
+    return digest.hexdigest()
+
+
+def _update_digest_v1(digest: Digest, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for key in sorted(value):
+            digest.update(f"{key}\0".encode())
+            _update_digest_v1(digest, value[key])
+    elif isinstance(value, str | bytes):
+        digest.update(value.encode() if isinstance(value, str) else value)
+    elif isinstance(value, list | tuple):
+        digest.update(f"[{len(value)}".encode())
+        for item in value:
+            _update_digest_v1(digest, item)
+    elif isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(f"{value.dtype}{tuple(value.shape)}\0".encode())
+        if flat.numel():
+            digest.update(flat.view(torch.uint8).numpy().data)
+    elif hasattr(value, "tobytes"):  # numpy arrays and PIL images
+        digest.update(f"{getattr(value, 'shape', getattr(value, 'size', ''))}\0".encode() + value.tobytes())
+    else:
+        digest.update(f"{value!r}\0".encode())
