@@ -201,6 +201,7 @@ def test_directory_of_the_mmap_saver(tmp_path):
     assert files - {".experiments.lock"} == {
         "metadata.json",
         "experiments.json",
+        "0.json",
         "scores/exp.mmap",
         *(
             f"0/{name}"
@@ -220,7 +221,8 @@ def test_directory_of_the_mmap_saver(tmp_path):
     assert np.array_equal(load("0/out_to_loss.mmap")[:, 0], q.numpy())
     assert load("0/_is_featurized.mmap").tolist() == [[1]] * N
     assert load("scores/exp.mmap").tolist() == [[1.0, 1.0]] * N
-    assert json.loads((tmp_path / "experiments.json").read_text())["exp"]["num_targets"] == 2
+    experiments = json.loads((tmp_path / "experiments.json").read_text())["experiments"]
+    assert experiments["exp"]["num_targets"] == 2
     assert json.loads((tmp_path / "0/id_metadata.json").read_text())["model_id"] == 0
 
 

@@ -825,7 +825,9 @@ def test_bad_checkpoints_and_ids(tmp_path, data, checkpoints, saver):
         traker.load_checkpoint(checkpoints[0], np.int64(0))
         traker.featurize(data[0][:2], num_samples=2)
     assert set(digests(tmp_path)) - set(before) <= {
+        "checkpoint-0.json",
         "checkpoint-0/checkpoint.json",
+        "0.json",
         *(f"0/{name}" for name in ("id_metadata.json", "_is_featurized.mmap", "features.mmap", "grads.mmap")),
         "0/out_to_loss.mmap",
     }

@@ -179,9 +179,9 @@ class AbstractSaver(ABC):
         out_to_loss = out_to_loss.detach().to("cpu", torch.float32)
         store["grads"][index] = grads
         store["out_to_loss"][index] = out_to_loss.reshape(-1, *store["out_to_loss"].shape[1:])
-        _flush(store["grads"], store["out_to_loss"])
+        self._rows_written(index, "grads", "out_to_loss")
         store["is_featurized"][index] = 1
-        _flush(store["is_featurized"])
+        self._rows_written(index, "is_featurized")
 
     def read_grads(self) -> Tensor:
         """Projected gradients of the train set under the current model id, `(n, k)`.
@@ -206,7 +206,7 @@ class AbstractSaver(ABC):
             info["finalized"] = 0
             self.serialize_current_model_id_metadata()
         self.current_store["features"][:] = features
-        _flush(self.current_store["features"])
+        self._rows_written(np.arange(len(features)), "features")
         info.update(featurized=1, finalized=1, finalized_with=dict(settings))
         self.serialize_current_model_id_metadata()
 
@@ -235,10 +235,9 @@ class AbstractSaver(ABC):
         name, index = self._require_experiment(), np.asarray(rows)
         grads = self.to_storage(rows, grads)
         self.current_store[f"{name}_grads"][index] = grads
-        _flush(self.current_store[f"{name}_grads"])
-        mask = self._target_mask()
-        mask[index] = 1
-        _flush(mask)
+        self._rows_written(index, f"{name}_grads")
+        self._target_mask()[index] = 1
+        self._rows_written(index, f"{name}_is_scored")
 
     def load_experiment(self, exp_name: str, model_id: int) -> bool:
         """Make an experiment and a model id the current ones for reading; whether any of its targets was ever
@@ -263,6 +262,19 @@ class AbstractSaver(ABC):
         else:
             self.current_store[key][:] = scores
         self.save_scores(exp_name)
+
+    def _rows_written(self, rows: np.ndarray, *keys: str) -> None:
+        """Called after rows of arrays of `current_store` have been written, and before they are marked as complete.
+
+        Args:
+            rows: their indices.
+            keys: the arrays. Those that are not in `current_store` are of no concern.
+
+        Memory maps are written to disk, so that the order of rows before marks also holds when the machine goes down.
+        """
+        for key in keys:
+            if isinstance(array := self.current_store.get(key), np.memmap):
+                array.flush()
 
     def to_storage(self, rows: Sequence[int], values: Tensor, what: str = "projected gradient") -> Tensor:
         """Check rows `(len(rows), k)` and cast them to the storage dtype, on the CPU.
@@ -314,10 +326,3 @@ def deleted_grads(save_dir: Path, model_id: int | None) -> IncompleteStoreError:
         f"The train gradients of model id {model_id} in {save_dir} were deleted (`del_grads`). Expected them to be "
         "there, because the features have to be computed anew. Featurize this checkpoint again under another model id."
     )
-
-
-def _flush(*arrays: Any) -> None:
-    """Write memory maps to disk, so that the order of rows before marks also holds when the machine goes down."""
-    for array in arrays:
-        if isinstance(array, np.memmap):
-            array.flush()
