@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Image, Value
+from datasets import ClassLabel, Dataset, Features, Image, Value, load_from_disk
 from PIL import Image as PILImage
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -217,9 +217,13 @@ def test_a_run_survives_the_disk_with_the_rows_it_needs(tmp_path, hostile_run):
     first = write_report(hostile_run, tmp_path / "a.html").read_text()
     again = write_report(AttributionRun.load(saved.save(tmp_path / "run")), tmp_path / "b.html").read_text()
     assert again == first
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "run.json", "scored", "statistics.safetensors", "train",
-    ]  # fmt: skip
+    parts = sorted((tmp_path / "run").glob("parts-*"))  # of this save, and of the one before
+    assert len(parts) == 2
+    for path in parts:
+        assert sorted(file.name for file in path.iterdir()) == ["scored", "statistics.safetensors", "train"]
+    others = {path.name for path in (tmp_path / "run").iterdir()} - {path.name for path in parts}
+    assert others == {"run.json", "scored", "train"}
+    assert load_from_disk(tmp_path / "run" / "scored")[:] == hostile_run.scored[:]
 
 
 def test_a_training_row_that_the_run_lacks(tmp_path):
@@ -263,7 +267,8 @@ def test_runs_that_cannot_be_read(tmp_path, hostile_run):
     with pytest.raises(IncompleteStoreError, match="interrupted"):
         AttributionRun.load(two)
     hostile_run.save(two)
-    (two / "statistics.safetensors").write_bytes(b"\xff" * 100)
+    (statistics,) = two.glob("parts-*/statistics.safetensors")
+    statistics.write_bytes(b"\xff" * 100)
     with pytest.raises(StoreError, match=r"statistics.safetensors is damaged"):
         AttributionRun.load(two)
 

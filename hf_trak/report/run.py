@@ -1,47 +1,58 @@
 """The outcome of an attribution on disk: what a report is made of, without the model and without the features.
 
     <run>/
-      run.json                    what was attributed: model, checkpoints, projection, sizes; written last
-      scored/                     the targets with their score columns (`Dataset.save_to_disk`)
-      train/                      the training rows that any score names, or all of them
-      statistics.safetensors      self-influence of all training rows, distribution of each target's scores, and
+      run.json                    what was attributed: model, checkpoints, projection, sizes; the checksums of all
+                                  files of the run; written last
+      parts-<16 hex digits>/      the files that `run.json` names
+        scored/                   the targets with their score columns (`Dataset.save_to_disk`)
+        train/                    the training rows that any score names, or all of them
+        statistics.safetensors    self-influence of all training rows, distribution of each target's scores, and
                                   `train_rows`: which training rows `train/` holds, if not all
+      scored/, train/             views of these datasets for `datasets.load_from_disk`; not read by `load`
+
+A save is there whole or not at all, whenever it is killed and however many save at once (`run_writing`). The parts of
+the save before are kept until the next one, because datasets in memory may refer to them.
 
 `TrakAttributor.attribute` keeps full score matrices in `<output_dir>/scores/<name>`, which is also where
 [`AttributionRun.save`] is meant to put a run; it leaves other files of the directory alone. A directory that has just
-`scored/` and `train/`, each written by `save_to_disk`, is a run too.
+`scored/` and `train/`, each written by `save_to_disk`, is a run too, without checksums.
 """
 
-import json
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from datasets import Dataset, DatasetDict, load_from_disk
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from datasets import Dataset
 
-from hf_trak import __version__
-from hf_trak.errors import IncompleteStoreError, StoreError
-from hf_trak.report.content import as_row, raw
+from hf_trak.errors import StoreError
+from hf_trak.report.content import raw
 from hf_trak.report.distributions import ScoreDistributions
-from hf_trak.savers.atomic import atomic_path
+from hf_trak.report.run_checks import (
+    SELF_INFLUENCE,
+    TRAIN_ROWS,
+    ends_of,
+    scores_problem,
+    sizes_problem,
+    statistics_problem,
+    train_sizes,
+)
+from hf_trak.report.run_facts import known_facts, plain_facts
+from hf_trak.report.run_reading import SavedParts, read_parts
+from hf_trak.report.run_record import STATISTICS, find_run
+from hf_trak.report.run_rows import as_dataset, beside, from_full
+from hf_trak.report.run_writing import write_run
 from hf_trak.scored_dataset import TOP_K_COLUMNS
 
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor
 
-FORMAT_VERSION = 1
+__all__ = ["AttributionRun", "find_run", "score_distributions", "top_k_range"]
+
 OUTLIERS = 24
 """Training rows of the highest self-influence that a run keeps."""
-
-_FULL_TOP = 50
-_STATISTICS = "statistics.safetensors"
 
 
 @dataclass
@@ -94,9 +105,9 @@ class AttributionRun:
         """
         n = len(attributor.train_dataset)
         if TOP_K_COLUMNS[0] not in scored.column_names and TOP_K_COLUMNS[1] in scored.column_names:
-            scored, distributions = _from_full(scored, n)
+            scored, distributions = from_full(scored, n)
         if eval_dataset is not None and not isinstance(eval_dataset, Dataset):
-            scored = _beside(eval_dataset, scored)
+            scored = beside(eval_dataset, scored)
         if self_influence is not None:
             self_influence = np.asarray(self_influence, dtype=np.float32)
         from hf_trak.hub.loading import AbsentRows  # an index that was downloaded comes without training rows
@@ -108,33 +119,48 @@ class AttributionRun:
             None,
             self_influence,
             distributions,
-            {**_known(attributor), "targets": len(scored), **(facts or {})},
+            {**known_facts(attributor), "targets": len(scored), **(facts or {})},
         )
         run.check_rows(n)
         return run
 
     @property
     def n_train(self) -> int:
-        """Number of training rows that were attributed to."""
+        """Number of training rows that were attributed to. Raises `ValueError` if the run does not say."""
         if self.self_influence is not None:
             return len(self.self_influence)
         if self.train_rows is None and self.train is not None:
             return len(self.train)
-        return int(self.facts["train_rows"])
+        if TRAIN_ROWS not in self.facts:
+            raise ValueError(
+                "The run has neither all training rows nor their self-influence, so their number is unknown. Expected "
+                f"it as the fact `{TRAIN_ROWS}`."
+            )
+        return int(self.facts[TRAIN_ROWS])
 
-    def train_row(self, index: int) -> Any:
-        """Training row `index`, counted in the whole training set; an empty one where rows are not at hand."""
-        if self.train is None:
-            return {}
+    def train_place(self, index: int) -> int:
+        """Where training row `index`, counted in the whole training set, is in `train`.
+
+        Raises:
+            StoreError: the run does not keep this row.
+        """
         if self.train_rows is None:
-            return self.train[index]
+            return index
         place = int(np.searchsorted(self.train_rows, index))
         if place >= len(self.train_rows) or self.train_rows[place] != index:
             raise StoreError(
                 f"The run keeps {len(self.train_rows)} of the training rows, and row {index} is not among them. "
                 "Expected every row that a score names. Attribute again, or pass the training dataset."
             )
-        return self.train[place]
+        return place
+
+    def train_row(self, index: int) -> Any:
+        """Training row `index`, counted in the whole training set; an empty one where rows are not at hand.
+
+        Raises:
+            StoreError: the run does not keep this row.
+        """
+        return {} if self.train is None else self.train[self.train_place(index)]
 
     def outliers(self, count: int = OUTLIERS) -> list[tuple[int, float]]:
         """Training rows of the highest self-influence, and it."""
@@ -145,7 +171,12 @@ class AttributionRun:
 
     def check_rows(self, n_train: int) -> None:
         """Raise `ValueError` if a score names a training row beyond the last: rows are no targets then."""
-        highest = max((max(row[TOP_K_COLUMNS[0]], default=0) for row in _scores_of(self.scored)), default=0)
+        try:
+            highest = max((int(ends.rows.max(initial=0)) for ends in ends_of(self.scored)), default=0)
+        except ValueError as error:
+            raise ValueError(
+                f"The scored dataset cannot be used: {error}. Expected what `attribute` returns."
+            ) from error
         if highest >= n_train:
             raise ValueError(
                 f"A score names training row {highest}; there are {n_train}. Expected the result of "
@@ -155,107 +186,111 @@ class AttributionRun:
     # -- on disk -----------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path, every_train_row: bool = False) -> Path:
-        """Write the run; a run that is there already is replaced, other files stay.
+        """Write the run; a run that is there already is replaced at once when all is written, other files stay.
 
         Args:
             directory: see the module's docstring.
             every_train_row: keep the whole training set. By default only the rows that a score or the list of
                 outliers names, so that a run is small.
+
+        Returns:
+            The directory.
+
+        Raises:
+            StoreError: a file cannot be written.
+            ValueError: scores, rows and statistics do not fit each other, or a fact is no JSON.
         """
         directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "run.json").unlink(missing_ok=True)
         rows, train = self.train_rows, raw(self.train)
+        if problem := self._scores_problem(rows):
+            raise ValueError(f"The run cannot be saved: {problem}. Expected the result of `attribute`.")
         if rows is None and train is not None and not every_train_row:
-            rows = np.array(sorted(self._named_rows()), dtype=np.int64)
+            rows = self._named_rows()
             train = train.select(rows) if isinstance(train, Dataset) else [train[int(i)] for i in rows]
-        if train is None:
-            shutil.rmtree(directory / "train", ignore_errors=True)
-        else:
-            _save_dataset(_as_dataset(train), directory / "train")
-        _save_dataset(_as_dataset(raw(self.scored)), directory / "scored")
-        tensors = {} if rows is None else {"train_rows": torch.from_numpy(rows)}
+        tensors = {} if rows is None else {TRAIN_ROWS: torch.from_numpy(np.ascontiguousarray(rows))}
         if self.self_influence is not None:
-            tensors["self_influence"] = torch.from_numpy(np.ascontiguousarray(self.self_influence))
+            tensors[SELF_INFLUENCE] = torch.from_numpy(np.ascontiguousarray(self.self_influence))
         if self.distributions is not None:
             tensors |= self.distributions.tensors()
-        with atomic_path(directory / _STATISTICS) as temporary:
-            save_file(tensors, temporary)
-        content = {"format_version": FORMAT_VERSION, "facts": {"train_rows": self.n_train, **self.facts}}
-        with atomic_path(directory / "run.json") as temporary:
-            temporary.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        arrays = {name: value.numpy() for name, value in tensors.items()}
+        facts = plain_facts({TRAIN_ROWS: self.n_train, **self.facts})
+        problem = statistics_problem(arrays, len(self.scored)) or sizes_problem(
+            train_sizes(arrays, facts, train), rows, train
+        )
+        if problem:
+            raise ValueError(f"The run cannot be saved: {problem}. Expected parts of one attribution.")
+        kept = None if train is None else as_dataset(train)
+        write_run(directory, as_dataset(raw(self.scored)), kept, tensors, facts)
         return directory
 
     @classmethod
     def load(cls, directory: str | Path, train_dataset: Dataset | None = None) -> "AttributionRun":
-        """Read a run.
+        """Read a run, comparing every file that is read with its checksum.
 
         Args:
             directory: of the run, or an `output_dir` that holds exactly one.
-            train_dataset: the whole training dataset, to be shown instead of the rows that the run keeps.
+            train_dataset: the whole training dataset, to be shown instead of the rows that the run keeps, which are
+                not read then.
 
         Raises:
             IncompleteStoreError: there is no run, or a part of it is missing.
-            StoreError: a part cannot be read.
-            ValueError: there are several runs below the directory.
+            StoreError: a part is damaged, or does not fit the others.
+            ValueError: there are several runs below the directory, or `train_dataset` has another number of rows than
+                were attributed.
         """
         directory = find_run(directory)
-        facts: dict[str, Any] = {}
-        if (directory / "run.json").is_file():
-            facts = _read_facts(directory / "run.json")
-        elif (directory / _STATISTICS).is_file():
-            raise IncompleteStoreError(
-                f"{directory} lacks run.json, which is written last: saving the run was interrupted. Attribute again."
-            )
-        tensors: dict[str, np.ndarray] = {}
-        if (directory / _STATISTICS).is_file():
-            try:
-                tensors = {name: value.numpy() for name, value in load_file(directory / _STATISTICS).items()}
-            except SafetensorError as error:
-                raise StoreError(f"{directory / _STATISTICS} is damaged ({error}). Attribute again.") from error
-        rows = None if train_dataset is not None else tensors.get("train_rows")
-        train = train_dataset
-        if train is None and (not facts or (directory / "train").is_dir()):
-            train = _load_dataset(directory / "train")
-        if rows is not None and (train is None or len(rows) != len(train)):
-            raise StoreError(f"{directory} keeps other training rows than its {_STATISTICS} names. Attribute again.")
-        fields = ScoreDistributions.__dataclass_fields__
-        distributions = ScoreDistributions(**{f: tensors[f] for f in fields}) if set(fields) <= set(tensors) else None
-        return cls(
-            _load_dataset(directory / "scored"), train, rows, tensors.get("self_influence"), distributions, facts
-        )
+        return read_parts(directory, train_dataset is None, lambda parts: cls._of(parts, train_dataset))
 
-    def _named_rows(self) -> set[int]:
-        named = {index for index, _ in self.outliers()}
-        for row in _scores_of(self.scored):
-            named.update(row[TOP_K_COLUMNS[0]], row[TOP_K_COLUMNS[2]])
-        return named
+    @classmethod
+    def _of(cls, parts: SavedParts, train_dataset: Dataset | None) -> "AttributionRun":
+        tensors = dict(parts.tensors)
+        if problem := statistics_problem(tensors, len(parts.scored)):
+            raise _misfit(parts.root / STATISTICS, problem)
+        rows = tensors.pop(TRAIN_ROWS, None)
+        if train_dataset is None:
+            kept = {} if rows is None else {TRAIN_ROWS: rows}
+            sizes = train_sizes({**tensors, **kept}, parts.facts, parts.train)
+            problem = sizes_problem(sizes, rows, parts.train)
+        else:
+            rows = None
+            sizes = train_sizes(tensors, parts.facts, None)
+            problem = sizes_problem(sizes, None, None) if sizes else None
+        if problem:
+            raise _misfit(parts.root, problem)
+        n_train = next(iter(sizes.values()), None)
+        if train_dataset is not None:
+            if n_train not in (None, len(train_dataset)):
+                raise ValueError(
+                    f"`train_dataset` has {len(train_dataset)} rows; the run is about {n_train}. Expected the dataset "
+                    "that was attributed."
+                )
+            n_train = len(train_dataset)
+        if problem := scores_problem(parts.scored, n_train, rows):
+            raise _misfit(parts.root / "scored", problem)
+        named = set(ScoreDistributions.__dataclass_fields__)
+        distributions = ScoreDistributions(**{f: tensors[f] for f in named}) if named <= set(tensors) else None
+        train = parts.train if train_dataset is None else train_dataset
+        return cls(parts.scored, train, rows, tensors.get(SELF_INFLUENCE), distributions, parts.facts)
+
+    def _scores_problem(self, rows: np.ndarray | None) -> str | None:
+        return scores_problem(raw(self.scored), self.n_train, rows)
+
+    def _named_rows(self) -> np.ndarray:
+        """Ascending numbers of the training rows that a score or the list of outliers names."""
+        named = [np.unique(ends.rows) for ends in ends_of(raw(self.scored))]
+        return np.unique(np.concatenate([[index for index, _ in self.outliers()], *named]).astype(np.int64))
 
 
-def find_run(directory: str | Path) -> Path:
-    """The directory of a run: the given one, or the only one in its `scores/`.
-
-    Raises:
-        IncompleteStoreError: there is none.
-        ValueError: there are several.
-    """
-    directory = Path(directory)
-    if (directory / "scored").is_dir():
-        return directory
-    found = sorted(path.parent for path in directory.glob("scores/*/run.json"))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ValueError(f"{directory} holds several runs. Expected one of {[str(path) for path in found]}.")
-    raise IncompleteStoreError(
-        f"{directory} holds no run. Expected a directory with `scored/` and `train/`, as `hf-trak attribute` and "
-        "`AttributionRun.save` write it, or the `output_dir` of `hf-trak attribute`."
+def _misfit(path: Path, problem: str) -> StoreError:
+    return StoreError(
+        f"{path} does not fit the rest of the run: {problem}. Expected the parts of one attribution. Restore the run "
+        "from a copy, or attribute again."
     )
 
 
 def top_k_range(scored: Dataset) -> tuple[np.ndarray, np.ndarray]:
     """The lowest and the highest score of every target, `(m,)` each."""
-    rows = list(_scores_of(scored))
+    rows = list(scored.with_format(None).select_columns(list(TOP_K_COLUMNS)))
     return (
         np.array([row[TOP_K_COLUMNS[3]][0] for row in rows], dtype=np.float64),
         np.array([row[TOP_K_COLUMNS[1]][0] for row in rows], dtype=np.float64),
@@ -279,118 +314,3 @@ def score_distributions(
     """
     _, blocks = attributor._score_blocks(eval_dataset, name, None, model_ids)
     return ScoreDistributions.from_blocks(blocks, *top_k_range(scored))
-
-
-def _scores_of(scored: Dataset) -> Iterable[Mapping[str, Any]]:
-    return scored.with_format(None).select_columns(list(TOP_K_COLUMNS))
-
-
-def _from_full(scored: Dataset, n: int) -> tuple[Dataset, ScoreDistributions]:
-    """The ends of full score lists as top-k columns, and the distribution of every list."""
-    name = TOP_K_COLUMNS[1]
-    if (length := scored.features[name].length) != n:
-        raise ValueError(
-            f"`{name}` holds {length} scores per row for {n} training rows. Expected the result of "
-            "`attribute(..., top_k=None, per='target')`."
-        )
-    k = min(_FULL_TOP, n)
-    ends: dict[str, list[Any]] = {column: [] for column in TOP_K_COLUMNS}
-    parts = []
-    for row in scored.select_columns([name]).with_format("numpy"):
-        scores = row[name]
-        order = np.argsort(-scores, kind="stable")
-        for indices, (rows, values) in zip(
-            (order[:k], order[::-1][:k]), (TOP_K_COLUMNS[:2], TOP_K_COLUMNS[2:]), strict=True
-        ):
-            ends[rows].append(indices.tolist())
-            ends[values].append(scores[indices].tolist())
-        block = [(0, n, torch.from_numpy(np.array(scores)[:, None]))]
-        parts.append(ScoreDistributions.from_blocks(block, scores.min(keepdims=True), scores.max(keepdims=True)))
-    merged = ScoreDistributions(
-        **{f: np.concatenate([getattr(part, f) for part in parts]) for f in ScoreDistributions.__dataclass_fields__}
-    )
-    kept = scored.with_format(None).remove_columns([name])
-    for column in TOP_K_COLUMNS:
-        kept = kept.add_column(column, ends[column])
-    return kept, merged
-
-
-def _beside(rows: Any, scored: Dataset) -> Dataset:
-    """What can be shown of the rows of any dataset, and their scores."""
-    shown = _as_dataset([rows[i] for i in range(len(rows))])
-    for name in scored.column_names:
-        if name not in shown.column_names:
-            shown = shown.add_column(name, scored[name][:])
-    return shown
-
-
-def _as_dataset(rows: Any) -> Dataset:
-    if isinstance(rows, Dataset):
-        return rows
-    named = [as_row(row) for row in rows]
-    names = list(dict.fromkeys(name for row in named for name in row))
-    return Dataset.from_dict({name: [_plain(row.get(name)) for row in named] for name in names})
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
-
-
-def _known(attributor: "TrakAttributor") -> dict[str, Any]:
-    """What the store and the configuration say about the scores."""
-    config = attributor.store.config
-    args = attributor.args
-    return {
-        "model": config.get("model_name") or config.get("model_class"),
-        "model_class": config.get("model_class"),
-        "model_revision": config.get("model_revision"),
-        "task": config.get("task"),
-        "parameters": attributor.layout.total,
-        "checkpoints": [
-            Path(str(attributor.store.checkpoint_info(i)["source"])).name for i in attributor.store.model_ids
-        ],
-        "projection": config.get("projection"),
-        "features": attributor.proj_dim,
-        "ridge": f"{args.lambda_reg:g}" if args.lambda_reg is not None else f"{args.lambda_relative:g} relative",
-        "seed": args.seed,
-        "train_rows": len(attributor.train_dataset),
-        "train_fingerprint": config.get("train_fingerprint"),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hf_trak_version": __version__,
-    }
-
-
-def _read_facts(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise StoreError(f"{path} is no JSON ({error}). Attribute again.") from error
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if version != FORMAT_VERSION:
-        raise StoreError(
-            f"{path} has format version {version!r}; this version of hf_trak reads {FORMAT_VERSION}. Use the version "
-            "that wrote it, or attribute again."
-        )
-    facts = content.get("facts")
-    return facts if isinstance(facts, dict) else {}
-
-
-def _load_dataset(path: Path) -> Dataset:
-    if not path.is_dir():
-        raise IncompleteStoreError(f"{path} is missing. Expected a dataset written by `save_to_disk`.")
-    dataset = load_from_disk(path)
-    if isinstance(dataset, DatasetDict):
-        raise StoreError(f"{path} holds the splits {list(dataset)}. Expected one dataset.")
-    return dataset
-
-
-def _save_dataset(dataset: Dataset, path: Path) -> None:
-    """`save_to_disk`, such that nothing half-written is ever under that name."""
-    temporary, old = (path.with_name(f".{path.name}.{kind}") for kind in ("tmp", "old"))
-    for leftover in (temporary, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    dataset.save_to_disk(temporary)
-    if path.exists():
-        path.rename(old)
-    temporary.rename(path)
-    shutil.rmtree(old, ignore_errors=True)

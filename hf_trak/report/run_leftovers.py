@@ -1,0 +1,92 @@
+"""What saves of a run have left behind: files of killed saves, and of those that were replaced.
+
+The files of a save are in `parts-<key>`. While it is in progress there is a temporary file `.hf_trak-tmp-…-<key>`,
+made before that directory and removed after `run.json` names it. Whoever looks for leftovers lists directories first,
+then temporary files, and reads `run.json` last: a directory without a temporary file that `run.json` does not name is
+one that no `run.json` will ever name.
+"""
+
+import contextlib
+import re
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import psutil
+
+from hf_trak.errors import StoreError
+from hf_trak.report.run_record import parts_of, read_record
+from hf_trak.savers.atomic import remove_stale_temporaries
+
+_LEASE = re.compile(r"\.hf_trak-tmp-(?P<host>.+)-(?P<pid>\d+)-(?P<key>[0-9a-f]{16})")
+_STALE_SECONDS = 3600.0
+
+
+def leftovers(directory: str | Path, keep_previous: bool = False) -> list[Path]:
+    """Directories of a run that belong to no result, and the temporary files of the killed saves that made them.
+
+    A save in progress is left alone: one of a living process of this host, or one of another host in the last hour.
+
+    Args:
+        directory: of the run.
+        keep_previous: do not count the save before the current one, whose rows datasets in memory may still refer to.
+
+    Returns:
+        Paths, directories before the temporary files that belong to them. Nothing, where `run.json` is damaged:
+        what it named cannot be known.
+    """
+    directory = Path(directory)
+    found = parts_of(directory)
+    leases = _leases(directory)
+    try:
+        record = read_record(directory)
+    except StoreError:
+        return []
+    kept: set[str | None] = set()
+    if record is not None:
+        kept = {record.parts, record.previous} if keep_previous else {record.parts}
+    result = []
+    for parts in found:
+        lease = leases.get(parts.name.removeprefix("parts-"))
+        if parts.name in kept or (lease is not None and _at_work(lease)):
+            continue
+        result += [parts] if lease is None else [parts, lease]
+    return result
+
+
+def remove_leftovers(directory: str | Path, keep_previous: bool = False) -> list[Path]:
+    """Remove what [`leftovers`] finds, and return it."""
+    found = leftovers(directory, keep_previous)
+    for path in found:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)  # files that are in use stay, where the system protects them
+        else:
+            path.unlink(missing_ok=True)
+    return found
+
+
+def remove_superseded(directory: Path) -> None:
+    """What a save removes when it is complete: leftovers, but not the save before it."""
+    remove_leftovers(directory, keep_previous=True)
+    remove_stale_temporaries(directory)
+
+
+def _leases(directory: Path) -> dict[str, Path]:
+    """Temporary files by the last 16 digits of their names."""
+    matches = ((_LEASE.fullmatch(path.name), path) for path in directory.glob(".hf_trak-tmp-*"))
+    return {match["key"]: path for match, path in matches if match is not None}
+
+
+def _at_work(lease: Path) -> bool:
+    match = _LEASE.fullmatch(lease.name)
+    if match is not None and match["host"] == _this_host():
+        return psutil.pid_exists(int(match["pid"]))
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - lease.stat().st_mtime < _STALE_SECONDS
+    return False
+
+
+def _this_host() -> str:
+    """As it stands in the names of temporary files, see `hf_trak.savers.atomic`."""
+    return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64] or "unknown"

@@ -1,0 +1,217 @@
+"""Read the files of a run, comparing each with the size and checksum that `run.json` has of it.
+
+Runs of format 1, and two datasets that somebody saved as `scored/` and `train/`, have no checksums. They are read
+with as many checks as their formats allow; a changed score or letter in them cannot be noticed.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, DatasetInfo
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from hf_trak.errors import IncompleteStoreError, StoreError
+from hf_trak.report.run_record import (
+    RECORD,
+    STATISTICS,
+    RunRecord,
+    SavedFile,
+    check_file,
+    parts_of,
+    read_record,
+    unreadable,
+)
+
+logger = logging.getLogger(__name__)
+
+_DAMAGED = (
+    pa.ArrowException,
+    SafetensorError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    RecursionError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
+"""What readers of damaged files raise."""
+
+_ATTEMPTS = 100
+_STATE_KEYS = ("_data_files", "_fingerprint", "_format_columns", "_format_kwargs", "_format_type", "_split")
+_warned: set[Path] = set()
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SavedParts:
+    """What the files of a run hold."""
+
+    scored: Dataset
+    train: Dataset | None
+    tensors: Mapping[str, np.ndarray]
+    facts: dict[str, Any]
+    root: Path
+    """The directory that has `scored/`."""
+
+
+def read_parts(directory: Path, with_train: bool, use: Callable[[SavedParts], T]) -> T:
+    """Read a run while others may replace it: what is read belongs to one save.
+
+    Args:
+        directory: of the run.
+        with_train: whether to read the training rows that it keeps.
+        use: what to make of the parts. Its `StoreError` is raised unless the run was replaced meanwhile.
+
+    Raises:
+        IncompleteStoreError: the run is not complete, or a file is missing.
+        StoreError: a file is damaged.
+    """
+    record = read_record(directory)
+    for _ in range(_ATTEMPTS):
+        try:
+            return use(_parts(directory, record, with_train))
+        except StoreError:
+            current = read_record(directory)
+            if current == record:
+                raise
+            record = current
+    raise StoreError(
+        f"{directory} was replaced {_ATTEMPTS} times while it was being read. Expected it to stay as it is for a "
+        "moment. Wait until the processes that save to it have ended."
+    )
+
+
+def _parts(directory: Path, record: RunRecord | None, with_train: bool) -> SavedParts:
+    if record is None or record.parts is None:
+        return _unchecked_parts(directory, record, with_train)
+    root = directory / record.parts
+    for name, expected in record.files.items():
+        if with_train or not name.startswith("train/"):
+            check_file(root / name, expected)
+    train = None
+    if with_train and any(name.startswith("train/") for name in record.files):
+        train = _checked_dataset(root / "train", record.files)
+    return SavedParts(
+        _checked_dataset(root / "scored", record.files), train, _tensors(root / STATISTICS), record.facts, root
+    )
+
+
+def _checked_dataset(path: Path, files: Mapping[str, SavedFile]) -> Dataset:
+    """A dataset whose files have been compared with their checksums."""
+    for name in _data_files(path):
+        if f"{path.name}/{name}" not in files:
+            raise StoreError(
+                f"{path / 'state.json'} names the file {name!r}, which {RECORD} does not have. Expected files of the "
+                "run alone. Attribute again."
+            )
+    with _damage(path):
+        return Dataset.load_from_disk(path)
+
+
+def _unchecked_parts(directory: Path, record: RunRecord | None, with_train: bool) -> SavedParts:
+    """Format 1, or two datasets without `run.json`."""
+    if record is None:
+        _refuse_interrupted(directory)
+    else:
+        _warn_once(directory)
+    tensors = _tensors(directory / STATISTICS) if record is not None else {}
+    scored = _unchecked_dataset(directory / "scored")
+    train = None
+    if with_train and (record is None or "train_rows" in tensors or (directory / "train").is_dir()):
+        train = _unchecked_dataset(directory / "train")
+    return SavedParts(scored, train, tensors, record.facts if record is not None else {}, directory)
+
+
+def _refuse_interrupted(directory: Path) -> None:
+    """Raise `IncompleteStoreError` if a directory without `run.json` was meant to have one."""
+    begun = [*parts_of(directory), *directory.glob(".hf_trak-tmp-*"), *directory.glob(".scored.*")]
+    begun += [path for path in [directory / STATISTICS] if path.exists()]
+    if begun:
+        raise IncompleteStoreError(
+            f"{directory} lacks {RECORD}, which is written last, but has {begun[0].name}: saving the run was "
+            "interrupted, or goes on in another process. Expected a complete run. Attribute again."
+        )
+
+
+def _warn_once(directory: Path) -> None:
+    if directory.resolve() not in _warned:
+        _warned.add(directory.resolve())
+        logger.warning(
+            "%s was saved by an earlier version of hf_trak, without checksums: damage to its files may go unnoticed. "
+            "Attribute again to save it with checksums.",
+            directory,
+        )
+
+
+def _unchecked_dataset(path: Path) -> Dataset:
+    """A dataset without checksums: whatever its files say, it is read, or a `StoreError` names the file."""
+    if not path.is_dir():
+        raise IncompleteStoreError(f"{path} is missing. Expected a dataset written by `save_to_disk`.")
+    if (path / "dataset_dict.json").is_file():
+        raise StoreError(f"{path} holds several splits. Expected one dataset. Save one of them with `save_to_disk`.")
+    names = _data_files(path)
+    with _damage(path / "dataset_info.json"):
+        DatasetInfo.from_dict(_json(path / "dataset_info.json"))
+    for name in names:
+        with _damage(path / name), pa.memory_map(str(path / name)) as file:
+            pa.ipc.open_stream(file).read_all().validate(full=True)
+    with _damage(path):
+        return Dataset.load_from_disk(path)
+
+
+def _data_files(path: Path) -> list[str]:
+    """The names of the Arrow files of a dataset."""
+    state = _json(path / "state.json")
+    if missing := [key for key in _STATE_KEYS if key not in state]:
+        raise StoreError(f"{path / 'state.json'} lacks {missing}. Expected a file of `save_to_disk`. Attribute again.")
+    files = state["_data_files"]
+    names = [file.get("filename") for file in files if isinstance(file, dict)] if isinstance(files, list) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise StoreError(
+            f"{path / 'state.json'} names the files {str(files)[:200]}. Expected names of files beside it, at least "
+            "one. Attribute again."
+        )
+    return [str(name) for name in names]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    with unreadable(path):
+        data = path.read_bytes()
+    with _damage(path):
+        content = json.loads(data)
+    if not isinstance(content, dict):
+        raise StoreError(f"{path} holds a JSON {type(content).__name__}. Expected an object. Attribute again.")
+    return content
+
+
+def _tensors(path: Path) -> dict[str, np.ndarray]:
+    with _damage(path):
+        return dict(load_file(path))
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Turn what readers raise for a damaged file into a `StoreError` that names it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise IncompleteStoreError(
+            f"{error.filename or path} is missing. Expected a file that the run needs. Attribute again."
+        ) from error
+    except (*_DAMAGED, OSError) as error:
+        raise StoreError(
+            f"{path} is damaged, or no file of a run: {type(error).__name__}: {str(error)[:300]}. Expected what "
+            "`AttributionRun.save` or `save_to_disk` wrote. Restore it from a copy, or attribute again."
+        ) from error
