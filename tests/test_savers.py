@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError, StoreError
-from hf_trak.savers import AbstractSaver, MmapSaver, ModelIDException, SafetensorsSaver
+from hf_trak.savers import AbstractSaver, MmapSaver, ModelIDException, SafetensorsSaver, finalized_files
 from hf_trak.savers import safetensors_saver as safetensors_saver_module
 from hf_trak.savers.mmap_saver import read_scores
 from hf_trak.savers.partial import PartialShard, RowWriter
@@ -432,7 +432,7 @@ def test_finalizing_that_was_killed_does_not_count(tmp_path, monkeypatch):
     saver.register_model_id(0, False)
     saver.write_rows(range(N), grads, q)
     saver.write_features(grads, {"lambda_reg": 0.0})
-    write = safetensors_saver_module.write_tensors
+    write = finalized_files.write_tensors
     written = []
 
     def fail(path: Path, *args: Any, **kwargs: Any) -> None:
@@ -441,7 +441,7 @@ def test_finalizing_that_was_killed_does_not_count(tmp_path, monkeypatch):
         written.append(path)
         write(path, *args, **kwargs)
 
-    monkeypatch.setattr(safetensors_saver_module, "write_tensors", fail)
+    monkeypatch.setattr(finalized_files, "write_tensors", fail)
     with pytest.raises(KeyboardInterrupt):
         saver.write_features(grads * 2, {"lambda_reg": 1.0})
     saver = make_saver(SafetensorsSaver, tmp_path)

@@ -26,9 +26,8 @@ import xxhash
 from torch import Tensor
 
 from hf_trak.errors import IncompleteStoreError, StoreError
-from hf_trak.savers.atomic import allocate, create_file
+from hf_trak.savers.atomic import allocate, create_file, explained
 from hf_trak.savers.shard_set import ShardSet
-from hf_trak.savers.shards import FORMAT_VERSION
 
 _BLOCK = 4096
 _OPEN_FILES = 64
@@ -59,7 +58,7 @@ class PartialShard:
 
         if not self.path.exists():
             create_file(self.path, fill)
-        with open(self.path, "r+b") as file:
+        with explained(self.path), open(self.path, "r+b") as file:
             found = os.fstat(file.fileno()).st_size
             if found != ends[-1] or file.read(len(header)) != header:
                 raise StoreError(
@@ -72,9 +71,12 @@ class PartialShard:
         self.hashes = np.frombuffer(view[ends[0] : ends[1]], dtype=np.uint64)
         self.grads = np.frombuffer(view[ends[1] : ends[2]], dtype=dtype).reshape(count, width)
         self.out_to_loss = np.frombuffer(view[ends[2] : ends[3]], dtype=np.float32)
-        for row in np.flatnonzero(self.hashes).tolist():
-            if self._hash(row) != self.hashes[row]:
-                self.hashes[row] = 0
+        for row in self.damaged():
+            self.hashes[row] = 0
+
+    def damaged(self) -> list[int]:
+        """Rows that are there, but whose values are not those that their hashes were taken of."""
+        return [row for row in np.flatnonzero(self.hashes).tolist() if self._hash(row) != self.hashes[row]]
 
     @property
     def done(self) -> np.ndarray:
@@ -100,7 +102,7 @@ class PartialShard:
     def _header(shards: ShardSet, rows: range) -> bytes:
         content = {
             "dtype": str(shards.dtype),
-            "format_version": FORMAT_VERSION,
+            "format_version": shards.version,
             "identity": dict(shards.identity),
             "start": rows.start,
             "stop": rows.stop,
@@ -181,8 +183,7 @@ class RowWriter:
         for index in self.shards.missing():  # complete, but killed before the last step
             self._finish(index)
         parts = list(self.shards)
-        if len(parts) == 1:
-            return parts[0].grads, parts[0].out_to_loss
+        # a copy even of a single part: products of matrices depend, in the last bit, on where a file's header ends
         return torch.cat([part.grads for part in parts]), torch.cat([part.out_to_loss for part in parts])
 
     def delete(self) -> None:
@@ -213,6 +214,12 @@ class RowWriter:
     def _finish(self, index: int) -> None:
         """Turn an unfinished shard, all of whose rows are there, into a finished one."""
         partial = self._partial(index)
+        if damaged := partial.damaged():
+            raise StoreError(
+                f"{partial.path} was changed by somebody else while this process had it open: rows {damaged[:5]} do "
+                "not match their checksums. Expected them as they were written. Run the same command again, which "
+                "computes these rows anew."
+            )
         self.shards.write(index, torch.from_numpy(partial.grads.copy()), torch.from_numpy(partial.out_to_loss.copy()))
         self._forget(index)
 

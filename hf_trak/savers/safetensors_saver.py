@@ -21,12 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trak.errors import IncompleteStoreError, StoreError
-from hf_trak.savers.atomic import json_bytes, read_json, safe_name, write_bytes
+from hf_trak.savers.atomic import safe_name
 from hf_trak.savers.base import AbstractSaver, ModelIDException, deleted_grads
+from hf_trak.savers.finalized_files import FinalizedFiles
 from hf_trak.savers.partial import RowWriter
-from hf_trak.savers.shard_set import check_finite
-from hf_trak.savers.shards import Identity, ShardPlan, TensorSpec, read_tensors, write_tensors
+from hf_trak.savers.shard_set import ShardSet, check_finite
 from hf_trak.savers.store import FeatureStore, checked_count, checked_model_id
 
 SHARD_BYTES = 64 * 2**20
@@ -71,9 +70,10 @@ class SafetensorsSaver(AbstractSaver):
             "train_size": self.train_set_size,
         }
         self.store = FeatureStore.open(self.save_dir, self.metadata)
+        self.files = FinalizedFiles(self.store)
         if load_from_save_dir:
             self.model_ids = {model_id: self._describe(model_id) for model_id in self.store.model_ids}
-        self.experiments = {name: self.store.experiment_info(name) for name in self.store.experiments}
+        self.experiments = {name: self.files.experiment(name) for name in self.store.experiments}
 
     def register_model_id(self, model_id: int, _allow_featurizing_already_registered: bool = False) -> None:
         model_id = checked_model_id(model_id)
@@ -96,8 +96,8 @@ class SafetensorsSaver(AbstractSaver):
 
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
         num_targets = checked_count(num_targets, "num_targets")
-        shards = self.store.targets(exp_name, checked_model_id(model_id), num_targets, UNRECORDED)
-        self.experiments[exp_name] = self.store.experiment_info(exp_name)
+        shards = self._targets(exp_name, checked_model_id(model_id), num_targets)
+        self.experiments[exp_name] = self.files.experiment(exp_name)
         kept = self.current_store if self.current_model_id == model_id else {}
         self.current_store = {**kept, f"{exp_name}_grads": RowWriter(shards)}
         self.current_model_id, self.current_experiment = model_id, exp_name
@@ -121,21 +121,17 @@ class SafetensorsSaver(AbstractSaver):
     def save_scores(self, exp_name: str) -> None:
         info = self.experiments[safe_name(exp_name, "exp_name")]
         scores = torch.as_tensor(self.current_store[f"{exp_name}_scores"])
-        write_tensors(
-            self._scores_path(exp_name),
-            {"scores": scores},
-            self._scores_identity(exp_name),
-            model_ids=info["model_ids"],
-        )
+        settings = {str(model_id): dict(self.finalized_with(model_id) or {}) for model_id in info["model_ids"]}
+        self.files.write_scores(exp_name, scores, info["model_ids"], settings)
 
     def del_grads(self, model_id: int, target: bool = False) -> None:
         if target:
             for exp_name, info in self.experiments.items():
-                RowWriter(self.store.targets(exp_name, model_id, info["num_targets"], UNRECORDED)).delete()
+                RowWriter(self._targets(exp_name, model_id, info["num_targets"])).delete()
             return
-        settings = self._read_settings(model_id)
-        if settings is not None:
-            write_bytes(self._settings_path(model_id), json_bytes({**settings, "grads_deleted": True}))
+        saved = self.files.read_settings(model_id)
+        if saved is not None:
+            self.files.write_settings(model_id, saved["content"], saved["settings"], grads_deleted=True)
         RowWriter(self.store.train(model_id)).delete()
         self.model_ids[model_id] = self._describe(model_id)
 
@@ -143,7 +139,7 @@ class SafetensorsSaver(AbstractSaver):
 
     def featurized(self, rows: Sequence[int] | None = None) -> np.ndarray:
         done = self.current_store["grads"].done(rows)
-        if not done.all() and (self._read_settings(self.require_model_id()) or {}).get("grads_deleted"):
+        if not done.all() and self._grads_deleted(self.require_model_id()):
             return np.ones_like(done)
         return done
 
@@ -154,62 +150,36 @@ class SafetensorsSaver(AbstractSaver):
 
     def read_grads(self) -> Tensor:
         model_id = self.require_model_id()
-        if (self._read_settings(model_id) or {}).get("grads_deleted"):
+        if self._grads_deleted(model_id):
             raise deleted_grads(self.save_dir, model_id)
         return self.current_store["grads"].read_all()[0]
 
     def finalized_with(self, model_id: int) -> Mapping[str, Any] | None:
-        saved = self._read_settings(model_id)
-        return None if saved is None else saved["settings"]
+        """See [`AbstractSaver`]. Features of other gradients than those that are there now do not count."""
+        saved = self.files.read_settings(model_id)
+        if saved is None:
+            return None
+        if not saved["grads_deleted"]:
+            shards = self.store.train(model_id)
+            if shards.complete and shards.content_hash != saved["content"]:
+                self.logger.warning(
+                    "The features of model id %d were computed from other rows than those in %s.",
+                    model_id,
+                    shards.directory,
+                )
+                return None
+        return saved["settings"]
 
     def write_features(self, features: Tensor, settings: Mapping[str, Any]) -> None:
         model_id = self.require_model_id()
         features = self.to_storage(range(len(features)), features, "feature")
         rows = self.current_store["grads"]
         out_to_loss = rows.read_all()[1]
-        content = {"content": rows.shards.content_hash, "grads_deleted": False, "settings": dict(settings)}
-        # The description goes first and comes last: features that are there in part are never taken for finished ones.
-        self._settings_path(model_id).unlink(missing_ok=True)
-        plan = self._plan()
-        for index in range(len(plan)):
-            part = plan.rows(index)
-            write_tensors(
-                self._features_path(model_id, index),
-                {"features": features[part.start : part.stop], "out_to_loss": out_to_loss[part.start : part.stop]},
-                self._features_identity(model_id, content["content"]),
-                start=part.start,
-                stop=part.stop,
-            )
-        write_bytes(self._settings_path(model_id), json_bytes(content))
+        self.files.write_features(model_id, features, out_to_loss, rows.shards.content_hash, settings)
         self.model_ids[model_id] = self._describe(model_id)
 
     def read_features(self) -> tuple[Tensor, Tensor]:
-        model_id = self.require_model_id()
-        saved = self._read_settings(model_id)
-        if saved is None:
-            raise IncompleteStoreError(
-                f"Model id {model_id} in {self.save_dir} has no features. Expected finalized ones. Call "
-                "`finalize_features`."
-            )
-        identity = self._features_identity(model_id, saved["content"])
-        plan, parts = self._plan(), []
-        for index in range(len(plan)):
-            part = plan.rows(index)
-            specs = {
-                "features": TensorSpec((len(part), self.proj_dim), (self.dtype,)),
-                "out_to_loss": TensorSpec((len(part),), (torch.float32,)),
-            }
-            path = self._features_path(model_id, index)
-            try:
-                parts.append(read_tensors(path, identity, specs, start=part.start, stop=part.stop))
-            except StoreError as error:
-                raise StoreError(
-                    f"{error} These are features that `finalize_features` computes: delete "
-                    f"{self._settings_path(model_id)} and call it again."
-                ) from error
-        if len(parts) == 1:
-            return parts[0]["features"], parts[0]["out_to_loss"]
-        return torch.cat([p["features"] for p in parts]), torch.cat([p["out_to_loss"] for p in parts])
+        return self.files.read_features(self.require_model_id())
 
     def scored(self, rows: Sequence[int] | None = None) -> np.ndarray:
         return self.current_store[f"{self._require_experiment()}_grads"].done(rows)
@@ -233,37 +203,19 @@ class SafetensorsSaver(AbstractSaver):
         """The saved scores `(n, m)` of an experiment, memory-mapped.
 
         Raises:
-            StoreError: there are none, or the file is invalid.
+            StoreError: there are none, or the file is damaged, or that of another experiment.
         """
-        shape = (self.train_set_size, self.store.experiment_info(exp_name)["num_targets"])
-        specs = {"scores": TensorSpec(shape, (torch.float32,))}
-        return read_tensors(self._scores_path(exp_name), self._scores_identity(exp_name), specs)["scores"]
+        return self.files.read_scores(exp_name)
+
+    def _targets(self, exp_name: str, model_id: int, num_targets: int) -> ShardSet:
+        # the name is all that tells two experiments apart whose targets nobody has seen
+        return self.store.targets(exp_name, model_id, num_targets, UNRECORDED, {"experiment": exp_name})
 
     def _describe(self, model_id: int) -> dict[str, Any]:
         return {
-            "finalized": int(self._read_settings(model_id) is not None),
+            "finalized": int(self.files.read_settings(model_id) is not None),
             "fingerprint": self.store.checkpoint_info(model_id)["fingerprint"],
         }
 
-    def _plan(self) -> ShardPlan:
-        return ShardPlan(self.train_set_size, self.metadata["shard_size"])
-
-    def _settings_path(self, model_id: int) -> Path:
-        return self.store.checkpoint_dir(model_id) / "features.json"
-
-    def _read_settings(self, model_id: int) -> dict[str, Any] | None:
-        path = self._settings_path(model_id)
-        return read_json(path) if path.exists() else None
-
-    def _features_path(self, model_id: int, index: int) -> Path:
-        return self.store.checkpoint_dir(model_id) / self._plan().file_name(index, "features")
-
-    def _features_identity(self, model_id: int, content: str) -> Identity:
-        fingerprint = self.store.checkpoint_info(model_id)["fingerprint"]
-        return {"checkpoint": fingerprint, "config": self.store.config_hash, "content": content, "kind": "features"}
-
-    def _scores_path(self, exp_name: str) -> Path:
-        return self.save_dir / "scores" / safe_name(exp_name, "exp_name") / "scores.safetensors"
-
-    def _scores_identity(self, exp_name: str) -> Identity:
-        return {"config": self.store.config_hash, "kind": "scores"}
+    def _grads_deleted(self, model_id: int) -> bool:
+        return bool((self.files.read_settings(model_id) or {}).get("grads_deleted"))
