@@ -1,16 +1,16 @@
 """A model with its tokenizer or processor, from a directory or from the Hub."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import constants
-from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from hf_trak.cli.files import check_exists
 from hf_trak.errors import HubAccessError
+from hf_trak.hub import safe_loading
+from hf_trak.hub.foreign_json import shown
 
 AUTO_CLASSES = {
     "image_classification": "AutoModelForImageClassification",
@@ -36,59 +36,63 @@ def load_model(name: str, revision: str, task: str | None) -> torch.nn.Module:
     Raises:
         FileNotFoundError: the name is a path, and there is nothing.
         HubAccessError: the model cannot be loaded from the Hub, or is not in the cache while offline.
-        ValueError: the config names no class of transformers, and no task says which.
+        ValueError: the config names no class of transformers, and no task says which; or the repo asks for code or
+            files elsewhere, or is damaged.
     """
-    check_exists(Path(name), name, "model")
+    return _load(name, revision, task, "model", may_be_adapter=True)
+
+
+def _load(name: str, revision: str, task: str | None, what: str, may_be_adapter: bool) -> torch.nn.Module:
+    check_exists(Path(name), name, what)
     if Path(name).is_dir():
-        return _load_model(name, revision, task)
+        return _load_model(name, revision, task, may_be_adapter)
     try:
-        return _load_model(name, revision, task)
+        return _load_model(name, revision, task, may_be_adapter)
     except OSError as error:
         if isinstance(error, HubAccessError):  # of the base of an adapter, which it names
             raise
         offline = " HF_HUB_OFFLINE is set, so only what is in the cache is found." if constants.HF_HUB_OFFLINE else ""
         reason = " ".join(str(error).split())[:300]
         raise HubAccessError(
-            f"The model {name!r} at revision {revision!r} could not be loaded: there is no such directory, and the "
+            f"The {what} {name!r} at revision {revision!r} could not be loaded: there is no such directory, and the "
             f"Hub or its cache gave: {reason}{offline} Expected a directory that `save_pretrained` wrote, or a model "
             "repo. Correct the name."
         ) from error
 
 
-def _load_model(name: str, revision: str, task: str | None) -> torch.nn.Module:
-    adapter = _adapter(name)
-    if adapter is not None:
-        from peft import PeftModel
+def _load_model(name: str, revision: str, task: str | None, may_be_adapter: bool) -> torch.nn.Module:
+    if may_be_adapter:
 
-        base = load_model(str(adapter["base_model_name_or_path"]), str(adapter.get("revision") or "main"), task)
-        return PeftModel.from_pretrained(base, name, is_trainable=True)
-    kind = AUTO_CLASSES.get(task or "")
+        def load_base(base: str, base_revision: str | None) -> torch.nn.Module:
+            return _load(base, base_revision or "main", task, "base model", may_be_adapter=False)
+
+        adapter = safe_loading.load_adapter(name, revision, load_base)
+        if adapter is not None:
+            return adapter
+    auto = AUTO_CLASSES.get(task or "")
+    if auto is not None:
+        return safe_loading.load_model(name, revision, getattr(transformers, auto))
+    named = safe_loading.architectures(name, revision)
+    found = map(safe_loading.model_class, named if isinstance(named, list) else [])
+    kind = next((kind for kind in found if kind is not None), None)
     if kind is None:
-        named = AutoConfig.from_pretrained(name, revision=revision).architectures or []
-        kind = next((known for known in named if hasattr(transformers, known)), None)
-        if kind is None:
-            raise ValueError(
-                f"The config of {name!r} names the classes {named}, which transformers lacks. Set `task` to one of "
-                f"{sorted(AUTO_CLASSES)}."
-            )
-    return getattr(transformers, kind).from_pretrained(name, revision=revision)
-
-
-def _adapter(name: str) -> dict[str, Any] | None:
-    path = Path(name) / "adapter_config.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+        raise ValueError(
+            f"The config of {name!r} names the classes {shown(named)}, of which transformers has none. Set `task` to "
+            f"one of {sorted(AUTO_CLASSES)}."
+        )
+    return safe_loading.load_model(name, revision, kind)
 
 
 def load_tokenizer(name: str, revision: str) -> Any:
-    """The tokenizer of a model."""
-    return AutoTokenizer.from_pretrained(name, revision=revision)
+    """The tokenizer of a model. Raises as [`safe_loading.load_model`]."""
+    return safe_loading.load_tokenizer(name, revision)
 
 
 def load_image_processor(name: str, revision: str) -> Any:
-    """The image processor of a model."""
-    return AutoImageProcessor.from_pretrained(name, revision=revision)
+    """The image processor of a model. Raises as [`safe_loading.load_model`]."""
+    return safe_loading.load_image_processor(name, revision)
 
 
 def load_processor(name: str, revision: str) -> Any:
-    """The processor of images and texts of a model."""
-    return AutoProcessor.from_pretrained(name, revision=revision)
+    """The processor of images and texts of a model. Raises as [`safe_loading.load_model`]."""
+    return safe_loading.load_processor(name, revision)

@@ -10,6 +10,7 @@ import difflib
 import json
 import re
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -17,6 +18,11 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
+
+from hf_trak.hub.foreign_yaml import check_yaml
+
+MAX_YAML_BYTES = 1 << 18
+"""Largest file of arguments; one that sets all arguments of a command has 3 kB."""
 
 _CONFIG = "config"
 _UNSET = object()
@@ -49,8 +55,9 @@ def parse_yaml_and_args(
 
     Raises:
         FileNotFoundError: the YAML file does not exist.
-        ValueError: the YAML file is no flat mapping, has a key twice or one that no dataclass has, or a value that its
-            argument does not take; or a dataclass refuses its values; or two dataclasses give one name two types.
+        ValueError: the YAML file is no flat mapping, refers to itself, is larger or nested deeper than arguments are,
+            has a key twice or one that no dataclass has, or a value that its argument does not take; or a dataclass
+            refuses its values; or two dataclasses give one name two types.
         SystemExit: the command line is wrong, as argparse has it, with the reason on stderr.
     """
     types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types)
@@ -172,8 +179,8 @@ class _TextLoader(yaml.SafeLoader):
     command line), except `null`. A key twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
+        counts = Counter(str(key.value) for key, _ in node.value)
+        if twice := sorted(key for key, count in counts.items() if count > 1):
             raise yaml.MarkedYAMLError(problem=f"the keys {twice} are there twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep=deep)
 
@@ -189,10 +196,9 @@ def _read(path: Path, arguments: Mapping[str, Action], optional: Mapping[str, bo
     """The converted values of a YAML file."""
     if not path.is_file():
         raise FileNotFoundError(f"`--{_CONFIG}` is {str(path)!r}, which is no file. Expected a YAML file.")
-    text = path.read_text(encoding="utf-8")
+    text = _text(path)
     try:
         content = yaml.load(text, Loader=_TextLoader)
-        typed = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {error}. Expected `name: value` lines.") from error
     if content is None:
@@ -204,9 +210,27 @@ def _read(path: Path, arguments: Mapping[str, Action], optional: Mapping[str, bo
             f"{path} sets {', '.join(_with_nearest(str(name), arguments) for name in unknown)}. Expected names of "
             "arguments; `--help` lists them."
         )
-    return {
-        name: _convert(path, arguments[name], optional[name], value, typed[name]) for name, value in content.items()
-    }
+    return {name: _convert(path, arguments[name], optional[name], value, text) for name, value in content.items()}
+
+
+def _text(path: Path) -> str:
+    """The text of a YAML file that is safe to build."""
+    size = path.stat().st_size
+    if size > MAX_YAML_BYTES:
+        raise ValueError(
+            f"{path} has {size} bytes. Expected at most {MAX_YAML_BYTES}, for a file of arguments. Is it another file?"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}). Expected a YAML file. Save it as UTF-8.") from error
+    try:
+        check_yaml(text, MAX_YAML_BYTES)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}. Expected `name: value` lines.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} was refused: {error}. Expected `name: value` lines.") from error
+    return text
 
 
 def _with_nearest(name: str, arguments: Mapping[str, Action]) -> str:
@@ -214,8 +238,8 @@ def _with_nearest(name: str, arguments: Mapping[str, Action]) -> str:
     return f"'{name}', which no argument is called" + (f" (nearest: {', '.join(nearest)})" if nearest else "")
 
 
-def _convert(path: Path, action: Action, optional: bool, value: Any, typed: Any) -> Any:
-    """A YAML value as the command line would convert and check it."""
+def _convert(path: Path, action: Action, optional: bool, value: Any, text: str) -> Any:
+    """A value of the YAML file with this text, as the command line would convert and check it."""
     if value is None:
         if not optional:
             raise ValueError(
@@ -227,7 +251,15 @@ def _convert(path: Path, action: Action, optional: bool, value: Any, typed: Any)
             raise ValueError(f"{path}: `{action.dest}` is {value!r}. Expected a list: `{action.dest}: [{value}]`.")
         return [_convert_text(path, action, item) for item in value]
     # Dictionaries are JSON on the command line.
-    return _convert_text(path, action, json.dumps(typed) if isinstance(value, Mapping) else value)
+    return _convert_text(path, action, _as_json(path, action.dest, text) if isinstance(value, Mapping) else value)
+
+
+def _as_json(path: Path, name: str, text: str) -> str:
+    """The value of one key as JSON, its scalars with the types that YAML gives them."""
+    try:
+        return json.dumps(yaml.safe_load(text)[name])
+    except (TypeError, ValueError) as error:  # dates, and numbers that are none
+        raise ValueError(f"{path}: `{name}` is no plain data ({error}). Expected numbers, texts and lists.") from error
 
 
 def _convert_text(path: Path, action: Action, text: Any) -> Any:

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from datasets import load_from_disk
-
 from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.build import remembered
 from hf_trak.cli.output import answer
@@ -40,6 +38,7 @@ def run(argv: Sequence[str]) -> None:
         description="Publish an attribution index as a dataset repo. The same command again resumes.",
     )
     from hf_trak.hub import push_index, push_scores
+    from hf_trak.hub.safe_loading import load_saved_dataset
     from hf_trak.savers import FeatureStore
 
     store = FeatureStore.load(args.output_dir)
@@ -59,7 +58,7 @@ def run(argv: Sequence[str]) -> None:
     )
     content = {"repo_id": args.repo_id, "commit": commit.oid, "url": commit.commit_url}
     if args.scores is not None:
-        scored = load_from_disk(find_run(args.scores) / "scored")
+        scored = load_saved_dataset(find_run(args.scores) / "scored")
         pushed = push_scores(
             scored, args.repo_id, private=args.private or None, revision=args.revision, index=args.repo_id,
             model_name=args.model_name,

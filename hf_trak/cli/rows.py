@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict
 
 from hf_trak.cli.files import check_exists
 from hf_trak.cli.splits import evenly_spaced
+from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 
 _BUILDERS = {
     ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow",
@@ -26,11 +27,12 @@ def load_rows(
 
     Raises:
         FileNotFoundError: the name is that of a file or directory, and there is none.
-        ValueError: there is no such split, or several to choose from; or a file of an unknown kind.
+        ValueError: there is no such split, or several to choose from; a file of an unknown kind, or a damaged one; or
+            there are no rows.
     """
     path = Path(name)
     if path.is_dir() and any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
-        splits = load_from_disk(name)
+        splits = load_saved_dataset(name)
     elif path.is_file():
         if path.suffix not in _BUILDERS:
             raise ValueError(f"The data file {name!r} ends in {path.suffix!r}. Expected one of {list(_BUILDERS)}.")

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, load_dataset, load_from_disk
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
+
+from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 
 
 @dataclass
@@ -62,7 +64,7 @@ def load_splits(
     elif path.is_dir():
         saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
         if saved or from_directory is None:
-            splits = load_from_disk(args.dataset_name)
+            splits = load_saved_dataset(args.dataset_name)
         else:
             splits = load_dataset(from_directory, data_dir=args.dataset_name)
     else:

@@ -1,9 +1,17 @@
-"""Attribution indices and scores on the Hugging Face Hub: push, pull, load, cards."""
+"""Attribution indices and scores on the Hugging Face Hub: push, pull, load, cards; what others published, safely."""
 
-from hf_trak.hub.models import HubCheckpoint
-from hf_trak.hub.pull import open_repo, pull_index
-from hf_trak.hub.push import push_index
-from hf_trak.hub.scores import load_scores, push_scores, with_training_rows
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "HubCheckpoint": "hf_trak.hub.models",
+    "load_scores": "hf_trak.hub.scores",
+    "open_repo": "hf_trak.hub.pull",
+    "pull_index": "hf_trak.hub.pull",
+    "push_index": "hf_trak.hub.push",
+    "push_scores": "hf_trak.hub.scores",
+    "with_training_rows": "hf_trak.hub.scores",
+}
 
 __all__ = [
     "HubCheckpoint",
@@ -14,3 +22,20 @@ __all__ = [
     "push_scores",
     "with_training_rows",
 ]
+
+if TYPE_CHECKING:
+    from hf_trak.hub.models import HubCheckpoint
+    from hf_trak.hub.pull import open_repo, pull_index
+    from hf_trak.hub.push import push_index
+    from hf_trak.hub.scores import load_scores, push_scores, with_training_rows
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names on first use: the parser of the command line needs one small module of this package."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'hf_trak.hub' has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from datasets import load_dataset
 from huggingface_hub import constants
 from torch.utils.data import default_collate as torch_collate
 from transformers import default_data_collator
@@ -20,6 +19,7 @@ from hf_trak.hub.index_store import open_index
 from hf_trak.hub.manifest import MANIFEST_FILE, IndexManifest, checked_repo, checked_revision, refused
 from hf_trak.hub.models import HubCheckpoint, load_model
 from hf_trak.hub.pull import open_repo
+from hf_trak.hub.safe_loading import load_dataset
 from hf_trak.model_inputs import check_rows
 from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from hf_trak.modelout_functions.identity import task_identity

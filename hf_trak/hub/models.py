@@ -1,8 +1,6 @@
 """Weights of model repos: the model that an index was made with, and checkpoints that are fetched when needed."""
 
-import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,13 @@ from transformers import PreTrainedModel
 
 from hf_trak import __version__
 from hf_trak.errors import HubAccessError, RefusedIndexError
+from hf_trak.hub import safe_loading
 from hf_trak.hub.files import access_errors
+from hf_trak.hub.foreign_json import read_foreign_object, shown
 from hf_trak.hub.manifest import HubSource, checked_repo, checked_revision
+
+MAX_WEIGHT_INDEX_BYTES = 64 << 20
+"""Largest index of sharded weights; a model of 100,000 tensors has one of 10 MB."""
 
 _WEIGHTS = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"]
 _SUBFOLDERS = ["*/*"]
@@ -83,11 +86,13 @@ def load_model(
         repo_only: never take `name` for a directory, since it comes from somebody else.
 
     Raises:
-        RefusedIndexError: `class_name` is no model class of `transformers`.
+        RefusedIndexError: `class_name` is no model class of `transformers`; or the repo, which the index names, asks
+            for code or files elsewhere, or is damaged.
+        ValueError: the same of a directory or repo that the user has named.
         HubAccessError: the repo cannot be had, or has no safetensors weights.
     """
-    kind = getattr(transformers, class_name, None) if re.fullmatch(r"[A-Za-z]\w*", class_name) else None
-    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+    kind = safe_loading.model_class(class_name)
+    if kind is None:
         raise RefusedIndexError(
             f"The index was made with a model of the class {class_name!r}, which is no model class of `transformers` "
             f"{transformers.__version__}, so it is not built from its name. Pass the model itself as `model=`."
@@ -95,9 +100,15 @@ def load_model(
     path = (
         name if not repo_only and Path(name).is_dir() else str(_fetch_weights(name, revision, token, local_files_only))
     )
-    model = kind.from_pretrained(
-        path, dtype="auto" if dtype is None else getattr(torch, dtype), use_safetensors=True, local_files_only=True
-    )
+    options = {"dtype": "auto" if dtype is None else getattr(torch, dtype), "local_files_only": True}
+    try:
+        model: PreTrainedModel = safe_loading.load_model(path, None, kind, use_safetensors=True, **options)
+    except ValueError as error:
+        if repo_only:
+            raise RefusedIndexError(
+                f"The index was made with the model {name!r}, which is not loaded: {error}"
+            ) from error
+        raise
     if path != name:
         model.config._name_or_path, model.config._commit_hash = name, Path(path).name
     return model.eval()
@@ -135,9 +146,26 @@ def _fetch_weights(repo_id: str, revision: str | None, token: str | bool | None,
             "the model yourself and pass it as `model=`."
         )
     for index in path.glob("*.safetensors.index.json"):
-        names = json.loads(index.read_text()).get("weight_map", {}).values()
-        if outside := sorted({str(name) for name in names if Path(str(name)).name != str(name)}):
-            raise RefusedIndexError(
-                f"{index.name} of the model repo {repo_id!r} names files elsewhere: {outside[:3]}."
-            )
+        _check_weight_index(index, repo_id)
     return path
+
+
+def _check_weight_index(path: Path, repo_id: str) -> None:
+    """Refuse an index of sharded weights that names files elsewhere."""
+    where = f"{path.name} of the model repo {repo_id!r}"
+    try:
+        names = read_foreign_object(path, MAX_WEIGHT_INDEX_BYTES).get("weight_map")
+    except ValueError as error:
+        raise RefusedIndexError(
+            f"{where} was refused: {error}. Expected the index that `save_pretrained` writes. Use another revision."
+        ) from error
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise RefusedIndexError(
+            f"{where} was refused: its `weight_map` is {shown(names)}. Expected an object from the names of weights "
+            "to those of their files. Use another revision."
+        )
+    if outside := sorted({name for name in names.values() if Path(name).name != name}):
+        raise RefusedIndexError(
+            f"{where} names files elsewhere: {outside[:3]!r:.200}. Expected names of files beside it. Use another "
+            "revision."
+        )

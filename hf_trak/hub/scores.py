@@ -15,8 +15,6 @@ from datasets import (
     Features,
     List,
     concatenate_datasets,
-    load_dataset,
-    load_from_disk,
 )
 from huggingface_hub import CommitInfo, constants
 
@@ -24,6 +22,7 @@ from hf_trak.errors import RefusedIndexError
 from hf_trak.hub.cards import card_operations, render_card
 from hf_trak.hub.files import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.push import COMMIT_FIELDS
+from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 from hf_trak.processes import Processes
 from hf_trak.scored_dataset import TOP_K_COLUMNS
 
@@ -177,7 +176,7 @@ def load_scores(
         ValueError: there are several splits and none was chosen.
     """
     if Path(repo_or_path).is_dir():
-        loaded: Any = load_from_disk(repo_or_path)
+        loaded: Any = load_saved_dataset(repo_or_path)
     else:
         with access_errors(repo_or_path, revision):
             # Answers at once, and in our words, where the repo or the revision is out of reach.

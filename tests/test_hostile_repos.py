@@ -1,0 +1,497 @@
+"""Model repos and datasets that somebody made to do harm: no code of theirs runs, whoever would ask is not asked, and
+the refusal names the file and the key."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from hub_server import TOKEN, Hub, client, environment, hub
+from peft import LoraConfig, PeftType, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForSequenceClassification, BertTokenizer
+
+from hf_trak.cli.main import main
+from hf_trak.cli.models import load_image_processor, load_model, load_processor, load_tokenizer
+from hf_trak.cli.rows import load_rows
+from hf_trak.errors import RefusedIndexError
+from hf_trak.hub import safe_loading
+from hf_trak.hub.models import load_model as load_index_model
+from hf_trak.hub.repo_config import ADAPTERS, check_repo_config
+
+__all__ = ["client", "hub"]  # fixtures
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film"]
+ARGUMENTS = {
+    "vocab_size": len(WORDS), "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 8, "max_position_embeddings": 16, "num_labels": 2,
+}  # fmt: skip
+
+
+def mine(marker: Path) -> str:
+    """Python code that leaves a file if it is run, by whatever name it is imported."""
+    return f"""
+from pathlib import Path
+Path({str(marker)!r}).write_text("run")
+import transformers
+class Config(transformers.BertConfig): pass
+class Model(transformers.BertForSequenceClassification): pass
+class Tokenizer(transformers.BertTokenizer): pass
+class Images(transformers.ViTImageProcessor): pass
+class Processor(transformers.CLIPProcessor): pass
+def generate(*args, **kwargs): pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers keeps code of repos, if it runs it."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "executed"
+
+
+@pytest.fixture
+def model(tmp_path: Path, marker: Path) -> Path:
+    """A good model with its tokenizer, beside which lies code."""
+    directory = tmp_path / "model"
+    BertForSequenceClassification(BertConfig(**ARGUMENTS)).save_pretrained(directory)
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
+    BertTokenizer(vocab=str(tmp_path / "vocab.txt"), model_max_length=16).save_pretrained(directory)
+    (directory / "evil.py").write_text(mine(marker))
+    return directory
+
+
+def edit(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**content, **changes}))
+
+
+@pytest.fixture
+def says_yes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Somebody at the keyboard who agrees to everything; the questions that were asked."""
+    asked: list[str] = []
+
+    def answer(question: str = "") -> str:
+        asked.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
+    return asked
+
+
+# -- code in the repo ------------------------------------------------------------------------------------------------
+
+
+def test_the_trap_works(model: Path, marker: Path) -> None:
+    """Where code of a repo is trusted, it leaves the file that the other tests look for."""
+    edit(model / "config.json", auto_map={"AutoConfig": "evil.Config"}, model_type="unheard-of")
+    from transformers import AutoConfig
+
+    AutoConfig.from_pretrained(model, trust_remote_code=True)
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("task", ["text_classification", None])
+@pytest.mark.parametrize("model_type", ["unheard-of", "bert"])
+def test_code_of_a_model_is_not_run(
+    model: Path, marker: Path, says_yes: list[str], task: str | None, model_type: str
+) -> None:
+    """A model that transformers knows is made by transformers; any other is refused."""
+    auto_map = {"AutoConfig": "evil.Config", "AutoModelForSequenceClassification": "evil.Model"}
+    edit(model / "config.json", auto_map=auto_map, model_type=model_type)
+    (model / "custom_generate").mkdir()
+    (model / "custom_generate" / "generate.py").write_text(mine(marker))
+    if model_type == "bert":
+        assert type(load_model(str(model), "main", task)).__module__.startswith("transformers.models.bert")
+    else:
+        with pytest.raises(ValueError, match=r"runs no code that a repo brings"):
+            load_model(str(model), "main", task)
+    assert not marker.exists() and not says_yes
+
+
+def test_the_command_line_runs_no_code_whatever_stands_on_stdin(
+    model: Path, marker: Path, tmp_path: Path, hub: Hub, client: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`hf-trak attribute --index`, with `y` on stdin, where the tokenizer is made by code."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    rows = Dataset.from_dict({"sentence": ["good film", "bad film"] * 4, "label": [1, 0] * 4})
+    rows.save_to_disk(tmp_path / "rows")
+    work = ["--use_cpu", "--disable_tqdm", "--output_dir"]
+    training = ["--model", str(model), "--train_dataset", str(tmp_path / "rows"), "--proj_dim", "8"]
+    assert main(["featurize", *training, *work, str(tmp_path / "trak")]) == 0
+    assert main(["push", str(tmp_path / "trak"), "--repo_id", "me/index", "--model_name", "me/model"]) == 0
+    edit(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Tokenizer", None]}, tokenizer_class="Mine")
+    edit(model / "config.json", model_type="vit")  # for which transformers has no tokenizer
+    hub.put("model", "me/model", {path.name: path.read_bytes() for path in model.iterdir()})
+    command = ["attribute", "--index", "me/index", "--eval_dataset", str(tmp_path / "rows"), "--top_k", "2"]
+    command = [sys.executable, "-m", "hf_trak", *command, *work, str(tmp_path / "out")]
+    variables = {**environment(hub, client), "HF_TOKEN": TOKEN}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, input="y\n" * 20, timeout=200)
+    assert not marker.exists(), done.stderr
+    assert "y/N" not in done.stdout + done.stderr
+    assert done.returncode == 1 and "'me/model' was refused: its tokenizer is made by Python code" in done.stderr
+
+
+PROCESSING: dict[str, tuple[Callable[[str, str], Any], str, dict[str, Any]]] = {
+    "tokenizer": (load_tokenizer, "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}),
+    "image processor": (
+        load_image_processor, "preprocessor_config.json", {"auto_map": {"AutoImageProcessor": "evil.Images"}}
+    ),
+    "processor": (load_processor, "processor_config.json", {"auto_map": {"AutoProcessor": "evil.Processor"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PROCESSING)
+def test_code_of_tokenizers_and_processors_is_not_run(
+    model: Path, marker: Path, says_yes: list[str], kind: str
+) -> None:
+    load, file, content = PROCESSING[kind]
+    (model / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
+    (model / file).write_text(json.dumps({**content, "tokenizer_class": "Mine"}))
+    with pytest.raises(ValueError, match=f"its {kind} is made by Python code of the repo"):
+        load(str(model), "main")
+    assert not marker.exists() and not says_yes
+
+
+def test_the_parts_of_a_tokenizer_are_not_made_by_code_either(model: Path, marker: Path, says_yes: list[str]) -> None:
+    """The tokenizer of a RAG model loads two others, without a word on code: transformers itself would ask."""
+    rag = {"model_type": "rag", "question_encoder": {"model_type": "vit"}, "generator": {"model_type": "vit"}}
+    (model / "config.json").write_text(json.dumps(rag))
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "RagTokenizer"}))
+    for name in ("question_encoder_tokenizer", "generator_tokenizer"):
+        (model / name).mkdir()
+        (model / name / "evil.py").write_text(mine(marker))
+        auto_map = {"AutoTokenizer": ["evil.Tokenizer", None]}
+        (model / name / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto_map, "tokenizer_class": "X"}))
+    with pytest.raises(ValueError, match="made by Python code"):
+        load_tokenizer(str(model), "main")
+    assert not marker.exists() and not says_yes
+
+
+def test_the_parts_of_a_model_are_not_made_by_code_either(model: Path, marker: Path, says_yes: list[str]) -> None:
+    """A decoder of a kind that transformers has no language model for, with code of its own."""
+    bert = json.loads((model / "config.json").read_text())
+    vit = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "evil.Model"}, "_name_or_path": str(model)}
+    both = {"model_type": "encoder-decoder", "encoder": bert, "decoder": vit, "architectures": ["EncoderDecoderModel"]}
+    (model / "config.json").write_text(json.dumps(both))
+    with pytest.raises(ValueError, match="made by Python code"):
+        load_model(str(model), "main", None)
+    assert not marker.exists() and not says_yes
+
+
+def test_transformers_asks_again_afterwards(model: Path, marker: Path, says_yes: list[str]) -> None:
+    """What somebody does in the same process with transformers itself is as it was."""
+    load_tokenizer(str(model), "main")
+    (model / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
+    edit(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Tokenizer", None]}, tokenizer_class="Mine")
+    AutoTokenizer.from_pretrained(model)
+    assert says_yes and marker.exists()
+
+
+def test_code_of_a_dataset_is_not_run(tmp_path: Path, marker: Path, says_yes: list[str]) -> None:
+    directory = tmp_path / "rows"
+    directory.mkdir()
+    (directory / "rows.py").write_text(mine(marker))
+    (directory / "a.csv").write_text("a\n1\n")
+    with pytest.raises((ValueError, RuntimeError), match=r"rows\.py"):
+        load_rows(str(directory), None, None, ("train",), None)
+    assert not marker.exists() and not says_yes
+
+
+# -- code elsewhere --------------------------------------------------------------------------------------------------
+
+
+ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
+    "attention from a repo": ({"attn_implementation": "evil/kernel"}, "`attn_implementation` is 'evil/kernel'"),
+    "attention from a known repo": ({"attn_implementation": "kernels-community/flash-attn2"}, "kernels-community"),
+    "private name": ({"_attn_implementation": "evil/kernel@main:forward"}, "`_attn_implementation`"),
+    "internal name": ({"_attn_implementation_internal": "evil/kernel"}, "_attn_implementation_internal"),
+    "paged": ({"attn_implementation": "paged|evil/kernel"}, r"paged\|evil/kernel"),
+    "not installed": ({"attn_implementation": "flash_attention_2"}, "flash_attention_2"),
+    "by part": ({"attn_implementation": {"text_config": "evil/kernel"}}, "evil/kernel"),
+    "of a part": ({"text_config": {"vision": [{"attn_implementation": "e/k"}]}}, r"text_config\.vision\[0\]\.attn"),
+    "no text": ({"attn_implementation": 5}, "is 5"),
+    "experts": ({"experts_implementation": "sonicmoe"}, "`experts_implementation` is 'sonicmoe'"),
+    "quantization": ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method` is 'mxfp4'"),
+    "quantization without a method": ({"quantization_config": {}}, "quant_method` is None"),
+    "quantization that is a list": ({"quantization_config": [1]}, "a list of 1"),
+    "backbone of a repo": ({"backbone": "evil/model", "use_timm_backbone": True}, "`backbone` is 'evil/model'"),
+    "backbone of timm's hub": ({"architecture": "hf-hub:evil/model"}, "`architecture` is 'hf-hub:evil/model'"),
+    "backbone of a directory": ({"architecture": "local-dir:/tmp"}, "local-dir"),
+    "arguments of timm": ({"model_args": {"checkpoint_path": "/etc/passwd"}}, r"\['checkpoint_path'\]"),
+    "weights elsewhere": ({"transformers_weights": "../../other.safetensors"}, "transformers_weights"),
+    "config elsewhere": ({"configuration_files": ["config.../../../x.json"]}, "configuration_files"),
+    "changed classes": ({"fusion_config": {"patch_embeddings": True}}, "fusion_config"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_a_config_that_leads_elsewhere_is_refused(model: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command line and by an index, before anything is built: no kernel is asked for."""
+    changes, reason = ELSEWHERE[case]
+    edit(model / "config.json", **changes)
+
+    def fetched(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError(f"a kernel was asked for: {args}")
+
+    monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", fetched)
+    monkeypatch.setattr("transformers.modeling_utils.is_kernels_available", lambda: True)
+    with pytest.raises(ValueError, match=rf"config\.json: .*{reason}"):
+        load_model(str(model), "main", "text_classification")
+    with pytest.raises(ValueError, match=reason):
+        load_index_model(str(model), None, "BertForSequenceClassification", None)
+    with pytest.raises(ValueError, match=reason):
+        load_tokenizer(str(model), "main")
+
+
+def test_transformers_would_have_fetched_the_kernel(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the refusal is for."""
+    edit(model / "config.json", attn_implementation="evil/kernel")
+    asked: list[str] = []
+
+    def fetched(name: str, **kwargs: Any) -> None:
+        asked.append(name)
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", fetched)
+    monkeypatch.setattr("transformers.integrations.hub_kernels.is_kernels_available", lambda: True)
+    with pytest.raises(ValueError, match="no such kernel"):
+        BertForSequenceClassification.from_pretrained(model)
+    assert asked == ["evil/kernel"]
+
+
+def test_usual_configs_pass() -> None:
+    for content in (
+        {"attn_implementation": "sdpa", "_attn_implementation_autoset": True, "experts_implementation": None},
+        {"attn_implementation": {"": "eager", "text_config": "sdpa"}, "auto_map": {"AutoModel": "modeling.M"}},
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        {"quantization_config": {"load_in_8bit": True}},
+        {"quantization_config": None, "backbone": "resnet50", "backbone_kwargs": {"in_chans": 3}},
+        {"architecture": "vit_base_patch16_224.augreg", "model_args": {"depth": 3}},
+        {"id2label": {"0": "a/b", "1": "c:d"}, "label2id": {"a/b": 0, "c:d": 1}},
+    ):
+        check_repo_config(content)
+
+
+def test_a_local_model_is_loaded_as_ever(model: Path) -> None:
+    loaded = load_model(str(model), "main", "text_classification")
+    plain = BertForSequenceClassification.from_pretrained(model)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), plain.parameters(), strict=True))
+    assert load_tokenizer(str(model), "main")("good film")["input_ids"] == [2, 5, 7, 3]
+
+
+def test_every_file_is_of_the_commit_that_was_looked_at(
+    hub: Hub, client: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repo that changes between the look and the loading is loaded as it was looked at."""
+    good = {path.name: path.read_bytes() for path in model.iterdir()}
+    hub.put("model", "me/model", good)
+    look = safe_loading.check_repo_config
+
+    def meanwhile(content: Any) -> None:
+        look(content)
+        edit(model / "config.json", attn_implementation="evil/kernel")
+        hub.put("model", "me/model", {path.name: path.read_bytes() for path in model.iterdir()})
+
+    monkeypatch.setattr(safe_loading, "check_repo_config", meanwhile)
+    assert load_model("me/model", "main", "text_classification").config._attn_implementation == "sdpa"
+
+
+# -- adapters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(model: Path, tmp_path: Path) -> Path:
+    base = BertForSequenceClassification.from_pretrained(model)
+    lora = get_peft_model(base, LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    lora.save_pretrained(tmp_path / "adapter")
+    edit(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path=str(model))
+    return tmp_path / "adapter"
+
+
+def test_a_good_adapter_is_loaded(adapter: Path) -> None:
+    loaded = load_model(str(adapter), "main", "text_classification")
+    assert "default" in loaded.peft_config
+    assert {PeftType[name] for name in ADAPTERS if name in PeftType.__members__} >= {PeftType.LORA, PeftType.IA3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"peft_type": "SHADOW", "shadow_model": "evil/model"}, "`peft_type` is 'SHADOW'"),
+        ({"peft_type": "XLORA", "adapters": {"a": "/etc"}}, "`peft_type` is 'XLORA'"),
+        ({"peft_type": "PROMPT_TUNING", "tokenizer_kwargs": {"trust_remote_code": True}}, "PROMPT_TUNING"),
+        ({"peft_type": None}, "`peft_type` is None"),
+        ({"megatron_config": {"a": 1}, "megatron_core": "evil"}, "megatron_config"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path"),
+        ({"base_model_name_or_path": 5}, "base_model_name_or_path"),
+        ({"revision": ["x"]}, "revision"),
+    ],
+)
+def test_an_adapter_that_needs_more_is_refused(adapter: Path, changes: dict[str, Any], reason: str) -> None:
+    edit(adapter / "adapter_config.json", **changes)
+    with pytest.raises(ValueError, match=rf"adapter_config\.json: .*{reason}"):
+        load_model(str(adapter), "main", "text_classification")
+
+
+def test_an_adapter_that_is_its_own_base_is_refused(adapter: Path) -> None:
+    edit(adapter / "adapter_config.json", base_model_name_or_path=str(adapter))
+    (adapter / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(ValueError, match="so it is an adapter"):
+        load_model(str(adapter), "main", "text_classification")
+
+
+def test_the_base_of_an_adapter_runs_no_code(adapter: Path, model: Path, marker: Path, says_yes: list[str]) -> None:
+    edit(model / "config.json", auto_map={"AutoConfig": "evil.Config"}, model_type="unheard-of")
+    with pytest.raises(ValueError, match="runs no code"):
+        load_model(str(adapter), "main", "text_classification")
+    assert not marker.exists() and not says_yes
+
+
+def test_an_index_names_no_adapters(adapter: Path, model: Path) -> None:
+    (model / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    with pytest.raises(ValueError, match="so it is an adapter"):
+        load_index_model(str(model), None, "BertForSequenceClassification", None)
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------
+
+DAMAGE = {
+    "nothing": b"", "half": b'{"a": ', "a list": b"[]", "a number": b"5", "null": b"null", "deep": b'{"a":' * 100_000,
+    "deep lists": b'{"a": ' + b"[" * 500 + b"]" * 500 + b"}", "no text": b"\xff\xfe\x00", "NaN": b'{"a": NaN}',
+    "endless digits": b'{"a": ' + b"9" * 10_000 + b"}", "huge": b'{"a": "' + b"x" * (9 << 20) + b'"}',
+    "empty lists": b'{"a": [' + b"[]," * 1_000_000 + b"1]}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+@pytest.mark.parametrize("file", ["config.json", "adapter_config.json", "tokenizer_config.json"])
+def test_damaged_configs_are_named(model: Path, case: str, file: str) -> None:
+    (model / file).write_bytes(DAMAGE[case])
+    with pytest.raises(ValueError, match=rf"{file}: it (is|has|holds)"):
+        (load_tokenizer if file.startswith("tokenizer") else load_model)(str(model), "main", *(
+            () if file.startswith("tokenizer") else ("text_classification",)
+        ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content", [{"auto_map": 5}, {"auto_map": [1]}, {"tokenizer_class": ["x"]}, {"init_inputs": 7}]
+)
+def test_odd_values_in_a_tokenizer_are_errors_in_words(model: Path, content: dict[str, Any]) -> None:
+    edit(model / "tokenizer_config.json", **content)
+    try:
+        load_tokenizer(str(model), "main")
+    except ValueError as error:
+        assert str(model) in str(error)
+
+
+@pytest.mark.parametrize("named", [None, [], "BertModel", ["Trainer", "pipeline", 5], {"a": 1}, ["__import__"]])
+def test_classes_that_are_no_models_are_named(model: Path, named: Any) -> None:
+    edit(model / "config.json", architectures=named)
+    with pytest.raises(ValueError, match=r"names the classes|cannot be loaded|architectures"):
+        load_model(str(model), "main", None)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"{", b'{"weight_map": []}', b'{"weight_map": {"a": 5}}', b'{"weight_map": {"a": "../x.safetensors"}}'],
+)
+def test_damaged_weight_indexes_are_named(hub: Hub, client: Path, content: bytes, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    config = json.dumps({"model_type": "bert"}).encode()
+    files = {"config.json": config, "model.safetensors": weights, "model.safetensors.index.json": content}
+    hub.put("model", "me/model", files)
+    with pytest.raises(RefusedIndexError, match=r"model\.safetensors\.index\.json of the model repo 'me/model'"):
+        load_index_model("me/model", None, "BertModel", None)
+
+
+ROWS = {
+    "nothing.jsonl": b"", "blank.jsonl": b"\n\n", "half.jsonl": b'{"a": 1}\n{"a":', "deep.jsonl": b"[" * 100_000,
+    "empty.jsonl": b"{}\n", "nothing.json": b"", "list.json": b"[]", "nothing.csv": b"", "header.csv": b"a,b\n",
+    "nothing.txt": b"", "latin.txt": b"\xff\xfe", "nothing.parquet": b"", "bad.parquet": b"PAR1xxxxPAR1",
+    "bad.arrow": b"ARROW1xxxxxx",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_files_without_rows_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(ROWS[name])
+    with pytest.raises(ValueError, match=rf"No rows can be read from '.*{name}'"):
+        load_rows(str(tmp_path / name), None, None, ("train",), None)
+
+
+SAVED = [b"[]", b"{", b"5", b"[" * 100_000, b'{"features": 5}', b'{"_data_files": 5}']
+
+
+@pytest.mark.parametrize("file", ["state.json", "dataset_info.json"])
+@pytest.mark.parametrize("content", SAVED, ids=range(len(SAVED)))
+def test_damaged_saved_datasets_are_named(tmp_path: Path, file: str, content: bytes) -> None:
+    Dataset.from_dict({"a": [1]}).save_to_disk(tmp_path / "rows")
+    (tmp_path / "rows" / file).write_bytes(content)
+    if (file, content) == ("dataset_info.json", b'{"_data_files": 5}'):
+        assert len(load_rows(str(tmp_path / "rows"), None, None, ("train",), None)) == 1  # a key that nobody reads
+        return
+    with pytest.raises(ValueError, match=f"No rows can be read from '{tmp_path / 'rows'}'"):
+        load_rows(str(tmp_path / "rows"), None, None, ("train",), None)
+
+
+def test_cards_of_datasets_are_looked_through(tmp_path: Path) -> None:
+    """`datasets` builds the YAML of a card: 400 bytes of it would take all memory."""
+    (tmp_path / "a.csv").write_text("a\n1\n")
+    lines = ["---", "a: &a [x,x,x,x,x,x,x,x,x]"]
+    lines += [f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(9)]
+    (tmp_path / "README.md").write_text("\n".join([*lines, "---", ""]))
+    with pytest.raises(ValueError, match=r"README\.md was refused: line 2 refers to another place"):
+        load_rows(str(tmp_path), None, None, ("train",), None)
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Rows\n")
+    assert load_rows(str(tmp_path), None, None, ("train",), None)["a"][:] == [1]
+
+
+def test_no_module_loads_by_name_but_one() -> None:
+    """Models, tokenizers and rows are loaded by name in `safe_loading` alone; reports and retrainings read back rows
+    that the library has written itself, and weights go into a model that is there."""
+    root = Path(safe_loading.__file__).parents[1]
+    own_rows = ("report/", "evaluation/")
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        tree = ast.parse(path.read_text())
+        if name == "hub/safe_loading.py":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "datasets":
+                loaders = {alias.name for alias in node.names} & {"load_dataset", "load_from_disk"}
+                if loaders and not (loaders == {"load_from_disk"} and name.startswith(own_rows)):
+                    found.append(f"{name}:{node.lineno}: {loaders}")
+            elif isinstance(node, ast.Attribute) and node.attr in ("from_pretrained", "load_dataset"):
+                owner = ast.unparse(node.value)
+                if owner not in ("TrakAttributor", "safe_loading") and (name, owner) != (
+                    "checkpoints.py",
+                    "type(model)",
+                ):
+                    found.append(f"{name}:{node.lineno}: {owner}.{node.attr}")
+    assert not found
+
+
+def test_auto_classes_are_told_not_to_trust(model: Path) -> None:
+    """An auto class that is given no answer would ask."""
+    given: dict[str, Any] = {}
+
+    class Spy(AutoModelForCausalLM):
+        @classmethod
+        def from_pretrained(cls, name: str, **kwargs: Any) -> None:
+            given.update(kwargs)
+
+    safe_loading.load_model(str(model), "main", Spy)
+    assert given["trust_remote_code"] is False and given["weights_only"] is True
