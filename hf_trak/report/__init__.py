@@ -9,10 +9,19 @@ _EXPORTS = {
     "ScoreDistributions": "hf_trak.report.distributions",
     "image_grid": "hf_trak.report.grid",
     "show_target": "hf_trak.report.notebook",
+    "verify_run": "hf_trak.report.run_verification",
     "write_report": "hf_trak.report.page",
 }
 
-__all__ = ["AttributionRun", "ReportOptions", "ScoreDistributions", "image_grid", "show_target", "write_report"]
+__all__ = [
+    "AttributionRun",
+    "ReportOptions",
+    "ScoreDistributions",
+    "image_grid",
+    "show_target",
+    "verify_run",
+    "write_report",
+]
 
 if TYPE_CHECKING:
     from hf_trak.report.distributions import ScoreDistributions
@@ -20,6 +29,7 @@ if TYPE_CHECKING:
     from hf_trak.report.notebook import show_target
     from hf_trak.report.page import ReportOptions, write_report
     from hf_trak.report.run import AttributionRun
+    from hf_trak.report.run_verification import verify_run
 
 
 def __getattr__(name: str) -> Any:

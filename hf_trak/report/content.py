@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from datasets import Audio, ClassLabel, Dataset, Image, Value
 
+from hf_trak.report.stored_rows import StoredRows
 from hf_trak.report.text import Span
 from hf_trak.scored_dataset import TOP_K_COLUMNS
 from hf_trak.spans import TOKEN_POSITIONS, TOKEN_SCORES
@@ -54,7 +55,7 @@ class Columns:
         if len(dataset) == 0:
             return cls()
         first = as_row(dataset[0])
-        features = dict(dataset.features) if isinstance(dataset, Dataset) else {}
+        features = dict(dataset.features) if isinstance(dataset, Dataset | StoredRows) else {}
         given = [*(text_columns or ()), *(name for name in (image_column, label_column) if name)]
         if missing := [name for name in given if name not in first]:
             raise ValueError(
@@ -101,13 +102,21 @@ def content_of(row: Any, columns: Columns) -> Content:
 
 
 def _spans(row: Mapping[str, Any]) -> tuple[Span, ...]:
-    if row.get(SPANS_COLUMN) is not None:
-        return tuple(Span(int(s["start"]), int(s["stop"]), float(s["score"])) for s in row[SPANS_COLUMN])
-    if any(row.get(name) is None for name in (_OFFSETS, TOKEN_POSITIONS, TOKEN_SCORES)):
+    given = row.get(SPANS_COLUMN) is not None
+    if not given and any(row.get(name) is None for name in (_OFFSETS, TOKEN_POSITIONS, TOKEN_SCORES)):
         return ()
-    totals = np.asarray(row[TOKEN_SCORES], dtype=np.float64).sum(axis=0)
-    places = [row[_OFFSETS][position] for position in row[TOKEN_POSITIONS]]
-    return tuple(Span(int(a), int(b), float(total)) for (a, b), total in zip(places, totals, strict=True))
+    try:
+        if given:
+            return tuple(Span(int(s["start"]), int(s["stop"]), float(s["score"])) for s in row[SPANS_COLUMN])
+        totals = np.asarray(row[TOKEN_SCORES], dtype=np.float64).sum(axis=0)
+        places = [row[_OFFSETS][position] for position in row[TOKEN_POSITIONS]]
+        return tuple(Span(int(a), int(b), float(total)) for (a, b), total in zip(places, totals, strict=True))
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        names = [SPANS_COLUMN] if given else [_OFFSETS, TOKEN_POSITIONS, TOKEN_SCORES]
+        raise ValueError(
+            f"The columns {names} of a row cannot be read: {error}. Expected spans with `start`, `stop` and `score`, "
+            "or one offset and one score per token position. Leave these columns out."
+        ) from error
 
 
 def as_row(row: Any) -> Mapping[str, Any]:
@@ -177,9 +186,12 @@ def _is_chat(value: Any) -> bool:
 
 
 def _as_text(value: Any) -> str:
-    if _is_chat(value):
-        return "\n".join(f"{turn.get('role', '')}: {turn['content']}" for turn in value)
-    return value if isinstance(value, str) else str(value)
+    try:
+        if _is_chat(value):
+            return "\n".join(f"{turn.get('role', '')}: {turn['content']}" for turn in value)
+        return value if isinstance(value, str) else str(value)
+    except RecursionError:
+        return "(values nested too deeply to be shown)"
 
 
 def _name(label: Any, columns: Columns) -> str | None:

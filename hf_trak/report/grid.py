@@ -2,14 +2,16 @@
 
 import os
 import textwrap
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datasets import ClassLabel, Dataset
 
+from hf_trak.report.images import UnreadableImageError, bounded
 from hf_trak.report.pixels import as_pixels
+from hf_trak.report.stored_rows import stored
+from hf_trak.savers.atomic import atomic_path
 from hf_trak.scored_dataset import TOP_K_COLUMNS
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ _FOOTER_CHARACTERS_PER_INCH = 16
 _GAP = 0.34  # of a cell, between the target, the helpful and the harmful images
 _SMOOTH_FROM = 64  # pixels; smaller images are shown pixel by pixel
 _LONGEST_LABEL = 14
+_MOST_PIXELS = 4 << 20  # of an image, far more than are printed
 _NOTE = (
     "Under each training image: its row and its score. Positive: training on it raised the model output for the "
     "target's label; negative: it lowered it. Bold: a label other than the target's."
@@ -49,6 +52,8 @@ def image_grid(
 ) -> Path:
     """Draw one row per target: the target, its n most helpful and its n most harmful training images.
 
+    An image that cannot be decoded, or has too many pixels, is replaced by the reason.
+
     Frames and numbers are blue where the score is positive (training on the image raised the target's output), and
     vermilion where it is negative. Under a training image: its row number and its score.
 
@@ -69,11 +74,12 @@ def image_grid(
 
     Raises:
         ImportError: matplotlib is not installed (extra `report`).
+        StoreError: the picture cannot be written.
         ValueError: a column, target or index that does not exist, or predictions of another length.
     """
     _check(scored, train_dataset, targets, image_column, label_column, n, predictions)
     figure_class = _figure_class()
-    rows, train_rows = _raw(scored), _raw(train_dataset)
+    rows, train_rows = stored(scored), stored(train_dataset)  # a transform for training may make tensors of images
     n = min(n, len(rows[int(targets[0])][TOP_K_COLUMNS[0]]))
     if label_names is None and label_column is not None and isinstance(scored.features[label_column], ClassLabel):
         label_names = scored.features[label_column].names
@@ -160,11 +166,6 @@ def _figure_class() -> type["Figure"]:
     return Figure
 
 
-def _raw(dataset: Any) -> Any:
-    """The rows as stored: a transform set for training may have replaced the images by tensors."""
-    return dataset.with_format(None) if isinstance(dataset, Dataset) else dataset
-
-
 def _name(label: Any, names: Sequence[str] | None) -> str:
     if isinstance(label, str) or names is None:
         return str(label)
@@ -220,9 +221,17 @@ def _layout(figure_class: type["Figure"], rows: int, n: int, title: str | None) 
 
 
 def _draw(axes: "Axes", image: Any, color: str, line_width: float) -> None:
-    pixels = as_pixels(image)
-    smooth = max(pixels.shape[:2]) >= _SMOOTH_FROM
-    axes.imshow(pixels, cmap="gray", interpolation="antialiased" if smooth else "nearest", vmin=0.0, vmax=1.0)
+    try:
+        pixels = as_pixels(bounded(image, _MOST_PIXELS))
+    except UnreadableImageError as error:
+        reason = textwrap.fill(f"Not shown: {error}.", 18)
+        axes.text(
+            0.5, 0.5, reason, ha="center", va="center", fontsize=5, color=_FAINT, transform=axes.transAxes,
+            parse_math=False,
+        )  # fmt: skip
+    else:
+        smooth = max(pixels.shape[:2]) >= _SMOOTH_FROM
+        axes.imshow(pixels, cmap="gray", interpolation="antialiased" if smooth else "nearest", vmin=0.0, vmax=1.0)
     axes.set_xticks([])
     axes.set_yticks([])
     for spine in axes.spines.values():
@@ -231,11 +240,6 @@ def _draw(axes: "Axes", image: Any, color: str, line_width: float) -> None:
 
 
 def _save(figure: "Figure", path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
-    try:
+    with atomic_path(path) as temporary:
         figure.savefig(temporary, format=path.suffix.lstrip(".") or "png")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path

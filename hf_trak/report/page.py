@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _BETWEEN_TAGS = re.compile(r">\n\s*(?=[<{])")
 
+_LONGEST_FACT = 2000
+_LONGEST_TITLE = 300
+
 _FACT_NAMES = {
     "model_class": "Class of the model",
     "parameters": "Attributed parameters",
@@ -83,7 +86,7 @@ def write_report(run: AttributionRun, path: str | Path, options: ReportOptions |
     Raises:
         ImportError: jinja2 or, for images, pillow is not installed (extra `report`).
         ValueError: a column does not exist, or an image column holds something else.
-        StoreError: the run lacks a training row.
+        StoreError: the run lacks a training row, or the file cannot be written.
     """
     options = options or ReportOptions()
     views = RunViews(run, options.examples, options.columns())
@@ -91,7 +94,7 @@ def write_report(run: AttributionRun, path: str | Path, options: ReportOptions |
     targets = [views.target(index) for index in range(count)]
     outliers = views.outliers()
     context = {
-        "title": visible(options.title or f"What taught {run.facts.get('model') or 'the model'} this?"),
+        "title": visible(options.title or f"What taught {_model_name(run.facts)} this?"),
         "targets": targets,
         "left_out": len(run.scored) - count,
         "outliers": outliers,
@@ -100,7 +103,6 @@ def write_report(run: AttributionRun, path: str | Path, options: ReportOptions |
         "pictures": views.book.pictures,
     }
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         for part in _template("report.html.jinja").generate(**context, **_assets(with_script=True)):
             file.write(part)
@@ -126,15 +128,29 @@ def facts_shown(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         elif isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
             text = ", ".join(str(item) for item in value)
         else:
-            text = json.dumps(value, ensure_ascii=False)
-        shown.append((visible(_FACT_NAMES.get(name, name.replace("_", " ").capitalize())), visible(text[:2000])))
+            text = _as_json(value)
+        title = _FACT_NAMES.get(name, name[:_LONGEST_FACT].replace("_", " ").capitalize())
+        shown.append((visible(title), visible(text[:_LONGEST_FACT])))
     return shown
+
+
+def _model_name(facts: Mapping[str, Any]) -> str:
+    name = facts.get("model")
+    return name[:_LONGEST_TITLE] if isinstance(name, str) and name else "the model"
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (RecursionError, TypeError, ValueError):
+        return "(values that are no JSON, or nested too deeply)"
 
 
 def _summary(run: AttributionRun, targets: Sequence[TargetView]) -> list[tuple[str, str]]:
     """Figures for the top of the page: value and what it counts."""
     figures = [(f"{len(run.scored):,}", "targets"), (f"{run.n_train:,}", "training examples")]
-    if checkpoints := run.facts.get("checkpoints"):
+    checkpoints = run.facts.get("checkpoints")
+    if isinstance(checkpoints, list) and checkpoints:
         figures.append((f"{len(checkpoints)}", "checkpoint" if len(checkpoints) == 1 else "checkpoints"))
     judged = [view.target for view in targets if view.target.prediction is not None and view.target.label is not None]
     if judged:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from hf_trak.errors import StoreError
-from hf_trak.report.run_record import parts_of, read_record
+from hf_trak.report.run_record import STATISTICS, VIEWS, is_dataset, parts_of, read_record
 from hf_trak.savers.atomic import remove_stale_temporaries
 
 _LEASE = re.compile(r"\.hf_trak-tmp-(?P<host>.+)-(?P<pid>\d+)-(?P<key>[0-9a-f]{16})")
@@ -24,7 +24,8 @@ _STALE_SECONDS = 3600.0
 
 
 def leftovers(directory: str | Path, keep_previous: bool = False) -> list[Path]:
-    """Directories of a run that belong to no result, and the temporary files of the killed saves that made them.
+    """Directories of a run that belong to no result, and the temporary files of the killed saves that made them; of a
+    run that has replaced one of format 1, the files of that, too.
 
     A save in progress is left alone: one of a living process of this host, or one of another host in the last hour.
 
@@ -46,13 +47,20 @@ def leftovers(directory: str | Path, keep_previous: bool = False) -> list[Path]:
     kept: set[str | None] = set()
     if record is not None:
         kept = {record.parts, record.previous} if keep_previous else {record.parts}
-    result = []
+    result = old_layout(directory) if record is not None and record.parts is not None else []
     for parts in found:
         lease = leases.get(parts.name.removeprefix("parts-"))
         if parts.name in kept or (lease is not None and _at_work(lease)):
             continue
         result += [parts] if lease is None else [parts, lease]
     return result
+
+
+def old_layout(directory: Path) -> list[Path]:
+    """What a run of format 1 has beside `run.json`, and what its killed saves left there."""
+    found = [directory / name for name in VIEWS if is_dataset(directory / name)]
+    found += [directory / f".{name}.{kind}" for name in VIEWS for kind in ("tmp", "old")]
+    return [path for path in [*found, directory / STATISTICS] if path.exists() or path.is_symlink()]
 
 
 def remove_leftovers(directory: str | Path, keep_previous: bool = False) -> list[Path]:

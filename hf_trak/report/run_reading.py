@@ -25,6 +25,7 @@ from hf_trak.report.run_record import (
     RunRecord,
     SavedFile,
     check_file,
+    is_dataset,
     parts_of,
     read_record,
     unreadable,
@@ -49,7 +50,7 @@ _DAMAGED = (
 
 _ATTEMPTS = 100
 _STATE_KEYS = ("_data_files", "_fingerprint", "_format_columns", "_format_kwargs", "_format_type", "_split")
-_warned: set[Path] = set()
+_warned: set[tuple[Path, str]] = set()
 
 T = TypeVar("T")
 
@@ -97,6 +98,10 @@ def _parts(directory: Path, record: RunRecord | None, with_train: bool) -> Saved
     if record is None or record.parts is None:
         return _unchecked_parts(directory, record, with_train)
     root = directory / record.parts
+    if is_dataset(directory / "scored"):
+        _warn_once(
+            directory, "%s has a dataset in scored/ that is no part of the run; the one in %s is read.", record.parts
+        )
     for name, expected in record.files.items():
         if with_train or not name.startswith("train/"):
             check_file(root / name, expected)
@@ -125,7 +130,11 @@ def _unchecked_parts(directory: Path, record: RunRecord | None, with_train: bool
     if record is None:
         _refuse_interrupted(directory)
     else:
-        _warn_once(directory)
+        _warn_once(
+            directory,
+            "%s was saved by an earlier version of hf_trak, without checksums: damage to its files may go unnoticed. "
+            "Attribute again to save it with checksums.",
+        )
     tensors = _tensors(directory / STATISTICS) if record is not None else {}
     scored = _unchecked_dataset(directory / "scored")
     train = None
@@ -145,14 +154,10 @@ def _refuse_interrupted(directory: Path) -> None:
         )
 
 
-def _warn_once(directory: Path) -> None:
-    if directory.resolve() not in _warned:
-        _warned.add(directory.resolve())
-        logger.warning(
-            "%s was saved by an earlier version of hf_trak, without checksums: damage to its files may go unnoticed. "
-            "Attribute again to save it with checksums.",
-            directory,
-        )
+def _warn_once(directory: Path, message: str, *values: object) -> None:
+    if (key := (directory.resolve(), message)) not in _warned:
+        _warned.add(key)
+        logger.warning(message, directory, *values)
 
 
 def _unchecked_dataset(path: Path) -> Dataset:

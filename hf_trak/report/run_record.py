@@ -28,6 +28,8 @@ from hf_trak.savers.sealed import CHECKSUM_KEY, VERSION_KEY, check_seal, content
 RECORD = "run.json"
 STATISTICS = "statistics.safetensors"
 FORMAT_VERSION = 2
+VIEWS = ("scored", "train")
+"""Datasets of a run, and directories beside `run.json` from which `datasets.load_from_disk` reads the same rows."""
 
 PARTS = re.compile(r"parts-[0-9a-f]{16}")
 """Name of the directory that one save writes to."""
@@ -146,6 +148,11 @@ def _is_parts(name: object) -> bool:
 def parts_of(directory: Path) -> list[Path]:
     """All directories that saves into a run have made."""
     return sorted(path for path in directory.glob("parts-*") if PARTS.fullmatch(path.name))
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether a directory is a dataset with rows of its own, and no view."""
+    return path.is_symlink() or any(path.glob("*.arrow"))
 
 
 def find_run(directory: str | Path) -> Path:

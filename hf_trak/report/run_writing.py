@@ -23,13 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_trak.errors import StoreError
-from hf_trak.report.run_leftovers import remove_superseded
-from hf_trak.report.run_record import RECORD, STATISTICS, RunRecord, SavedFile, read_record
+from hf_trak.report.run_leftovers import old_layout, remove_superseded
+from hf_trak.report.run_record import RECORD, STATISTICS, VIEWS, RunRecord, SavedFile, read_record
 from hf_trak.report.write_errors import write_errors
 from hf_trak.savers.atomic import json_bytes, remove_stale_temporaries, temporary_file, write_bytes
-
-VIEWS = ("scored", "train")
-"""Datasets of a run, and directories beside `run.json` that `datasets.load_from_disk` reads them from."""
 
 _ATTEMPTS = 20
 
@@ -133,9 +130,7 @@ def _require(parts: Path, files: Mapping[str, SavedFile]) -> None:
 
 def _remove_old_layout(directory: Path, parts: Path) -> None:
     """Remove the datasets and statistics of format 1, which are beside the new `run.json` and no part of it."""
-    old = [directory / name for name in VIEWS if is_dataset(directory / name)]
-    old += [directory / f".{name}.{kind}" for name in VIEWS for kind in ("tmp", "old")]  # of saves that were killed
-    for path in [*old, directory / STATISTICS]:
+    for path in old_layout(directory):
         with contextlib.suppress(FileNotFoundError):
             if path.is_dir() and not path.is_symlink():
                 moved = parts / f"old-{path.name}"
@@ -143,11 +138,6 @@ def _remove_old_layout(directory: Path, parts: Path) -> None:
                 shutil.rmtree(moved, ignore_errors=True)
             else:
                 path.unlink()
-
-
-def is_dataset(path: Path) -> bool:
-    """Whether a directory is a dataset with rows of its own, and no view."""
-    return path.is_symlink() or any(path.glob("*.arrow"))
 
 
 def show(directory: Path) -> None:

@@ -3,12 +3,16 @@
 import base64
 import io
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
-from hf_trak.report.pixels import as_pixels
+from hf_trak.report.images import bounded
+from hf_trak.report.pixels import as_pixels, as_plain
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 SMALL = 64
 """Up to this side in pixels an image is kept as it is and shown pixel by pixel."""
@@ -46,38 +50,57 @@ class PictureBook:
         """Keep an image, unless an equal one is there.
 
         Args:
-            image: a PIL image, or an array or tensor (H, W), (H, W, C) or (C, H, W).
+            image: an [`EncodedImage`], a PIL image, or an array or tensor (H, W), (H, W, C) or (C, H, W).
             size: `"large"` for targets, `"small"` for training examples: at most 320 or 128 pixels a side.
 
         Raises:
+            UnreadableImageError: the image cannot be decoded, or has too many pixels.
             ValueError: the array has another shape.
             ImportError: pillow is not installed.
         """
-        pixels = np.ascontiguousarray((as_pixels(image) * 255).round().astype(np.uint8))
-        content = xxhash.xxh3_128(pixels.tobytes() + str(pixels.shape).encode()).hexdigest()
+        small = _small(image, _SIDES[size])
+        content = xxhash.xxh3_128(f"{small.mode} {small.size}".encode() + small.tobytes()).hexdigest()
         found = self._pictures.get((content, size))
         if found is None:
-            found = _encode(f"p{len(self._pictures)}", pixels, _SIDES[size])
+            found = _encode(f"p{len(self._pictures)}", small)
             self._pictures[content, size] = found
             if found.pixelated:  # the same at every size
                 self._pictures.update({(content, other): found for other in _SIDES})
         return found
 
 
-def _encode(key: str, pixels: np.ndarray, side: int) -> Picture:
+def _small(image: Any, side: int) -> "Image.Image":
+    """The image in 8 bits per colour, at most `side` pixels a side unless it is shown pixel by pixel."""
+    decoded = bounded(image)
+    picture = as_plain(decoded) if hasattr(decoded, "convert") else None
+    if picture is None or picture.mode not in ("L", "RGB", "RGBA"):
+        picture = _in_bytes(decoded)
+    picture = picture.copy()  # the dataset's own stays as it is
+    picture.info = {}  # profiles and texts of any size would be written to the page
+    if max(picture.size) > SMALL:
+        picture.thumbnail((side, side))
+    return picture
+
+
+def _in_bytes(image: Any) -> "Image.Image":
+    """An image of any numbers as a picture of bytes."""
     try:
         from PIL import Image
     except ImportError as error:
         raise ImportError(
             "Images in a report need pillow. Install it with `pip install 'hf_trak[report]'`."
         ) from error
-    picture = Image.fromarray(pixels)
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8:
+        return Image.fromarray(np.ascontiguousarray(image))
+    return Image.fromarray(np.ascontiguousarray((as_pixels(image) * 255).round().astype(np.uint8)))
+
+
+def _encode(key: str, picture: "Image.Image") -> Picture:
     pixelated = max(picture.size) <= SMALL
     buffer = io.BytesIO()
     if pixelated:
         picture.save(buffer, "PNG", optimize=True)
     else:
-        picture.thumbnail((side, side))
         picture.save(buffer, "WEBP", quality=_QUALITY)
     kind = "png" if pixelated else "webp"
     uri = f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"

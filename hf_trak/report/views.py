@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_trak.report.content import Columns, Content, content_of, raw
+from hf_trak.report.content import Columns, Content, content_of
 from hf_trak.report.distributions import Histogram
+from hf_trak.report.images import UnreadableImageError
 from hf_trak.report.run import AttributionRun
+from hf_trak.report.stored_rows import stored
 from hf_trak.report.text import LONGEST_TEXT, Piece, pieces, plain, visible
 from hf_trak.report.thumbnails import Picture, PictureBook
 from hf_trak.scored_dataset import TOP_K_COLUMNS
@@ -40,6 +42,8 @@ class RowView:
     label: str | None
     prediction: str | None
     alt: str
+    unshown: str | None = None
+    """Why there is no picture, where the row has an image that cannot be shown."""
 
     @property
     def wrong(self) -> bool:
@@ -87,9 +91,9 @@ class RunViews:
 
     def __post_init__(self) -> None:
         self.book = PictureBook()
-        self._scored, train = raw(self.run.scored), raw(self.run.train)
+        self._scored, self._train = stored(self.run.scored), stored(self.run.train)
         self._target_columns = Columns.find(self._scored, **self.columns)
-        self._train_columns = Columns() if train is None else Columns.find(train, **self.columns)
+        self._train_columns = Columns() if self._train is None else Columns.find(self._train, **self.columns)
         self._rows: dict[int, RowView] = {}
 
     def target(self, index: int, shown_as: int | None = None) -> TargetView:
@@ -119,7 +123,8 @@ class RunViews:
 
     def _scored_view(self, index: int, score: float, largest: float, label: str | None) -> ScoredView:
         if index not in self._rows:
-            content = content_of(self.run.train_row(index), self._train_columns)
+            row = {} if self._train is None else self._train[self.run.train_place(index)]
+            content = content_of(row, self._train_columns)
             self._rows[index] = self._view(index, content, "small", _EXAMPLE_TEXT)
         example = self._rows[index]
         differs = label is not None and example.label is not None and example.label != label
@@ -130,14 +135,19 @@ class RunViews:
         texts = []
         for place, (column, text) in enumerate(content.texts):
             cut, left_out = pieces(text, content.spans if place == 0 else (), limit)
-            texts.append(TextView(visible(column), cut, left_out))
+            texts.append(TextView(visible(column[:_LONGEST_LABEL]), cut, left_out))
         label, prediction = _label(content.label), _label(content.prediction)
-        picture = None if content.image is None else self.book.add(content.image, size)
+        picture, unshown = None, None
+        if content.image is not None:
+            try:
+                picture = self.book.add(content.image, size)
+            except UnreadableImageError as error:
+                unshown = visible(str(error))
         what = "Target" if size == "large" else "Training example"
         alt = f"{what}, row {index}" + (f", label {label}" if label is not None else "")
         if texts:
             alt = f"{alt}: {plain(texts[0].pieces)}"
-        return RowView(index, picture, texts, label, prediction, alt)
+        return RowView(index, picture, texts, label, prediction, alt, unshown)
 
 
 def _end(row: Mapping[str, Any], columns: Sequence[str], count: int) -> list[tuple[int, float]]:
@@ -147,7 +157,7 @@ def _end(row: Mapping[str, Any], columns: Sequence[str], count: int) -> list[tup
 def _label(label: str | None) -> str | None:
     if label is None:
         return None
-    label = visible(label)
+    label = visible(label[: 2 * _LONGEST_LABEL])
     return label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1]}…"
 
 

@@ -1,0 +1,113 @@
+"""A check of every byte of a saved run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from hf_trak.errors import IncompleteStoreError, StoreError
+from hf_trak.report.run import AttributionRun
+from hf_trak.report.run_leftovers import leftovers
+from hf_trak.report.run_record import (
+    RECORD,
+    STATISTICS,
+    VIEWS,
+    RunRecord,
+    check_file,
+    is_dataset,
+    parts_of,
+    read_record,
+)
+from hf_trak.report.run_writing import view_of
+from hf_trak.savers.findings import Finding
+
+_AGAIN = "Attribute again: `hf-trak attribute` with the same name and settings replaces the run."
+_CLEAN = "`hf-trak clean` removes it, and so does the next save of the run."
+
+
+def verify_run(directory: str | Path) -> Iterator[Finding]:
+    """Check every file of a run; other files in its directory are left out.
+
+    Args:
+        directory: of the run, see `hf_trak.report.run`.
+
+    Yields:
+        One finding per file: `unchecked` for those of runs without checksums (format 1, and datasets that somebody
+        saved), `leftover` for those of saves that were killed or replaced. One more for the directory, `damaged`, if
+        all files are as they were written, but do not make a run.
+    """
+    directory = Path(directory)
+    try:
+        record = read_record(directory)
+    except StoreError as error:
+        yield Finding(directory / RECORD, "damaged", str(error), _AGAIN)
+        for path in _files(*parts_of(directory)):
+            yield Finding(path, "unchecked", f"its checksum is in {RECORD}, which is damaged", _AGAIN)
+        return
+    found = list(
+        _unchecked(directory, record) if record is None or record.parts is None else _checked(directory, record)
+    )
+    yield from found
+    if all(finding.state in ("intact", "unchecked", "leftover") for finding in found):
+        try:
+            AttributionRun.load(directory)
+        except StoreError as error:
+            yield Finding(directory, "damaged", str(error), _AGAIN)
+    yield from _leftovers(directory)
+
+
+def _checked(directory: Path, record: RunRecord) -> Iterator[Finding]:
+    yield Finding(directory / RECORD, "intact")
+    root = directory / str(record.parts)
+    for name, expected in record.files.items():
+        try:
+            check_file(root / name, expected)
+        except IncompleteStoreError as error:
+            yield Finding(root / name, "missing", str(error), _AGAIN)
+        except StoreError as error:
+            yield Finding(root / name, "damaged", str(error), _AGAIN)
+        else:
+            yield Finding(root / name, "intact")
+    for path in _files(root):
+        if path.relative_to(root).as_posix() not in record.files:
+            yield Finding(path, "leftover", f"{RECORD} does not name it", "Delete it.")
+    yield from _views(directory, record)
+
+
+def _views(directory: Path, record: RunRecord) -> Iterator[Finding]:
+    """The directories that `datasets.load_from_disk` reads."""
+    remedy = f"Save the run again, or delete it: {RECORD} and the parts that it names are the run."
+    for name in VIEWS:
+        if f"{name}/state.json" not in record.files or is_dataset(directory / name):
+            continue
+        try:
+            expected = view_of(directory, str(record.parts), name)
+        except (OSError, LookupError, TypeError, ValueError):
+            continue  # a damaged part, which has its own finding
+        for file, data in expected.items():
+            path = directory / name / file
+            if not path.is_file():
+                yield Finding(path, "missing", "`datasets.load_from_disk` reads it, the report does not", remedy)
+            elif path.read_bytes() != data:
+                yield Finding(path, "damaged", f"it shows other rows than {RECORD} names", remedy)
+            else:
+                yield Finding(path, "intact")
+
+
+def _unchecked(directory: Path, record: RunRecord | None) -> Iterator[Finding]:
+    """Format 1, two datasets without `run.json`, or nothing that can be used."""
+    if record is None and (parts_of(directory) or (directory / STATISTICS).exists()):
+        yield Finding(directory / RECORD, "missing", "saving the run was interrupted, or goes on elsewhere", _AGAIN)
+        return
+    files = [directory / name for name in (RECORD, STATISTICS) if (directory / name).exists()]
+    for path in [*files, *_files(*(directory / name for name in VIEWS))]:
+        yield Finding(path, "unchecked", "the run was saved without checksums", _AGAIN)
+
+
+def _leftovers(directory: Path) -> Iterator[Finding]:
+    for path in leftovers(directory):
+        for file in _files(path) if path.is_dir() else [path]:
+            yield Finding(file, "leftover", "it belongs to a save that was replaced or killed", _CLEAN)
+
+
+def _files(*directories: Path) -> Iterator[Path]:
+    for directory in directories:
+        yield from sorted(path for path in directory.rglob("*") if path.is_file())
