@@ -1,19 +1,22 @@
 """The engine that chooses an engine, and checks it on the first batch before it is trusted."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from hf_trak.errors import GradientEngineError
+from hf_trak.errors import GradientEngineError, NonFiniteError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.environment import without_caches
 from hf_trak.gradient_computers.functional import FunctionalGradientComputer
 from hf_trak.gradient_computers.hooked import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.memory import is_out_of_memory
-from hf_trak.gradient_computers.self_check import Reference, check_against, check_company, reference_of
+from hf_trak.gradient_computers.padding import CollatedAlone, PaddingSearch
+from hf_trak.gradient_computers.self_check import Reference, Samples, check_against, check_company, reference_of
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
 logger = logging.getLogger(__name__)
@@ -37,10 +40,17 @@ class AutoGradientComputer(AbstractGradientComputer):
     """Tries engines in order, and keeps the first whose gradients are those of plain autograd on each sample alone.
 
     The check takes two samples of the first batch (and of the first batch that looks different: another side, other
-    keys). It costs one extra pass over that batch and one forward and backward pass of each of the two samples.
+    keys). It costs one extra pass over that batch and one forward and backward pass of each of the two samples; in
+    half precision, another two of each, to measure what rounding does.
+
+    A batch that is already padded does not show what padding does to a sample. Whoever can have a row collated alone
+    sets `collated_alone` before each batch: then the first padded row that is found (see `padding`) is compared with
+    itself alone, in the first batch or a later one.
 
     Attributes:
         engine (`str` or `None`): name of the engine in use, `None` before the first batch.
+        collated_alone (`Callable[[int], Batch]` or `None`): gives, for a position within the batch that comes next,
+            the batch that the data collator makes of that row alone, on the same device. Called for few rows.
     """
 
     def __init__(
@@ -74,12 +84,14 @@ class AutoGradientComputer(AbstractGradientComputer):
         self.max_block_bytes = max_block_bytes
         self.self_check = self_check
         self.engine: str | None = None
+        self.collated_alone: CollatedAlone | None = None
         self.engines = tuple(engines)
         self._remaining = list(engines)
         self._explicit = len(engines) == 1
         self._announced: str | None = None
         self._computer: AbstractGradientComputer | None = None
         self._checked: set[tuple[object, ...]] = set()
+        self._padding: dict[tuple[object, ...], PaddingSearch] = defaultdict(PaddingSearch)
         self._refusals: list[str] = []
 
     def load_model_params(self, model: torch.nn.Module) -> None:
@@ -94,7 +106,7 @@ class AutoGradientComputer(AbstractGradientComputer):
         if self._computer is not None:
             return self._computer.compute_loss_grad(batch)
         weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
-        with torch.no_grad():
+        with without_caches(self.model), torch.no_grad():
             return self.modelout_fn.get_out_to_loss_grad(self.model, weights, buffers, batch)
 
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
@@ -105,36 +117,73 @@ class AutoGradientComputer(AbstractGradientComputer):
         split = SplitBatch.of(batch)
         # a batch of one cannot show that samples mix, so a larger one is checked again
         kind = (side, split.keys, split.size > 1)
-        if self._computer is not None and (not self.self_check or kind in self._checked):
+        search = self._padding[kind]
+        padded: dict[int, Batch] = {}
+        if self.self_check and self.collated_alone is not None and not search.finished:
+            padded = search.look(split, self.collated_alone)
+        if self._computer is not None and (not self.self_check or (kind in self._checked and not padded)):
             return self._computer
-        reference = None
-        if self.self_check:
-            alone = self._make("iterative", dtype=None)
-            reference = reference_of(alone, self.layout, batch, side, self.model)
-            if reference is not None and isinstance(self.modelout_fn, BatchedModelOutput) and split.size > 1:
-                check_company(reference, self.modelout_fn, batch, side, self.model)
-        while True:
-            try:
-                computer = self._computer or self._next()
-                if reference is not None:
-                    self._check(computer, reference, batch, side)
-                break
-            except GradientEngineError as error:
-                if self._explicit or is_out_of_memory(error):  # another engine would be slower, not more right
-                    raise
-                self._refusals.append(f"{self.engine}: {error}")
-                self._computer = None
-                if not self._remaining:
-                    raise GradientEngineError(
-                        f"No engine takes correct per-sample gradients of {type(self.model).__name__}:\n"
-                        + "\n".join(self._refusals)
-                    ) from error
+        samples = Samples.of(batch, side, padded)
+        reference = self._reference(samples) if self.self_check else None
+        computer = self._chosen(reference, samples)
         if reference is not None:
             self._checked.add(kind)
+            search.finished = search.finished or (bool(padded) and set(padded) <= set(reference.rows))
         if self._announced != self.engine:
             self._announced = self.engine
             self._announce()
         return computer
+
+    def _chosen(self, reference: Reference | None, samples: Samples) -> AbstractGradientComputer:
+        """The engine in use, or else the next, if its gradients are those of the reference; else one that comes
+        after it."""
+        while True:
+            try:
+                computer = self._computer or self._next()
+                if reference is not None:
+                    self._check(computer, reference, samples.batch, samples.side)
+                return computer
+            except Exception as error:  # an engine may fail in any way, where plain autograd has just not
+                self._refuse(error)
+
+    def _refuse(self, error: Exception) -> None:
+        """Go on to the next engine, and keep the reason for the log.
+
+        Raises:
+            GradientEngineError: the engine was chosen by name, or no other is left.
+            Exception: the error itself, if it is not the engine's: memory ran out, or a gradient is not finite.
+        """
+        if is_out_of_memory(error) or isinstance(error, NonFiniteError):
+            raise error  # another engine would be slower, not more right
+        unexpected = not isinstance(error, GradientEngineError)
+        reason = f"{type(error).__name__}: {error}" if unexpected else str(error)
+        if self._explicit:
+            if not unexpected:
+                raise error
+            raise GradientEngineError(
+                f"The {self.engine} engine failed on {type(self.model).__name__}, which plain autograd on single "
+                f'samples did not: {reason}. Use engine="auto", or another one of {list(ENGINES)}.'
+            ) from error
+        if unexpected:
+            logger.debug("The %s engine failed.", self.engine, exc_info=error)
+        self._refusals.append(f"{self.engine}: {reason}")
+        self._computer = None
+        if not self._remaining:
+            raise GradientEngineError(
+                f"No engine takes correct per-sample gradients of {type(self.model).__name__}:\n"
+                + "\n".join(self._refusals)
+            ) from error
+
+    def _reference(self, samples: Samples) -> Reference | None:
+        """Plain autograd's gradients, after making sure that samples do not mix. What fails here is no engine."""
+        plain = self._make("iterative", dtype=None)
+        assert isinstance(plain, IterativeGradientComputer)
+        reference = reference_of(plain, samples)
+        if reference is None or SplitBatch.of(samples.batch).size == 1:
+            return reference
+        if isinstance(self.modelout_fn, BatchedModelOutput):
+            check_company(reference, self.modelout_fn, samples.batch, samples.side, self.model)
+        return reference
 
     def _announce(self) -> None:
         """Say which engine it is: a warning where a faster one was refused, with the reason."""

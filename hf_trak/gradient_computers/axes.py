@@ -53,7 +53,7 @@ class TensorTrace:
     def of(cls, tensor: Tensor) -> "TensorTrace":
         """Trace a tensor. Rows are summed up only where there are several, that is, where they may be folded."""
         signature = None
-        if tensor.ndim > 0 and tensor.shape[0] > 1 and tensor.numel() > 0:
+        if tensor.layout is torch.strided and tensor.ndim > 0 and tensor.shape[0] > 1 and tensor.numel() > 0:
             signature = _signature(tensor)
         return cls(tensor.shape, signature)
 

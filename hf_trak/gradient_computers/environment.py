@@ -80,13 +80,33 @@ def problem_type_fixed(model: torch.nn.Module, labels: Any) -> Iterator[None]:
 
 @contextmanager
 def without_caches(model: torch.nn.Module) -> Iterator[None]:
-    """Keep decoders from building key-value caches, which one pass over a batch has no use for."""
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in found if getattr(config, "use_cache", None) is True}
+    """Keep decoders from building key-value caches, in every engine and in what engines are compared with.
+
+    One pass over a batch has no use for a cache, and it changes results: transformers keeps the documents of a packed
+    row apart only where there is none. All configurations of the model are meant, also those that another one holds
+    (`text_config`) and that no module has for its own.
+    """
+    saved: list[tuple[Any, Any]] = []
     try:
-        for config in configs.values():
-            config.use_cache = False
+        for config in _configs(model):
+            value = getattr(config, "use_cache", None)
+            if isinstance(value, int) and value:  # a method of that name is none of ours
+                saved.append((config, value))
+                config.use_cache = False
         yield
     finally:
-        for config in configs.values():
-            config.use_cache = True
+        for config, value in saved:
+            config.use_cache = value
+
+
+def _configs(model: torch.nn.Module) -> list[Any]:
+    """The configurations of all modules, and those that these hold, each once."""
+    found: dict[int, Any] = {}
+    # an attribute that is not there is expensive to ask a module for, and a model has thousands of modules
+    left = [m.config for m in model.modules() if "config" in m.__dict__ or hasattr(type(m), "config")]
+    while left:
+        config = left.pop()
+        if id(config) not in found and hasattr(config, "__dict__"):
+            found[id(config)] = config
+            left += [value for value in vars(config).values() if hasattr(value, "to_dict")]
+    return list(found.values())

@@ -4,6 +4,7 @@ back."""
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class HookedGradientComputer(AbstractGradientComputer):
 
     def compute_loss_grad(self, batch: Batch) -> Tensor:
         weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
-        with torch.no_grad():
+        with without_caches(self.model), torch.no_grad():
             return self.modelout_fn.get_out_to_loss_grad(self.model, weights, buffers, batch)
 
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
@@ -242,8 +243,8 @@ class HookedGradientComputer(AbstractGradientComputer):
         elif isinstance(error, ParameterUnsupportedError):
             roots = error.roots
             owners = [root.rpartition(".")[0].split(".") for root in roots]
-            common = [parts[0] for parts in zip(*owners, strict=False) if len(set(parts)) == 1]
-            name = ".".join(common)
+            common = takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))
+            name = ".".join(parts[0] for parts in common)
         else:
             name = ""
         while name and name in known:

@@ -133,13 +133,14 @@ class _RuleHandler(_Handler):
         tensors = list(tensors_in(args, kwargs))
         if not isinstance(result, Tensor):  # the layer raised an exception
             return None
-        if session.calibrating:
-            session.profile.calls[self.name].append(OpTrace.of(tensors, [result]))
-            if not batchless:
-                mark_data(result)
-            return None
-        trace = session.profile.calls[self.name][index]
-        x_axis, out_axis = self._axes(trace, tensors, result)
+        # a call without a batch leaves the tracker on: it must not take what is looked up here for the model's own
+        with session.bypassed():
+            if session.calibrating:
+                session.profile.calls[self.name].append(OpTrace.of(tensors, [result]))
+                if not batchless:
+                    mark_data(result)
+                return None
+            x_axis, out_axis = self._axes(session.profile.calls[self.name][index], tensors, result)
         if batchless != (out_axis is None):
             (known.carrying if batchless else known.batchless).add(call)
             (known.batchless if batchless else known.carrying).discard(call)
@@ -210,7 +211,8 @@ class _ReplayHandler(_Handler):
             return None
         inputs, outputs = self.replay.tensors_of((args, kwargs)), self.replay.tensors_of(result)
         if session.calibrating:
-            session.profile.calls[self.name].append(OpTrace.of(inputs, outputs))
+            with session.bypassed():
+                session.profile.calls[self.name].append(OpTrace.of(inputs, outputs))
             for tensor in outputs:
                 mark_data(tensor)
             return None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.environment import only_differentiating
+from hf_trak.gradient_computers.environment import only_differentiating, without_caches
 from hf_trak.gradient_computers.outputs import call_model, gradients_of, one_per_sample
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
@@ -46,12 +46,13 @@ class IterativeGradientComputer(AbstractGradientComputer):
         return self._run(batch, "train")[0]
 
     def compute_loss_grad(self, batch: Batch) -> Tensor:
-        if self.sample_form:
-            weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
-            with torch.no_grad():
-                return self.modelout_fn.get_out_to_loss_grad(self.model, weights, buffers, batch)
-        # the seeds' calling convention: the task uses the model's own weights
-        return self.modelout_fn.get_out_to_loss_grad(self.model, None, None, batch)  # type: ignore[arg-type]
+        with without_caches(self.model):
+            if self.sample_form:
+                weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
+                with torch.no_grad():
+                    return self.modelout_fn.get_out_to_loss_grad(self.model, weights, buffers, batch)
+            # the calling convention of the TRAK API: the task uses the model's own weights
+            return self.modelout_fn.get_out_to_loss_grad(self.model, None, None, batch)  # type: ignore[arg-type]
 
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
         gradients, output, q = self._run(batch, side)
@@ -64,7 +65,8 @@ class IterativeGradientComputer(AbstractGradientComputer):
         device = self.model_params[0].device if self.device is None else self.device
         gradients = torch.zeros(split.size, self.grad_dim, dtype=self._dtype(), device=device)
         outputs, qs = [], []
-        with only_differentiating(self.model, {id(p) for p in self.model_params}), torch.enable_grad():
+        wanted = {id(p) for p in self.model_params}
+        with only_differentiating(self.model, wanted), without_caches(self.model), torch.enable_grad():
             for row in range(split.size):
                 single = split.rows(row, row + 1)
                 if isinstance(task, BatchedModelOutput):

@@ -35,10 +35,22 @@ def saved_activation_bytes(forward: Callable[[], Any]) -> int:
     seen: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
+        for part in _dense_parts(tensor):
+            storage = part.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         forward()
     return sum(seen.values())
+
+
+def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with a storage of their own that a tensor consists of."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)

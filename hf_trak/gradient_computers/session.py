@@ -1,7 +1,8 @@
 """One forward pass of the hooked engine: what is recorded of it, and what its backward pass will set off."""
 
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ from hf_trak.gradient_computers.tracking import (
 from hf_trak.gradient_computers.workspace import Workspace
 from hf_trak.modelout_functions.base import Batch
 
+logger = logging.getLogger(__name__)
+
 Emit = Callable[[str, int, Tensor | OuterBlock], None]
 """`emit(parameter name, start, (B, n))`."""
 
@@ -44,6 +47,7 @@ class Knowledge:
         replayed: names of modules that are evaluated sample by sample, and why.
         trapped: operations that nothing can handle. What they give may not matter to f (the logits of a CLIP model,
             which compare every image with every text); a gradient that does come back from them is an error.
+        unvectorizable: parameters whose values vmap cannot differentiate (sparse ones), by the roots of the value.
     """
 
     batchless: set[tuple[str, int]] = field(default_factory=set)
@@ -52,6 +56,7 @@ class Knowledge:
     alone: set[tuple[OpKey, int]] = field(default_factory=set)
     replayed: dict[str, str] = field(default_factory=dict)
     trapped: dict[tuple[OpKey, int], str] = field(default_factory=dict)
+    unvectorizable: set[tuple[str, ...]] = field(default_factory=set)
 
 
 class ParameterUnsupportedError(UnsupportedError):
@@ -373,17 +378,30 @@ class Session:
         if tracked.is_parameter:
             self.emit(tracked.roots[0], 0, grad.reshape(self.size, -1))
             return
-        gradients = torch.autograd.grad(
-            tracked.value,
-            [self.stand_ins[root] for root in tracked.roots],
-            grad.to(tracked.value.dtype),
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=True,
-        )
-        for root, gradient in zip(tracked.roots, gradients, strict=True):
+        for root, gradient in zip(tracked.roots, self._pulled_back(tracked, grad), strict=True):
             if gradient is not None:
                 self.emit(root, 0, gradient.reshape(self.size, -1))
+
+    def _pulled_back(self, tracked: Tracked, grad: Tensor) -> Sequence[Tensor | None]:
+        """The gradient of a parameter value taken through its small graph: `(B, *shape)` for each of its roots."""
+        grad = grad.to(tracked.value.dtype)
+        stand_ins = [self.stand_ins[root] for root in tracked.roots]
+
+        def pull(cotangent: Tensor, batched: bool) -> Sequence[Tensor | None]:
+            return torch.autograd.grad(
+                tracked.value, stand_ins, cotangent, retain_graph=True, allow_unused=True, is_grads_batched=batched
+            )
+
+        if tracked.roots not in self.knowledge.unvectorizable:
+            try:
+                return pull(grad, True)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                self.knowledge.unvectorizable.add(tracked.roots)
+                logger.debug("Gradients of %s are taken sample by sample: %s", ", ".join(tracked.roots), error)
+        rows = [pull(cotangent, False) for cotangent in grad]
+        return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
 
     def deposit_pieces(self, targets: dict[str, Tracked], pieces: Iterable[Piece]) -> None:
         """Route the pieces of a layer to the parameters, or parameter values, that it was called with."""
