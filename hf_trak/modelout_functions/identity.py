@@ -3,14 +3,64 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from hf_trak.function_identity import function_identity, identity_of
 from hf_trak.modelout_functions.base import AbstractModelOutput
+from hf_trak.own_code import assigned_by, assigned_in_init, is_own_class
+
+_ON_BATCHES = frozenset(
+    {"bind", "prepare", "restore", "references", "reference_rows", "collator", "model_inputs", "output"}
+    | {"out_to_loss_grad", "get_output", "get_out_to_loss_grad"}
+)
+"""Methods that are called between construction and the last batch. What they assign is state, not a setting."""
 
 
-def task_identity(task: AbstractModelOutput) -> dict[str, Any]:
+def task_identity(task: AbstractModelOutput, model: torch.nn.Module | None = None) -> dict[str, Any]:
     """Class and settings of a task, as plain JSON: two tasks of the same identity define the same f and q.
 
-    Settings are the public attributes that are numbers, strings or functions; functions go by module and name, so
-    an edit of a function's body is not seen.
+    Settings are the public attributes; of a user's own class also the private ones that its `__init__` assigns, but
+    none that the task assigns when it is bound to a model or given a batch. Numbers, texts, sequences and mappings go
+    by value, tasks by their own identity, anything else (functions, tensors, …) by
+    [`~hf_trak.function_identity.function_identity`]: with everything that a function of a user refers to. A class of a
+    user has its `code`, too. Compare with [`~hf_trak.function_identity.same_function`], for bytecode is another in
+    each version of Python.
+
+    Args:
+        task: any task.
+        model: the model that is attributed, whose weights are no part of the task although a function refers to them.
+
+    Returns:
+        `{"class": "module.Class", "settings": {…}}`, and `"code"` for a class of a user.
+    """
+    cls: Any = type(task)
+    settings = {
+        name: _setting(value, model) for name, value in sorted(vars(task).items()) if _is_setting_name(cls, name)
+    }
+    identity = {"class": _name(cls), "settings": settings}
+    return {**identity, "code": function_identity(cls, model)} if is_own_class(cls) else identity
+
+
+def _is_setting_name(cls: Any, name: str) -> bool:
+    if not is_own_class(cls):
+        return not name.startswith("_")
+    return (not name.startswith("_") or name in assigned_in_init(cls)) and name not in assigned_by(cls, _ON_BATCHES)
+
+
+def _setting(value: Any, model: torch.nn.Module | None) -> Any:
+    if isinstance(value, AbstractModelOutput):
+        return task_identity(value, model)
+    if type(value) in (list, tuple):
+        return [_setting(item, model) for item in value]
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return {key: _setting(item, model) for key, item in value.items()}
+    return identity_of(value, model)
+
+
+def task_identity_v1(task: AbstractModelOutput) -> dict[str, Any]:
+    """The identity that stores of format 1 hold, to compare them with a task. Not for new files.
+
+    Functions go by module and name, so an edit of one's body is not seen; sequences and tensors are left out.
     """
     settings: dict[str, Any] = {}
     for name, value in sorted(vars(task).items()):

@@ -1,0 +1,105 @@
+"""What a compiled function does, apart from where it stands: its bytecode, constants, and the names it refers to."""
+
+import dis
+import inspect
+import itertools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+_CODE_FLAGS = (
+    inspect.CO_VARARGS
+    | inspect.CO_VARKEYWORDS
+    | inspect.CO_GENERATOR
+    | inspect.CO_COROUTINE
+    | inspect.CO_ITERABLE_COROUTINE
+    | inspect.CO_ASYNC_GENERATOR
+)
+_HAS_DOCSTRING = 0x4000000  # since Python 3.13; before, the first constant of a function is its docstring or None
+_NO_FUNCTIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
+_OF_PLACE = frozenset({"__doc__", "__firstlineno__", "__qualname__", "__static_attributes__"})
+_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+
+
+def code_content(code: types.CodeType) -> tuple[Any, ...]:
+    """What defines the behaviour of a code object, as nested tuples of plain values.
+
+    Bytecode and exception table, constants with nested code, names of globals, attributes and arguments. Line numbers,
+    file names, docstrings, and the names of the function and of its local variables are no part of it.
+    """
+    unread = _unread_constants(code)
+    constants = tuple(
+        None if index in unread else code_content(value) if isinstance(value, types.CodeType) else value
+        for index, value in enumerate(code.co_consts)
+    )
+    named = code.co_argcount + code.co_kwonlyargcount
+    return (
+        code.co_code,
+        code.co_exceptiontable,
+        constants,
+        code.co_names,
+        (code.co_posonlyargcount, code.co_argcount, code.co_varnames[:named]),
+        (len(code.co_cellvars), len(code.co_freevars), code.co_flags & _CODE_FLAGS),
+    )
+
+
+def _unread_constants(code: types.CodeType) -> set[int]:
+    """Constants that only say where code stands or what it is for: the docstring, and the same of a class body."""
+    if code.co_flags & inspect.CO_OPTIMIZED:
+        documented = bool(code.co_flags & _HAS_DOCSTRING) or (
+            not hasattr(inspect, "CO_HAS_DOCSTRING") and code.co_name not in _NO_FUNCTIONS
+        )
+        return {0} if documented and code.co_consts and isinstance(code.co_consts[0], str) else set()
+    instructions = list(dis.get_instructions(code))
+    pairs = itertools.pairwise(instructions)
+    return {
+        int(load.arg or 0)
+        for load, store in pairs
+        if store.opname == "STORE_NAME" and store.argval in _OF_PLACE and load.opname == "LOAD_CONST"
+    }
+
+
+def global_references(code: types.CodeType) -> dict[tuple[str, ...], None]:
+    """The global names that code loads, nested code included, in the order of their first use.
+
+    Each with the attributes that are read from it right away: `losses.focal` gives `("losses", "focal")`. Names that
+    the code itself assigns with `global` are left out: they are its state.
+    """
+    found: dict[tuple[str, ...], None] = {}
+    assigned: set[str] = set()
+    for each in _nested(code):
+        instructions = list(dis.get_instructions(each))
+        for place, instruction in enumerate(instructions):
+            if instruction.opname == "STORE_GLOBAL":
+                assigned.add(instruction.argval)
+            if instruction.opname in _LOADS:
+                path = [instruction.argval]
+                for following in instructions[place + 1 :]:
+                    if following.opname not in _ATTRIBUTES:
+                        break
+                    path.append(following.argval)
+                found[tuple(path)] = None
+    return {path: None for path in found if path[0] not in assigned}
+
+
+def stored_attributes(code: types.CodeType) -> set[str]:
+    """The attributes that code assigns, of whatever object; nested code included."""
+    return {
+        instruction.argval
+        for each in _nested(code)
+        for instruction in dis.get_instructions(each)
+        if instruction.opname == "STORE_ATTR"
+    }
+
+
+def attribute_names(code: types.CodeType) -> set[str]:
+    """The names of attributes, methods and globals that code mentions; nested code included."""
+    return {name for each in _nested(code) for name in each.co_names}
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            yield from _nested(value)
