@@ -8,7 +8,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from hf_trak.errors import StoreError
 from hf_trak.gradient_computers.memory import is_out_of_memory
-from hf_trak.savers.atomic import json_bytes, read_json, write_bytes
+from hf_trak.savers.sealed import read_sealed, write_sealed
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +58,13 @@ class BatchSizeFinder:
             smaller = max(1, int(self.batch_size * _FACTOR))
             logger.warning("Batches of %d rows do not fit into memory; trying %d.", self.batch_size, smaller)
             self.batch_size = min(smaller, self._recorded() or smaller)
-            write_bytes(self.path, json_bytes({"batch_size": self.batch_size}))
+            write_sealed(self.path, {"batch_size": self.batch_size})
 
     def _recorded(self) -> int | None:
-        if not self.path.exists():
+        try:
+            found = read_sealed(self.path, "Delete this file.").get("batch_size")
+        except FileNotFoundError:
             return None
-        found = read_json(self.path).get("batch_size")
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
             raise StoreError(f"{self.path} says {found!r}. Expected a batch size of at least 1. Delete this file.")
         return found

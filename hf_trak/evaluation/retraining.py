@@ -3,13 +3,9 @@
 Every training is a file of its own, so that a killed run loses the trainings in flight alone; processes divide the
 trainings, whose seeds depend on their numbers and not on who does them.
 
-    <output_dir>/
-      retraining.json                           number of rows, seed, and the user's settings
-      trainings/subset-<i>-repeat-<r>.safetensors    outputs (m,), float64; the subset's digest in metadata
-      retrained.arrow                           all of it as a `datasets.Dataset`
+`hf_trak.evaluation.retraining_files` describes the files.
 """
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -22,22 +18,25 @@ import torch
 from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 from numpy.typing import ArrayLike
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
-from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError, StoreError
+from hf_trak.errors import IncompleteStoreError, NonFiniteError
+from hf_trak.evaluation.retraining_check import DATASET, upgrade_retraining, verify_retraining
+from hf_trak.evaluation.retraining_files import RetrainingFiles, subset_digest, training_seed
 from hf_trak.interruption import announced
 from hf_trak.processes import Processes
-from hf_trak.savers.atomic import (
-    atomic_path,
-    create_bytes,
-    differing,
-    json_bytes,
-    read_json,
-    remove_stale_temporaries,
-    write_bytes,
-)
+from hf_trak.savers.atomic import atomic_path, remove_stale_temporaries
 from hf_trak.scored_dataset import fixed_size_list
+
+__all__ = [
+    "COLUMNS",
+    "Retrain",
+    "check_masks",
+    "masks_and_outputs",
+    "retrain_on_subsets",
+    "training_seed",
+    "upgrade_retraining",
+    "verify_retraining",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +93,14 @@ def retrain_on_subsets(
     config = {"rows": member.shape[1], "seed": seed, "settings": dict(settings or {})}
 
     def missing() -> list[int]:
-        _check_config(directory, config)
-        for subset, repeat in wanted:
-            _check_subset(directory, subset, repeat, member)
-        return [i for i, training in enumerate(wanted) if not _file(directory, *training).is_file()]
+        files = RetrainingFiles.open(directory, config)
+        remove_stale_temporaries(directory)
+        remove_stale_temporaries(directory / "trainings")
+        present = [files.path(*training).is_file() for training in wanted]
+        for (subset, repeat), there in zip(wanted, present, strict=True):
+            if there:
+                files.read(subset, repeat, subset_digest(member[subset]))
+        return [i for i, there in enumerate(present) if not there]
 
     todo = processes.from_main(missing)
     mine = [wanted[todo[i]] for i in processes.share(len(todo))]
@@ -107,14 +110,15 @@ def retrain_on_subsets(
         return f"{done} of {len(mine)} trainings of this process are done and kept in {directory}; run the same again."
 
     with processes.together(), announced(progress):
+        files = RetrainingFiles.load(directory)
         for subset, repeat in mine:
             outputs = _checked(retrain(np.flatnonzero(member[subset]), training_seed(seed, subset, repeat)), subset)
-            metadata = {"subset": _digest(member[subset]), "repeat": str(repeat)}
-            write_bytes(_file(directory, subset, repeat), save({"outputs": outputs}, metadata))
+            files.write(subset, repeat, subset_digest(member[subset]), outputs)
             done += 1
             logger.info("Training %d of %d of this process is done (subset %d).", done, len(mine), subset)
-    processes.from_main(lambda: _write_dataset(directory, wanted, member, seed))
-    return Dataset.from_file(os.fspath(directory / "retrained.arrow"))
+    processes.from_main(lambda: _write_dataset(RetrainingFiles.load(directory), wanted, member))
+    # in memory, since a later call with more subsets or repeats replaces the file
+    return Dataset.from_file(os.fspath(directory / DATASET), in_memory=True)
 
 
 def masks_and_outputs(retrained: Dataset) -> tuple[np.ndarray, np.ndarray]:
@@ -143,11 +147,6 @@ def masks_and_outputs(retrained: Dataset) -> tuple[np.ndarray, np.ndarray]:
     return masks, means / counts[0]
 
 
-def training_seed(seed: int, subset: int, repeat: int) -> int:
-    """The seed of one training, see [`retrain_on_subsets`]."""
-    return (seed + repeat * 1_000_003 + subset) % 2**31
-
-
 def check_masks(masks: ArrayLike) -> np.ndarray:
     """Masks as booleans `(s, n)`. Raises `ValueError` unless each has a row, and all are 0 or 1."""
     given = np.asarray(masks)
@@ -160,42 +159,6 @@ def check_masks(masks: ArrayLike) -> np.ndarray:
     if not member.any(axis=1).all():
         raise ValueError(f"Subset {int(np.argmin(member.any(axis=1)))} has no rows. Expected at least one in each.")
     return member
-
-
-def _file(directory: Path, subset: int, repeat: int) -> Path:
-    return directory / "trainings" / f"subset-{subset:06d}-repeat-{repeat:03d}.safetensors"
-
-
-def _digest(mask: np.ndarray) -> str:
-    return hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()
-
-
-def _check_config(directory: Path, config: dict[str, Any]) -> None:
-    path = directory / "retraining.json"
-    directory.mkdir(parents=True, exist_ok=True)
-    remove_stale_temporaries(directory / "trainings")
-    create_bytes(path, json_bytes(config))
-    if lines := differing(read_json(path), config):
-        raise ConfigMismatchError(
-            f"{directory} holds retrainings made otherwise. Expected the same settings; use another directory.\n"
-            + "\n".join(lines)
-        )
-
-
-def _check_subset(directory: Path, subset: int, repeat: int, member: np.ndarray) -> None:
-    path = _file(directory, subset, repeat)
-    if not path.is_file():
-        return
-    try:
-        with safe_open(path, "numpy") as file:
-            found = (file.metadata() or {}).get("subset")
-    except (SafetensorError, OSError) as error:
-        raise StoreError(f"{path} is damaged ({error}). Delete it, and run the same command again.") from error
-    if found != _digest(member[subset]):
-        raise ConfigMismatchError(
-            f"{path} belongs to a subset with the digest {found}; subset {subset} has {_digest(member[subset])}. "
-            "Expected the subsets that the directory was made with. Use another directory."
-        )
 
 
 def _checked(outputs: ArrayLike, subset: int) -> np.ndarray:
@@ -212,15 +175,14 @@ def _checked(outputs: ArrayLike, subset: int) -> np.ndarray:
     return values
 
 
-def _write_dataset(directory: Path, wanted: list[tuple[int, int]], member: np.ndarray, seed: int) -> None:
+def _write_dataset(files: RetrainingFiles, wanted: list[tuple[int, int]], member: np.ndarray) -> None:
     """One row per training, in the order of repeats, then subsets; the file's bytes depend on nothing else."""
     outputs = []
     for subset, repeat in wanted:
-        path = _file(directory, subset, repeat)
+        path = files.path(subset, repeat)
         if not path.is_file():
             raise IncompleteStoreError(f"{path} is missing after every process has finished. Run the same again.")
-        with safe_open(path, "numpy") as file:
-            outputs.append(file.get_tensor("outputs"))
+        outputs.append(files.read(subset, repeat, subset_digest(member[subset]))[0])
     if len({len(values) for values in outputs}) > 1:
         raise ValueError(
             f"Trainings have {sorted({len(values) for values in outputs})} outputs. Expected one number of targets: "
@@ -230,7 +192,7 @@ def _write_dataset(directory: Path, wanted: list[tuple[int, int]], member: np.nd
     columns = {
         "subset": pa.array([subset for subset, _ in wanted], pa.int64()),
         "repeat": pa.array([repeat for _, repeat in wanted], pa.int64()),
-        "seed": pa.array([training_seed(seed, *training) for training in wanted], pa.int64()),
+        "seed": pa.array([training_seed(files.config["seed"], *training) for training in wanted], pa.int64()),
         "mask": fixed_size_list(member[[subset for subset, _ in wanted]]),
         "outputs": fixed_size_list(np.stack(outputs)),
     }
@@ -238,7 +200,7 @@ def _write_dataset(directory: Path, wanted: list[tuple[int, int]], member: np.nd
     kinds = (integer, integer, integer, List(Value("bool"), length=n), List(Value("float64"), length=m))
     features = Features(dict(zip(COLUMNS, kinds, strict=True)))
     with (
-        atomic_path(directory / "retrained.arrow") as temporary,
+        atomic_path(files.directory / DATASET) as temporary,
         ArrowWriter(features=features, path=os.fspath(temporary)) as writer,
     ):
         writer.write_table(pa.table(columns))
