@@ -32,11 +32,12 @@ from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_pipeline import GradientPipeline, can_stream, is_ours, require_device
 from hf_trak.loaded_weights import LoadedWeights
 from hf_trak.modelout_functions import AbstractModelOutput, Batch, LossModelOutput, Side, get_task
-from hf_trak.modelout_functions.identity import task_identity
+from hf_trak.modelout_functions.identity import task_identity, task_identity_v1
 from hf_trak.plugins import class_name, construct, projection_identity
 from hf_trak.projectors import AbstractProjector, BasicProjector, NoOpProjector, ProjectionType
 from hf_trak.savers import AbstractSaver, SafetensorsSaver
 from hf_trak.savers.atomic import safe_name
+from hf_trak.savers.run_metadata import RunMetadata
 from hf_trak.savers.store import checked_count, checked_model_id
 from hf_trak.score_computers import AbstractScoreComputer, BasicScoreComputer
 
@@ -460,10 +461,10 @@ class TRAKer:
                 f"of each checkpoint (and again after any other stage, or after an error in it). Call `{call}`."
             )
 
-    def _metadata(self) -> dict[str, Any]:
+    def _metadata(self) -> RunMetadata:
         """All that defines the features."""
         computer = type(self.gradient_computer)
-        return {
+        metadata = {
             "api": "TRAKer",  # features are divided by √P, unlike those of TrakAttributor
             "gradient_computer": "built-in" if is_ours(computer) else class_name(computer),  # the former agree
             "hf_trak_version": __version__,
@@ -471,5 +472,6 @@ class TRAKer:
             "parameters": self.layout.to_list(),
             "parameters_fingerprint": self.layout.fingerprint,
             "projection": projection_identity(self.projector),
-            "task": task_identity(self.task),
+            "task": task_identity(self.task, self.model),
         }
+        return RunMetadata(metadata, {**metadata, "task": task_identity_v1(self.task)})

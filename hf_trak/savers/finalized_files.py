@@ -165,10 +165,10 @@ class FinalizedFiles:
         """
         info = self.store.experiment_info(name)
         count = info.get("num_targets")
-        if type(count) is not int or count < 1 or info.get("experiment", name) != name:
+        if type(count) is not int or count < 1:
             raise StoreError(
-                f"{self.store.experiment_dir(name)} describes the experiment {info.get('experiment', name)!r} with "
-                f"{count!r} targets. Expected {name!r} and their number. Restore it, or delete it and score again."
+                f"{self.store.experiment_dir(name) / 'experiment.json'} says that there are {count!r} targets. "
+                "Expected their number. Restore it, or delete its directory and score again."
             )
         return info
 

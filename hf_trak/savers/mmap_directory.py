@@ -31,8 +31,9 @@ import numpy as np
 from filelock import FileLock
 
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
-from hf_trak.savers.atomic import create_bytes, differing, json_bytes, safe_name, write_bytes
+from hf_trak.savers.atomic import create_bytes, json_bytes, safe_name, write_bytes
 from hf_trak.savers.row_files import seed_of
+from hf_trak.savers.run_metadata import changes, defining
 from hf_trak.savers.sealed import (
     SEALED_VERSION,
     VERSION_KEY,
@@ -42,7 +43,7 @@ from hf_trak.savers.sealed import (
     sealed_bytes,
     unsealed,
 )
-from hf_trak.savers.store import FeatureStore, checked_count, checked_model_id
+from hf_trak.savers.store import checked_count, checked_model_id
 
 logger = logging.getLogger(__name__)
 
@@ -91,18 +92,21 @@ class MmapDirectory:
         self.save_dir = save_dir
         self.metadata = dict(metadata)
         self.version = version
-        self.run = content_digest(_defining(metadata))
+        self.run = content_digest(defining(metadata))
         self.train_size = int(metadata["train_size"])
         self.proj_dim = int(metadata["proj_dim"])
         self.dtype: Any = np.float16 if metadata["feature_dtype"] == "float16" else np.float32
 
     @classmethod
-    def open(cls, save_dir: Path, metadata: Mapping[str, Any]) -> "MmapDirectory":
+    def open(
+        cls, save_dir: Path, metadata: Mapping[str, Any], in_format_1: Mapping[str, Any] | None = None
+    ) -> "MmapDirectory":
         """Open a directory, and make it one of this configuration if it is none yet.
 
         Args:
             save_dir: the directory.
             metadata: plain JSON, all that defines the features; needs `feature_dtype`, `proj_dim` and `train_size`.
+            in_format_1: the same as a directory of format 1 describes it, if that differs.
 
         Raises:
             ConfigMismatchError: it holds results of another configuration; it is left as it was.
@@ -112,13 +116,13 @@ class MmapDirectory:
         if not path.exists():
             create_bytes(path, sealed_bytes(metadata))
         directory = cls.load(save_dir)
-        saved, given = _defining(directory.metadata), _defining(metadata)
+        saved, given = defining(directory.metadata), defining(metadata)
         if directory.version == 1:  # which knows less
-            given = {key: value for key, value in given.items() if key in saved}
-        if changes := differing(saved, given):
+            given = {key: value for key, value in defining(in_format_1 or metadata).items() if key in saved}
+        if lines := changes(saved, given):
             raise ConfigMismatchError(
                 f"{path} was saved with another configuration than the one given:\n  "
-                + "\n  ".join(changes)
+                + "\n  ".join(lines)
                 + "\nUse the saved values, or another save_dir."
             )
         return directory
@@ -363,7 +367,3 @@ def _read_json(path: Path, remedy: str, allow_unsealed: bool = True) -> dict[str
         raise
     except OSError as error:
         raise StoreError(f"{path} cannot be read ({error}). Expected a file of this run. {remedy}") from error
-
-
-def _defining(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in metadata.items() if key not in FeatureStore.INFORMATIONAL}

@@ -49,12 +49,14 @@ class MmapSaver(AbstractSaver):
         super().__init__(save_dir, metadata, load_from_save_dir, logging_level, use_half_precision)
         self.train_set_size = checked_count(train_set_size, "train_set_size")
         self.proj_dim = checked_count(proj_dim, "proj_dim")
-        self.metadata |= {
+        sizes = {
             "feature_dtype": "float16" if use_half_precision else "float32",
             "proj_dim": self.proj_dim,
             "train_size": self.train_set_size,
         }
-        self.directory = MmapDirectory.open(self.save_dir, self.metadata)
+        in_format_1 = {**getattr(metadata, "in_format_1", self.metadata), **sizes}
+        self.metadata |= sizes
+        self.directory = MmapDirectory.open(self.save_dir, self.metadata, in_format_1)
         if load_from_save_dir:
             self.model_ids = {model_id: self.directory.read_info(model_id) for model_id in self.directory.model_ids()}
         self.experiments = self.directory.read_experiments()

@@ -25,6 +25,7 @@ from hf_trak.savers.atomic import safe_name
 from hf_trak.savers.base import AbstractSaver, ModelIDException, deleted_grads
 from hf_trak.savers.finalized_files import FinalizedFiles
 from hf_trak.savers.partial import RowWriter
+from hf_trak.savers.run_metadata import comparison
 from hf_trak.savers.shard_set import ShardSet, check_finite
 from hf_trak.savers.store import FeatureStore, checked_count, checked_model_id
 
@@ -63,13 +64,16 @@ class SafetensorsSaver(AbstractSaver):
         self.train_set_size = checked_count(train_set_size, "train_set_size")
         self.proj_dim = checked_count(proj_dim, "proj_dim")
         row_bytes = self.proj_dim * self.dtype.itemsize
-        self.metadata |= {
+        sizes = {
             "feature_dtype": "float16" if use_half_precision else "float32",
             "proj_dim": self.proj_dim,
             "shard_size": max(1, min(self.train_set_size, SHARD_BYTES // row_bytes)),
             "train_size": self.train_set_size,
         }
-        self.store = FeatureStore.open(self.save_dir, self.metadata)
+        in_format_1 = {**getattr(metadata, "in_format_1", self.metadata), **sizes}
+        self.metadata |= sizes
+        compare = {key: comparison(key) for key in self.metadata}
+        self.store = FeatureStore.open(self.save_dir, self.metadata, lambda: in_format_1, compare)
         self.files = FinalizedFiles(self.store)
         if load_from_save_dir:
             self.model_ids = {model_id: self._describe(model_id) for model_id in self.store.model_ids}
@@ -208,8 +212,7 @@ class SafetensorsSaver(AbstractSaver):
         return self.files.read_scores(exp_name)
 
     def _targets(self, exp_name: str, model_id: int, num_targets: int) -> ShardSet:
-        # the name is all that tells two experiments apart whose targets nobody has seen
-        return self.store.targets(exp_name, model_id, num_targets, UNRECORDED, {"experiment": exp_name})
+        return self.store.targets(exp_name, model_id, num_targets, UNRECORDED)
 
     def _describe(self, model_id: int) -> dict[str, Any]:
         return {
