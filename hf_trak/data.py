@@ -126,6 +126,15 @@ class RowBatches:
             self.limits.check(batch, self.stored)
         return batch
 
+    def alone(self, row: int) -> Any:
+        """The batch of one row, on the device."""
+        return send_to_device(self.collated([row]), self.device)
+
+    def collated(self, rows: Sequence[int]) -> Any:
+        """The batch of some rows, as it is before [`~RowBatches.iterate`] sends it to the device."""
+        fetch: Any = getattr(self.dataset, "__getitems__", None)
+        return self._collate(fetch(list(rows)) if fetch is not None else [self.dataset[row] for row in rows])
+
     def iterate(self, batches: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
         """Yield `(row numbers, batch)` for each list of row numbers in `batches`."""
         cuts = [list(rows) for rows in batches]

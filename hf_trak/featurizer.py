@@ -1,21 +1,25 @@
 """From rows to features on disk: the life of a batch, for one set of weights."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils.generic import find_labels
 
 from hf_trak.batch_limits import BatchLimits
 from hf_trak.batch_size import BatchSizeFinder
 from hf_trak.config import TrakConfig
 from hf_trak.data import Collator, RowBatches, batch_rows, forward_columns
-from hf_trak.errors import IncompleteStoreError, NonFiniteError
-from hf_trak.gradient_computers import AbstractGradientComputer, make_gradient_computer
+from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError
+from hf_trak.gradient_computers import AbstractGradientComputer, AutoGradientComputer, make_gradient_computer
+from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.interruption import announced
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.base import Side
+from hf_trak.modelout_functions.batches import LABEL_NAMES
 from hf_trak.processes import Processes, share_of
 from hf_trak.progress import RowProgress
 from hf_trak.projectors import BlockProjector, ProjectionSink
@@ -23,6 +27,37 @@ from hf_trak.savers import FeatureStore, ShardSet
 from hf_trak.savers.references import read_references, write_references
 
 _PATIENCE_SECONDS = 60.0
+
+_COMPARED_ROWS = 2
+_FEATURE_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-2}
+_HALF_TOLERANCE = 0.1
+"""Change of a row of features, relative to its norm, that another device or batch explains: TF32 rounds products to
+10 bits, and half precision rounds at every layer. What changes a gradient changes it by more, or hardly matters."""
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Features that are in the store already, and the rows they were computed from.
+
+    Attributes:
+        shards: the feature matrix.
+        index: of a shard that is there.
+        dataset: its rows.
+        side: of those rows.
+    """
+
+    shards: ShardSet
+    index: int
+    dataset: Any
+    side: Side
+
+    @classmethod
+    def find(cls, shards: ShardSet, dataset: Any, side: Side) -> "StoredRows | None":
+        """The first shard that is there; `None` if there is none, or the rows are not at hand."""
+        if getattr(dataset, "absent", False):
+            return None
+        index = next((index for index in range(len(shards)) if shards.there(index)), None)
+        return None if index is None else cls(shards, index, dataset, side)
 
 
 class Featurizer:
@@ -70,6 +105,7 @@ class Featurizer:
         side: Side,
         description: str,
         part: tuple[int, int] = (0, 1),
+        stored: StoredRows | None = None,
     ) -> None:
         """Compute the missing shards that fall to this process, and wait for those of the others.
 
@@ -80,8 +116,12 @@ class Featurizer:
             side: whether rows are training examples or targets.
             description: for the progress bar and for errors.
             part: `(index, count)`: of all shards only part `index` of `count`, which processes of this run divide.
+            stored: features under the same checkpoint that are there already. Some rows of them are computed again
+                before the first shard is written, so that a change of anything that the store cannot compare
+                (versions of packages, code of the model) is noticed.
 
         Raises:
+            ConfigMismatchError: rows of `stored` have other features now.
             NonFiniteError: a gradient is NaN or infinite; names the row.
             IncompleteStoreError: a shard has vanished.
             PeerProcessError: another process failed or died.
@@ -92,7 +132,7 @@ class Featurizer:
         with self.processes.together():
             if mine:
                 with announced(lambda: _progress(shards, wanted, description)):
-                    self._fill_what_fits(mine, shards, dataset, model_id, side, description)
+                    self._fill_what_fits(mine, shards, dataset, model_id, side, description, stored)
         self.processes.from_main(lambda: self._check_filled(shards, wanted, description))
 
     def _check_filled(self, shards: ShardSet, wanted: range, description: str) -> None:
@@ -109,11 +149,18 @@ class Featurizer:
             time.sleep(0.5)
 
     def _fill_what_fits(
-        self, mine: Sequence[int], shards: ShardSet, dataset: Any, model_id: int, side: Side, description: str
+        self,
+        mine: Sequence[int],
+        shards: ShardSet,
+        dataset: Any,
+        model_id: int,
+        side: Side,
+        description: str,
+        stored: StoredRows | None,
     ) -> None:
         def fill(batch_size: int) -> None:
             left = [index for index in mine if not shards.has(index)]
-            self._fill(left, shards, dataset, model_id, side, description, batch_size)
+            self._fill(left, shards, dataset, model_id, side, description, batch_size, stored)
 
         if self.args.auto_find_batch_size:
             BatchSizeFinder(self.args.per_device_batch_size, self.store.output_dir).run(fill)
@@ -129,15 +176,9 @@ class Featurizer:
         side: Side,
         description: str,
         batch_size: int,
+        stored: StoredRows | None,
     ) -> None:
-        computer = make_gradient_computer(
-            self.args.engine,
-            self.model,
-            self.task,
-            grad_wrt=self.args.grad_wrt,
-            device=self.device,
-            max_block_bytes=self.args.max_block_bytes,
-        )
+        computer = self._computer()
         self._prepare_task(model_id, batch_size)
         batches = self.batches(dataset)
         ranges = [shards.plan.rows(index) for index in indices]
@@ -159,24 +200,71 @@ class Featurizer:
                 while filled < len(shard_rows):
                     rows, batch = next(stream)
                     part = slice(filled, filled + len(rows))
+                    _let_collate_alone(computer, batches, rows, batch)
                     grads[part], out_to_loss[part] = self._features(rows, batch, computer, model_id, side)
                     filled += len(rows)
                     progress.update(len(rows))
+                if stored is not None:
+                    self._compare(stored, computer, model_id)
+                    stored = None
                 if not shards.has(index):  # unless a second run on this store has been faster
                     shards.write(index, grads, out_to_loss)
 
+    def _computer(self) -> AbstractGradientComputer:
+        return make_gradient_computer(
+            self.args.engine,
+            self.model,
+            self.task,
+            grad_wrt=self.args.grad_wrt,
+            device=self.device,
+            max_block_bytes=self.args.max_block_bytes,
+        )
+
+    def check(self, stored: Sequence[StoredRows], model_id: int) -> None:
+        """Compute some rows of shards again, and compare.
+
+        Raises:
+            ConfigMismatchError: they have other features now.
+        """
+        self._prepare_task(model_id, self.args.per_device_batch_size)
+        computer = self._computer()
+        for one in stored:
+            self._compare(one, computer, model_id)
+
+    def _compare(self, stored: StoredRows, computer: AbstractGradientComputer, model_id: int) -> None:
+        """[`~Featurizer.check`] with an engine that has been checked."""
+        shard = stored.shards.read(stored.index)
+        rows = range(shard.start, min(shard.stop, shard.start + _COMPARED_ROWS))
+        checking = computer.self_check if isinstance(computer, AutoGradientComputer) else None
+        if isinstance(computer, AutoGradientComputer):
+            computer.self_check = computer.engine is None
+        try:
+            # each alone, so that rows of different sizes need not fit into one batch
+            for row, (_, batch) in zip(
+                rows, self.batches(stored.dataset).iterate([[row] for row in rows]), strict=True
+            ):
+                found, _ = self._features([row], batch, computer, model_id, stored.side)
+                saved = shard.grads[row - shard.start].float()
+                change = float((found[0].to(saved.device) - saved).norm() / saved.norm().clamp_min(1e-30))
+                if not change <= self._tolerance(stored.shards.dtype):
+                    raise ConfigMismatchError(
+                        f"The features of {stored.side} row {row} computed now differ by {change:.1%} of their norm "
+                        f"from those in {stored.shards.path(stored.index)}, which rounding does not explain. Expected "
+                        "the same model, task and rows: something that cannot be compared has changed, such as the "
+                        "code of the model or versions of packages. Restore it, or use another output directory."
+                    )
+        finally:
+            if isinstance(computer, AutoGradientComputer):
+                computer.self_check = bool(checking)
+
+    def _tolerance(self, storage: torch.dtype) -> float:
+        kinds = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
+        half = torch.is_autocast_enabled(self.device.type) or not kinds <= set(_FEATURE_TOLERANCE)
+        return (_HALF_TOLERANCE if half else _FEATURE_TOLERANCE[torch.float32]) + torch.finfo(storage).eps
+
     def batches(self, dataset: Any) -> RowBatches:
         """Rows as the model and the task get them."""
-        columns = [*forward_columns(self.model, self.args.label_names), *self.task.batch_columns]
-        return RowBatches(
-            dataset,
-            self.task.collator(self.collator),
-            columns=columns if self.args.remove_unused_columns else None,
-            device=self.device,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory and self.device.type == "cuda",
-            limits=BatchLimits.of(self.model),
-        )
+        return row_batches(self.model, self.task, self.collator, dataset, self.args, self.device)
 
     def _prepare_task(self, model_id: int, batch_size: int) -> None:
         """Let the task learn what it has to know about this checkpoint: computed once, the same bits for every process
@@ -199,6 +287,7 @@ class Featurizer:
     ) -> tuple[Tensor, Tensor]:
         """Projected gradients `(B, k)`, scaled so that inner products are preserved, and q `(B,)`, both on the CPU."""
         sink = self.projector.sink(len(rows), model_id, self.device)
+        batch = self._in_dtype_of_model(batch)
         try:
             outputs = computer.stream(batch, _SamplePerRow(sink, len(rows)), side)
         except Exception as error:
@@ -213,6 +302,54 @@ class Featurizer:
                 "NaN or infinite values, or compute in float32 (`model_dtype='float32'`)."
             )
         return out.cpu(), outputs.out_to_loss.float().cpu()
+
+    def _in_dtype_of_model(self, batch: Any) -> Any:
+        """Where the model is cast by `model_dtype`, its inputs (pixels, sound) have to be, too; labels stay."""
+        if self.args.model_dtype is None:
+            return batch
+        dtype = getattr(torch, self.args.model_dtype)
+
+        def cast(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        if isinstance(batch, Mapping):
+            labels = {*LABEL_NAMES, *find_labels(type(self.model)), *(self.args.label_names or ())}
+            return {name: value if name in labels else cast(value) for name, value in batch.items()}
+        if isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
+            return type(batch)([*map(cast, batch[:-1]), *batch[-1:]])
+        return batch
+
+
+def row_batches(
+    model: torch.nn.Module,
+    task: AbstractModelOutput,
+    collator: Collator,
+    dataset: Any,
+    args: TrakConfig,
+    device: torch.device,
+) -> RowBatches:
+    """Rows as a model and a task get them: the columns that they take, collated, checked against what the model can
+    take, and on the device."""
+    columns = [*forward_columns(model, args.label_names), *task.batch_columns]
+    return RowBatches(
+        dataset,
+        task.collator(collator),
+        columns=columns if args.remove_unused_columns else None,
+        device=device,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory and device.type == "cuda",
+        limits=BatchLimits.of(model),
+    )
+
+
+def _let_collate_alone(
+    computer: AbstractGradientComputer, batches: RowBatches, rows: Sequence[int], batch: Any
+) -> None:
+    """Let the check of an engine compare rows of this batch with the same rows collated without company. A batch that
+    has another number of samples than rows is refused elsewhere, and by what is wrong with it."""
+    if isinstance(computer, AutoGradientComputer):
+        fits = SplitBatch.of(batch).size == len(rows)
+        computer.collated_alone = (lambda position: batches.alone(rows[position])) if fits else None
 
 
 class _SamplePerRow:

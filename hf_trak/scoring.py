@@ -112,10 +112,12 @@ class Scorer:
                 "more of those, each once. Call `featurize()` first."
             )
         for model_id in ids:
-            if left := self.store.train(model_id).absent():
+            shards = self.store.train(model_id)
+            if left := shards.absent():
                 raise IncompleteStoreError(
-                    f"{len(left)} shards of model_id {model_id} are missing in {directory!r}. Call `featurize()` with "
-                    "the same checkpoints to finish them, or leave this id out of `model_ids`."
+                    f"{len(left)} shards of model_id {model_id} are missing in {directory!r} (first: "
+                    f"{shards.path(left[0])}). Call `featurize()` with the same checkpoints to finish "
+                    "them, or leave this id out of `model_ids`."
                 )
         return ids
 

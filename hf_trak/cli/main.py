@@ -32,6 +32,11 @@ COMMANDS = {
     "pull": Command("pull", "copy a published index into a directory", "repo_id"),
     "estimate": Command("estimate", "time, memory and disk before anything runs"),
     "inspect": Command("inspect_store", "what a directory holds, what is missing, whether it is intact", "output_dir"),
+    "verify-store": Command(
+        "verify_store", "check every byte of a directory, and say what computes damaged files again", "output_dir"
+    ),
+    "clean": Command("clean", "show and remove what interrupted processes left behind", "output_dir"),
+    "upgrade": Command("upgrade", "bring a directory of an older version up to date", "output_dir"),
     "env": Command("env", "versions, for a bug report"),
     "selftest": Command("selftest", "check kernels, engines and a tiny run on this machine"),
 }

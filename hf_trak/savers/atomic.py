@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 MAX_NAME_BYTES = 200
 """Longest accepted name; file systems stop at 255 bytes, and the store adds suffixes of its own."""
 
-_TEMPORARY = re.compile(r"\.hf_trak-tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{16}")
+TEMPORARY = re.compile(r"\.hf_trak-tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{16}")
+"""Names of temporary files and directories; `hf_trak.savers.leftovers` says who removes them."""
+
 _STALE_SECONDS = 3600.0
 
 
@@ -218,17 +220,15 @@ def differing(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
 
 
 def remove_stale_temporaries(directory: Path) -> None:
-    """Remove temporary files that processes of this host left behind when they died, if they are over an hour old.
-
-    Files of other hosts stay: whether their writers live cannot be seen from here. The age guards against process ids
-    that mean something else in another container on a host of the same name.
+    """Remove temporary files that processes of this host left behind in a directory when they died, if they are over
+    an hour old. This is the part of the policy in `hf_trak.savers.leftovers` that costs one look at one directory.
     """
     for entry in directory.glob(".hf_trak-tmp-*"):
-        match = _TEMPORARY.fullmatch(entry.name)
-        if match is None or match["host"] != _host() or _is_alive(int(match["pid"])):
+        match = TEMPORARY.fullmatch(entry.name)
+        if match is None or match["host"] != host_name() or is_alive(int(match["pid"])):
             continue
         with contextlib.suppress(FileNotFoundError):
-            if time.time() - entry.stat().st_mtime > _STALE_SECONDS:
+            if entry.is_file() and time.time() - entry.stat().st_mtime > _STALE_SECONDS:
                 entry.unlink()
                 logger.info("Removed %s, left behind by a process that died.", entry)
 
@@ -236,7 +236,7 @@ def remove_stale_temporaries(directory: Path) -> None:
 def _create_temporary(directory: Path) -> Path:
     """An empty file under a name that no other writer uses, with the permissions that the umask asks for."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f".hf_trak-tmp-{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
+    path = directory / f".hf_trak-tmp-{host_name()}-{os.getpid()}-{secrets.token_hex(8)}"
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     return path
 
@@ -268,11 +268,13 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _host() -> str:
+def host_name() -> str:
+    """This host, as it stands in the names of temporaries."""
     return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64] or "unknown"
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process of this host lives."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

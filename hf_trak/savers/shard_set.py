@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trak.errors import IncompleteStoreError, NonFiniteError
+from hf_trak.errors import IncompleteStoreError, NonFiniteError, StoreError
+from hf_trak.savers.findings import Finding
 from hf_trak.savers.shards import (
     FORMAT_VERSION,
     Identity,
@@ -25,6 +26,7 @@ UNDERFLOW_TOLERANCE = 0.01
 """Relative change of a row, in norm, beyond which casting it to the storage dtype is reported."""
 
 _CAST_ROWS = 256
+_FORMAT_1 = "its rows are intact; in format 1 nothing protects what it says of itself"
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,24 @@ class ShardSet:
     def part(self, indices: Sequence[int], mapped: bool = True) -> Iterator[Shard]:
         """Some shards, each read when it is asked for; arguments and errors as of `read`."""
         return (self.read(index, mapped=mapped) for index in indices)
+
+    def findings(self, remedy: str) -> Iterator[Finding]:
+        """Read every shard, and compare its bytes with its checksum.
+
+        Args:
+            remedy: what computes missing shards.
+        """
+        for index in range(len(self.plan)):
+            rows, path = self.plan.rows(index), self.path(index)
+            if not self.there(index):
+                yield Finding(path, "missing", f"rows {rows.start} to {rows.stop - 1} are not computed", remedy)
+                continue
+            try:
+                check_finite(self.read(index, verify=True).grads, rows, "projected gradient")
+            except (StoreError, NonFiniteError) as error:
+                yield Finding(path, "damaged", str(error), f"Delete it; then: {remedy}")
+            else:
+                yield Finding(path, "intact" if self.version > 1 else "unchecked", _FORMAT_1 * (self.version == 1))
 
     def _specs(self, rows: range) -> dict[str, TensorSpec]:
         return {

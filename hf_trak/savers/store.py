@@ -397,14 +397,10 @@ class FeatureStore:
             IncompleteStoreError: the checkpoint is not registered.
         """
         directory = self.experiment_dir(experiment)
-        plan = ShardPlan(n_targets, self._config["shard_size"])
-        identity = {
-            **self.identity(model_id),
-            "dataset_fingerprint": dataset_fingerprint,
-            "kind": "targets",
-            "num_targets": n_targets,
-        }
+        checked_count(n_targets, "n_targets")
+        self.identity(model_id)  # registered, or an error before anything is created
         given = {**(extra or {}), "dataset_fingerprint": dataset_fingerprint, "num_targets": n_targets}
+        given = given if self.version == 1 else {**given, "name": experiment}
         path = directory / "experiment.json"
         if path.exists() or not create_bytes(path, self.encoded(given)):
             saved = self._read(path)
@@ -422,9 +418,33 @@ class FeatureStore:
                     + "\n  ".join(changes)
                     + "\nUse another experiment name for other targets."
                 )
+        return self.saved_targets(experiment, model_id)
+
+    def saved_targets(self, experiment: str, model_id: int) -> ShardSet:
+        """The features of the targets of an experiment that exists.
+
+        Raises:
+            IncompleteStoreError: there is no such experiment, or the checkpoint is not registered.
+            StoreError: what is saved of either is damaged.
+        """
+        info = self.experiment_info(experiment)
+        try:
+            plan = ShardPlan(checked_count(info.get("num_targets"), "num_targets"), self._config["shard_size"])
+        except ValueError as error:
+            raise StoreError(
+                f"{self.experiment_dir(experiment) / 'experiment.json'} is damaged: {error} Delete the directory of "
+                "this experiment and attribute again."
+            ) from error
+        identity = {
+            **self.identity(model_id),
+            "dataset_fingerprint": str(info.get("dataset_fingerprint")),
+            "kind": "targets",
+            "num_targets": plan.n_rows,
+        }
         if self.version > 1:
-            identity["experiment"] = content_digest(given)
-        return self._shard_set(directory / f"checkpoint-{model_id}", "targets", plan, identity)
+            identity["experiment"] = content_digest({**info, "name": experiment})
+        directory = self.experiment_dir(experiment) / f"checkpoint-{model_id}"
+        return self._shard_set(directory, "targets", plan, identity)
 
     @property
     def experiments(self) -> list[str]:
@@ -436,15 +456,22 @@ class FeatureStore:
 
         Raises:
             IncompleteStoreError: there is no such experiment.
+            StoreError: the file is damaged, or that of another experiment.
         """
         path = self.experiment_dir(experiment) / "experiment.json"
         try:
-            return self._read(path)
+            info = self._read(path)
         except FileNotFoundError as error:
             raise IncompleteStoreError(
                 f"Experiment {experiment!r} is not in {self.output_dir}, which has {self.experiments or 'none'}. "
                 "Featurize its targets first."
             ) from error
+        if self.version > 1 and (name := info.pop("name", None)) != experiment:
+            raise StoreError(
+                f"{path} is that of experiment {name!r}; expected {experiment!r}, as its directory is "
+                "called. Give the directory its old name, or delete it and attribute again."
+            )
+        return info
 
     # Gram matrix
 

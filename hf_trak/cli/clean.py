@@ -1,0 +1,76 @@
+"""`hf-trak clean`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_trak.cli.arguments import OutputArguments
+from hf_trak.cli.output import answer, size
+from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.progress import duration
+from hf_trak.savers.leftovers import Leftover, leftovers
+
+
+@dataclass
+class CleanArguments:
+    """What to look for, and what to remove."""
+
+    output_dir: str = field(metadata={"help": "Directory of a store, an index, a run or a TRAKer; may stand first."})
+    remove: bool = field(
+        default=False,
+        metadata={
+            "help": "Remove what processes of this host left behind when they died, and what is over a day old of "
+            "other hosts. Without it, nothing is removed."
+        },
+    )
+    everything: bool = field(
+        default=False,
+        metadata={"help": "Remove also what a living process may be writing. Only while nothing runs there."},
+    )
+
+
+def run(argv: Sequence[str]) -> None:
+    """Show what interrupted processes left behind, and remove it if asked to."""
+    args, output = parse_yaml_and_args(
+        (CleanArguments, OutputArguments),
+        argv,
+        prog="hf-trak clean",
+        description="Show the temporary files that interrupted processes left in a directory and below it, and remove "
+        "them with --remove. No file that belongs to a result has such a name.",
+    )
+    directory = Path(args.output_dir)
+    if not directory.is_dir():
+        raise FileNotFoundError(f"`output_dir` is {args.output_dir!r}, which is no directory. Expected one. Name it.")
+    found = leftovers(directory)
+    gone = [one for one in found if (args.everything or (args.remove and one.removable)) and one.remove()]
+    content: dict[str, Any] = {
+        "output_dir": str(directory),
+        "leftovers": [_described(one) for one in found],
+        "bytes": sum(one.size for one in found),
+        "removed": [str(one.path) for one in gone],
+    }
+    answer(content, _lines(found, gone, args.remove or args.everything), output.json)
+
+
+def _described(one: Leftover) -> dict[str, Any]:
+    return {
+        "path": str(one.path),
+        "bytes": one.size,
+        "age_seconds": round(one.age),
+        "host": one.host,
+        "writer_lives": one.alive,
+    }
+
+
+def _lines(found: list[Leftover], gone: list[Leftover], removing: bool) -> list[str]:
+    lines = []
+    for one in found:
+        lives = {True: "its writer lives", False: "its writer is dead", None: "its writer cannot be seen from here"}
+        what = "removed" if one in gone else "kept" if removing else "there"
+        lines.append(f"{what}: {one.path} ({size(one.size)}, {duration(one.age)} old, {lives[one.alive]})")
+    if not found:
+        return ["Nothing was left behind."]
+    if not removing:
+        lines.append(f"{size(sum(one.size for one in found))} in all. `--remove` removes what is safe to remove.")
+    return lines

@@ -1,0 +1,52 @@
+"""`hf-trak upgrade`."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments
+from hf_trak.cli.build import build, quiet, remembered, require_run
+from hf_trak.cli.output import answer
+from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.config import TrakConfig
+
+
+def run(argv: Sequence[str]) -> None:
+    """Bring what an older version wrote up to date."""
+    parse = partial(
+        parse_yaml_and_args,
+        (ModelArguments, DataArguments, TrakConfig, OutputArguments),
+        argv,
+        prog="hf-trak upgrade",
+        description="Bring a directory that an older version of hf_trak wrote up to date. Of a feature store, one row "
+        "of every shard is computed again and compared; model, rows and settings are those that `hf-trak featurize` "
+        "has left in output_dir, unless given. Of TRAKer directories and retrainings, files get checksums.",
+    )
+    directory = Path(parse()[2].output_dir)
+    kind = _seal(directory)
+    if kind is None:
+        model_args, data, trak, output = parse(defaults=remembered(str(directory)))
+        quiet(trak)
+        require_run(trak.output_dir, model_args, data)
+        build(model_args, data, trak).attributor.upgrade_store(model_args.checkpoints)
+        kind = "feature store"
+    else:
+        output = parse()[3]
+    content: dict[str, Any] = {"output_dir": str(directory), "kind": kind}
+    answer(content, [f"The {kind} in {directory} is up to date."], output.json)
+
+
+def _seal(directory: Path) -> str | None:
+    """Give checksums to a directory that is no feature store, and say what it is."""
+    if (directory / "retraining.json").exists():
+        from hf_trak.evaluation.retraining import upgrade_retraining
+
+        upgrade_retraining(directory)
+        return "retraining"
+    if (directory / "metadata.json").exists():
+        from hf_trak.savers.mmap_saver import upgrade_mmap
+
+        upgrade_mmap(directory)
+        return "TRAKer directory"
+    return None
