@@ -19,31 +19,52 @@ from hf_trak.errors import StoreError
 from hf_trak.report.run_record import STATISTICS, VIEWS, is_dataset, parts_of, read_record
 from hf_trak.savers.atomic import remove_stale_temporaries
 
-_LEASE = re.compile(r"\.hf_trak-tmp-(?P<host>.+)-(?P<pid>\d+)-(?P<key>[0-9a-f]{16})")
+_TEMPORARY = re.compile(r"\.hf_trak-tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{16}")
 _STALE_SECONDS = 3600.0
 
 
-def leftovers(directory: str | Path, keep_previous: bool = False) -> list[Path]:
-    """Directories of a run that belong to no result, and the temporary files of the killed saves that made them; of a
-    run that has replaced one of format 1, the files of that, too.
+def leftovers(directory: str | Path) -> list[Path]:
+    """What belongs to no result: parts of killed and replaced saves, temporary files, and the files of a run of
+    format 1 that was replaced.
 
-    A save in progress is left alone: one of a living process of this host, or one of another host in the last hour.
+    What a save in progress has made is left alone: one of a living process of this host, or one of another host in
+    the last hour. The save before the current one, which saving keeps for datasets in memory, counts.
 
     Args:
         directory: of the run.
-        keep_previous: do not count the save before the current one, whose rows datasets in memory may still refer to.
 
     Returns:
         Paths, directories before the temporary files that belong to them. Nothing, where `run.json` is damaged:
         what it named cannot be known.
     """
     directory = Path(directory)
+    found = _superseded(directory, keep_previous=False)
+    places = [directory, *(directory / name for name in VIEWS)]
+    temporaries = [path for place in places for path in _temporaries(place) if not _at_work(path)]
+    return list(dict.fromkeys([*found, *temporaries])) if found is not None else []
+
+
+def remove_leftovers(directory: str | Path) -> list[Path]:
+    """Remove what [`leftovers`] finds, and return it."""
+    found = leftovers(directory)
+    _remove(found)
+    return found
+
+
+def remove_superseded(directory: Path) -> None:
+    """What a save removes when it is complete: parts of killed and replaced saves, but not the save before it."""
+    _remove(_superseded(directory, keep_previous=True) or [])
+    remove_stale_temporaries(directory)
+
+
+def _superseded(directory: Path, keep_previous: bool) -> list[Path] | None:
+    """Parts that no `run.json` names or will name, and files of format 1; `None` where `run.json` is damaged."""
     found = parts_of(directory)
-    leases = _leases(directory)
+    leases = {path.name[-16:]: path for path in _temporaries(directory)}
     try:
-        record = read_record(directory)
+        record = read_record(directory)  # last, see above
     except StoreError:
-        return []
+        return None
     kept: set[str | None] = set()
     if record is not None:
         kept = {record.parts, record.previous} if keep_previous else {record.parts}
@@ -63,35 +84,24 @@ def old_layout(directory: Path) -> list[Path]:
     return [path for path in [*found, directory / STATISTICS] if path.exists() or path.is_symlink()]
 
 
-def remove_leftovers(directory: str | Path, keep_previous: bool = False) -> list[Path]:
-    """Remove what [`leftovers`] finds, and return it."""
-    found = leftovers(directory, keep_previous)
-    for path in found:
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)  # files that are in use stay, where the system protects them
         else:
             path.unlink(missing_ok=True)
-    return found
 
 
-def remove_superseded(directory: Path) -> None:
-    """What a save removes when it is complete: leftovers, but not the save before it."""
-    remove_leftovers(directory, keep_previous=True)
-    remove_stale_temporaries(directory)
+def _temporaries(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.glob(".hf_trak-tmp-*") if _TEMPORARY.fullmatch(path.name))
 
 
-def _leases(directory: Path) -> dict[str, Path]:
-    """Temporary files by the last 16 digits of their names."""
-    matches = ((_LEASE.fullmatch(path.name), path) for path in directory.glob(".hf_trak-tmp-*"))
-    return {match["key"]: path for match, path in matches if match is not None}
-
-
-def _at_work(lease: Path) -> bool:
-    match = _LEASE.fullmatch(lease.name)
+def _at_work(temporary: Path) -> bool:
+    match = _TEMPORARY.fullmatch(temporary.name)
     if match is not None and match["host"] == _this_host():
         return psutil.pid_exists(int(match["pid"]))
     with contextlib.suppress(FileNotFoundError):
-        return time.time() - lease.stat().st_mtime < _STALE_SECONDS
+        return time.time() - temporary.stat().st_mtime < _STALE_SECONDS
     return False
 
 

@@ -1,0 +1,216 @@
+"""Small runs of a report, each told apart from all others by every value in it; and saves of them that are killed."""
+
+import functools
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import ClassLabel, Dataset, Features, Value, disable_progress_bars
+from safetensors.torch import save_file
+
+from hf_trak.report import AttributionRun, ScoreDistributions
+
+N_TRAIN, N_TARGETS, TOP_K = 40, 3, 4
+
+
+@functools.cache
+def build(number: int) -> AttributionRun:
+    """Run `number`: texts, labels, scores and statistics of its own."""
+    generator = torch.Generator().manual_seed(number)
+    scores = torch.randn(N_TRAIN, N_TARGETS, generator=generator)
+    names = [f"no {number}", f"yes {number}"]
+    features = Features({"text": Value("string"), "label": ClassLabel(names=names)})
+    rows = {
+        "text": [f"run {number} row {i}" for i in range(N_TRAIN)],
+        "label": [(i + number) % 2 for i in range(N_TRAIN)],
+    }
+    train = Dataset.from_dict(rows, features=features)
+    scored = train.select(range(N_TARGETS))
+    for rows_name, scores_name, down in (
+        ("trak_indices", "trak_scores", True),
+        ("trak_opponent_indices", "trak_opponent_scores", False),
+    ):
+        order = scores.argsort(dim=0, descending=down)[:TOP_K].T
+        scored = scored.add_column(rows_name, order.tolist())
+        scored = scored.add_column(scores_name, scores.T.gather(1, order).tolist())
+    ends = scores.min(dim=0).values.numpy(), scores.max(dim=0).values.numpy()
+    distributions = ScoreDistributions.from_blocks([(0, N_TRAIN, scores)], *ends)
+    influence = torch.rand(N_TRAIN, generator=generator).numpy()
+    return AttributionRun(scored, train, None, influence, distributions, {"number": number, "train_rows": N_TRAIN})
+
+
+@functools.cache
+def _values(number: int) -> dict[str, Any]:
+    return contents(build(number))
+
+
+def contents(run: AttributionRun) -> dict[str, Any]:
+    """All values that a report is made of."""
+    rows = {i for row in run.scored for name in ("trak_indices", "trak_opponent_indices") for i in row[name]}
+    rows |= {i for i, _ in run.outliers()}
+    assert run.self_influence is not None and run.distributions is not None
+    return {
+        "scored": run.scored[:],
+        "features": str(run.scored.features),
+        "train": {i: run.train_row(i) for i in sorted(rows)},
+        "train features": str(run.train.features),
+        "influence": run.self_influence.tolist(),
+        "distributions": {name: value.tolist() for name, value in vars(run.distributions).items()},
+        "facts": run.facts,
+        "n": run.n_train,
+    }
+
+
+def whole(run: AttributionRun) -> int:
+    """The number of the run, of which it has every value."""
+    number = run.facts["number"]
+    assert contents(run) == _values(number), f"a mixture, or another run than {number}"
+    return number
+
+
+def save_format_1(run: AttributionRun, directory: Path) -> Path:
+    """The run as the version before saved it."""
+    rows = np.array(sorted(_values(run.facts["number"])["train"]), dtype=np.int64)
+    run.train.select(rows).save_to_disk(directory / "train")
+    run.scored.save_to_disk(directory / "scored")
+    tensors = {"train_rows": torch.from_numpy(rows), "self_influence": torch.from_numpy(run.self_influence)}
+    save_file(tensors | run.distributions.tensors(), directory / "statistics.safetensors")
+    content = {"format_version": 1, "facts": run.facts}
+    (directory / "run.json").write_text(json.dumps(content, indent=2) + "\n")
+    return directory
+
+
+# -- killed saves ----------------------------------------------------------------------------------------------------
+
+
+def killed_at(step: int, number: int, directory: Path) -> bool:
+    """Save a run in a child that is killed right before it touches a file for the `step`-th time; whether it was."""
+    with _child(functools.partial(_save_until, step, number, directory)) as pid:
+        _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def _save_until(step: int, number: int, directory: Path) -> None:
+    count = 0
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        touches = event in (
+            "open",
+            "os.mkdir",
+            "os.rename",
+            "os.remove",
+            "os.rmdir",
+            "os.utime",
+            "os.chmod",
+            "os.link",
+        )
+        if touches and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(str(directory)):
+            count += 1
+            if count == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    build(number).save(directory)
+
+
+def killed_after(seconds: float, number: int, directory: Path) -> None:
+    """Save runs `number`, `number + 1`, … in a child that is killed after some time."""
+    with _child(functools.partial(_save_on, number, directory)) as pid:
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _save_on(number: int, directory: Path) -> None:
+    while True:
+        build(number).save(directory)
+        number += 1
+
+
+@contextmanager
+def _child(work: Callable[[], None]) -> Iterator[int]:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    yield pid
+
+
+def kill_at_steps(prepare: str, number: int, stride: int, directory: str) -> int:
+    """For every `stride`-th step of a save, a directory `directory/<step>` in which it was killed there, and one in
+    which it was not. The first step that there is not.
+
+    Args:
+        prepare: what is there before: `nothing`, a `run`, or one of `format 1`.
+        number: the run that is being saved; that before has the number 0.
+        directory: of the directories.
+    """
+    disable_progress_bars()
+    build(number)
+    for step in itertools.count(1, stride):
+        place = Path(directory) / str(step)
+        place.mkdir(parents=True)
+        if prepare == "run":
+            build(0).save(place)
+        elif prepare == "format 1":
+            save_format_1(build(0), place)
+        if not killed_at(step, number, place):
+            return step
+    raise AssertionError
+
+
+def kill_at_random(kills: int, seed: int, directory: str) -> list[int | None]:
+    """Kill saves into one directory, one after the other. The number of the run that is there after each kill."""
+    disable_progress_bars()
+    rng = np.random.default_rng(seed)
+    found: list[int | None] = []
+    for trial in range(kills):
+        killed_after(float(rng.uniform(0.0, 0.15)), 1000 * (trial + 1), Path(directory))
+        found.append(loaded_in_child(Path(directory)))
+    return found
+
+
+def loaded_in_child(directory: Path) -> int | None:
+    """The number of the whole run in a directory, `None` if it says that there is none; loaded by a process of its
+    own, so that this one keeps forking without threads.
+    """
+    read, write = os.pipe()
+    with _child(functools.partial(_report_loaded, directory, write)) as pid:
+        os.close(write)
+        with os.fdopen(read) as file:
+            text = file.read()
+        assert os.waitpid(pid, 0)[1] == 0, "neither a whole run nor an IncompleteStoreError"
+    return json.loads(text)
+
+
+def _report_loaded(directory: Path, write: int) -> None:
+    from hf_trak.errors import IncompleteStoreError
+
+    try:
+        number = whole(AttributionRun.load(directory))
+    except IncompleteStoreError:
+        number = None
+    os.write(write, json.dumps(number).encode())
+
+
+def save_many(first: int, count: int, directory: str) -> int:
+    """Save runs `first`, `first + 1`, … into one directory."""
+    disable_progress_bars()
+    for number in range(first, first + count):
+        build(number).save(directory)
+    return count
