@@ -33,7 +33,7 @@ from filelock import FileLock
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.savers.atomic import create_bytes, json_bytes, safe_name, write_bytes
 from hf_trak.savers.row_files import seed_of
-from hf_trak.savers.run_metadata import changes, defining
+from hf_trak.savers.run_metadata import IDENTITY_FORMAT, changes, defining
 from hf_trak.savers.sealed import (
     SEALED_VERSION,
     VERSION_KEY,
@@ -117,7 +117,7 @@ class MmapDirectory:
             create_bytes(path, sealed_bytes(metadata))
         directory = cls.load(save_dir)
         saved, given = defining(directory.metadata), defining(metadata)
-        if directory.version == 1:  # which knows less
+        if 1 in (directory.version, directory.metadata.get(IDENTITY_FORMAT)):  # which knows less
             given = {key: value for key, value in defining(in_format_1 or metadata).items() if key in saved}
         if lines := changes(saved, given):
             raise ConfigMismatchError(
@@ -179,14 +179,14 @@ class MmapDirectory:
             StoreError: one that belongs here has vanished, in part or as a whole: leaving it out of an average would
                 change every score.
         """
-        found = {int(p.parent.name) for p in self.save_dir.glob(f"*/{ID_METADATA}") if _is_id(p.parent.name)}
-        lost = {int(p.stem) for p in self.save_dir.glob("*.json") if _is_id(p.stem)} if self.version > 1 else set()
-        lost |= {int(p.parent.name) for p in self.save_dir.glob(f"*/{MARKS}.mmap") if _is_id(p.parent.name)}
+        found = {int(p.parent.name) for p in self.save_dir.glob(f"*/{ID_METADATA}") if is_id(p.parent.name)}
+        lost = {int(p.stem) for p in self.save_dir.glob("*.json") if is_id(p.stem)} if self.version > 1 else set()
+        lost |= {int(p.parent.name) for p in self.save_dir.glob(f"*/{MARKS}.mmap") if is_id(p.parent.name)}
         if lost := lost - found:
             path = self.id_path(min(lost))
             raise StoreError(
                 f"{path} is missing, although model id {min(lost)} belongs to {self.save_dir}. Expected the files of "
-                f"every checkpoint that was featurized. Restore it, or delete {self._member_path(min(lost))} and "
+                f"every checkpoint that was featurized. Restore it, or delete {self.member_path(min(lost))} and "
                 f"{path.parent}, and featurize this checkpoint again if you need it."
             )
         return sorted(found)
@@ -204,21 +204,29 @@ class MmapDirectory:
         Raises:
             StoreError: it exists, and its description is damaged.
         """
-        identity = {"fingerprint": fingerprint, "model_id": model_id, "run": self.run}
         content: dict[str, Any] = {
             "featurized": 0, "finalized": 0, "fingerprint": fingerprint, "model_id": model_id,
         }  # fmt: skip
         if self.version > 1:
-            content |= {"row_identity": content_digest(identity), "run": self.run}
+            content |= self.identity(model_id, fingerprint)
         created = create_bytes(self.id_path(model_id), self._encoded(content))
         info = content if created else self.read_info(model_id)
         self.claim(model_id)
         return info, created
 
+    def identity(self, model_id: int, fingerprint: str | None) -> dict[str, str]:
+        """What ties a model id to this run and to the weights that it is registered with."""
+        of = {"fingerprint": fingerprint, "model_id": model_id, "run": self.run}
+        return {"row_identity": content_digest(of), "run": self.run}
+
     def claim(self, model_id: int) -> None:
         """Say that the directory of a model id belongs here."""
-        if self.version > 1 and not self._member_path(model_id).exists():
-            create_bytes(self._member_path(model_id), sealed_bytes({"model_id": model_id, "run": self.run}))
+        if self.version > 1 and not self.member_path(model_id).exists():
+            create_bytes(self.member_path(model_id), sealed_bytes({"model_id": model_id, "run": self.run}))
+
+    def member_path(self, model_id: int) -> Path:
+        """The file that says that the directory of a model id belongs here."""
+        return self.save_dir / f"{checked_model_id(model_id)}.json"
 
     def read_info(self, model_id: int) -> dict[str, Any]:
         """What the directory says of a model id.
@@ -229,7 +237,7 @@ class MmapDirectory:
         """
         path = self.id_path(model_id)
         remedy = (
-            f"Restore it from a copy, or delete {self._member_path(model_id)} and {path.parent}, and featurize again."
+            f"Restore it from a copy, or delete {self.member_path(model_id)} and {path.parent}, and featurize again."
         )
         info = self._read(path, remedy)
         found = (info.get("model_id"), info.get("run") if self.version > 1 else self.run)
@@ -269,11 +277,12 @@ class MmapDirectory:
         path = self.save_dir / EXPERIMENTS
         remedy = "Restore it from a copy, or delete it and call `start_scoring_checkpoint` for every experiment again."
         try:
-            content = self._read(path, remedy)
+            found = _read_json(path, remedy, allow_unsealed=self.version == 1)
         except FileNotFoundError:
             return {}
-        experiments = content.get("experiments") if self.version > 1 else content
-        run = content.get("run") if self.version > 1 else self.run
+        content = unsealed(found)
+        experiments = content.get("experiments") if is_sealed(found) else content
+        run = content.get("run") if is_sealed(found) else self.run
         sound = isinstance(experiments, dict) and run == self.run
         for entry in experiments.values() if isinstance(experiments, dict) else ():
             count = entry.get("num_targets") if isinstance(entry, dict) else None
@@ -346,9 +355,6 @@ class MmapDirectory:
     ) -> ArrayPlan:
         return ArrayPlan(key, path, shape, dtype, checked and self.version > 1, remedy)
 
-    def _member_path(self, model_id: int) -> Path:
-        return self.save_dir / f"{checked_model_id(model_id)}.json"
-
     def _read(self, path: Path, remedy: str) -> dict[str, Any]:
         return unsealed(_read_json(path, remedy, allow_unsealed=self.version == 1))
 
@@ -356,7 +362,8 @@ class MmapDirectory:
         return json_bytes(content) if self.version == 1 else sealed_bytes(content)
 
 
-def _is_id(name: str) -> bool:
+def is_id(name: str) -> bool:
+    """Whether the name of a file or directory is that of a model id."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 

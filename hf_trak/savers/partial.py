@@ -19,6 +19,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -37,8 +38,13 @@ _OPEN_FILES = 64
 class PartialShard:
     """The memory-mapped file of one unfinished shard."""
 
-    def __init__(self, shards: ShardSet, index: int) -> None:
-        """Open the file, creating it if there is none.
+    def __init__(self, shards: ShardSet, index: int, mode: Literal["r", "r+"] = "r+") -> None:
+        """Open the file, creating it if there is none; rows whose values are damaged are missing from then on.
+
+        Args:
+            shards: the shards that it is one of.
+            index: which one.
+            mode: `r` leaves the file as it is, damaged rows included.
 
         Raises:
             StoreError: the file is truncated, or belongs to another run.
@@ -56,9 +62,9 @@ class PartialShard:
                 file.write(header)
                 allocate(file, int(ends[-1]))
 
-        if not self.path.exists():
+        if mode == "r+" and not self.path.exists():
             create_file(self.path, fill)
-        with explained(self.path), open(self.path, "r+b") as file:
+        with explained(self.path), open(self.path, "rb" if mode == "r" else "r+b") as file:
             found = os.fstat(file.fileno()).st_size
             if found != ends[-1] or file.read(len(header)) != header:
                 raise StoreError(
@@ -66,13 +72,14 @@ class PartialShard:
                     f"{ends[-1]} bytes for rows {rows.start}–{rows.stop - 1} of this run. Delete this file and run "
                     "the same command again; only its rows are computed anew."
                 )
-            self._map = mmap.mmap(file.fileno(), 0)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ if mode == "r" else mmap.ACCESS_WRITE)
         view = memoryview(self._map)
         self.hashes = np.frombuffer(view[ends[0] : ends[1]], dtype=np.uint64)
         self.grads = np.frombuffer(view[ends[1] : ends[2]], dtype=dtype).reshape(count, width)
         self.out_to_loss = np.frombuffer(view[ends[2] : ends[3]], dtype=np.float32)
-        for row in self.damaged():
-            self.hashes[row] = 0
+        if mode == "r+":
+            for row in self.damaged():
+                self.hashes[row] = 0
 
     def damaged(self) -> list[int]:
         """Rows that are there, but whose values are not those that their hashes were taken of."""

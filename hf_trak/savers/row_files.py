@@ -115,8 +115,9 @@ class RowFile:
         self.remedy = remedy
         size = path.stat().st_size  # NumPy would silently extend a truncated file with zeros
         array = _map(path, "r", remedy)
-        expected = _size(array.offset, array.nbytes, shape[0] if checked else 0)
-        if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous or size != expected:
+        expected = _size(array.offset, array.nbytes, shape[0])
+        sizes = [expected] if checked else [array.offset + array.nbytes, expected]  # the latter: half upgraded
+        if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous or size not in sizes:
             raise StoreError(
                 f"{path} holds {array.dtype} {array.shape} in {size} bytes; expected {np.dtype(dtype)} {shape}, "
                 f"{'with' if checked else 'without'} checksums. {remedy}"
@@ -165,9 +166,13 @@ class RowFile:
             for part in _parts(rows, self.array):
                 self.sums[part] = row_sums(self.array[part], part, seed)
 
-    def compare(self, rows: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Compare rows with their checksums, which reads them once; all rows of a file are compared again only if it
-        has changed since this process did so.
+    def compare(self, rows: np.ndarray, seed: int, again: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Compare rows with their checksums, which reads them once.
+
+        Args:
+            rows: their numbers.
+            seed: of the array.
+            again: even if this process has found all rows intact, and the file has not changed since.
 
         Returns:
             The numbers of the rows that are not those that the checksums were taken of, and of those that have none.
@@ -175,7 +180,7 @@ class RowFile:
         """
         none = np.empty(0, dtype=np.int64)
         state = (_stamp(self.path), seed)
-        if self.sums is None or _intact.get(os.path.abspath(self.path)) == state:
+        if self.sums is None or (not again and _intact.get(os.path.abspath(self.path)) == state):
             return none, none
         wrong = [none]
         bare = rows[self.sums[rows] == 0]
@@ -185,6 +190,13 @@ class RowFile:
         if not len(found) and not len(bare) and len(rows) == len(self.array):
             _intact[os.path.abspath(self.path)] = state
         return found, bare
+
+    def stray_bytes(self) -> bool:
+        """Whether what fills the file up, between array and checksums, is anything else than zeros."""
+        end = self.array.offset + self.array.nbytes
+        with open(self.path, "rb") as file:
+            file.seek(end)
+            return self.sums is not None and any(file.read(-end % _ALIGNMENT))
 
     def flush(self) -> None:
         """Write what has changed to disk.
@@ -197,8 +209,12 @@ class RowFile:
             self.sums.flush()
 
 
-def append_sums(path: Path, shape: tuple[int, int], dtype: Any, rows: np.ndarray, seed: int) -> None:
-    """Replace a file without checksums, atomically, by one that has those of some rows.
+def add_sums(path: Path, shape: tuple[int, int], dtype: Any, rows: np.ndarray, seed: int) -> np.ndarray:
+    """Replace a file without checksums, atomically, by one that has those of some rows; if there are any already, they
+    are taken anew.
+
+    Returns:
+        The checksums, `(shape[0],)`, uint64.
 
     Raises:
         StoreError: it is truncated, or holds another array, or cannot be written.
@@ -207,12 +223,14 @@ def append_sums(path: Path, shape: tuple[int, int], dtype: Any, rows: np.ndarray
     sums = np.zeros(shape[0], dtype=np.uint64)
     for part in _parts(rows, old.array):
         sums[part] = row_sums(old.array[part], part, seed)
+    end = old.array.offset + old.array.nbytes
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
         with open(path, "rb") as source:
-            while block := source.read(_BLOCK_BYTES):
+            while block := source.read(min(_BLOCK_BYTES, end - source.tell())):
                 file.write(block)
-        file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+        file.write(b"\0" * (-end % _ALIGNMENT))
         file.write(sums.tobytes())
+    return sums
 
 
 def _map(path: Path, mode: Literal["r", "r+"], remedy: str) -> np.memmap:

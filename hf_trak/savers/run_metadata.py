@@ -23,9 +23,14 @@ class RunMetadata(dict[str, Any]):
         self.in_format_1 = dict(in_format_1)
 
 
+IDENTITY_FORMAT = "identity_format"
+"""Key of a directory that was upgraded: the format whose descriptions its metadata holds."""
+
+
 def defining(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata without what is there for the reader alone."""
-    return {key: value for key, value in metadata.items() if key not in FeatureStore.INFORMATIONAL}
+    """The metadata without what does not define features."""
+    others = (*FeatureStore.INFORMATIONAL, IDENTITY_FORMAT)
+    return {key: value for key, value in metadata.items() if key not in others}
 
 
 def changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

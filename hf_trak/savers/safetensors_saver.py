@@ -28,6 +28,9 @@ from hf_trak.savers.partial import RowWriter
 from hf_trak.savers.run_metadata import comparison
 from hf_trak.savers.shard_set import ShardSet, check_finite
 from hf_trak.savers.store import FeatureStore, checked_count, checked_model_id
+from hf_trak.savers.traker_check import verify_traker
+
+__all__ = ["SHARD_BYTES", "UNRECORDED", "SafetensorsSaver", "verify_traker"]
 
 SHARD_BYTES = 64 * 2**20
 """Size of a shard's gradients. Small enough that finishing one does not hold up a run, large enough to keep files
