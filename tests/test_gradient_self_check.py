@@ -8,10 +8,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_trak.errors import GradientEngineError
-from hf_trak.gradient_computers import make_gradient_computer, per_sample_gradients
+from hf_trak.errors import GradientEngineError, NonFiniteError
+from hf_trak.gradient_computers import (
+    FunctionalGradientComputer,
+    HookedGradientComputer,
+    IterativeGradientComputer,
+    ParameterLayout,
+    make_gradient_computer,
+    per_sample_gradients,
+)
+from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.environment import without_caches
+from hf_trak.gradient_computers.memory import saved_activation_bytes
+from hf_trak.gradient_computers.padding import RowAlone, likely_padded
 from hf_trak.gradient_computers.per_sample import FunctionOutput
 from hf_trak.gradient_computers.rules import LayerCall, register_layer_rule, unregister_layer_rule
+from hf_trak.gradient_computers.self_check import worst_parameter
+from hf_trak.gradient_computers.tolerance import PrecisionObserver, Tolerance, rounded_at_random
 
 
 def output(result: Tensor, batch: Any) -> Tensor:
@@ -238,3 +251,231 @@ def test_samples_that_are_not_finite_are_left_to_the_consumer() -> None:
     assert not computer._checked
     computer.stream((torch.randn(3, 6),), lambda start, block: None)
     assert computer._checked
+
+
+# --- engines that fail ----------------------------------------------------------------------------------------------
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException, *engines: type) -> None:
+    def stream(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    for engine in engines:
+        monkeypatch.setattr(engine, "stream", stream)
+
+
+@pytest.mark.parametrize("error", [KeyError("lost"), IndexError("range"), AssertionError(), AttributeError("gone")])
+def test_any_failure_of_an_engine_leads_to_the_next(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing(monkeypatch, error, HookedGradientComputer)
+    model, batch = mlp()
+    with caplog.at_level(logging.DEBUG, logger="hf_trak"):
+        found = per_sample_gradients(model, batch, output, "auto")
+    torch.testing.assert_close(found["0.weight"], truth(model, batch)["0.weight"])
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "slower functional engine" in warnings[0]
+    assert f"hooked: {type(error).__name__}: {error}" in warnings[0]
+    assert error in [record.exc_info[1] for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("engine", ["hooked", "functional"])
+def test_an_engine_chosen_by_name_says_how_it_failed(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = KeyError("lost")
+    failing(monkeypatch, error, HookedGradientComputer, FunctionalGradientComputer)
+    model, batch = mlp()
+    with pytest.raises(GradientEngineError, match=f"The {engine} engine failed on Sequential.*KeyError") as caught:
+        per_sample_gradients(model, batch, output, engine)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), NonFiniteError("row 3"), torch.OutOfMemoryError("CUDA out of memory"), SystemExit()]
+)
+@pytest.mark.parametrize("engine", ["auto", "hooked"])
+def test_what_is_not_the_engines_fault_ends_the_search(
+    error: BaseException, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, error, HookedGradientComputer)
+    model, batch = mlp()
+    with pytest.raises(type(error)) as caught:
+        per_sample_gradients(model, batch, output, engine)
+    assert caught.value is error
+
+
+def test_when_all_fail_each_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The iterative engine is the reference, too; only what it does with the whole batch may fail."""
+    failing(monkeypatch, KeyError("lost"), HookedGradientComputer, FunctionalGradientComputer)
+    run = IterativeGradientComputer._run
+
+    def of_one(self: Any, batch: Any, side: Any) -> Any:
+        if len(batch[0]) > 1:
+            raise RuntimeError("too many")
+        return run(self, batch, side)
+
+    monkeypatch.setattr(IterativeGradientComputer, "_run", of_one)
+    model, batch = mlp()
+    with pytest.raises(GradientEngineError) as caught:
+        per_sample_gradients(model, batch, output, "auto")
+    for reason in ("hooked: KeyError", "functional: KeyError", "iterative: RuntimeError: too many"):
+        assert reason in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("engine", ["auto", "hooked", "functional", "iterative"])
+def test_an_error_of_the_task_stays_what_it_is(engine: str) -> None:
+    """A label that is no class, in a sample that is not one of the two: not the engines' failure."""
+
+    class Checked(FunctionOutput):
+        def out_to_loss_grad(self, model_output: Any, batch: Any, side: Any = "train") -> Tensor:
+            if bool((batch[0] > 100).any()):
+                raise ValueError("sample 2 has no label")
+            return super().out_to_loss_grad(model_output, batch, side)
+
+    model, batch = mlp()
+    batch[0][2, 0] = 101.0
+    computer = make_gradient_computer(engine, model, Checked(output, model))
+    with pytest.raises(ValueError, match="sample 2 has no label"):
+        computer.stream(batch, lambda start, block: None)
+
+
+# --- caches ---------------------------------------------------------------------------------------------------------
+
+
+class Config:
+    def __init__(self, use_cache: Any, **parts: Any) -> None:
+        self.use_cache = use_cache
+        self.__dict__.update(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+def test_caches_are_off_inside_and_as_they_were_outside() -> None:
+    """In the configuration of every module, and in those that only another configuration knows."""
+    text, inner = Config(True), Config(True)
+    whole = Config(True, text_config=text, thinker=Config(None, text_config=inner))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.config, model[0].config, model[1].config = whole, text, Config(False)
+    with pytest.raises(KeyError), without_caches(model):
+        assert not any((whole.use_cache, text.use_cache, inner.use_cache, model[1].config.use_cache))
+        assert whole.thinker.use_cache is None
+        raise KeyError
+    assert whole.use_cache is text.use_cache is inner.use_cache is True
+    assert model[1].config.use_cache is False
+
+
+# --- tolerances -----------------------------------------------------------------------------------------------------
+
+
+def test_precision_is_seen_where_it_is_used() -> None:
+    """Autocast inside `forward`, whose output is float32 again."""
+
+    class Inside(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.weight, self.dtype = nn.Parameter(torch.randn(3, 6)), dtype
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", self.dtype):
+                return nn.functional.linear(x, self.weight).float()
+
+    x = torch.randn(2, 6)
+    for dtype in (torch.bfloat16, torch.float16):
+        model = Inside(dtype)
+        with PrecisionObserver() as observer:
+            y = model(x)
+        assert y.dtype == torch.float32 and observer.dtypes == {dtype}
+        tolerance = Tolerance.of(model, y, observer.dtypes)
+        assert tolerance.relative == 4 * torch.finfo(dtype).eps and tolerance.to_be_measured
+    model, batch = mlp()
+    with PrecisionObserver() as observer:
+        y = model(batch[0])
+    assert not observer.dtypes and Tolerance.of(model, y) == Tolerance(1e-3)
+
+
+def test_random_rounding_changes_the_last_bit_and_nothing_else() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 64).bfloat16(), torch.randn(50, 64).bfloat16()
+    plain = model(x)
+    state = torch.get_rng_state()
+    with rounded_at_random(model):
+        first = model(x)
+    with rounded_at_random(model):
+        second = model(x)
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(first, second)
+    assert torch.equal(model(x), plain)  # no hook is left
+    change = ((first - plain).float() / plain.float()).abs()
+    assert 0 < float((change > 0).float().mean()) < 0.6
+    assert float(change.max()) <= torch.finfo(torch.bfloat16).eps
+    exact = nn.Linear(4, 4)
+    with rounded_at_random(exact):
+        changed = exact(x[:, :4].float())
+    assert torch.equal(changed, exact(x[:, :4].float()))
+
+
+def test_measured_noise_widens_a_tolerance_up_to_its_ceiling() -> None:
+    norms, totals = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([2.0**0.5])
+    base = Tolerance(0.03, 0.01, ceiling=0.3)
+    limits = base.limits(norms, totals)
+    assert torch.allclose(limits, 0.03 * (norms + 0.01 * totals))
+    measured = Tolerance(0.03, 0.01, ceiling=0.3, noise=torch.tensor([[0.01, 1.0, 1e-4]]))
+    found = measured.limits(norms, totals)
+    assert torch.allclose(found, torch.tensor([[0.08, 0.3 * (1 + 0.1 * 2**0.5), 8e-4]]))
+    assert bool((found <= base.coarsest.limits(norms, totals) + 1e-6).all())
+
+
+def test_the_worst_parameter_of_gradients_that_float32_cannot_square() -> None:
+    layout = ParameterLayout.from_model(nn.Linear(3, 2))
+    gradients = torch.full((2, 8), 1e22)
+    residual = torch.zeros(2, 8)
+    assert worst_parameter(layout, residual, gradients, Tolerance(1e-3)) is None
+    residual[1, 7] = 1e21
+    worst = worst_parameter(layout, residual, gradients, Tolerance(1e-3))
+    assert worst is not None and worst.name == "bias" and 0.05 < worst.error < 0.1 and worst.allowed == 1e-3
+    residual[0, 0] = torch.nan
+    worst = worst_parameter(layout, residual, gradients, Tolerance(1e-3))
+    assert worst is not None and worst.name == "weight"
+
+
+def test_sparse_tensors_count_by_what_they_store() -> None:
+    """Activations that autograd saves may be sparse."""
+    dense, values = torch.randn(6, 4), torch.randn(3, requires_grad=True)
+    indices = torch.tensor([[0, 1, 2], [0, 3, 5]])
+
+    def forward() -> Tensor:
+        return torch.sparse.mm(torch.sparse_coo_tensor(indices, values, (4, 6)), dense)
+
+    assert saved_activation_bytes(forward) >= 3 * 4
+
+
+# --- padding --------------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_may_be_padded() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])
+    ids = torch.tensor([[3, 4, 5, 6, 7], [3, 4, 5, 0, 0], [0, 0, 0, 3, 4], [5, 4, 3, 6, 1]])
+    assert likely_padded(SplitBatch.of({"input_ids": ids, "attention_mask": mask})) == [2, 1]
+    assert likely_padded(SplitBatch.of({"input_ids": ids})) == [2, 1]
+    frames = torch.randn(3, 5, 2)
+    frames[1, 3:] = 0.0
+    assert likely_padded(SplitBatch.of({"frames": frames, "label": torch.zeros(3)})) == [1]
+    assert likely_padded(SplitBatch.of({"images": torch.zeros(3, 3, 8, 8), "label": torch.zeros(3)})) == []
+
+
+def test_what_a_row_is_alone() -> None:
+    batch = {"x": torch.tensor([[1.0, 2.0, 0.0], [torch.nan, 4.0, 5.0], [0.0, 7.0, 8.0]]), "y": torch.arange(3)}
+    split = SplitBatch.of(batch)
+
+    def of(row: int, x: list[float], y: int) -> RowAlone | None:
+        return RowAlone.of(split, row, {"x": torch.tensor([x]), "y": torch.tensor([y])})
+
+    assert of(1, [torch.nan, 4.0, 5.0], 1) is None
+    behind, before = of(0, [1.0, 2.0], 0), of(2, [7.0, 8.0], 2)
+    assert behind is not None and behind.padded and behind.changed == ()
+    assert before is not None and before.padded and before.changed == ()
+    other = of(0, [1.0, 3.0], 1)
+    assert other is not None and other.padded and other.changed == ("x", "y")
+    same_length = of(1, [3.0, 4.0, 5.0], 1)
+    assert same_length is not None and not same_length.padded and same_length.changed == ("x",)
+    assert RowAlone.of(split, 0, {"x": torch.ones(2, 2), "y": torch.ones(2)}) is None

@@ -557,3 +557,59 @@ def test_no_weight_gradients_are_formed_by_autograd() -> None:
 
     HookedGradientComputer(model, Task(lm, model), None, torch.float32, "cpu").stream(batch, lambda s, b: None)
     assert leaves and all(leaf.ndim == 0 for leaf in leaves)
+
+
+def test_parameters_of_two_modules_are_replayed_in_what_encloses_both() -> None:
+    """The common beginning of their names, not every position at which the names agree."""
+
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.default = nn.ParameterDict({"weight": nn.Parameter(torch.randn(6))})
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = Weights(), Weights()
+
+        def forward(self, x: Tensor) -> Tensor:
+            both = torch.stack([self.left.default["weight"], self.right.default["weight"]])
+            return torch.einsum("bi,ki->bk", x, both)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.mixed, self.last = nn.Linear(6, 6), Mixed(), nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"out": self.last(self.mixed(self.first(x).tanh()))}
+
+    torch.manual_seed(0)
+    model, batch = Model(), (torch.randn(4, 6),)
+    computer = make_gradient_computer("hooked", model, FunctionOutput(squared, model))
+    computer.stream(batch, lambda start, block: None)
+    assert isinstance(computer._computer, HookedGradientComputer)
+    assert list(computer._computer._knowledge.replayed) == ["mixed"]
+    check(model, batch)
+
+
+def test_lookups_of_the_engine_are_not_taken_for_the_models() -> None:
+    """A layer that is called without the batch, as DoRA does to get at the weight that two layers make."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 5, bias=False)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            weight = self.up(self.down(torch.eye(6))).T
+            norm = weight.detach().norm(dim=1)
+            return {"out": self.up(self.down(x)) / norm}
+
+    torch.manual_seed(0)
+    model, batch = Product(), (torch.randn(4, 6),)
+    computer = make_gradient_computer("hooked", model, FunctionOutput(squared, model))
+    computer.stream(batch, lambda start, block: None)
+    assert isinstance(computer._computer, HookedGradientComputer)
+    assert not computer._computer._knowledge.replayed
+    check(model, batch)

@@ -15,7 +15,7 @@ from hf_trak.gradient_computers.functional import FunctionalGradientComputer
 from hf_trak.gradient_computers.hooked import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.memory import is_out_of_memory
-from hf_trak.gradient_computers.padding import CollatedAlone, PaddingSearch
+from hf_trak.gradient_computers.padding import CollatedAlone, PaddingSearch, RowAlone
 from hf_trak.gradient_computers.self_check import Reference, Samples, check_against, check_company, reference_of
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
@@ -118,17 +118,17 @@ class AutoGradientComputer(AbstractGradientComputer):
         # a batch of one cannot show that samples mix, so a larger one is checked again
         kind = (side, split.keys, split.size > 1)
         search = self._padding[kind]
-        padded: dict[int, Batch] = {}
+        apart: RowAlone | None = None
         if self.self_check and self.collated_alone is not None and not search.finished:
-            padded = search.look(split, self.collated_alone)
-        if self._computer is not None and (not self.self_check or (kind in self._checked and not padded)):
+            apart = search.look(split, self.collated_alone)
+        if self._computer is not None and (not self.self_check or (kind in self._checked and apart is None)):
             return self._computer
-        samples = Samples.of(batch, side, padded)
+        samples = Samples.of(batch, side, apart)
         reference = self._reference(samples) if self.self_check else None
         computer = self._chosen(reference, samples)
         if reference is not None:
             self._checked.add(kind)
-            search.finished = search.finished or (bool(padded) and set(padded) <= set(reference.rows))
+            search.finished |= apart is not None and apart.padded and apart.row in reference.rows
         if self._announced != self.engine:
             self._announced = self.engine
             self._announce()

@@ -9,18 +9,55 @@ only the 16th, the 32nd and so on is looked at.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.modelout_functions.base import Batch
 
 CollatedAlone = Callable[[int], Batch]
 """`collated_alone(i)`: the batch that the collator makes of row i of the current batch alone, on the same device."""
 
+MASKS = ("attention_mask", "pixel_mask", "padding_mask")
+"""How names of masks end that are 0 on padding."""
+
 _LOOKS = 8
+
+
+@dataclass(frozen=True)
+class RowAlone:
+    """A row of which the collator makes something else alone than within its batch.
+
+    Attributes:
+        row: its position in the batch.
+        batch: what it is alone.
+        padded: whether it has another shape in the batch.
+        changed: keys whose values differ by more than padding: a collator that draws at random, or that normalizes
+            over the batch.
+    """
+
+    row: int
+    batch: Batch
+    padded: bool
+    changed: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, split: SplitBatch, row: int, alone: Batch) -> "RowAlone | None":
+        """Compare; `None` if nothing differs, or if the collator makes another number of samples than rows."""
+        single = SplitBatch.of(alone)
+        if single.size != 1:
+            return None
+        padded, changed = False, []
+        for key, tensor in split.mapped.items():
+            if key in single.mapped:
+                within, by_itself = tensor[row], single.mapped[key][0].to(tensor.device)
+                padded = padded or within.shape != by_itself.shape
+                if not _contains(within, by_itself):
+                    changed.append(key)
+        return cls(row, alone, padded, tuple(changed)) if padded or changed else None
 
 
 class PaddingSearch:
@@ -36,7 +73,7 @@ class PaddingSearch:
         self._vain = 0
         self._shapes: set[tuple[torch.Size, ...]] = set()
 
-    def look(self, split: SplitBatch, collated_alone: CollatedAlone) -> dict[int, Batch]:
+    def look(self, split: SplitBatch, collated_alone: CollatedAlone) -> RowAlone | None:
         """Look for a padded row in a batch.
 
         Args:
@@ -44,23 +81,21 @@ class PaddingSearch:
             collated_alone: see [`CollatedAlone`].
 
         Returns:
-            The first padded row that was found, and its batch alone; empty if none was.
-
-        Raises:
-            GradientEngineError: the collator makes other values of a row that is alone, although it does not pad it.
+            The first padded row that was found, or else one of which the collator makes other values; `None` if
+            there was neither.
         """
         self._batches += 1
-        if split.size == 1:
-            return {}
-        if self._vain >= _LOOKS and self._batches & (self._batches - 1):
-            return {}
+        if split.size == 1 or (self._vain >= _LOOKS and self._batches & (self._batches - 1)):
+            return None
+        other = None
         rows = self._candidates(split)
         for row in rows:
-            alone = collated_alone(row)
-            if is_padded(split, row, alone):
-                return {row: alone}
+            found = RowAlone.of(split, row, collated_alone(row))
+            if found is not None and found.padded:
+                return found
+            other = other or found
         self._vain += bool(rows)
-        return {}
+        return other
 
     def _candidates(self, split: SplitBatch) -> list[int]:
         shapes = tuple(tensor.shape[1:] for tensor in split.mapped.values())
@@ -72,45 +107,40 @@ class PaddingSearch:
 
 
 def likely_padded(split: SplitBatch) -> list[int]:
-    """Rows that end or begin with one value repeated, those with the longest repetition first."""
-    repeated = None
-    for tensor in split.mapped.values():
-        if tensor.ndim in (2, 3) and tensor.shape[1] > 1:
-            length = torch.maximum(_run(tensor), _run(tensor.flip(1)))
-            repeated = length if repeated is None else torch.maximum(repeated, length.to(repeated.device))
-    if repeated is None:
-        return []
-    lengths = repeated.tolist()
-    return sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row])
+    """Rows with zeros in a mask, those with the most first, then rows that end or begin with one value repeated."""
+    masked, repeated = [0] * split.size, [0] * split.size
+    for key, tensor in split.mapped.items():
+        if str(key).endswith(MASKS) and tensor.ndim > 1:
+            masked = _summed(masked, (tensor == 0).flatten(1).sum(1))
+        elif tensor.ndim in (2, 3) and tensor.shape[1] > 1:
+            repeated = _summed(repeated, torch.maximum(_run(tensor), _run(tensor.flip(1))))
+    likely = [row for row in range(split.size) if masked[row] or repeated[row]]
+    return sorted(likely, key=lambda row: (-masked[row], -repeated[row]))
+
+
+def _summed(counts: list[int], more: Tensor) -> list[int]:
+    return [count + extra for count, extra in zip(counts, more.tolist(), strict=True)]
 
 
 def _run(tensor: Tensor) -> Tensor:
-    """How many positions at the end of dimension 1 repeat the one behind them, `(B,)`; 0 where all do, as in a mask
-    without padding."""
+    """How many positions at the end of dimension 1 repeat the one before them, `(B,)`; 0 where all do."""
     same = (tensor[:, :-1] == tensor[:, 1:]).flatten(2).all(2) if tensor.ndim > 2 else tensor[:, :-1] == tensor[:, 1:]
     length = same.flip(1).int().cumprod(1).sum(1)
     return length.masked_fill(length == same.shape[1], 0)
 
 
-def is_padded(split: SplitBatch, row: int, alone: Batch) -> bool:
-    """Whether a row has another shape in its batch than alone.
-
-    Raises:
-        GradientEngineError: it has the same shape, but other values.
-    """
-    single = SplitBatch.of(alone)
-    if single.size != 1:  # the collator makes several samples of a row, or one of several: no row to compare with
-        return False
-    common = [key for key in split.mapped if isinstance(single.mapped.get(key), Tensor)]
-    if any(split.mapped[key].shape[1:] != single.mapped[key].shape[1:] for key in common):
+def _contains(within: Tensor, alone: Tensor) -> bool:
+    """Whether a row is the same row alone, or that with something put before or behind it in one dimension."""
+    if within.shape == alone.shape:
+        return _equal(within, alone)
+    dims = [d for d in range(within.ndim) if alone.ndim == within.ndim and within.shape[d] != alone.shape[d]]
+    if len(dims) != 1:  # padded in several directions: not looked into
         return True
-    for key in common:
-        within, by_itself = split.mapped[key][row], single.mapped[key][0].to(split.mapped[key].device)
-        if not bool(((within == by_itself) | ((within != within) & (by_itself != by_itself))).all()):
-            raise GradientEngineError(
-                f"The data collator makes other values of `{key}` when row {row} of the batch is alone than within "
-                "the batch, although it does not pad it. Expected the same sample every time. Use a collator and a "
-                "dataset that draw nothing at random and do not mix rows (of a random transform, keep one result as "
-                "a column of the dataset)."
-            )
-    return False
+    dim, length = dims[0], min(alone.shape[dims[0]], within.shape[dims[0]])
+    behind, before = within.narrow(dim, 0, length), within.narrow(dim, within.shape[dim] - length, length)
+    alone_begin, alone_end = alone.narrow(dim, 0, length), alone.narrow(dim, alone.shape[dim] - length, length)
+    return _equal(behind, alone_begin) or _equal(before, alone_end)
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    return bool(((left == right) | ((left != left) & (right != right))).all())

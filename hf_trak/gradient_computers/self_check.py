@@ -1,7 +1,6 @@
 """The first-batch check: the gradients of two samples of the batch must be those of each sample alone."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from hf_trak.gradient_computers.environment import only_differentiating, without
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.gradient_computers.outputs import call_model, gradients_of, one_per_sample
+from hf_trak.gradient_computers.padding import RowAlone
 from hf_trak.gradient_computers.tolerance import SCALE, PrecisionObserver, Tolerance, norms_of, rounded_at_random
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 
@@ -35,28 +35,28 @@ class Samples:
         batch: the batch.
         side: whether its samples are training examples or targets.
         rows: their positions in it, ascending.
-        padded: of those rows that the collator pads, the batches that it makes of each alone.
+        apart: that one of them of which the collator makes something else alone, if there is one.
     """
 
     batch: Batch
     side: Side
     rows: tuple[int, ...]
-    padded: Mapping[int, Batch] = field(default_factory=dict)
+    apart: RowAlone | None = None
 
     @classmethod
-    def of(cls, batch: Batch, side: Side, padded: Mapping[int, Batch] | None = None) -> "Samples":
-        """The first and the last sample; where one is known to be padded, that one and the first or the last."""
-        padded = padded or {}
-        last = SplitBatch.of(batch).size - 1
-        rows = {0, last} if set(padded) <= {0, last} else {0, *padded}
-        return cls(batch, side, tuple(sorted(rows)), padded)
+    def of(cls, batch: Batch, side: Side, apart: RowAlone | None = None) -> "Samples":
+        """The first and the last sample; one that is collated alone takes the place of the last."""
+        rows = {0, SplitBatch.of(batch).size - 1}
+        if apart is not None and apart.row not in rows:
+            rows = {0, apart.row}
+        return cls(batch, side, tuple(sorted(rows)), apart)
 
     def alone(self, row: int) -> Batch:
-        """One sample as a batch of its own, without padding where it is known without."""
-        return self.padded[row] if row in self.padded else self.within(row)
+        """One sample as a batch of its own: what the collator makes of it alone, where that is known to differ."""
+        return self.apart.batch if self.apart is not None and row == self.apart.row else self.within(row)
 
     def within(self, *rows: int) -> Batch:
-        """Samples as a batch of their own, padded as they are in the whole batch."""
+        """Samples as a batch of their own, as they are in the whole batch."""
         split = SplitBatch.of(self.batch)
         return split.rebuild({key: tensor[list(rows)] for key, tensor in split.mapped.items()})
 
@@ -104,12 +104,11 @@ def reference_of(plain: IterativeGradientComputer, samples: Samples) -> Referenc
     reference = Reference(tuple(finite), torch.cat(pieces), torch.cat(outputs), tolerance)
     if any(module.training for module in plain.model.modules()):
         _require_repeatable(plain, samples, reference)
-    padded = _padded_reference(plain, samples, reference)
+    within = _reference_within(plain, samples, reference)
     if tolerance.to_be_measured:
-        measured = _measured(plain, samples, padded)
-        reference = replace(reference, tolerance=measured)
-    if padded is not reference:
-        _check_padding(plain.layout, samples, reference, padded)
+        reference = replace(reference, tolerance=_measured(plain, samples, within))
+    if samples.apart is not None and samples.apart.row in reference.rows:
+        _check_apart(plain.layout, samples.apart, reference, within)
     return reference
 
 
@@ -228,34 +227,39 @@ def _require_repeatable(plain: IterativeGradientComputer, samples: Samples, refe
         )
 
 
-def _padded_reference(plain: IterativeGradientComputer, samples: Samples, reference: Reference) -> Reference:
+def _reference_within(plain: IterativeGradientComputer, samples: Samples, reference: Reference) -> Reference:
     """The same samples, still one at a time, but padded as they are in their batch."""
-    if not set(samples.padded) & set(reference.rows):
+    if samples.apart is None or samples.apart.row not in reference.rows:
         return reference
+    index = reference.rows.index(samples.apart.row)
     gradients, output = reference.gradients.clone(), reference.output.clone()
-    for index, row in enumerate(reference.rows):
-        if row in samples.padded:
-            gradients[index : index + 1], output[index : index + 1] = _taken(plain, samples.within(row), samples.side)
+    gradient, f = _taken(plain, samples.within(samples.apart.row), samples.side)
+    gradients[index], output[index] = gradient[0], f[0]
     return replace(reference, gradients=gradients, output=output)
 
 
-def _check_padding(layout: ParameterLayout, samples: Samples, reference: Reference, padded: Reference) -> None:
-    """Compare samples alone with the same samples alone and padded. Raises `SamplesMixedError` if they differ."""
-    residual = padded.gradients - reference.gradients
+def _check_apart(layout: ParameterLayout, apart: RowAlone, reference: Reference, within: Reference) -> None:
+    """Compare a sample collated alone with what it is in its batch. Raises `SamplesMixedError` if they differ."""
+    residual = within.gradients - reference.gradients
     worst = worst_parameter(layout, residual, reference.gradients, reference.tolerance)
-    if worst is None and not _outputs_differ(reference, padded.output):
+    if worst is None and not _outputs_differ(reference, within.output):
         return
-    row = next(row for row in reference.rows if row in samples.padded)
-    index = reference.rows.index(row)
-    what = f"f is {float(padded.output[index]):.6g} with padding and {float(reference.output[index]):.6g} without"
+    index = reference.rows.index(apart.row)
+    what = f"f is {float(within.output[index]):.6g} in the batch and {float(reference.output[index]):.6g} alone"
     if worst is not None:
-        what += (
-            f", the gradient of {worst.name!r} changes by {worst.error:.1%} (rounding explains {worst.allowed:.1%})"
+        what += f", the gradient of {worst.name!r} has a relative error of {worst.error:.1e}, allowed "
+        what += f"{worst.allowed:.0e}"
+    if apart.changed:
+        raise SamplesMixedError(
+            f"The data collator makes other values of {list(apart.changed)} of row {apart.row} of the batch than of "
+            f"that row alone: {what}. Expected the same values, padded or not. Use a dataset and a collator that draw "
+            "nothing at random (keep one draw as a column of the dataset) and normalize every row by itself (for "
+            "audio: a feature extractor that returns an attention mask)."
         )
     raise SamplesMixedError(
-        f"What the model makes of row {row} of the batch depends on how far the data collator pads it, and so on "
-        f"the other rows: {what}. Expected the same as for the row alone. Use `per_device_batch_size=1`, or a "
-        "processor or data collator that returns an attention mask and draws nothing at random."
+        f"What the model makes of row {apart.row} of the batch depends on how far the data collator pads it, and so "
+        f"on the other rows: {what}. Expected the same as for the row alone. Use `per_device_batch_size=1`, rows of "
+        "one length, or a processor or data collator that returns an attention mask."
     )
 
 
@@ -266,36 +270,38 @@ def _outputs_differ(reference: Reference, output: Tensor) -> bool:
     return not bool((within | same).all())
 
 
-def _measured(plain: IterativeGradientComputer, samples: Samples, padded: Reference) -> Tolerance:
+def _measured(plain: IterativeGradientComputer, samples: Samples, within: Reference) -> Tolerance:
     """The tolerance of half precision: what other rounding changes in the gradients and in f.
 
     Args:
         plain: takes gradients.
         samples: the samples.
-        padded: their gradients, padded as in the batch.
+        within: their gradients, padded as in the batch.
     """
     noise, output_noise = [], []
-    for index, row in enumerate(padded.rows):
+    for index, row in enumerate(within.rows):
         gradient, output = _otherwise_rounded(plain, samples, row)
-        change = gradient.to(padded.gradients) - padded.gradients[index : index + 1]
+        change = gradient.to(within.gradients) - within.gradients[index : index + 1]
         noise.append(norms_of(plain.layout, change)[0])
-        output_noise.append((output.to(padded.output) - padded.output[index : index + 1]).abs())
-    return replace(padded.tolerance, noise=torch.cat(noise), output_noise=torch.cat(output_noise))
+        output_noise.append((output.to(within.output) - within.output[index : index + 1]).abs())
+    return replace(within.tolerance, noise=torch.cat(noise), output_noise=torch.cat(output_noise))
 
 
 def _otherwise_rounded(plain: IterativeGradientComputer, samples: Samples, row: int) -> tuple[Tensor, Tensor]:
-    """Gradient `(1, P)` and f `(1,)` of a sample beside another one, see the module `tolerance`."""
+    """Gradient `(1, P)` and f `(1,)` of a sample beside itself, see the module `tolerance`.
+
+    In a batch of another size, but in no other company, on which it must not depend.
+    """
     task, model = plain.modelout_fn, plain.model
     if not isinstance(task, BatchedModelOutput):  # it takes one sample at a time
         with rounded_at_random(model):
             return _taken(plain, samples.within(row), samples.side)
-    others = [other for other in (*samples.rows, 0, SplitBatch.of(samples.batch).size - 1) if other != row]
-    pair = samples.within(row, *others[:1])
+    pair = samples.within(row, row)
     parameters = plain.model_params
     wanted = {id(p) for p in parameters}
     with only_differentiating(model, wanted), without_caches(model), torch.enable_grad(), rounded_at_random(model):
         result = call_model(task, model, pair)
-        f = one_per_sample(task.output(result, pair, samples.side), SplitBatch.of(pair).size, task)[:1]
+        f = one_per_sample(task.output(result, pair, samples.side), 2, task)[:1]
         taken = gradients_of(f.sum() * SCALE, parameters) if f.requires_grad else [None] * len(parameters)
     home = parameters[0].device
     pieces = [p.new_zeros(p.numel()) if g is None else g.flatten() for g, p in zip(taken, parameters, strict=True)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_trak.errors import GradientEngineError
+from hf_trak.gradient_computers.autograd_functions import Keep, PerSample, Trap
 from hf_trak.gradient_computers.axes import BatchAxis, UnsupportedError
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.outer import OuterBlock
@@ -74,49 +74,6 @@ class ModuleUnsupportedError(UnsupportedError):
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(reason)
         self.name = name
-
-
-class _Keep(torch.autograd.Function):
-    """Holds tensors as autograd holds what it saves: checked for changes in place, recomputed under checkpointing."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.zeros_like(anchor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError("nothing depends on this value")
-
-
-class _PerSample(torch.autograd.Function):
-    """A parameter value expanded along the batch dimension; its gradient, not yet summed over the batch, is handed
-    on."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, value: Tensor, shape: list[int], receive: Callable[[Tensor], None]
-    ) -> Tensor:
-        ctx.receive = receive
-        return value.expand(shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.receive(grads[0])
-        return None, None, None, None
-
-
-class _Trap(torch.autograd.Function):
-    """A parameter value whose gradient nobody can take apart; it must not be asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, message: str) -> Tensor:
-        ctx.message = message
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise GradientEngineError(ctx.message)
 
 
 class Session:
@@ -203,7 +160,7 @@ class Session:
         """
         if not output.requires_grad:
             output = output + self.anchor(output.device)
-        token: Tensor | None = _Keep.apply(self.anchor(output.device), *(t.detach() for t in kept))
+        token: Tensor | None = Keep.apply(self.anchor(output.device), *(t.detach() for t in kept))
 
         def hook(grad: Tensor) -> None:
             nonlocal token
@@ -317,7 +274,7 @@ class Session:
             if id(tensor) not in found:
                 return tensor
             value = found[id(tensor)].value.detach()
-            return value if self.calibrating else _Trap.apply(self.anchor(value.device), value, message)
+            return value if self.calibrating else Trap.apply(self.anchor(value.device), value, message)
 
         result = func(
             *(replace_tensors(a, trap) for a in args), **{k: replace_tensors(v, trap) for k, v in kwargs.items()}
@@ -368,7 +325,7 @@ class Session:
             with self.bypassed():
                 self.deposit(tracked, grad.reshape(self.size, *value.shape))
 
-        expanded = _PerSample.apply(self.anchor(value.device), value.detach().view(aligned), shape, receive)
+        expanded = PerSample.apply(self.anchor(value.device), value.detach().view(aligned), shape, receive)
         self._expanded[key] = expanded
         return expanded
 

@@ -92,11 +92,15 @@ class Tolerance:
         return allowed.maximum((_NOISE_FACTOR * self.noise).minimum(self.ceiling * (norms + 0.1 * totals[:, None])))
 
     def output_limits(self, output: Tensor) -> Tensor:
-        """The error of f that passes, `(rows,)`: relative to each f and to the mean of all."""
+        """The error of f that passes, `(rows,)`: relative to each f and to the mean of all.
+
+        In half precision a quarter of what gradients are allowed, which are rounded on the way back, too.
+        """
         size = output.abs() + output.abs().mean()
         if self.output_noise is None or self.ceiling is None:
             return self.relative * size
-        return (self.relative * size).maximum((_NOISE_FACTOR * self.output_noise).minimum(self.ceiling * size))
+        measured = (_NOISE_FACTOR * self.output_noise).minimum(self.ceiling * size)
+        return (0.25 * self.relative * size).maximum(measured)
 
 
 def norms_of(layout: ParameterLayout, gradients: Tensor) -> tuple[Tensor, Tensor]:
