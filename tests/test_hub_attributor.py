@@ -1,5 +1,6 @@
 """Publish with one process, attribute with others: from a model and its features to the same scores elsewhere."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from datasets import Dataset, load_dataset, load_from_disk
 from hub_server import TOKEN, Hub, client, environment, hub
 from huggingface_hub import constants
 from sklearn.datasets import load_digits
+from test_hub_hostile import resealed
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, CLIPConfig, CLIPModel
 
@@ -348,7 +350,7 @@ def test_a_name_of_the_index_is_never_taken_for_a_directory(
     with pytest.raises(HubAccessError, match="model repo 'secret/model'"):
         load()
     index = hub.dataset("tester/index")
-    path = index["trak_config.json"].replace(b'"secret/model"', b'"../secret/model"')
+    path = resealed(json.loads(index["trak_config.json"].replace(b'"secret/model"', b'"../secret/model"')))
     hub.put("dataset", "tester/index", {**index, "trak_config.json": path})
     with pytest.raises(RefusedIndexError, match="model_name"):
         load()

@@ -20,6 +20,7 @@ from hf_trak.hub.files import LocalFiles
 from hf_trak.hub.index_store import IndexStore, open_index
 from hf_trak.hub.models import load_model
 from hf_trak.savers.references import write_references
+from hf_trak.savers.sealed import CHECKSUM_KEY, content_digest, sealed
 from hf_trak.savers.shards import checksum
 
 __all__ = ["client", "hub"]  # fixtures
@@ -66,8 +67,15 @@ def use_all(store: IndexStore) -> None:
 
 
 def edited(files: Files, name: str, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """A JSON file with a change, and the checksum of what it says then: whoever means harm can compute it, too."""
     content = json.loads(files[name])
     change(content)
+    return resealed(content)
+
+
+def resealed(content: dict[str, Any]) -> bytes:
+    if CHECKSUM_KEY in content:
+        content[CHECKSUM_KEY] = content_digest(content)
     return json.dumps(content).encode()
 
 
@@ -75,10 +83,15 @@ def shard_with(files: Files, name: str, tensors: dict[str, torch.Tensor], consis
     """The files with other tensors under a name, and checksums everywhere to match."""
     (length,) = struct.unpack("<Q", files[name][:8])
     metadata = json.loads(json.loads(files[name][8 : 8 + length])["__metadata__"]["hf_trak"])
-    old, metadata["checksum"] = metadata["checksum"], checksum(tensors)
+    old = metadata.pop("checksum")
+    metadata = sealed({**metadata, "tensors": checksum(tensors, 2)})
     index = files["trak_index.json"]
-    if consistent:
-        index = index.replace(old.encode(), metadata["checksum"].encode())
+    if consistent and "references" in name:
+        index = edited(
+            files, "trak_index.json", lambda m: m["checkpoints"]["0"].update(references=metadata["tensors"])
+        )
+    elif consistent:
+        index = resealed(json.loads(index.replace(old.encode(), metadata["checksum"].encode())))
     return {**files, name: save(tensors, {"hf_trak": json.dumps(metadata)}), "trak_index.json": index}
 
 
@@ -103,6 +116,13 @@ def replaced(name: str, data: bytes) -> Callable[[Files, Path], Files]:
     return lambda files, tmp: {**files, name: data}
 
 
+def flipped(files: Files, name: str) -> Files:
+    """λ or the number of features, with one bit changed."""
+    key = b'"lambda_relative": 0.3' if name == "trak_index.json" else b'"seed": 7'
+    assert key in files[name]
+    return {**files, name: files[name].replace(key, key[:-1] + bytes([key[-1] ^ 1]))}
+
+
 def padded(data: bytes, size: int) -> bytes:
     return data + bytes(max(0, size - len(data)))
 
@@ -118,15 +138,24 @@ BAD: dict[str, tuple[Callable[[Files, Path], Files], str]] = {
     # what the JSON files say
     "config of another format version": (config(format_version=99), "format version 99"),
     "config without a format version": (config(format_version=None), "format version None"),
-    "manifest of another format version": (manifest(lambda m: m.update(format_version=2)), "format version 2"),
+    "config of a version that is a text": (config(format_version="2"), "format version '2'"),
+    "manifest of another format version": (manifest(lambda m: m.update(format_version=99)), "format version 99"),
+    "manifest of the version before": (manifest(lambda m: m.update(format_version=1)), "format version 1, and"),
+    "manifest with another checksum": (lambda files, tmp: flipped(files, "trak_index.json"), "another checksum"),
+    "config with another checksum": (lambda files, tmp: flipped(files, "trak_config.json"), "another checksum"),
+    "manifest without its checksum": (manifest(lambda m: m.pop("checksum")), "another checksum"),
     "huge number of rows": (config(train_size=10**15), "shards"),
+    "a million million rows": (config(train_size=10**12, shard_size=10**6), "1000000 shards, and only 6 files"),
+    "a million million rows in one shard": (config(train_size=10**12, shard_size=10**12), "manifest|3 shards"),
+    "a number of 21 digits": (config(seed=10**20), "21 digits"),
     "huge number of features": (config(proj_dim=10**12), "proj_dim"),
     "negative shard size": (config(shard_size=-1), "shard_size"),
     "unknown dtype": (config(feature_dtype="object"), "feature_dtype"),
     "config that is a list": (replaced("trak_config.json", b"[]"), "JSON list"),
     "config with NaN": (replaced("trak_config.json", b'{"a": NaN}'), "NaN"),
     "config with a huge number": (replaced("trak_config.json", b'{"a": 1e999}'), "too large"),
-    "deeply nested config": (replaced("trak_config.json", b"[" * 200_000), "not valid JSON"),
+    "deeply nested config": (replaced("trak_config.json", b"[" * 200_000), "up to 200000 values in 200000 bytes"),
+    "nested config": (replaced("trak_config.json", b'{"a":' * 1000 + b"1" + b"}" * 1000), "nested more than 64 deep"),
     "config that is a pickle": (lambda files, tmp: {**files, "trak_config.json": bomb(tmp)}, "not valid JSON"),
     "endless digits": (replaced("trak_config.json", b'{"a": ' + b"9" * 10_000 + b"}"), "not valid JSON"),
     "path as checkpoint": (
@@ -181,7 +210,7 @@ BAD: dict[str, tuple[Callable[[Files, Path], Files], str]] = {
     "shard of anybody": (lambda files, tmp: {**files, SHARD: save(rows())}, "not written by hf_trak"),
     "NaN Gram matrix": (
         lambda files, tmp: shard_with(files, GRAM, {"gram": torch.full((K, K), float("nan"), dtype=torch.float64)}),
-        "NaN",
+        "(?i)its matrix has nan",
     ),
     "Gram matrix of other rows": (
         lambda files, tmp: shard_with(files, GRAM, {"gram": torch.eye(K, dtype=torch.float64)}), "trace"

@@ -16,12 +16,18 @@ from hf_trak.cli.preparation import Preparation, preparation
 from hf_trak.cli.rows import load_rows
 from hf_trak.config import TrakConfig
 from hf_trak.data import default_collator
-from hf_trak.errors import ConfigMismatchError, IncompleteStoreError
+from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
+from hf_trak.hub.foreign_json import shown
+from hf_trak.hub.manifest import MANIFEST_FILE
 from hf_trak.modelout_functions import infer_task
-from hf_trak.savers.atomic import atomic_path, differing, read_json
+from hf_trak.savers.atomic import differing
+from hf_trak.savers.sealed import read_sealed, write_sealed
 
 RECORD = "featurize.json"
-"""Beside the store's configuration: the arguments of `hf-trak featurize`, for the commands that come after it."""
+"""Beside the store's configuration: the arguments of `hf-trak featurize`, for the commands that come after it. Sealed,
+see `hf_trak.savers.sealed`; records of earlier versions have no checksum."""
+
+_REMEDY = "Restore it from a copy, or run `hf-trak featurize` again with all arguments after deleting it."
 
 
 @dataclass
@@ -131,9 +137,9 @@ def remember(built: Built, model_args: ModelArguments, data: DataArguments, writ
         "trak": attributor.args.to_dict(),
     }
     path = Path(attributor.args.output_dir) / RECORD
-    saved = attributor.processes.from_main(lambda: read_json(path) if path.is_file() else None)
+    saved = attributor.processes.from_main(lambda: _read_record(path) if path.is_file() else None)
     # Rows and weights have fingerprints of their own; how images become pixels has none.
-    if saved is not None and (changes := differing(saved["processing"] or {}, given["processing"] or {})):
+    if saved is not None and (changes := differing(saved["processing"], given["processing"] or {})):
         raise ConfigMismatchError(
             f"{path} was saved with another image processor:\n  "
             + "\n  ".join(changes)
@@ -143,19 +149,53 @@ def remember(built: Built, model_args: ModelArguments, data: DataArguments, writ
         return
     attributor.store  # noqa: B018  # opens it, which compares the configurations
     if attributor.processes.is_main_process:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(path) as temporary:
-            temporary.write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
+        write_sealed(path, given)
     attributor.processes.wait_for_everyone()
 
 
 def remembered(output_dir: str) -> dict[str, Any]:
-    """The arguments of `hf-trak featurize`, or nothing if it has not written this directory."""
+    """The arguments of `hf-trak featurize`, or nothing if it has not written this directory.
+
+    Raises:
+        IncompleteStoreError: the directory is a copy of a published index, whose arguments are somebody else's.
+        StoreError: the record is damaged.
+    """
+    require_own(output_dir)
     path = Path(output_dir) / RECORD
     if not path.is_file():
         return {}
-    saved = read_json(path)
+    saved = _read_record(path)
     return {**saved["arguments"], **{name: value for name, value in saved["trak"].items() if name != "output_dir"}}
+
+
+def is_copy(output_dir: str) -> bool:
+    """Whether a directory is a copy of a published index."""
+    return (Path(output_dir) / MANIFEST_FILE).exists()
+
+
+def require_own(output_dir: str) -> None:
+    """Refuse a copy of a published index as an output directory.
+
+    Raises:
+        IncompleteStoreError: it is one.
+    """
+    if is_copy(output_dir):
+        raise IncompleteStoreError(
+            f"`output_dir` is {output_dir!r}, which is a copy of a published index ({MANIFEST_FILE} is there). "
+            "Expected a directory of your own for what is computed here. Pass the copy as `--index`, and leave "
+            "`--output_dir` out or name another one."
+        )
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """The record of a directory. Raises `StoreError` if it is damaged."""
+    saved = read_sealed(path, _REMEDY)
+    for name in ("arguments", "trak", "processing"):
+        value = saved.setdefault(name, {}) or {}
+        if not isinstance(value, dict):
+            raise StoreError(f"{path} has {shown(value)} as `{name}`; expected an object. {_REMEDY}")
+        saved[name] = value
+    return saved
 
 
 def require_run(output_dir: str, model_args: ModelArguments, data: DataArguments) -> None:

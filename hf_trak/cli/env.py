@@ -10,6 +10,7 @@ from hf_trak import __version__
 from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.output import answer, table
 from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.hub.redaction import address_without_secrets
 
 _PACKAGES = (
     "torch", "transformers", "datasets", "accelerate", "huggingface_hub", "safetensors", "peft", "open_clip_torch",
@@ -19,7 +20,7 @@ _VARIABLES = ("HF_HUB_OFFLINE", "HF_ENDPOINT", "OMP_NUM_THREADS", "CUDA_VISIBLE_
 
 
 def run(argv: Sequence[str]) -> None:
-    """Print versions; no paths, no tokens."""
+    """Print versions; no paths, no tokens, no passwords in addresses."""
     (output,) = parse_yaml_and_args(
         OutputArguments, argv, prog="hf-trak env", description="Versions, to be pasted into a bug report."
     )
@@ -35,5 +36,5 @@ def run(argv: Sequence[str]) -> None:
     content["cuda"] = str(torch.version.cuda)
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     content["gpus"] = ", ".join(devices) or "none"
-    content |= {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    content |= {name: address_without_secrets(os.environ[name]) for name in _VARIABLES if name in os.environ}
     answer(content, table(content), output.json)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments
-from hf_trak.cli.build import build, quiet, remember
+from hf_trak.cli.build import build, quiet, remember, require_own
 from hf_trak.cli.output import answer, table
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.config import TrakConfig
@@ -36,6 +36,7 @@ def run(argv: Sequence[str]) -> None:
     )
     quiet(trak)
     start = time.perf_counter()
+    require_own(trak.output_dir)
     built = build(model_args, data, trak)
     remember(built, model_args, data)
     attributor = built.attributor

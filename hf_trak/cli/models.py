@@ -11,6 +11,7 @@ from hf_trak.cli.files import check_exists
 from hf_trak.errors import HubAccessError
 from hf_trak.hub import safe_loading
 from hf_trak.hub.foreign_json import shown
+from hf_trak.hub.redaction import without_secrets
 
 AUTO_CLASSES = {
     "image_classification": "AutoModelForImageClassification",
@@ -52,7 +53,7 @@ def _load(name: str, revision: str, task: str | None, what: str, may_be_adapter:
         if isinstance(error, HubAccessError):  # of the base of an adapter, which it names
             raise
         offline = " HF_HUB_OFFLINE is set, so only what is in the cache is found." if constants.HF_HUB_OFFLINE else ""
-        reason = " ".join(str(error).split())[:300]
+        reason = without_secrets(" ".join(str(error).split()))[:300]
         raise HubAccessError(
             f"The {what} {name!r} at revision {revision!r} could not be loaded: there is no such directory, and the "
             f"Hub or its cache gave: {reason}{offline} Expected a directory that `save_pretrained` wrote, or a model "

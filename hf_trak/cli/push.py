@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hf_trak.cli.arguments import OutputArguments
-from hf_trak.cli.build import remembered
+from hf_trak.cli.build import is_copy, remembered
 from hf_trak.cli.output import answer
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.config import TrakConfig
@@ -42,12 +42,20 @@ def run(argv: Sequence[str]) -> None:
     from hf_trak.savers import FeatureStore
 
     store = FeatureStore.load(args.output_dir)
-    saved = remembered(args.output_dir)
-    names = {name: value for name, value in saved.items() if name in TrakConfig.__dataclass_fields__}
+    settings = None  # of a copy of an index: those that it came with
+    if not is_copy(args.output_dir):
+        saved = remembered(args.output_dir)
+        names = {name: value for name, value in saved.items() if name in TrakConfig.__dataclass_fields__}
+        settings = TrakConfig(**{**names, "output_dir": args.output_dir})
+    if args.checkpoints is not None and len(args.checkpoints) != len(store.model_ids):
+        raise ValueError(
+            f"--checkpoints has {len(args.checkpoints)} entries; the index has the model ids {store.model_ids}. "
+            "Expected one for each, in this order."
+        )
     commit = push_index(
         store,
         args.repo_id,
-        settings=TrakConfig(**{**names, "output_dir": args.output_dir}),
+        settings=settings,
         private=args.private or None,
         revision=args.revision,
         create_pr=args.create_pr,

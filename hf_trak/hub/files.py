@@ -5,7 +5,10 @@ commit when it is opened, so that all files are of one upload.
 """
 
 import contextlib
+import hashlib
 import logging
+import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -26,7 +29,10 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import REGEX_COMMIT_HASH
 
 from hf_trak import __version__
-from hf_trak.errors import HfTrakError, HubAccessError, IncompleteStoreError
+from hf_trak.errors import HfTrakError, HubAccessError, IncompleteStoreError, RefusedIndexError
+from hf_trak.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES
+from hf_trak.hub.redaction import address_without_secrets, without_secrets
+from hf_trak.savers import FeatureStore
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +50,10 @@ class IndexFiles(Protocol):
     @property
     def root(self) -> Path:
         """The directory in which fetched files lie."""
+
+    @property
+    def work_dir(self) -> Path:
+        """Where results computed with the index are kept unless the user names a directory: never among its files."""
 
     def names(self) -> set[str] | None:
         """Every file of the index, by its path with forward slashes; `None` if it was opened from the cache alone."""
@@ -164,7 +174,11 @@ class HubFiles:
 
 
 class LocalFiles:
-    """The files of an index in a directory: a clone, or what `pull_index` wrote."""
+    """The files of an index in a directory: a clone, what `pull_index` wrote, or a snapshot in the Hub's cache.
+
+    They are somebody else's: they are only read, and none is reached through a link, except those from a snapshot in a
+    Hub's cache to the blobs beside it.
+    """
 
     def __init__(self, directory: Path) -> None:
         """
@@ -177,8 +191,29 @@ class LocalFiles:
     def name(self) -> str:
         return str(self.root)
 
+    @property
+    def work_dir(self) -> Path:
+        """By the name of the directory and a digest of its JSON files, which hold the checksums of all others.
+
+        Raises:
+            IncompleteStoreError: one of them is missing.
+        """
+        digest = hashlib.sha256()
+        for name in (FeatureStore.CONFIG_FILE, MANIFEST_FILE):
+            with self.fetch(name).open("rb") as file:
+                digest.update(file.read(MAX_JSON_BYTES + 1))  # a longer one is refused
+        folder = re.sub(r"[^A-Za-z0-9_.-]", "_", self.root.resolve().name).lstrip(".")[:100] or "index"
+        return Path(constants.HF_HOME) / "hf_trak" / folder / digest.hexdigest()[:32]
+
     def names(self) -> set[str] | None:
-        return {path.relative_to(self.root).as_posix() for path in self.root.rglob("*") if path.is_file()}
+        """Every file. Raises `RefusedIndexError` if a link is among them."""
+        found = set()
+        for directory, folders, files in os.walk(self.root):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in (*folders, *files):
+                self._refuse_link(Path(directory, name))
+            found |= {Path(directory, name).relative_to(self.root).as_posix() for name in files}
+        return found
 
     def size(self, path: str) -> int | None:
         local = self.root / path
@@ -186,6 +221,8 @@ class LocalFiles:
 
     def fetch(self, path: str) -> Path:
         local = self.root / path
+        for part in (Path(path), *list(Path(path).parents)[:-1]):
+            self._refuse_link(self.root / part)
         if not local.is_file():
             raise IncompleteStoreError(
                 f"{local} is missing. Expected a whole copy of an index. Pull or clone it again."
@@ -194,6 +231,17 @@ class LocalFiles:
 
     def discard(self, path: str) -> None:
         """Nothing: the user's own files stay."""
+
+    def _refuse_link(self, path: Path) -> None:
+        if not path.is_symlink():
+            return
+        root = self.root.resolve()
+        blobs = root.parents[1] / "blobs" if root.parent.name == "snapshots" else None
+        if blobs is None or blobs.is_symlink() or path.resolve().parent != blobs:
+            raise RefusedIndexError(
+                f"{path} was refused: it is a link to {os.readlink(path)!r}. Expected files alone in an index that "
+                "comes from somebody else. Remove the link, or pull the index again."
+            )
 
 
 @contextlib.contextmanager
@@ -219,7 +267,7 @@ def access_errors(repo_id: str, revision: str | None, repo_type: str = REPO_TYPE
         ) from error
     except RepositoryNotFoundError as error:
         raise HubAccessError(
-            f"{where} does not exist at {constants.ENDPOINT}, or is private and cannot be seen with the token in use. "
+            f"{where} does not exist at {_endpoint()}, or is private and cannot be seen with the token in use. "
             "Check the name, and pass a `token` (or run `hf auth login`) that has access."
         ) from error
     except RevisionNotFoundError as error:
@@ -237,7 +285,7 @@ def access_errors(repo_id: str, revision: str | None, repo_type: str = REPO_TYPE
         raise HubAccessError(f"{where} needs a token: pass `token`, or run `hf auth login`.") from error
     except HTTPError as error:  # the transport: refused, reset, timed out
         raise HubAccessError(
-            f"{where}: the connection to {constants.ENDPOINT} failed ({type(error).__name__}: {_brief(error)}). Try "
+            f"{where}: the connection to {_endpoint()} failed ({type(error).__name__}: {_brief(error)}). Try "
             "again; what was transferred is kept. `local_files_only=True` works with what is in the cache."
         ) from error
     except OSError as error:
@@ -275,4 +323,8 @@ def _remedy(error: HfHubHTTPError) -> str:
 
 def _brief(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines)[:300] or type(error).__name__
+    return without_secrets(" ".join(lines))[:300] or type(error).__name__
+
+
+def _endpoint() -> str:
+    return address_without_secrets(constants.ENDPOINT)

@@ -6,23 +6,29 @@ bytes in a file and over sixty in memory).
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 64
 """Lists and objects inside each other. What the library and its peers write has less than ten."""
 
-_MAX_DIGITS = 20
+MAX_DIGITS = 64
+"""Digits of a whole number: tokenizers write 10³⁰ where they know no longest text."""
+
 _SMALL = 1024
 
 
-def read_foreign_object(path: Path, max_bytes: int, bytes_per_value: int = 4) -> dict[str, Any]:
+def read_foreign_object(
+    path: Path, max_bytes: int, bytes_per_value: int = 4, max_digits: int = MAX_DIGITS
+) -> dict[str, Any]:
     """Read a JSON object.
 
     Args:
         path: the file.
         max_bytes: its largest size.
-        bytes_per_value: a file may have one value for so many bytes, and `1,024` more.
+        bytes_per_value: a file may have one value for so many bytes, and 1,024 more.
+        max_digits: of whole numbers.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -31,16 +37,14 @@ def read_foreign_object(path: Path, max_bytes: int, bytes_per_value: int = 4) ->
     size = path.stat().st_size
     if size > max_bytes:
         raise ValueError(too_large(size, max_bytes))
-    return parse_foreign_object(path.read_bytes(), bytes_per_value)
-
-
-def parse_foreign_object(data: bytes, bytes_per_value: int = 4) -> dict[str, Any]:
-    """Parse a JSON object. Arguments and errors as of [`read_foreign_object`]."""
+    data = path.read_bytes()
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
     if values > _SMALL + len(data) // bytes_per_value:
         raise ValueError(f"it has up to {values} values in {len(data)} bytes, more than such a file can need")
     try:
-        content = json.loads(data, parse_constant=_not_json, parse_float=_finite, parse_int=_whole)
+        content = json.loads(
+            data, parse_constant=_not_json, parse_float=_finite, parse_int=partial(_whole, max_digits=max_digits)
+        )
     except RecursionError as error:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from error
     except ValueError as error:
@@ -87,7 +91,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _whole(text: str) -> int:
-    if len(text) > _MAX_DIGITS:
+def _whole(text: str, max_digits: int) -> int:
+    if len(text.lstrip("-")) > max_digits:
         raise ValueError(f"{text[:40]}… has {len(text)} digits")
     return int(text)

@@ -4,7 +4,6 @@ What this machine computes itself (features of targets, scores) goes into a dire
 """
 
 import contextlib
-import math
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -15,21 +14,23 @@ import torch
 
 from hf_trak.errors import HfTrakError, IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.hub.files import IndexFiles
+from hf_trak.hub.foreign_json import shown
 from hf_trak.hub.manifest import (
+    MANIFEST_BYTES_PER_VALUE,
     MANIFEST_FILE,
     MAX_JSON_BYTES,
     IndexManifest,
     PublishedCheckpoint,
-    read_foreign_json,
+    check_json_size,
+    read_index_json,
     refused,
-    too_large,
 )
 from hf_trak.savers import FeatureStore, Gram, Shard, ShardPlan, ShardSet
 from hf_trak.savers.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.savers.references import read_references
 from hf_trak.savers.sealed import check_seal
 from hf_trak.savers.shard_set import content_hash
-from hf_trak.savers.shards import FORMAT_VERSION, READABLE_VERSIONS, checksum
+from hf_trak.savers.shards import FORMAT_VERSION, READABLE_VERSIONS, Identity, checksum
 from hf_trak.savers.store import Comparison
 
 MAX_HEADER_BYTES = 64 << 10
@@ -37,7 +38,13 @@ MAX_HEADER_BYTES = 64 << 10
 
 JSON_FILES = (FeatureStore.CONFIG_FILE, MANIFEST_FILE)
 
+_CONFIG_BYTES_PER_VALUE = 4
+_MANIFEST_BYTES = 64 << 10
+_MANIFEST_BYTES_PER_FILE = 1 << 10
+"""What a manifest says besides the digests, and per file; a digest takes 44 bytes."""
 _MAX_FEATURES = 1 << 24
+_MAX_PARAMETERS = 1 << 17
+"""Parameters of a model; one of a million million weights in 23,000 separate experts has 70,000."""
 _MAX_REFERENCE_BYTES = 1 << 30
 INDEX_FILE = re.compile(
     r"checkpoint-\d+/(train-\d+-of-\d+\.safetensors|gram\.safetensors|references\.safetensors|checkpoint\.json)"
@@ -116,6 +123,12 @@ class IndexStore(FeatureStore):
         super().__init__(output_dir, config)
         self.files = files
         self.manifest = manifest
+        self._config_hash = super().config_hash
+
+    @property
+    def config_hash(self) -> str:
+        """Hex digest of all keys that define the features; taken once, since nothing of an index changes."""
+        return self._config_hash
 
     def checkpoint_dir(self, model_id: int) -> Path:
         """Directory of the files of a checkpoint, as far as they are fetched."""
@@ -152,6 +165,12 @@ class IndexStore(FeatureStore):
     def write_gram(self, model_id: int, gram: torch.Tensor, n: int) -> None:
         """Nothing is written into an index."""
         _refuse_writing(self.files.name)
+
+    def _shard_set(self, directory: Path, prefix: str, plan: ShardPlan, identity: Identity) -> ShardSet:
+        if directory.parent == self.files.root:  # where nothing is ever removed
+            width = self._config["proj_dim"]
+            return ShardSet(directory, prefix, plan, width, self.feature_dtype, identity, self.version)
+        return super()._shard_set(directory, prefix, plan, identity)
 
     def train(self, model_id: int) -> IndexShards:
         """The training features under one checkpoint; none is fetched yet."""
@@ -201,9 +220,6 @@ class IndexStore(FeatureStore):
                 raise StoreError("it vanished while it was read")
             if not bool(torch.isfinite(gram.matrix).all()):
                 raise StoreError("the Gram matrix holds NaN or infinite values")
-            trace = float(gram.matrix.diagonal().sum(dtype=torch.float64))
-            if not math.isclose(trace, gram.trace, rel_tol=1e-6, abs_tol=1e-30):
-                raise StoreError(f"its metadata says that the trace is {gram.trace}, its matrix has {trace}")
             return gram
 
 
@@ -229,43 +245,62 @@ def open_index(files: IndexFiles, output_dir: Path) -> IndexStore:
 
 
 def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
-    for path in JSON_FILES:
-        check_json_size(f"{path} of {files.name}", files.size(path))
-    config, listed = (read_foreign_json(files.fetch(path), f"{path} of {files.name}") for path in JSON_FILES)
+    config = _checked_config(files)
+    plan = ShardPlan(config["train_size"], config["shard_size"])
+    where = f"{MANIFEST_FILE} of {files.name}"
+    most = MAX_JSON_BYTES
+    names = files.names()
+    if names is not None:
+        listed = sum(INDEX_FILE.fullmatch(name) is not None for name in names)
+        if listed < len(plan):
+            raise refused(
+                f"The index {files.name}",
+                f"its configuration implies {len(plan)} shards, and only {listed} files are there: some are missing",
+            )
+        most = min(most, _MANIFEST_BYTES + _MANIFEST_BYTES_PER_FILE * listed)
+    check_json_size(where, files.size(MANIFEST_FILE), most)
+    content = read_index_json(files.fetch(MANIFEST_FILE), where, most, MANIFEST_BYTES_PER_VALUE)
+    if config["format_version"] > 1 and content.get("format_version") == 1:
+        raise refused(where, "it has format version 1, and the configuration beside it a later one")
+    try:
+        manifest = IndexManifest.from_json(content, plan)
+    except ValueError as error:
+        raise refused(where, str(error)) from error
+    return IndexStore(output_dir, config, files, manifest)
+
+
+def _checked_config(files: IndexFiles) -> dict[str, Any]:
+    """The configuration of an index, of a size, a version and with values that there can be."""
     where = f"{FeatureStore.CONFIG_FILE} of {files.name}"
-    if config.get("format_version") not in READABLE_VERSIONS:
+    check_json_size(where, files.size(FeatureStore.CONFIG_FILE))
+    config = read_index_json(files.fetch(FeatureStore.CONFIG_FILE), where, MAX_JSON_BYTES, _CONFIG_BYTES_PER_VALUE)
+    version = config.get("format_version")
+    if version not in READABLE_VERSIONS or isinstance(version, bool):
         raise refused(
-            where,
-            f"it has format version {config.get('format_version')!r}, and this version of hf_trak reads "
-            f"{FORMAT_VERSION}",
+            where, f"it has format version {shown(version)}, and this version of hf_trak reads {FORMAT_VERSION}"
         )
     try:
         check_seal(config, where)
     except StoreError as error:
         raise refused(where, "its content has another checksum than it says") from error
     try:
-        config = FeatureStore._normalize(config)
-        if config["proj_dim"] > _MAX_FEATURES:
-            raise ValueError(f"`proj_dim` is {config['proj_dim']}, more than {_MAX_FEATURES}")
-        plan = ShardPlan(config["train_size"], config["shard_size"])
+        check_bounds(config)
+        return FeatureStore._normalize(config)
     except ValueError as error:
         raise refused(where, str(error)) from error
-    where = f"{MANIFEST_FILE} of {files.name}"
-    try:
-        manifest = IndexManifest.from_json(listed, plan)
-    except ValueError as error:
-        raise refused(where, str(error)) from error
-    return IndexStore(output_dir, config, files, manifest)
 
 
-def check_json_size(where: str, size: int | None) -> None:
-    """Refuse a JSON file that is too large, before it is fetched.
+def check_bounds(config: Mapping[str, Any]) -> None:
+    """Refuse a configuration with more features or parameters than an index is read with.
 
     Raises:
-        RefusedIndexError: it is.
+        ValueError: it is.
     """
-    if size is not None and size > MAX_JSON_BYTES:
-        raise refused(where, too_large(size))
+    features, parameters = config.get("proj_dim"), config.get("parameters")
+    if isinstance(features, int) and features > _MAX_FEATURES:
+        raise ValueError(f"`proj_dim` is {features}, more than {_MAX_FEATURES}")
+    if isinstance(parameters, list) and len(parameters) > _MAX_PARAMETERS:
+        raise ValueError(f"`parameters` has {len(parameters)} entries, more than {_MAX_PARAMETERS}")
 
 
 def tensor_files(store: FeatureStore, model_id: int, published: PublishedCheckpoint) -> dict[str, tuple[int, int]]:
@@ -345,7 +380,8 @@ def refusing(files: IndexFiles, path: str) -> Iterator[None]:
 
 def _reason(error: HfTrakError) -> str:
     """The reason in a message of the store, without its advice on the user's own files."""
-    return str(error).partition(" cannot be used: ")[2].partition(". Delete this file")[0] or str(error)
+    text = str(error)
+    return (text.partition(" cannot be used: ")[2] or text).partition(". Delete this file")[0]
 
 
 def _refuse_writing(name: str) -> NoReturn:
@@ -358,7 +394,7 @@ def _refuse_writing(name: str) -> NoReturn:
 def references_checksum(store: FeatureStore, model_id: int) -> str | None:
     """Checksum of a checkpoint's references; `None` if there are none. Raises `StoreError` if they are damaged."""
     tensors = read_references(store, model_id)
-    return None if tensors is None else checksum(tensors)
+    return None if tensors is None else checksum(tensors, store.version)
 
 
 def checksums_of(shards: ShardSet) -> tuple[str, ...]:

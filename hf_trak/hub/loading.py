@@ -24,7 +24,6 @@ from hf_trak.model_inputs import check_rows
 from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from hf_trak.modelout_functions.identity import task_identity
 from hf_trak.savers import FeatureStore
-from hf_trak.savers.atomic import differing
 
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor
@@ -116,7 +115,8 @@ def load_attributor(
     arguments = _arguments(config, manifest, model, name, str(store.output_dir), options)
     attributor = cls(model, arguments, train_dataset, data_collator, processing_class, task)
     if isinstance(train_dataset, AbsentRows):
-        attributor._train_fingerprint = config.get("train_fingerprint")
+        keys = ("train_fingerprint", "collation")
+        attributor.recorded_rows = {key: config[key] for key in keys if key in config}
     _check_same(attributor, store, name)
     if manifest is not None and attributor.task.reference_rows(config["train_size"]):
         for model_id, published in manifest.checkpoints.items():
@@ -141,7 +141,15 @@ def _open(
                     "its results. Leave `output_dir` out."
                 )
             return FeatureStore.load(path), None  # the output directory of a run
-        store = open_index(LocalFiles(path), Path(output_dir or path))
+        files = LocalFiles(path)
+        work = files.work_dir if output_dir is None else Path(output_dir)
+        if work.resolve().is_relative_to(path.resolve()):
+            raise ValueError(
+                f"`output_dir` is {output_dir!r}, inside the copy {repo_or_path!r} of an index, whose files are "
+                "somebody else's. Expected another directory for the features of targets and for scores. Leave "
+                "`output_dir` out: they are then kept beside the Hub's cache."
+            )
+        store = open_index(files, work)
         return store, store.manifest
     if path.exists():
         raise ValueError(f"{repo_or_path!r} is a file. Expected the directory of an index, or a repo.")
@@ -294,8 +302,8 @@ def _attributed(config: Mapping[str, Any], model: torch.nn.Module, name: str) ->
 
 def _check_same(attributor: "TrakAttributor", store: FeatureStore, name: str) -> None:
     """Everything that defines features has to come out as the index records it."""
-    given = store._normalize(attributor._store_config())
-    if changes := differing(store._defining(store.config), store._defining(given)):
+    given = attributor.store_config() if store.version > 1 else attributor.first_format()
+    if changes := store.changes(given, attributor.comparisons()):
         raise ConfigMismatchError(
             f"The index {name} was made with another configuration than model, task and training dataset given here:\n"
             "  " + "\n  ".join(changes) + "\nPass those that it was made with; leave out `train_dataset` if it is not "
@@ -324,10 +332,10 @@ def _assign_checkpoints(
             sources[model_id] = None  # the model's own weights
         elif published is not None:
             sources[model_id] = HubCheckpoint(published.repo_id, published.revision, token, local_files_only)
-        elif attributor._source(model_id, {}) is not None:
+        elif attributor.source_of(model_id, {}) is not None:
             continue  # a path of this machine, in the output directory of a run
     attributor._sources.update(sources)
-    if not any(model_id in sources or attributor._source(model_id, {}) is not None for model_id in prints):
+    if not any(model_id in sources or attributor.source_of(model_id, {}) is not None for model_id in prints):
         called = getattr(getattr(attributor.model, "config", None), "_name_or_path", None)
         raise CheckpointMismatchError(
             f"The model {called or type(attributor.model).__name__!r} has weights with the fingerprint {current}; the "

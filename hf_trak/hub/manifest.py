@@ -1,7 +1,8 @@
 """The manifest of a published index, `trak_index.json`: what the feature store's own files do not say.
 
     {
-      "format_version": 1,
+      "checksum": of all other keys, see `hf_trak.savers.sealed`,
+      "format_version": 2,
       "checkpoints": {"0": {"fingerprint": …, "source": "hf://user/model@revision" or null, "shards": [checksum, …],
                             "references": checksum or null}},
       "settings": {λ, engine, batch size and what else changes scores or their rounding},
@@ -11,10 +12,9 @@
     }
 
 Everything read from a foreign index passes through here, and nothing of it is used as a path, imported or executed.
+Manifests of version 1 have no checksum; they are read beside configurations of version 1.
 """
 
-import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,13 +25,20 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_trak.config import TrakConfig
-from hf_trak.errors import RefusedIndexError
+from hf_trak.errors import RefusedIndexError, StoreError
+from hf_trak.hub.foreign_json import read_foreign_object, shown, too_large
 from hf_trak.savers import ShardPlan
+from hf_trak.savers.sealed import check_seal
 
 MANIFEST_FILE = "trak_index.json"
-MANIFEST_VERSION = 1
-MAX_JSON_BYTES = 64 << 20
-"""Largest JSON file that is read: parameters of 500,000 tensors, or checksums of 1.5 million shards."""
+MANIFEST_VERSION = 2
+READABLE_MANIFESTS = (1, MANIFEST_VERSION)
+MAX_JSON_BYTES = 16 << 20
+"""Largest JSON file that is read or published: parameters of 160,000 tensors, or checksums of 350,000 shards."""
+MANIFEST_BYTES_PER_VALUE = 16
+"""A manifest is digests of 32 digits for the most part."""
+
+_MAX_DIGITS = 20
 
 SETTINGS = (
     "engine",
@@ -106,7 +113,7 @@ class IndexManifest:
     lds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Plain JSON, without the checksum."""
         return {
             "format_version": MANIFEST_VERSION,
             "checkpoints": {
@@ -136,22 +143,26 @@ class IndexManifest:
             ValueError: it says anything that a manifest written by this library could not say.
         """
         version = content.get("format_version")
-        if version != MANIFEST_VERSION or isinstance(version, bool):
+        if version not in READABLE_MANIFESTS or isinstance(version, bool):
             raise ValueError(
-                f"it has format version {version!r}, and this version of hf_trak reads {MANIFEST_VERSION}"
+                f"it has format version {shown(version)}, and this version of hf_trak reads {MANIFEST_VERSION}"
             )
+        try:
+            check_seal(content, MANIFEST_FILE)
+        except StoreError as error:
+            raise ValueError("its content has another checksum than it says") from error
         checkpoints = content.get("checkpoints")
         if not isinstance(checkpoints, dict) or not checkpoints:
-            raise ValueError(f"`checkpoints` is {_shown(checkpoints)}, not an object with at least one entry")
+            raise ValueError(f"`checkpoints` is {shown(checkpoints)}, not an object with at least one entry")
         settings = content.get("settings")
         if not isinstance(settings, dict) or set(settings) - set(SETTINGS):
-            raise ValueError(f"`settings` is {_shown(settings)}, not an object with some of {list(SETTINGS)}")
+            raise ValueError(f"`settings` is {shown(settings)}, not an object with some of {list(SETTINGS)}")
         _check_settings(settings)
         dtype, lds = content.get("weights_dtype"), content.get("lds")
         if dtype is not None and dtype not in _DTYPES:
-            raise ValueError(f"`weights_dtype` is {_shown(dtype)}, not null or one of {list(_DTYPES)}")
+            raise ValueError(f"`weights_dtype` is {shown(dtype)}, not null or one of {list(_DTYPES)}")
         if lds is not None and (isinstance(lds, bool) or not isinstance(lds, int | float) or not -1 <= lds <= 1):
-            raise ValueError(f"`lds` is {_shown(lds)}, not null or a number from -1 to 1")
+            raise ValueError(f"`lds` is {shown(lds)}, not null or a number from -1 to 1")
         return cls(
             {_model_id(key): _checkpoint(key, value, plan) for key, value in checkpoints.items()},
             settings,
@@ -165,28 +176,28 @@ def _check_settings(settings: dict[str, Any]) -> None:
     TrakConfig(**settings)
     labels = settings.get("label_names")
     if labels is not None and not (isinstance(labels, list) and all(isinstance(name, str) for name in labels)):
-        raise ValueError(f"`label_names` is {_shown(labels)}, not null or a list of names")
+        raise ValueError(f"`label_names` is {shown(labels)}, not null or a list of names")
     if not isinstance(settings.get("remove_unused_columns", True), bool):
-        raise ValueError(f"`remove_unused_columns` is {_shown(settings['remove_unused_columns'])}, not true or false")
+        raise ValueError(f"`remove_unused_columns` is {shown(settings['remove_unused_columns'])}, not true or false")
 
 
 def _model_id(key: str) -> int:
     if not re.fullmatch(r"0|[1-9]\d{0,8}", key):
-        raise ValueError(f"a checkpoint is called {_shown(key)}, not by a number such as '0'")
+        raise ValueError(f"a checkpoint is called {shown(key)}, not by a number such as '0'")
     return int(key)
 
 
 def _checkpoint(key: str, value: Any, plan: ShardPlan) -> PublishedCheckpoint:
     if not isinstance(value, dict):
-        raise ValueError(f"checkpoint {key} is {_shown(value)}, not an object")
+        raise ValueError(f"checkpoint {key} is {shown(value)}, not an object")
     shards = value.get("shards")
     if not isinstance(shards, list) or len(shards) != len(plan):
-        count = len(shards) if isinstance(shards, list) else _shown(shards)
+        count = len(shards) if isinstance(shards, list) else shown(shards)
         raise ValueError(f"checkpoint {key} has {count} shards, not the {len(plan)} that the configuration implies")
     references = value.get("references")
     for digest in (value.get("fingerprint"), *shards, *([] if references is None else [references])):
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            raise ValueError(f"checkpoint {key} has the digest {_shown(digest)}, not 32 hex digits")
+            raise ValueError(f"checkpoint {key} has the digest {shown(digest)}, not 32 hex digits")
     source = value.get("source")
     return PublishedCheckpoint(
         value["fingerprint"],
@@ -201,11 +212,11 @@ def _train_source(value: Any) -> TrainSource | None:
         return None
     if not isinstance(value, dict) or set(value) != {"name", "config", "split", "revision"}:
         raise ValueError(
-            f"`train_dataset` is {_shown(value)}, not null or an object with name, config, split, revision"
+            f"`train_dataset` is {shown(value)}, not null or an object with name, config, split, revision"
         )
     for key in ("config", "split"):
         if value[key] is not None and not (isinstance(value[key], str) and re.fullmatch(r"[\w.-]{1,100}", value[key])):
-            raise ValueError(f"the {key} of `train_dataset` is {_shown(value[key])}, not a plain name")
+            raise ValueError(f"the {key} of `train_dataset` is {shown(value[key])}, not a plain name")
     if value["revision"] is not None:
         checked_revision(value["revision"], "the revision of `train_dataset`")
     return TrainSource(
@@ -218,41 +229,48 @@ def checked_repo(name: Any, what: str) -> str:
     try:
         validate_repo_id(name)
     except (HFValidationError, TypeError) as error:
-        raise ValueError(f"{what} names the repo {_shown(name)}, which no repo can be called ({error})") from error
+        raise ValueError(f"{what} names the repo {shown(name)}, which no repo can be called ({error})") from error
     return str(name)
 
 
 def checked_revision(revision: Any, what: str) -> str:
     """A branch, tag or commit. Raises `ValueError` if it cannot be one."""
     if not isinstance(revision, str) or not _REVISION.fullmatch(revision) or ".." in revision:
-        raise ValueError(f"{what} names the revision {_shown(revision)}, which no branch, tag or commit is called")
+        raise ValueError(f"{what} names the revision {shown(revision)}, which no branch, tag or commit is called")
     return revision
 
 
-def read_foreign_json(path: Path, where: str) -> dict[str, Any]:
-    """A JSON object from anybody: of bounded size, without NaN, however deeply it is nested.
+def read_index_json(path: Path, where: str, max_bytes: int, bytes_per_value: int) -> dict[str, Any]:
+    """A JSON file of an index from anybody.
 
     Args:
         path: the file on this machine.
         where: what to call it in messages.
+        max_bytes, bytes_per_value: see [`read_foreign_object`].
 
     Raises:
-        RefusedIndexError: it is too large, or not such an object.
+        RefusedIndexError: it is too large for an index, or no JSON object.
     """
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise refused(where, too_large(path.stat().st_size))
     try:
-        content = json.loads(path.read_bytes(), parse_constant=_not_json, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise refused(where, f"it is not valid JSON ({type(error).__name__}: {_shown(str(error))})") from error
-    if not isinstance(content, dict):
-        raise refused(where, f"it holds a JSON {type(content).__name__}, not an object")
-    return content
+        return read_foreign_object(path, max_bytes, bytes_per_value, _MAX_DIGITS)
+    except ValueError as error:
+        raise refused(where, str(error)) from error
 
 
-def too_large(size: int) -> str:
-    """Why a JSON file of this size is refused."""
-    return f"it has {size} bytes, more than the {MAX_JSON_BYTES} that such a file can need"
+def check_json_size(where: str, size: int | None, most: int | None = None) -> None:
+    """Refuse a JSON file that is too large, before it is fetched.
+
+    Args:
+        where: what to call it in messages.
+        size: its bytes, as far as they are known.
+        most: its largest size; `None` is that of any JSON file.
+
+    Raises:
+        RefusedIndexError: it is.
+    """
+    most = MAX_JSON_BYTES if most is None else most
+    if size is not None and size > most:
+        raise refused(where, too_large(size, most))
 
 
 def refused(where: str, reason: str) -> RefusedIndexError:
@@ -261,19 +279,3 @@ def refused(where: str, reason: str) -> RefusedIndexError:
         f"{where} was refused: {reason}. Nothing of it was executed or kept. Expected an index published by hf_trak. "
         "Ask whoever published it for a new one, or use another revision."
     )
-
-
-def _not_json(constant: str) -> float:
-    raise ValueError(f"{constant} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:40]} is too large")
-    return value
-
-
-def _shown(value: Any) -> str:
-    text = f"a {type(value).__name__} of {len(value)}" if isinstance(value, dict | list) else repr(value)
-    return text if len(text) <= 120 else f"{text[:117]}…"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from hf_trak.errors import ConfigMismatchError
 from hf_trak.hub.files import HubFiles, LocalFiles
-from hf_trak.hub.index_store import JSON_FILES, IndexStore, check_json_size, open_index, tensor_files
+from hf_trak.hub.index_store import JSON_FILES, IndexStore, open_index, tensor_files
+from hf_trak.hub.manifest import check_json_size
 from hf_trak.savers import FeatureStore
 from hf_trak.savers.atomic import atomic_path, write_bytes
 
@@ -59,7 +60,7 @@ def pull_index(
         local_files_only: use the cache alone.
 
     Returns:
-        The store in the directory.
+        The store in the directory. Features of targets are kept beside the Hub's cache, never in the copy.
 
     Raises:
         HubAccessError: a file cannot be had.
@@ -67,6 +68,8 @@ def pull_index(
         ConfigMismatchError: the directory holds another index, or features of another run.
     """
     directory = Path(output_dir)
+    local = LocalFiles(directory)
+    local.names()  # refuses links, through which files would be written elsewhere
     store = open_repo(repo_id, directory, revision, token, local_files_only)
     saved = directory / FeatureStore.CONFIG_FILE
     if saved.exists() and FeatureStore.load(directory).config_hash != store.config_hash:
@@ -87,4 +90,4 @@ def pull_index(
         write_bytes(directory / folder / "checkpoint.json", store.encoded(store.checkpoint_info(model_id)))
     for name in JSON_FILES:
         write_bytes(directory / name, store.files.fetch(name).read_bytes())
-    return open_index(LocalFiles(directory), directory)
+    return open_index(local, local.work_dir)

@@ -3,12 +3,9 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import datasets
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete
-from huggingface_hub.file_download import REGEX_COMMIT_HASH
 
 from hf_trak.batch_size import BatchSizeFinder
 from hf_trak.config import TrakConfig
@@ -19,12 +16,14 @@ from hf_trak.hub.index_store import (
     INDEX_FILE,
     JSON_FILES,
     IndexStore,
+    check_bounds,
     checksums_of,
     references_checksum,
     tensor_files,
 )
 from hf_trak.hub.manifest import (
     MANIFEST_FILE,
+    MAX_JSON_BYTES,
     SETTINGS,
     HubSource,
     IndexManifest,
@@ -33,9 +32,10 @@ from hf_trak.hub.manifest import (
     checked_repo,
     checked_revision,
 )
-from hf_trak.hub.models import HubCheckpoint, source_of
+from hf_trak.hub.models import HubCheckpoint
+from hf_trak.hub.origins import copied_manifest, given_source, known_sources, recorded_model, train_source
 from hf_trak.savers import FeatureStore
-from hf_trak.savers.atomic import json_bytes
+from hf_trak.savers.sealed import sealed, sealed_bytes
 
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor
@@ -137,7 +137,8 @@ def push_index(
     Args:
         store: complete, with the Gram matrix of every checkpoint.
         repo_id: the dataset repo, created if need be.
-        settings: the configuration of the run, for λ and batch size; `None` publishes the defaults.
+        settings: the configuration of the run, for λ and batch size; `None` publishes the defaults, and for a copy of
+            an index those that it came with (as for `weights_dtype`, `train_dataset` and `lds`).
         private: visibility of a repo that is created; `None` leaves it to the Hub's default. `True` with a repo that
             is public is refused.
         token: as in `huggingface_hub`; needs the right to write.
@@ -145,7 +146,7 @@ def push_index(
         create_pr: open a pull request instead of committing.
         commit_message: of the commit.
         model_name: the model repo that [`TrakAttributor.from_pretrained`] is to load. `None` takes the name that the
-            model's configuration has, which for a fine-tuned model is its base.
+            model's configuration has (which for a fine-tuned model is its base) where that is certainly a repo.
         model_revision: its revision.
         weights_dtype: dtype of the weights, such as `float32`.
         checkpoints: where the weights of each model id are on the Hub: `"hf://user/model@revision"`,
@@ -160,24 +161,30 @@ def push_index(
     Raises:
         IncompleteStoreError: shards or Gram matrices are missing.
         HubAccessError: the repo cannot be written to, or the connection broke.
-        ValueError: an argument is no name of a repo or revision, or the repo is public against `private=True`.
+        ValueError: an argument is no name of a repo or revision, the repo is public against `private=True`, or the
+            index is larger than readers take.
+        RefusedIndexError: the store is a copy of an index, and its manifest is bad.
     """
     config = store.config
-    # A name on this machine says nothing elsewhere.
-    recorded = (
-        None if config.get("model_name") is None or Path(config["model_name"]).is_dir() else config["model_name"]
-    )
-    if model_name is None and recorded is not None:
-        source = source_of(recorded)
-        model_name, recorded_revision = (source.repo_id, source.revision) if source else (recorded, None)
-        model_revision = model_revision or recorded_revision or config.get("model_revision")
+    if (copied := copied_manifest(store)) is not None:
+        settings = settings or TrakConfig(**copied.settings)
+        weights_dtype, lds = weights_dtype or copied.weights_dtype, copied.lds if lds is None else lds
+        train_dataset = train_dataset or copied.train_dataset
+    if model_name is None:
+        model_name, recorded_revision = recorded_model(store)
+        model_revision = model_revision or recorded_revision
     if model_name is not None:
         checked_repo(model_name, "`model_name`")
     if model_revision is not None:
         checked_revision(model_revision, "`model_revision`")
     config = {**config, "model_name": model_name, "model_revision": model_revision}
-    sources = {**_known_sources(store), **(checkpoints or {})}
+    sources = {**known_sources(store), **(checkpoints or {})}
     manifest = _manifest(store, settings or TrakConfig(), weights_dtype, sources, train_dataset, lds)
+    encoded = {
+        FeatureStore.CONFIG_FILE: store.encoded(config),
+        MANIFEST_FILE: sealed_bytes(manifest.to_json()),
+    }
+    _check_readable(config, encoded)
 
     api = hub_api(token)
     with access_errors(repo_id, revision):
@@ -193,8 +200,7 @@ def push_index(
         present = {file.rfilename for file in info.siblings or []}
         card = index_card(repo_id, config, manifest)
         additions = [
-            CommitOperationAdd("trak_config.json", store.encoded(config)),
-            CommitOperationAdd(MANIFEST_FILE, json_bytes(manifest.to_json())),
+            *(CommitOperationAdd(name, data) for name, data in encoded.items()),
             *card_operations(api, repo_id, info, card, "index"),
         ]
         for model_id in store.model_ids:
@@ -220,6 +226,17 @@ def push_index(
             create_pr=create_pr,
             parent_commit=info.sha,
         )
+
+
+def _check_readable(config: Mapping[str, Any], encoded: Mapping[str, bytes]) -> None:
+    """Refuse to publish what every reader would refuse. Raises `ValueError`."""
+    check_bounds(config)
+    for name, data in encoded.items():
+        if len(data) > MAX_JSON_BYTES:
+            raise ValueError(
+                f"{name} has {len(data)} bytes, and readers take at most {MAX_JSON_BYTES}. Expected fewer shards or "
+                "parameters. Featurize with a larger `shard_size`, or name fewer parameters in `grad_wrt`."
+            )
 
 
 def index_card(repo_id: str, config: Mapping[str, Any], manifest: IndexManifest) -> str:
@@ -276,37 +293,6 @@ def index_card(repo_id: str, config: Mapping[str, Any], manifest: IndexManifest)
     return render_card("index", title, usage, facts, {"pretty_name": title, "viewer": False})
 
 
-def train_source(dataset: Any) -> TrainSource | None:
-    """The repo, commit and split that a `datasets.Dataset` is all of, as far as the path of its cache tells.
-
-    `load_dataset` keeps what it made of a repo in `<user>___<name>/<config>/<version>/<commit>/`.
-    """
-    split = str(getattr(dataset, "split", None) or "")
-    known = getattr(getattr(dataset, "info", None), "splits", None) or {}
-    if split not in known or known[split].num_examples != len(dataset):
-        return None  # some of the rows, or others
-    for file in dataset.cache_files:
-        path = Path(file["filename"])
-        if not path.is_relative_to(datasets.config.HF_DATASETS_CACHE):
-            continue
-        parts = path.relative_to(datasets.config.HF_DATASETS_CACHE).parts
-        if len(parts) == 5 and parts[0].count("___") == 1 and REGEX_COMMIT_HASH.fullmatch(parts[3]):
-            return TrainSource(parts[0].replace("___", "/"), parts[1], split, parts[3])
-    return None
-
-
-def _known_sources(store: FeatureStore) -> dict[int, HubSource]:
-    """Checkpoints that came from the Hub, as far as the store can tell: out of its cache, or with a pulled index."""
-    found = {}
-    for model_id in store.model_ids:
-        given = store.checkpoint_info(model_id).get("source")
-        if isinstance(given, str) and given.startswith("hf://"):
-            found[model_id] = HubSource.parse(given, f"the source of checkpoint {model_id}")
-        elif isinstance(given, str) and (source := source_of(given)):
-            found[model_id] = source
-    return found
-
-
 def _manifest(
     store: FeatureStore,
     settings: TrakConfig,
@@ -329,7 +315,7 @@ def _manifest(
                 f"The Gram matrix of model_id {model_id} is missing in {store.output_dir}. Run `featurize` again, "
                 "which finishes it."
             )
-        source = _source(checkpoints.get(model_id))
+        source = given_source(checkpoints.get(model_id))
         published[model_id] = PublishedCheckpoint(
             store.checkpoint_info(model_id)["fingerprint"],
             source,
@@ -339,15 +325,7 @@ def _manifest(
     values = settings.to_dict()
     manifest = IndexManifest(published, {name: values[name] for name in SETTINGS}, weights_dtype, train_dataset, lds)
     # What the reader would refuse is not published.
-    return IndexManifest.from_json(manifest.to_json(), store.train(ids[0]).plan)
-
-
-def _source(given: str | HubCheckpoint | HubSource | None) -> HubSource | None:
-    if given is None or isinstance(given, HubSource):
-        return given
-    if isinstance(given, HubCheckpoint):
-        return given.source
-    return HubSource.parse(given if given.startswith("hf://") else f"hf://{given}", "a value of `checkpoints`")
+    return IndexManifest.from_json(sealed(manifest.to_json()), store.train(ids[0]).plan)
 
 
 def _stale(present: set[str], new: set[str]) -> list[str]:
