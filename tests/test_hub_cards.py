@@ -79,6 +79,13 @@ def test_two_sections_live_together() -> None:
     [
         "---\ntags: [a\n---\nwords",
         "---\n- a\n- list\n---\nwords",
+        "---\ntags: 5\n---\nwords",
+        "---\ntags: {a: b}\n---\nwords",
+        "---\n1: a\n---\nwords",
+        "---\na: &a [x]\nb: *a\n---\nwords",
+        "---\ra: &a [x]\rb: *a\r---\rwords",
+        "---\na: " + "[" * 40 + "]" * 40 + "\n---\nwords",
+        "words " * 200_000,
         "words\n<!-- hf_trak scores: begin. x -->\nno end",
         "<!-- hf_trak scores: end -->\nwords\n<!-- hf_trak scores: begin. x -->",
         2 * "<!-- hf_trak scores: begin. x -->\n<!-- hf_trak scores: end -->\n",

@@ -16,12 +16,17 @@ import yaml
 from huggingface_hub import CommitOperationAdd, DatasetCard, DatasetCardData, DatasetInfo, HfApi
 
 from hf_trak import __version__
+from hf_trak.hub.foreign_json import shown, too_large
+from hf_trak.hub.foreign_yaml import MAX_CARD_BYTES, check_card
 
 logger = logging.getLogger(__name__)
 
 README = "README.md"
 TAGS = ("trak", "data-attribution", "hf_trak")
 Section = Literal["index", "scores"]
+
+_MAX_YAML_BYTES = 1 << 18
+"""Largest metadata that are read and written anew, for which a loader of pure Python takes 6 s."""
 
 
 def render_card(
@@ -56,39 +61,57 @@ def updated_card(existing: str | None, new: str, section: Section) -> str | None
 
     Returns:
         The card to write, or `None` where the existing one cannot be changed safely and has to be left alone: its
-        metadata cannot be parsed, or the markers in it do not form one section.
+        metadata cannot be parsed, it is larger than cards are, or the markers in it do not form one section.
 
     Raises:
         ValueError: the new card lacks the section.
     """
     if existing is None:
         return new
-    begin, end = rf"<!-- hf_trak {section}: begin\b[^\n]*-->", rf"<!-- hf_trak {section}: end -->"
-    fresh = re.search(f"{begin}.*{end}", new, flags=re.DOTALL)
-    if fresh is None:
+    fresh = _sections(new, section)
+    if len(fresh) != 1:
         raise ValueError(f"The new card has no {section} section. Expected one from `render_card`.")
     try:
+        check_card(existing, _MAX_YAML_BYTES)
         card = DatasetCard(existing, ignore_metadata_errors=True)
-    except (ValueError, TypeError, yaml.YAMLError) as error:
-        logger.warning("The existing card is left as it is: its metadata cannot be read (%s).", error)
-        return None
-    old = list(re.finditer(f"{begin}.*?{end}", card.text, flags=re.DOTALL))
-    begins, ends = len(re.findall(begin, card.text)), len(re.findall(end, card.text))
-    if not (begins == ends == len(old) <= 1):
-        logger.warning(
-            "The existing card is left as it is: it has %d begins and %d ends of %s.", begins, ends, section
-        )
+        tags = _tags(card)
+        old = _sections(card.text, section)
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        logger.warning("The existing card is left as it is: %s.", " ".join(str(error).split())[:200])
         return None
     newline = "\r\n" if "\r\n" in card.text else "\n"
-    text = fresh[0].replace("\n", newline)
+    begin, end = fresh[0]
+    text = new[begin:end].replace("\n", newline)
     if old:
-        card.text = card.text[: old[0].start()] + text + card.text[old[0].end() :]
+        begin, end = old[0]
+        card.text = card.text[:begin] + text + card.text[end:]
     else:
         card.text = card.text.rstrip() + newline * 2 + text + newline
-    known = card.data.get("tags") or []
-    known = [known] if isinstance(known, str) else list(known)
-    card.data["tags"] = [*known, *(tag for tag in TAGS if tag not in known)]
+    card.data["tags"] = [*tags, *(tag for tag in TAGS if tag not in tags)]
     return str(card)
+
+
+def _tags(card: DatasetCard) -> list[Any]:
+    """The tags that a card has. Raises `ValueError` if they are no list."""
+    known = card.data.get("tags") or []
+    if not isinstance(known, str | list):
+        raise ValueError(f"its tags are {shown(known)}, not a list")
+    return [known] if isinstance(known, str) else known
+
+
+def _sections(text: str, section: Section) -> list[tuple[int, int]]:
+    """Where the section of a card begins and ends: one place, or none.
+
+    Raises:
+        ValueError: its markers do not form one section.
+    """
+    begins = [match.start() for match in re.finditer(rf"<!-- hf_trak {section}: begin\b[^\n>]{{0,200}}-->", text)]
+    ends = [match.end() for match in re.finditer(f"<!-- hf_trak {section}: end -->", text)]
+    if not begins and not ends:
+        return []
+    if len(begins) != 1 or len(ends) != 1 or begins[0] > ends[0]:
+        raise ValueError(f"it has {len(begins)} begins and {len(ends)} ends of {section}, not one section")
+    return [(begins[0], ends[0])]
 
 
 def card_operations(
@@ -106,6 +129,9 @@ def card_operations(
     existing = None
     if README in {file.rfilename for file in info.siblings or []}:
         path = Path(api.hf_hub_download(repo_id, README, repo_type="dataset", revision=info.sha))
+        if (size := path.stat().st_size) > MAX_CARD_BYTES:
+            logger.warning("The existing card of %s is left as it is: %s.", repo_id, too_large(size, MAX_CARD_BYTES))
+            return []
         try:
             existing = path.read_bytes().decode()
         except UnicodeDecodeError:

@@ -32,17 +32,13 @@ from transformers import (
 from transformers.utils import cached_file
 
 from hf_trak.hub.foreign_json import read_foreign_object, shown, too_large
-from hf_trak.hub.foreign_yaml import check_yaml
+from hf_trak.hub.foreign_yaml import MAX_CARD_BYTES, check_card
 from hf_trak.hub.repo_config import check_adapter_config, check_repo_config, is_commit
 
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 8 << 20
 """Largest configuration file of a model repo; those with the most labels and tokens have one or two MB."""
-
-MAX_README_BYTES = 1 << 20
-METADATA = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
-"""The YAML at the beginning of a card."""
 
 _NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _PROCESSING_FILES = (CONFIG_FILE, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
@@ -226,11 +222,9 @@ def _check_readme(path: Path) -> None:
     if not path.is_file():
         return
     try:
-        if (size := path.stat().st_size) > MAX_README_BYTES:
-            raise ValueError(too_large(size, MAX_README_BYTES))
-        match = METADATA.match(path.read_text(encoding="utf-8"))
-        if match is not None:
-            check_yaml(match[1], MAX_README_BYTES)
+        if (size := path.stat().st_size) > MAX_CARD_BYTES:
+            raise ValueError(too_large(size, MAX_CARD_BYTES))
+        check_card(path.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(
             f"{path} was refused: {' '.join(str(error).split())}. Expected a card that says which files are which "
