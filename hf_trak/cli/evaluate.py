@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
@@ -62,9 +63,24 @@ _OLD_SCORES = "per-target.arrow"
 
 
 def _array(path: str) -> np.ndarray:
+    """A file of numbers, which is mapped: a few bytes may claim any shape.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it holds no array of numbers, or less than it says.
+    """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path!r} is no file. Expected a .npy array.")
-    return np.load(path, allow_pickle=False)
+    try:
+        array = np.lib.format.open_memmap(path, mode="r")
+    except (EOFError, OSError, OverflowError, SyntaxError, TokenError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path!r} is damaged, or no .npy file of numbers ({error}). Expected what `numpy.save` writes. Save it "
+            "anew."
+        ) from error
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{path!r} holds values of the type {array.dtype}. Expected numbers, or true and false.")
+    return array
 
 
 def _scores(path: Path) -> np.ndarray:

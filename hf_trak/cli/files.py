@@ -8,6 +8,8 @@ from typing import Any
 
 from datasets import Dataset
 
+from hf_trak.savers.atomic import write_bytes
+
 
 def check_exists(path: Path, name: str, what: str, suffixes: tuple[str, ...] = ()) -> None:
     """Refuse the name of a file or directory that is not there, rather than ask the Hub for it.
@@ -30,11 +32,8 @@ def check_exists(path: Path, name: str, what: str, suffixes: tuple[str, ...] = (
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace a JSON file at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, path)
+    """Replace a JSON file at once. It is for people and their scripts: the library reads none of those back."""
+    write_bytes(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def save_dataset(dataset: Dataset, path: Path) -> None:

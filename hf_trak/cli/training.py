@@ -1,6 +1,6 @@
 """What recipes that train with `Trainer` have in common: arguments, and a training that resumes or is already done."""
 
-import json
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -14,11 +14,16 @@ from transformers import Trainer, TrainingArguments
 
 from hf_trak.attributor import TrakAttributor
 from hf_trak.checkpoints import load_into
-from hf_trak.cli.files import write_json
 from hf_trak.config import TrakConfig
+from hf_trak.errors import StoreError
+from hf_trak.hub.foreign_json import shown
 from hf_trak.modelout_functions import AbstractModelOutput
+from hf_trak.savers.sealed import read_sealed, write_sealed
 
 RECORD = "run.json"
+"""What a model was trained with, and whether its training is finished; sealed, see `hf_trak.savers.sealed`."""
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 
 TrakConfigT = TypeVar("TrakConfigT", bound=TrakConfig)
 
@@ -117,10 +122,11 @@ def train_once(trainer: Trainer, settings: dict[str, Any]) -> list[str]:
 
     Raises:
         ValueError: the directory holds a model trained with other settings, or checkpoints of another program.
+        StoreError: the record of the training is damaged, or says that it is finished and its checkpoints are gone.
     """
     model_dir = Path(str(trainer.args.output_dir))
     record_path = model_dir / RECORD
-    record = json.loads(record_path.read_text()) if record_path.is_file() else None
+    record = _read_record(record_path) if record_path.is_file() else None
     saved = saved_checkpoints(model_dir)
     trainer.accelerator.wait_for_everyone()  # nobody writes before everybody has looked
     if record is None and saved:
@@ -137,21 +143,43 @@ def train_once(trainer: Trainer, settings: dict[str, Any]) -> list[str]:
             + "\nExpected the same. Use them, or another `output_dir`, or `--overwrite` to start anew."
         )
     if record is not None and record["finished"]:
+        if not saved:
+            raise StoreError(
+                f"{record_path} says that the training is finished, and {model_dir} holds no checkpoint. Expected the "
+                "last one at least. Restore it, or set `--overwrite` to train anew."
+            )
         load_into(trainer.accelerator.unwrap_model(trainer.model), saved[-1])
         return saved
     if trainer.is_world_process_zero():
-        write_json(record_path, {"settings": settings, "finished": False})
+        write_sealed(record_path, {"settings": settings, "finished": False})
     trainer.train(resume_from_checkpoint=saved[-1] if saved else None)
     if trainer.is_world_process_zero():
-        write_json(record_path, {"settings": settings, "finished": True})
+        write_sealed(record_path, {"settings": settings, "finished": True})
     trainer.accelerator.wait_for_everyone()
     return saved_checkpoints(model_dir)
 
 
+def _read_record(path: Path) -> dict[str, Any]:
+    """What an earlier run says of its training; records of earlier versions have no checksum."""
+    remedy = "Set `--overwrite` to train anew, or restore the file from a copy."
+    record = read_sealed(path, remedy)
+    settings, finished = record.get("settings"), record.get("finished")
+    if not isinstance(settings, dict) or not isinstance(finished, bool):
+        raise StoreError(
+            f"{path} has the settings {shown(settings)} and `finished` {shown(finished)}; expected an object, and "
+            f"true or false. {remedy}"
+        )
+    return record
+
+
 def saved_checkpoints(model_dir: Path) -> list[str]:
     """Complete checkpoints by step: `Trainer` writes `trainer_state.json` last."""
-    complete = [path.parent for path in model_dir.glob("checkpoint-*/trainer_state.json")]
-    return [str(path) for path in sorted(complete, key=lambda path: int(path.name.split("-")[1]))]
+    complete = {
+        int(match[1]): path.parent
+        for path in model_dir.glob("checkpoint-*/trainer_state.json")
+        if (match := _CHECKPOINT.fullmatch(path.parent.name))
+    }
+    return [str(complete[step]) for step in sorted(complete)]
 
 
 def spread(checkpoints: Sequence[str], count: int) -> list[str]:
