@@ -6,6 +6,7 @@ import pickle
 import re
 import resource
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -606,3 +607,9 @@ def test_facts_that_are_no_json_become_text_or_are_refused(tmp_path: Path):
         with pytest.raises(ValueError, match="The fact 'bad' cannot be saved as JSON"):
             AttributionRun(run.scored, run.train, facts={"bad": bad}).save(tmp_path)
     assert AttributionRun.load(tmp_path).facts == loaded
+    for depth in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit() + 50, 25):  # what is saved can be read
+        try:
+            AttributionRun(run.scored, run.train, facts={"deep": json.loads("[" * depth + "]" * depth)}).save(tmp_path)
+        except (ValueError, RecursionError):
+            break
+        AttributionRun.load(tmp_path)

@@ -26,6 +26,7 @@ MOST_PIXELS = 64 << 20
 
 _COSTLY = ("WEBP", "AVIF", "JPEG2000")
 _MOST_COSTLY_PIXELS = 32 << 20  # their decoders take 9 to 19 bytes for each
+_LONGEST_SIDE = 1 << 17  # each row takes memory and time beside its pixels
 
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000")
 """Formats of pillow that are read. Others start programs, or hold files of other formats and other sizes."""
@@ -42,8 +43,7 @@ _DAMAGED = (
     EOFError,
     LookupError,
     MemoryError,
-    NotImplementedError,
-    RecursionError,
+    RuntimeError,
     SyntaxError,
     TypeError,
     ValueError,
@@ -90,9 +90,7 @@ def _of_file(encoded: EncodedImage, most: int) -> "Picture":
     from PIL import ExifTags, Image, ImageOps
 
     source = io.BytesIO(encoded.data) if encoded.data is not None else _source(encoded.path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the bound below is lower
-        image: Picture = Image.open(source, formats=_formats())
+    image: Picture = Image.open(source, formats=_formats())
     try:
         _check_size(image)
         image.draft(None, (_DRAFTED_SIDE, _DRAFTED_SIDE))  # JPEG decodes fewer pixels of large ones
@@ -129,9 +127,10 @@ def _source(path: str | None) -> Any:
 def _check_size(image: "Picture") -> None:
     """Raise if decoding would take more memory than it may. Images that are decoded already look the same."""
     most = _MOST_COSTLY_PIXELS if getattr(image, "format", None) in _COSTLY else MOST_PIXELS
-    if image.width * image.height > most:
+    if image.width * image.height > most or max(image.size) > _LONGEST_SIDE:
         raise UnreadableImageError(
-            f"it has {image.width:,} × {image.height:,} pixels; up to {most / 1e6:.0f} million are decoded"
+            f"it has {image.width:,} × {image.height:,} pixels; up to {most / 1e6:.0f} million are decoded, and up to "
+            f"{_LONGEST_SIDE:,} on a side"
         )
 
 
@@ -169,7 +168,9 @@ def _reasons() -> Iterator[None]:
             "Images in a report need pillow. Install it with `pip install 'hf_trak[report]'`."
         ) from error
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of large images, whose bound here is lower, and of damaged files
+            yield
     except UnreadableImageError:
         raise
     except UnidentifiedImageError as error:

@@ -1,5 +1,6 @@
 """What a report says about a run beside its scores."""
 
+import functools
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -10,6 +11,8 @@ from hf_trak import __version__
 
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor
+
+_SPARE_DEPTH = 50  # what can just be written here could not be read from deeper in the stack
 
 
 def known_facts(attributor: "TrakAttributor") -> dict[str, Any]:
@@ -48,6 +51,7 @@ def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     plain = {}
     for name, value in facts.items():
         try:
+            json.dumps(functools.reduce(lambda inner, _: [inner], range(_SPARE_DEPTH), value), default=str)
             plain[str(name)] = json.loads(json.dumps(value, default=str), parse_constant=str)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(

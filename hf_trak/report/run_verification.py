@@ -49,7 +49,7 @@ def verify_run(directory: str | Path) -> Iterator[Finding]:
     if all(finding.state in ("intact", "unchecked", "leftover") for finding in found):
         try:
             AttributionRun.load(directory)
-        except StoreError as error:
+        except (StoreError, ValueError) as error:
             yield Finding(directory, "damaged", str(error), _AGAIN)
     yield from _leftovers(directory)
 
