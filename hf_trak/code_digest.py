@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from transformers import PreTrainedConfig
 
 from hf_trak.bytecode import code_content, global_references
+from hf_trak.config_identity import config_identity
 from hf_trak.own_code import BUILT_IN, assigned_attributes, is_library, is_named, is_own_class, name_of
 from hf_trak.row_digest import update_digest
 
@@ -188,6 +190,8 @@ class CodeDigest:
         )
 
     def _object(self, value: Any) -> tuple[Any, ...]:
+        if isinstance(value, PreTrainedConfig):
+            return name_of(type(value)), self._refer(config_identity(value), 0)
         attributes = sorted(_attributes(value).items())
         return self._class_reference(type(value)), tuple((name, self._refer(item, 0)) for name, item in attributes)
 
@@ -263,17 +267,33 @@ def _is_setting(value: Any) -> bool:
 
 
 def _global_values(function: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """The globals that a function loads, with the attributes by which it goes into modules of the user."""
+    """The globals that a function loads.
+
+    Instead of a module of the user, and of an object of a library, what is read from it right away: `losses.focal` is
+    that function, `arguments.alpha` that number.
+    """
     values = []
     for path in global_references(function.__code__):
         if path[0] in _OF_PLACE:
             continue
         value = function.__globals__.get(path[0], function.__builtins__.get(path[0]))
         depth = 1
-        for attribute in path[1:]:
-            if not isinstance(value, types.ModuleType) or is_library(value.__name__):
+        for name in path[1:]:
+            if isinstance(value, types.ModuleType) and not is_library(value.__name__):
+                value = getattr(value, name, None)
+            elif name in (held := _held(value)) and type(held[name]) in _PLAIN:
+                value = held[name]
+            else:
                 break
-            value = getattr(value, attribute, None)
             depth += 1
         values.append((path[:depth], value))
     return values
+
+
+def _held(value: Any) -> dict[str, Any]:
+    """The attributes of an object of a library that is no class, module or function."""
+    cls: Any = type(value)
+    others = type | types.ModuleType | types.FunctionType | torch.nn.Module
+    if is_own_class(cls) or isinstance(value, others):
+        return {}
+    return getattr(value, "__dict__", {})

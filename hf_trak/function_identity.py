@@ -1,8 +1,8 @@
 """What identifies a function or object of a user in a store: its name, and a digest of its code.
 
 What this cannot see: names that are looked up by text (`getattr`, `globals()[name]`), modules imported inside of a
-function, data that code reads from files, and code of libraries that changes under the same name (their versions are
-recorded elsewhere).
+function, data that code reads from files, what objects of libraries hold beside plain public attributes (the rows of
+a `DataFrame`), and code of libraries that changes under the same name (their versions are recorded elsewhere).
 """
 
 import json
@@ -62,7 +62,7 @@ def same_function(saved: Any, given: Any) -> bool | None:
         if saved.keys() != given.keys():
             return False
         return _all_same([same_function(value, given[key]) for key, value in saved.items()])
-    if isinstance(saved, list) and isinstance(given, list):
+    if isinstance(saved, list | tuple) and isinstance(given, list | tuple):
         if len(saved) != len(given):
             return False
         return _all_same([same_function(a, b) for a, b in zip(saved, given, strict=True)])

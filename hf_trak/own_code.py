@@ -77,15 +77,27 @@ def is_named(value: Any) -> bool:
     return found is value
 
 
+def _module_name(module: str) -> str:
+    """The name by which others know a module: a script is imported under that of its file, and remote code of the Hub
+    lies in a folder for each revision."""
+    if module.startswith("transformers_modules."):
+        return f"transformers_modules.{module.rpartition('.')[2]}"
+    if module != "__main__":
+        return module
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    return spec.name if spec is not None else Path(file).stem if file else module
+
+
 def name_of(value: Any) -> str:
     """Module and qualified name of a function, class or module, those of the class of any other object."""
     if isinstance(value, functools.partial):
         return f"functools.partial({name_of(value.func)})"
     if isinstance(value, types.MethodType):
         owner = value.__self__ if isinstance(value.__self__, type) else type(value.__self__)
-        return f"{owner.__module__}.{owner.__qualname__}.{value.__func__.__name__}"
+        return f"{name_of(owner)}.{value.__func__.__name__}"
     if isinstance(value, types.ModuleType):
-        return value.__name__
+        return _module_name(value.__name__)
     if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return f"torch.ops.{value}"
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
@@ -93,8 +105,8 @@ def name_of(value: Any) -> str:
         owner = getattr(value, "__objclass__", None) or type(getattr(value, "__self__", None))
         return f"{owner.__module__}.{name}"
     if isinstance(name, str) and isinstance(module, str) and (callable(value) or isinstance(value, np.ufunc)):
-        return f"{module}.{name}"
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+        return f"{_module_name(module)}.{name}"
+    return f"{_module_name(type(value).__module__)}.{type(value).__qualname__}"
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import BertConfig
 
 from hf_trak.function_identity import function_identity, identity_of, same_function
 from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput, BatchedModelOutput, get_task
@@ -22,6 +23,7 @@ from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
 from hf_trak.modelout_functions.identity import task_identity, task_identity_v1
 from hf_trak.modelout_functions.loss import LossModelOutput
+from hf_trak.own_code import name_of
 
 
 def compiled(source: str, name: str = "f", module: str = "a_users_code", file: str = "a.py") -> Any:
@@ -275,6 +277,43 @@ def test_functions_of_other_modules_of_the_user_are_followed(tmp_path: Path, mon
     assert code_of(compiled(source)) != before
 
 
+def test_of_objects_of_libraries_only_what_is_read_counts() -> None:
+    """Arguments of a script hold the paths of the run, too."""
+    source = """
+    from argparse import Namespace
+    arguments = Namespace(alpha=1.0, output_dir="a")
+    def f(x): return x * arguments.alpha
+    """
+    before = code_of(compiled(source))
+    assert code_of(compiled(source.replace('output_dir="a"', 'output_dir="b"'))) == before
+    assert code_of(compiled(source.replace("alpha=1.0", "alpha=2.0"))) != before
+    whole = source.replace("arguments.alpha", "g(arguments)").replace("def f", "def g(a): return a.alpha\n    def f")
+    assert code_of(compiled(whole)) != code_of(compiled(whole.replace("alpha=1.0", "alpha=2.0")))
+    texts = [code_of(compiled(f"TEXT = '{text}'\ndef f(): return TEXT.upper()")) for text in "ab"]
+    assert texts[0] != texts[1]
+    config = BertConfig(num_labels=2)
+    before = code_of(closing_over(config))
+    config.problem_type, config._name_or_path = "regression", "elsewhere"
+    assert code_of(closing_over(config)) == before
+    config.layer_norm_eps = 0.1
+    assert code_of(closing_over(config)) != before
+
+
+def test_a_script_and_remote_code_have_the_names_under_which_they_are_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = types.ModuleType("__main__")
+    script.__file__, script.__spec__ = "/somewhere/training.py", None
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    function = compiled("def f(): pass", module="__main__")
+    assert function_identity(function)["name"] == "training.f"
+    assert name_of(compiled("class Net: pass", "Net", "__main__")) == "training.Net"
+    remote = [f"transformers_modules.user.repo.{revision}.modeling_x" for revision in ("aa", "bb")]
+    assert {name_of(compiled("class Net: pass", "Net", module)) for module in remote} == {
+        "transformers_modules.modeling_x.Net"
+    }
+
+
 def test_circles_end_and_depth_is_bounded() -> None:
     source = """
     def f(n): return g(n - 1) if n else 0
@@ -290,7 +329,7 @@ def test_circles_end_and_depth_is_bounded() -> None:
     knot = Weighted(1)
     knot.weight = [knot, {"self": knot}]
     assert code_of(knot) == code_of(knot)
-    assert len(code_of(closing_over([[i] for i in range(300_000)]))) == 32
+    assert len(code_of(closing_over([[i] for i in range(100_000)]))) == 32
 
 
 def test_a_thousand_functions_and_a_long_list_are_quick() -> None:
@@ -362,6 +401,7 @@ def test_identities_compare_across_versions_of_python() -> None:
     nested = [json.dumps({"class": "x", "settings": {"f": f}}) for f in (here, other, {**here, "name": "n"})]
     assert same_function(nested[0], nested[1]) is None and same_function(nested[0], nested[2]) is True
     assert same_function("{a", "{b") is False
+    assert same_function([1, [2]], (1, (2,))) is True, "as JSON keeps it"
 
 
 def test_plain_values_are_themselves() -> None:

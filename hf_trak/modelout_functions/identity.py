@@ -7,7 +7,7 @@ import torch
 
 from hf_trak.function_identity import function_identity, identity_of
 from hf_trak.modelout_functions.base import AbstractModelOutput
-from hf_trak.own_code import assigned_by, assigned_in_init, is_own_class
+from hf_trak.own_code import assigned_by, assigned_in_init, is_own_class, name_of
 
 _ON_BATCHES = frozenset(
     {"bind", "prepare", "restore", "references", "reference_rows", "collator", "model_inputs", "output"}
@@ -37,7 +37,7 @@ def task_identity(task: AbstractModelOutput, model: torch.nn.Module | None = Non
     settings = {
         name: _setting(value, model) for name, value in sorted(vars(task).items()) if _is_setting_name(cls, name)
     }
-    identity = {"class": _name(cls), "settings": settings}
+    identity = {"class": name_of(cls), "settings": settings}
     return {**identity, "code": function_identity(cls, model)} if is_own_class(cls) else identity
 
 
