@@ -406,6 +406,24 @@ class TrakAttributor(FeaturizedModel):
         """
         return self._scorer.self_influence(self._scorer.ensemble(model_ids))
 
+    def upgrade_store(self, checkpoints: Checkpoint | Sequence[Checkpoint] | None = None) -> "TrakAttributor":
+        """Bring a store of format 1 up to date: one row of every shard is computed again and compared, and the same
+        features are written with the identities and checksums of the current format. Target features are dropped,
+        and computed again when they are asked for. The same call goes on after an interruption.
+
+        Args:
+            checkpoints: the featurized weights, in the order of their ids; needed where they cannot be found again.
+
+        Raises:
+            ConfigMismatchError: model, task, rows or settings are not those of the store, which is left as it was.
+            CheckpointMismatchError: the weights are others.
+            IncompleteStoreError: the training rows are not at hand.
+        """
+        from hf_trak.upgrading import upgrade_store  # which few need
+
+        upgrade_store(self, sources_of(self.store.model_ids, checkpoints))
+        return self
+
     def exclude(self, rows: Iterable[int]) -> "TrakAttributor":
         """The attributor of the training dataset without some rows; nothing is computed again, XᵀX is corrected.
 

@@ -15,6 +15,7 @@ from torch.utils.data import Subset
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.data import Collator
 from hf_trak.gradient_computers.layout import ParameterLayout
+from hf_trak.model_identity import model_identity
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.progress import duration
 from hf_trak.savers import ShardPlan
@@ -22,9 +23,11 @@ from hf_trak.savers.atomic import json_bytes
 
 _STORAGE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SHARD_HEADER_BYTES = 480
-_GRAM_HEADER_BYTES = 440
-_CHECKPOINT_JSON_BYTES = 230
+_TARGET_HEADER_BYTES = 620
+_GRAM_HEADER_BYTES = 480
+_CHECKPOINT_JSON_BYTES = 430
 _CONFIG_BYTES = 1000
+_COLLATION_BYTES = 3300  # six rows of two columns
 _MEASURED_BATCHES = 4
 
 
@@ -155,8 +158,12 @@ def estimate(
         processes=processes,
         feature_bytes=checkpoints * _matrix_bytes(n, k, args),
         gram_bytes=checkpoints * (8 * k * k + _GRAM_HEADER_BYTES),
-        target_bytes=checkpoints * _matrix_bytes(m, k, args) if m else 0,
-        config_bytes=_CONFIG_BYTES + len(json_bytes(layout.to_list())) + checkpoints * _CHECKPOINT_JSON_BYTES,
+        target_bytes=checkpoints * _matrix_bytes(m, k, args, _TARGET_HEADER_BYTES) if m else 0,
+        config_bytes=_CONFIG_BYTES
+        + _COLLATION_BYTES
+        + len(json_bytes(layout.to_list()))
+        + len(json_bytes(model_identity(model)))
+        + checkpoints * _CHECKPOINT_JSON_BYTES,
         featurize_memory=copies * weights + 4 * (shard_rows * (k + 1) + batch * (k + largest)),
         score_memory=3 * 8 * k * k + groups * k * 12 + shard_rows * k * _STORAGE_BYTES[args.feature_dtype],
         rows_per_second=rate,
@@ -175,10 +182,10 @@ def _count(value: Any, name: str, least: int) -> int:
     return count
 
 
-def _matrix_bytes(rows: int, k: int, args: TrakConfig) -> int:
+def _matrix_bytes(rows: int, k: int, args: TrakConfig, header: int = _SHARD_HEADER_BYTES) -> int:
     """A feature matrix on disk: `grads` (rows, k), `out_to_loss` (rows,) float32, and a header per shard."""
     shards = len(ShardPlan(rows, args.shard_size))
-    return rows * (k * _STORAGE_BYTES[args.feature_dtype] + 4) + shards * _SHARD_HEADER_BYTES
+    return rows * (k * _STORAGE_BYTES[args.feature_dtype] + 4) + shards * header
 
 
 def _weight_bytes(model: torch.nn.Module, dtype: str | None) -> int:

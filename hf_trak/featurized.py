@@ -11,20 +11,26 @@ from torch import Tensor
 
 from hf_trak import __version__
 from hf_trak.checkpoints import Checkpoint, describe, loaded
+from hf_trak.collation import check_repeatable, collation_changes, collation_of, probe_rows
 from hf_trak.config import TrakConfig, checked_args
-from hf_trak.data import Collator, default_collator, fingerprint_dataset, row_count
+from hf_trak.data import Collator, RowBatches, default_collator, row_count
 from hf_trak.errors import CheckpointMismatchError
 from hf_trak.estimation import Estimate, estimate
-from hf_trak.featurizer import Featurizer
+from hf_trak.featurizer import Featurizer, StoredRows, row_batches
+from hf_trak.function_identity import same_function
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.groups import RowGroups
+from hf_trak.model_identity import model_changes, model_identity, version_changes
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
-from hf_trak.modelout_functions.identity import task_identity
+from hf_trak.modelout_functions.identity import task_identity, task_identity_v1
 from hf_trak.placement import check_placement
 from hf_trak.processes import Processes
 from hf_trak.projectors import BlockProjector, make_projector
+from hf_trak.row_digest import fingerprint_dataset, fingerprint_dataset_v1
 from hf_trak.savers import FeatureStore, ShardSet
-from hf_trak.savers.atomic import safe_name
+from hf_trak.savers.atomic import differing, safe_name
+from hf_trak.savers.leftovers import remove_stale
+from hf_trak.savers.store import Comparison
 from hf_trak.scored_dataset import ScoreBlock
 from hf_trak.scoring import PlannedScores, Scorer
 
@@ -71,6 +77,8 @@ class FeaturizedModel:
         self.layout = ParameterLayout.from_model(model, self.args.grad_wrt)
         self.processes = Processes(self.args.use_cpu)
         self._sources: dict[int, Checkpoint | None] = {}
+        self.recorded_rows: dict[str, Any] | None = None
+        """What an index says of its training rows, where they are not at hand."""
         self._train_fingerprint: str | None = None
         self._store: FeatureStore | None = None
         if getattr(model, "hf_device_map", None) is None:
@@ -92,17 +100,75 @@ class FeaturizedModel:
     def store(self) -> FeatureStore:
         """The feature store, created on first use. Raises `ConfigMismatchError` if it was made otherwise."""
         if self._store is None:
-            self._store = FeatureStore.open(self.args.output_dir, self._store_config())
+            self._store = FeatureStore.open(
+                self.args.output_dir, self.store_config(), self.first_format, self.comparisons()
+            )
         return self._store
 
-    def _store_config(self) -> dict[str, Any]:
-        """Everything that defines the features (DESIGN: the store's `trak_config.json`)."""
+    def reopen_store(self) -> None:
+        """Read the store's configuration again, which has been brought up to date."""
+        self._store = None
+
+    def require_same_inputs(self) -> None:
+        """Compare model, task, rows and settings, as they are now, with what the store was made with.
+
+        Raises:
+            ConfigMismatchError: something has changed, in this process or since an earlier one.
+            ValueError: rows come out at random.
+        """
+        if self._store is None:
+            _ = self.store  # which compares
+            return
+        config = self.store_config() if self._store.version > 1 else self.first_format()
+        self._store.require_same(config, self.comparisons())
+
+    def store_config(self) -> dict[str, Any]:
+        """Everything that defines the features: the content of the store's `trak_config.json`."""
+        return {
+            **self._settings(),
+            **self._row_identity(),
+            "task": task_identity(self.task, self.model),
+            "model": model_identity(self.model),
+        }
+
+    def first_format(self) -> dict[str, Any]:
+        """[`~FeaturizedModel._store_config`] as stores of format 1 have it."""
+        recorded = self.recorded_rows
+        fingerprint = fingerprint_dataset_v1(self.train_dataset) if recorded is None else recorded["train_fingerprint"]
+        return {**self._settings(), "task": task_identity_v1(self.task), "train_fingerprint": fingerprint}
+
+    def _row_identity(self) -> dict[str, Any]:
+        """What identifies the training rows, and what becomes of them on the way to the model."""
+        if self.recorded_rows is not None:  # an index without its rows
+            return self.recorded_rows
         if self._train_fingerprint is None:
             self._train_fingerprint = fingerprint_dataset(self.train_dataset)
+        return {"train_fingerprint": self._train_fingerprint, "collation": self.collation(self.train_dataset)}
+
+    def collation(self, dataset: Any) -> dict[str, Any]:
+        """What dataset, transforms, tokenizer and collator make of a few rows, each collated alone.
+
+        Raises:
+            ValueError: it is not the same each time.
+        """
+        batches = self._row_batches(dataset)
+
+        def collate(rows: list[int]) -> dict[str, Any]:
+            return {f"row {row}": batches.collated([row]) for row in rows}
+
+        rows = probe_rows(len(dataset), sequential=getattr(dataset, "sequential", False))
+        check_repeatable(collate, rows)
+        return collation_of(collate, rows)
+
+    def comparisons(self) -> dict[str, Comparison]:
+        """How to compare what need not be equal to the bit."""
+        return {"collation": collation_changes, "model": _model_changes, "task": _task_changes}
+
+    def _settings(self) -> dict[str, Any]:
+        """What defines features besides model, task and rows."""
         config = getattr(self.model, "config", None)
         return {
             "hf_trak_version": __version__,
-            "task": task_identity(self.task),
             "projection": self._projector().algorithm,
             "proj_dim": self.proj_dim,
             "proj_nonzeros": self.args.proj_nonzeros,
@@ -113,7 +179,6 @@ class FeaturizedModel:
             "model_dtype": self.args.model_dtype,
             "shard_size": self.args.shard_size,
             "train_size": self._train_size,
-            "train_fingerprint": self._train_fingerprint,
             "model_class": type(self.model).__name__,
             "model_name": getattr(config, "_name_or_path", None) or None,
             "model_revision": getattr(config, "_commit_hash", None),
@@ -129,7 +194,10 @@ class FeaturizedModel:
             nonzeros=self.args.proj_nonzeros,
         )
 
-    def _featurizer(self) -> Featurizer:
+    def _row_batches(self, dataset: Any) -> RowBatches:
+        return row_batches(self.model, self.task, self.data_collator, dataset, self.args, self.device)
+
+    def featurizer(self) -> Featurizer:
         return Featurizer(
             self.model,
             self.task,
@@ -192,13 +260,17 @@ class FeaturizedModel:
         check_part(part)
         sources = as_list(checkpoints)
         ids = _checked_ids(sources, model_ids)
+        if self._store is not None and self.recorded_rows is None and not hasattr(self.train_dataset, "fingerprint"):
+            self._train_fingerprint = None  # rows of a list, say, may have changed since the last call
+        self.processes.from_main(self._prepare_store)
         if self.processes.is_main_process:
             logger.info("To featurize: %s", self.estimate(checkpoints=len(ids)))
         for model_id, source in zip(ids, sources, strict=True):
-            with self._weights(model_id, source, register=True):
+            with self.weights(model_id, source, register=True):
                 description = f"train rows, checkpoint {model_id}"
                 shards = self.store.train(model_id)
-                self._featurizer().fill(shards, self.train_dataset, model_id, "train", description, part)
+                stored = StoredRows.find(shards, self.train_dataset, "train")
+                self.featurizer().fill(shards, self.train_dataset, model_id, "train", description, part, stored)
             self._sources[model_id] = source
             if left := len(self.processes.from_main(shards.missing)):
                 logger.info("%s: %d shards of other parts are not there yet.", description, left)
@@ -206,8 +278,14 @@ class FeaturizedModel:
                 self._scorer.gram(model_id)
         return self
 
+    def _prepare_store(self) -> None:
+        """Compare the inputs of a call with those of the store, and remove what processes that died left there."""
+        self.require_same_inputs()
+        for one in remove_stale(self.store.output_dir):
+            logger.info("Removed %s, left behind by a process that died.", one.path)
+
     @contextmanager
-    def _weights(self, model_id: int, source: Checkpoint | None, register: bool = False) -> Iterator[None]:
+    def weights(self, model_id: int, source: Checkpoint | None, register: bool = False) -> Iterator[None]:
         """The model with the weights of a checkpoint, which must be those that `model_id` stands for."""
         dtype = None if self.args.model_dtype is None else getattr(torch, self.args.model_dtype)
         with loaded(self.model, source, dtype) as fingerprint:
@@ -252,14 +330,17 @@ class FeaturizedModel:
         if name is not None:
             safe_name(name, "name")
         n_targets = row_count(eval_dataset, "eval_dataset")
-        fingerprint = fingerprint_dataset(eval_dataset)
+        self.processes.from_main(self._prepare_store)
+        old = self.store.version == 1
+        fingerprint = fingerprint_dataset_v1(eval_dataset) if old else fingerprint_dataset(eval_dataset)
         name = f"targets-{fingerprint[:12]}" if name is None else name
+        collation = self.collation(eval_dataset)
         scorer = self._scorer
         ids = scorer.ensemble(model_ids)
         sources = sources_of(ids, checkpoints)
         targets, features_of_targets = [], []
         for model_id in ids:
-            shards = self._target_shards(name, model_id, eval_dataset, n_targets, fingerprint, sources)
+            shards = self._target_shards(name, model_id, eval_dataset, fingerprint, collation, sources)
             features_of_targets.append(shards)
 
             def features(shards: ShardSet = shards) -> Tensor:
@@ -276,25 +357,56 @@ class FeaturizedModel:
         name: str,
         model_id: int,
         eval_dataset: Any,
-        n_targets: int,
         fingerprint: str,
+        collation: Mapping[str, Any],
         sources: Mapping[int, Checkpoint | None],
     ) -> ShardSet:
         """t of one checkpoint, `(m, k)`, computed if it is not in the store."""
-        shards = self.store.targets(name, model_id, n_targets, fingerprint)
+        shards = self.store.targets(
+            name, model_id, len(eval_dataset), fingerprint, {"collation": collation}, self.comparisons()
+        )
         if self.processes.from_main(shards.missing):
-            with self._weights(model_id, self._source(model_id, sources)):
+            with self.weights(model_id, self.source_of(model_id, sources)):
                 description = f"{name}, checkpoint {model_id}"
-                self._featurizer().fill(shards, eval_dataset, model_id, "target", description)
+                stored = StoredRows.find(self.store.train(model_id), self.train_dataset, "train")
+                self.featurizer().fill(shards, eval_dataset, model_id, "target", description, stored=stored)
         return shards
 
-    def _source(self, model_id: int, given: Mapping[int, Checkpoint | None]) -> Checkpoint | None:
+    def source_of(self, model_id: int, given: Mapping[int, Checkpoint | None]) -> Checkpoint | None:
         """Where the weights of a featurized checkpoint are: given now, remembered, or at the path in the store."""
         for known in (given, self._sources):
             if model_id in known:
                 return known[model_id]
         path = self.store.checkpoint_info(model_id)["source"]
         return path if isinstance(path, str) and path.startswith("/") else None
+
+
+def _task_changes(saved: Any, given: Any) -> list[str]:
+    """A task that differs. The code of functions can be compared within one version of Python only."""
+    same = same_function(saved, given)
+    if same is None:
+        logger.warning(
+            "The functions of the task were compiled by another version of Python than this one, and cannot be "
+            "compared with those that the features were computed with. Rows whose features are computed again, where "
+            "rows are at hand, show whether they are the same."
+        )
+    return differing({"task": saved}, {"task": given}) if same is False else []
+
+
+def _model_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Settings of the model that differ. Other versions of packages may have other settings of the same model: then
+    they are only named, and rows that are computed again show whether features have changed."""
+    lines = model_changes(saved, given)
+    packages = version_changes(saved["versions"], given["versions"])
+    if lines and packages:
+        logger.warning(
+            "The model has other settings than when its features were computed (%s), with other versions of packages "
+            "(%s). Rows whose features are computed again, where rows are at hand, show whether that matters.",
+            "; ".join(lines),
+            "; ".join(packages),
+        )
+        return []
+    return lines
 
 
 def as_list(checkpoints: Checkpoint | Sequence[Checkpoint] | None) -> list[Checkpoint | None]:

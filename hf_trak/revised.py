@@ -238,6 +238,19 @@ class RevisedAttributor(TrakAttributor):
     the original has features of.
     """
 
+    original: TrakAttributor
+    """The attributor that was revised."""
+    change: Mapping[str, Any]
+    """What distinguishes the configuration of this store from that of the original."""
+
+    def store_config(self) -> dict[str, Any]:
+        """That of the original as it is now, and the revision."""
+        return {**self.original.store_config(), **self.change}
+
+    def first_format(self) -> dict[str, Any]:
+        """The same in format 1."""
+        return {**self.original.first_format(), **self.change}
+
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Not for revisions, whose features lie in several stores.
 
@@ -286,12 +299,13 @@ def revise(
     directory = store.output_dir / "revisions" / digest[:12]
     n_added = 0 if added_rows is None else row_count(added_rows, "new_rows")
     train_dataset = _changed(attributor.train_dataset, excluded, added_rows)
-    opened = FeatureStore.open(
-        directory, {**config, **change, "train_size": n - len(excluded) + n_added, "train_fingerprint": digest[:32]}
-    )
+    change |= {"train_size": n - len(excluded) + n_added, "train_fingerprint": digest[:32]}
+    opened = FeatureStore.open(directory, {**config, **change})
     added = None
     if added_rows is not None:
         added_config = {**config, "train_size": n_added, "train_fingerprint": fingerprint}
+        if "collation" in config:
+            added_config["collation"] = attributor.collation(added_rows)
         added = FeatureStore.open(directory / "added", added_config)
     revised = RevisedAttributor(
         attributor.model,
@@ -301,10 +315,11 @@ def revise(
         processing_class=attributor.processing_class,
         task=attributor.task,
     )
+    revised.original, revised.change = attributor, change
     revised._sources = dict(attributor._sources)
     revised._store = RevisedStore(directory, opened.config, store, excluded, added)
     if added is not None:
-        found = {model_id: attributor._source(model_id, sources or {}) for model_id in store.model_ids}
+        found = {model_id: attributor.source_of(model_id, sources or {}) for model_id in store.model_ids}
         revised.featurize(list(found.values()), model_ids=list(found))  # type: ignore[arg-type]  # None: current weights
     return revised
 

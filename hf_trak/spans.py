@@ -137,7 +137,7 @@ def single_labels(attributor: "TrakAttributor", dataset: Dataset) -> Dataset:
 
 def label_weights(attributor: "TrakAttributor", dataset: Dataset) -> Iterator[np.ndarray]:
     """For every row the weights of its labels in f, as many as it has: those that the task sees in its batch."""
-    task, batches = attributor.task, attributor._featurizer().batches(dataset)
+    task, batches = attributor.task, attributor.featurizer().batches(dataset)
     assert isinstance(task, AggregatedModelOutput)
     has_tokens = task.beside is not None and task.beside in dataset.column_names
     plain = dataset.with_format(None)

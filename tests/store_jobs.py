@@ -180,3 +180,66 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.005)
+
+
+def combination(index: int) -> tuple[float, list[int], int, int | None, str]:
+    """λ relative, model ids, targets, `top_k` and `per` of one call of `attribute`."""
+    return (
+        (0.03, 0.3, 3.0)[index % 3],
+        ([0], [1], [0, 1])[index // 3 % 3],
+        (2, 3)[index // 9 % 2],
+        (None, 4)[index // 18 % 2],
+        ("target", "train")[index // 36 % 2],
+    )
+
+
+COMBINATIONS = 72
+
+
+def attributed(directory: Path, index: int) -> Dataset:
+    """The result of one combination, from an attributor of its own."""
+    lam, model_ids, seed, top_k, per = combination(index)
+    attributor = make(directory, lambda_relative=lam)
+    networks = models(2)
+    return attributor.attribute(
+        rows(3, seed), top_k=top_k, per=per, model_ids=model_ids, checkpoints=[networks[i] for i in model_ids]
+    )
+
+
+def numbers(result: Dataset) -> str:
+    columns = [name for name in sorted(result.column_names) if name.startswith("trak_")]
+    return digest(np.concatenate([np.ravel(result.with_format("numpy")[name][:]) for name in columns]))
+
+
+def _first(row: dict[str, Any]) -> dict[str, Any]:
+    return {"first": row["trak_scores"][0]}
+
+
+def attribute_often(directory: Path, seed: int, calls: int) -> dict[str, Any]:
+    """Many results of combinations in a random order, each looked at when later ones have been written: as it is,
+    pickled, and now and then read by other processes (`num_proc`)."""
+    import pickle
+
+    order = np.random.default_rng(seed).integers(COMBINATIONS, size=calls).tolist()
+    kept: list[tuple[int, Dataset]] = []
+    found: list[tuple[int, str]] = []
+
+    def look(index: int, result: Dataset, count: int) -> None:
+        found.append((index, numbers(result)))
+        found.append((index, numbers(pickle.loads(pickle.dumps(result)))))
+        if count % 50 == 0:
+            firsts = result.map(_first, num_proc=2, load_from_cache_file=False)["first"][:]
+            assert firsts == [row[0] for row in result["trak_scores"]]
+
+    for count, index in enumerate(order):
+        kept.append((index, attributed(directory, index)))
+        if len(kept) > 5:
+            look(*kept.pop(0), count)
+    for index, result in kept:
+        look(index, result, 1)
+    return {"found": found}
+
+
+def every_combination(directory: Path) -> dict[str, Any]:
+    make(directory).featurize(models(2))
+    return {"numbers": [numbers(attributed(directory, index)) for index in range(COMBINATIONS)]}

@@ -20,6 +20,7 @@ import pytest
 import store_jobs
 from store_jobs import Job, Sizes, start_group, wait_for
 
+from hf_trak.data import RowBatches
 from hf_trak.savers import atomic
 
 KILLED = -signal.SIGKILL
@@ -246,28 +247,33 @@ def test_one_of_two_processes_is_killed(reference: Reference, tmp_path: Path) ->
 # -- disks -----------------------------------------------------------------------------------------------------------
 
 
-def with_file_limit(limit: int, directory: Path) -> Any:
+def with_file_limit(limit: int, directory: Path, sizes: Sizes) -> Any:
     """The job with no file allowed to grow beyond `limit` bytes, as with a quota."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        return store_jobs.run(directory)
+        return store_jobs.run(directory, sizes)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_file_that_cannot_be_written_is_named(reference: Reference, tmp_path: Path) -> None:
-    gram = next(p for p in reference.result["features"] if "gram" in p)
-    for limit in (10, 500, 1800):  # nothing fits; the descriptions do; all but the Gram matrices do
-        job = Job(tmp_path / "report.json", with_file_limit, limit, tmp_path / "store")
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    sizes = Sizes(proj_dim=48)  # so that Gram matrices are the largest files
+    whole = Job(tmp_path / "report.json", store_jobs.run, tmp_path / "whole", sizes).wait()
+    assert whole is not None
+    gram = next(p for p in whole["value"]["features"] if "gram" in p)
+    least, most = (tmp_path / "whole" / name for name in ("checkpoint-0/checkpoint.json", gram))
+    # nothing fits; small descriptions do; all but the Gram matrices do
+    for limit in (10, least.stat().st_size + 1, most.stat().st_size - 1):
+        job = Job(tmp_path / "report.json", with_file_limit, limit, tmp_path / "store", sizes)
         report = job.wait()
         assert report is not None and report["error"].startswith("StoreError"), report
         assert str(tmp_path / "store") in report["error"] and "cannot be written" in report["error"]
         assert os.strerror(errno.EFBIG) in report["error"] and "run the same command again" in report["error"]
     assert gram in report["error"]
     assert not list((tmp_path / "store").rglob("*tmp*"))
-    again = Job(tmp_path / "report.json", store_jobs.run, tmp_path / "store").wait()
-    assert again == {"value": reference.result}
+    again = Job(tmp_path / "report.json", store_jobs.run, tmp_path / "store", sizes).wait()
+    assert again == whole
 
 
 def test_a_full_disk_is_no_crash(reference: Reference, tmp_path: Path) -> None:
@@ -318,12 +324,12 @@ def slowly(directory: Path, log: Path) -> Any:
     """The job with a pause per batch and its log in a file."""
     logging.basicConfig(filename=log, level=logging.INFO)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    store_jobs.TinyNet.forward = paused(store_jobs.TinyNet.forward)  # type: ignore[method-assign]
+    RowBatches._collate = paused(RowBatches._collate)  # type: ignore[method-assign]
     return store_jobs.run(directory)
 
 
 def paused(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)  # with its signature, by which columns are chosen
+    @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.05)
         return function(*arguments, **options)

@@ -67,7 +67,7 @@ def findings_of(directory: Path) -> Iterable[Finding]:
 
 def _checks(directory: Path) -> Iterator[Iterable[Finding]]:
     from hf_trak.evaluation.retraining import verify_retraining
-    from hf_trak.report.run import verify_run
+    from hf_trak.report.run_verification import verify_run
     from hf_trak.savers.mmap_saver import verify_mmap
     from hf_trak.savers.safetensors_saver import verify_traker
 

@@ -30,6 +30,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -138,6 +139,15 @@ class FeatureStore:
         Raises:
             ConfigMismatchError: they differ; shows both.
         """
+        if changes := self.changes(config, compare):
+            raise ConfigMismatchError(
+                f"{self.output_dir / self.CONFIG_FILE} was saved with another configuration than the one given:\n  "
+                + "\n  ".join(changes)
+                + "\nUse the saved values, or another output directory."
+            )
+
+    def changes(self, config: Mapping[str, Any], compare: Mapping[str, Comparison] | None = None) -> list[str]:
+        """What differs from the saved configuration, one line for each key; see [`~FeatureStore.require_same`]."""
         saved, given = self._defining(self._config), self._defining(self._normalize(config))
         if self.version == 1:
             given = {key: value for key, value in given.items() if key in saved}
@@ -147,12 +157,7 @@ class FeatureStore:
             if key in saved and key in given and saved[key] != given[key]:
                 lines += comparison(saved[key], given[key])
                 given[key] = saved[key]
-        if changes := [*differing(saved, given), *lines]:
-            raise ConfigMismatchError(
-                f"{self.output_dir / self.CONFIG_FILE} was saved with another configuration than the one given:\n  "
-                + "\n  ".join(changes)
-                + "\nUse the saved values, or another output directory."
-            )
+        return [*differing(saved, given), *lines]
 
     @classmethod
     def load(cls, output_dir: str | Path) -> "FeatureStore":
@@ -213,7 +218,7 @@ class FeatureStore:
         """A copy of the saved configuration."""
         return dict(self._config)
 
-    @property
+    @cached_property
     def config_hash(self) -> str:
         """Hex digest of all keys that define the features."""
         return hashlib.sha256(json_bytes(self._defining(self._config))).hexdigest()[:32]

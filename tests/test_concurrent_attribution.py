@@ -1,0 +1,48 @@
+"""Many processes that ask one directory different questions: each gets the answer to its own."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import store_jobs
+from store_jobs import Job
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("OMP_NUM_THREADS", "1")
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)]))
+    yield
+    patch.undo()
+
+
+def check(tmp_path: Path, processes: int, calls: int) -> None:
+    """`calls` calls in all, with λ, checkpoints, targets, length and orientation that change from call to call."""
+    store = tmp_path / "store"
+    alone = Job(tmp_path / "alone.json", store_jobs.every_combination, store).wait(300)
+    assert alone is not None and "value" in alone, alone
+    expected = alone["value"]["numbers"]
+    assert len(set(expected)) == store_jobs.COMBINATIONS  # no answer is that to another question
+    jobs = [
+        Job(tmp_path / f"{seed}.json", store_jobs.attribute_often, store, seed, calls // processes)
+        for seed in range(processes)
+    ]
+    seen = 0
+    for job in jobs:
+        report = job.wait(1200)
+        assert report is not None and "value" in report, report
+        for index, numbers in report["value"]["found"]:
+            assert numbers == expected[index], f"the scores of {store_jobs.combination(index)} are others"
+            seen += 1
+    assert seen == 2 * calls  # each as it was returned, and pickled
+
+
+def test_two_hundred_calls_from_four_processes(tmp_path: Path) -> None:
+    check(tmp_path, processes=4, calls=200)
+
+
+@pytest.mark.slow
+def test_a_thousand_calls_from_four_processes(tmp_path: Path) -> None:
+    check(tmp_path, processes=4, calls=1000)
