@@ -49,6 +49,9 @@ RUN_OPTIONS = (
 class AbsentRows:
     """Stands for training rows that are not at hand: their number is known, their content is not."""
 
+    absent = True
+    """Nothing is computed from rows of such a dataset to compare it with what is stored."""
+
     def __init__(self, count: int, name: str) -> None:
         """
         Args:
