@@ -301,7 +301,7 @@ def _object(digest: Digest, value: Any, depth: int) -> None:
     """Class and state of an object, as its `__reduce_ex__` gives them to `pickle`."""
     try:
         reduced = copyreg.dispatch_table.get(type(value), lambda given: given.__reduce_ex__(4))(value)
-    except (TypeError, AttributeError, NotImplementedError):
+    except (TypeError, AttributeError, RuntimeError):
         _refuse(value)
     digest.update(b"O")
     if isinstance(reduced, str):  # what a module holds under this name: `...`, a built-in function
