@@ -179,8 +179,11 @@ def kill_at_random(kills: int, seed: int, directory: str) -> list[int | None]:
     disable_progress_bars()
     rng = np.random.default_rng(seed)
     found: list[int | None] = []
+    start = time.monotonic()
+    assert not killed_at(sys.maxsize, 1, Path(f"{directory}, to see how long a save takes"))
+    seconds = time.monotonic() - start
     for trial in range(kills):
-        killed_after(float(rng.uniform(0.0, 0.15)), 1000 * (trial + 1), Path(directory))
+        killed_after(float(rng.uniform(0.0, 2.0 * seconds)), 1000 * (trial + 1), Path(directory))
         found.append(loaded_in_child(Path(directory)))
     return found
 

@@ -33,6 +33,7 @@ from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.run_checks import (
     SELF_INFLUENCE,
     TRAIN_ROWS,
+    check_parts,
     ends_of,
     scores_problem,
     sizes_problem,
@@ -41,15 +42,16 @@ from hf_trak.report.run_checks import (
 )
 from hf_trak.report.run_facts import known_facts, plain_facts
 from hf_trak.report.run_reading import SavedParts, read_parts
-from hf_trak.report.run_record import STATISTICS, find_run
+from hf_trak.report.run_record import find_run
 from hf_trak.report.run_rows import as_dataset, beside, from_full
+from hf_trak.report.run_verification import verify_run
 from hf_trak.report.run_writing import write_run
 from hf_trak.scored_dataset import TOP_K_COLUMNS
 
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor
 
-__all__ = ["AttributionRun", "find_run", "score_distributions", "top_k_range"]
+__all__ = ["AttributionRun", "find_run", "score_distributions", "top_k_range", "verify_run"]
 
 OUTLIERS = 24
 """Training rows of the highest self-influence that a run keeps."""
@@ -243,33 +245,12 @@ class AttributionRun:
 
     @classmethod
     def _of(cls, parts: SavedParts, train_dataset: Dataset | None) -> "AttributionRun":
-        tensors = dict(parts.tensors)
-        if problem := statistics_problem(tensors, len(parts.scored)):
-            raise _misfit(parts.root / STATISTICS, problem)
-        rows = tensors.pop(TRAIN_ROWS, None)
-        if train_dataset is None:
-            kept = {} if rows is None else {TRAIN_ROWS: rows}
-            sizes = train_sizes({**tensors, **kept}, parts.facts, parts.train)
-            problem = sizes_problem(sizes, rows, parts.train)
-        else:
-            rows = None
-            sizes = train_sizes(tensors, parts.facts, None)
-            problem = sizes_problem(sizes, None, None) if sizes else None
-        if problem:
-            raise _misfit(parts.root, problem)
-        n_train = next(iter(sizes.values()), None)
-        if train_dataset is not None:
-            if n_train not in (None, len(train_dataset)):
-                raise ValueError(
-                    f"`train_dataset` has {len(train_dataset)} rows; the run is about {n_train}. Expected the dataset "
-                    "that was attributed."
-                )
-            n_train = len(train_dataset)
-        if problem := scores_problem(parts.scored, n_train, rows):
-            raise _misfit(parts.root / "scored", problem)
+        check_parts(parts, train_dataset)
+        tensors = parts.tensors
         named = set(ScoreDistributions.__dataclass_fields__)
         distributions = ScoreDistributions(**{f: tensors[f] for f in named}) if named <= set(tensors) else None
-        train = parts.train if train_dataset is None else train_dataset
+        kept = parts.train, tensors.get(TRAIN_ROWS)
+        train, rows = kept if train_dataset is None else (train_dataset, None)
         return cls(parts.scored, train, rows, tensors.get(SELF_INFLUENCE), distributions, parts.facts)
 
     def _scores_problem(self, rows: np.ndarray | None) -> str | None:
@@ -279,13 +260,6 @@ class AttributionRun:
         """Ascending numbers of the training rows that a score or the list of outliers names."""
         named = [np.unique(ends.rows) for ends in ends_of(raw(self.scored))]
         return np.unique(np.concatenate([[index for index, _ in self.outliers()], *named]).astype(np.int64))
-
-
-def _misfit(path: Path, problem: str) -> StoreError:
-    return StoreError(
-        f"{path} does not fit the rest of the run: {problem}. Expected the parts of one attribution. Restore the run "
-        "from a copy, or attribute again."
-    )
 
 
 def top_k_range(scored: Dataset) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
+from hf_trak.errors import StoreError
 from hf_trak.report.distributions import BINS, ScoreDistributions
+from hf_trak.report.run_reading import SavedParts
+from hf_trak.report.run_record import STATISTICS
 from hf_trak.scored_dataset import TOP_K_COLUMNS
 
 TRAIN_ROWS = "train_rows"
@@ -68,6 +72,50 @@ def _flat(table: pa.Table, name: str, kind: Any) -> tuple[np.ndarray, np.ndarray
         raise ValueError(f"the column `{name}` has missing values")
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
     return lengths.astype(np.int64), values.to_numpy(zero_copy_only=False)
+
+
+def check_parts(parts: SavedParts, train_dataset: Any = None) -> None:
+    """Whether what was read makes a run.
+
+    Args:
+        parts: of the run.
+        train_dataset: all training rows, if they are given; those of the run have not been read then.
+
+    Raises:
+        StoreError: a part does not fit the others.
+        ValueError: `train_dataset` has another number of rows than were attributed.
+    """
+    tensors = dict(parts.tensors)
+    if problem := statistics_problem(tensors, len(parts.scored)):
+        raise _misfit(parts.root / STATISTICS, problem)
+    if train_dataset is None:
+        rows = tensors.get(TRAIN_ROWS)
+        sizes = train_sizes(tensors, parts.facts, parts.train)
+        problem = sizes_problem(sizes, rows, parts.train)
+    else:
+        rows = None
+        tensors.pop(TRAIN_ROWS, None)
+        sizes = train_sizes(tensors, parts.facts, None)
+        problem = sizes_problem(sizes, None, None) if sizes else None
+    if problem:
+        raise _misfit(parts.root, problem)
+    n_train = next(iter(sizes.values()), None)
+    if train_dataset is not None:
+        if n_train not in (None, len(train_dataset)):
+            raise ValueError(
+                f"`train_dataset` has {len(train_dataset)} rows; the run is about {n_train}. Expected the dataset "
+                "that was attributed."
+            )
+        n_train = len(train_dataset)
+    if problem := scores_problem(parts.scored, n_train, rows):
+        raise _misfit(parts.root / "scored", problem)
+
+
+def _misfit(path: Path, problem: str) -> StoreError:
+    return StoreError(
+        f"{path} does not fit the rest of the run: {problem}. Expected the parts of one attribution. Restore the run "
+        "from a copy, or attribute again."
+    )
 
 
 def scores_problem(scored: Dataset, n_train: int | None, held: np.ndarray | None) -> str | None:

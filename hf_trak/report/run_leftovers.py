@@ -1,110 +1,79 @@
 """What saves of a run have left behind: files of killed saves, and of those that were replaced.
 
-The files of a save are in `parts-<key>`. While it is in progress there is a temporary file `.hf_trak-tmp-…-<key>`,
-made before that directory and removed after `run.json` names it. Whoever looks for leftovers lists directories first,
-then temporary files, and reads `run.json` last: a directory without a temporary file that `run.json` does not name is
-one that no `run.json` will ever name.
+A save writes to a temporary directory `.hf_trak-tmp-…-<key>` (see `hf_trak.savers.leftovers` for those of killed
+ones), moves its files to `parts-<key>`, has `run.json` name that, and removes the temporary directory. Whoever looks
+for leftovers lists parts first, then temporary directories, and reads `run.json` last: parts without a temporary
+directory, which `run.json` does not name, are parts that no `run.json` will ever name.
 """
 
 import contextlib
-import re
-import shutil
-import socket
+import os
 import time
 from pathlib import Path
 
-import psutil
-
 from hf_trak.errors import StoreError
 from hf_trak.report.run_record import STATISTICS, VIEWS, is_dataset, parts_of, read_record
-from hf_trak.savers.atomic import remove_stale_temporaries
-
-_TEMPORARY = re.compile(r"\.hf_trak-tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{16}")
-_STALE_SECONDS = 3600.0
+from hf_trak.savers.atomic import TEMPORARY
+from hf_trak.savers.leftovers import Leftover, leftovers, remove_stale
 
 
-def leftovers(directory: str | Path) -> list[Path]:
-    """What belongs to no result: parts of killed and replaced saves, temporary files, and the files of a run of
-    format 1 that was replaced.
+def run_leftovers(directory: str | Path) -> list[Leftover]:
+    """What belongs to no result beside temporary files: parts that `run.json` does not name, and the files of a run
+    of format 1 that was replaced.
 
-    What a save in progress has made is left alone: one of a living process of this host, or one of another host in
-    the last hour. The save before the current one, which saving keeps for datasets in memory, counts.
+    The parts of the save before the current one count, although saving keeps them for datasets in memory.
 
     Args:
         directory: of the run.
 
     Returns:
-        Paths, directories before the temporary files that belong to them. Nothing, where `run.json` is damaged:
-        what it named cannot be known.
+        Leftovers whose writers live while a save is in progress. Nothing, where `run.json` is damaged: what it named
+        cannot be known.
     """
-    directory = Path(directory)
-    found = _superseded(directory, keep_previous=False)
-    places = [directory, *(directory / name for name in VIEWS)]
-    temporaries = [path for place in places for path in _temporaries(place) if not _at_work(path)]
-    return list(dict.fromkeys([*found, *temporaries])) if found is not None else []
-
-
-def remove_leftovers(directory: str | Path) -> list[Path]:
-    """Remove what [`leftovers`] finds, and return it."""
-    found = leftovers(directory)
-    _remove(found)
-    return found
+    return _superseded(Path(directory), keep_previous=False)
 
 
 def remove_superseded(directory: Path) -> None:
-    """What a save removes when it is complete: parts of killed and replaced saves, but not the save before it."""
-    _remove(_superseded(directory, keep_previous=True) or [])
-    remove_stale_temporaries(directory)
-
-
-def _superseded(directory: Path, keep_previous: bool) -> list[Path] | None:
-    """Parts that no `run.json` names or will name, and files of format 1; `None` where `run.json` is damaged."""
-    found = parts_of(directory)
-    leases = {path.name[-16:]: path for path in _temporaries(directory)}
-    try:
-        record = read_record(directory)  # last, see above
-    except StoreError:
-        return None
-    kept: set[str | None] = set()
-    if record is not None:
-        kept = {record.parts, record.previous} if keep_previous else {record.parts}
-    result = old_layout(directory) if record is not None and record.parts is not None else []
-    for parts in found:
-        lease = leases.get(parts.name.removeprefix("parts-"))
-        if parts.name in kept or (lease is not None and _at_work(lease)):
-            continue
-        result += [parts] if lease is None else [parts, lease]
-    return result
+    """What a save removes when it is complete: parts of saves that were replaced, but for the one before it; parts
+    and temporary files of killed saves that every run may remove.
+    """
+    for one in _superseded(directory, keep_previous=True):
+        if one.host is None or one.stale:
+            one.remove()
+    remove_stale(directory)
 
 
 def old_layout(directory: Path) -> list[Path]:
-    """What a run of format 1 has beside `run.json`, and what its killed saves left there."""
+    """The datasets and statistics that a run of format 1 has beside `run.json`."""
     found = [directory / name for name in VIEWS if is_dataset(directory / name)]
-    found += [directory / f".{name}.{kind}" for name in VIEWS for kind in ("tmp", "old")]
     return [path for path in [*found, directory / STATISTICS] if path.exists() or path.is_symlink()]
 
 
-def _remove(paths: list[Path]) -> None:
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)  # files that are in use stay, where the system protects them
-        else:
-            path.unlink(missing_ok=True)
+def _superseded(directory: Path, keep_previous: bool) -> list[Leftover]:
+    found = parts_of(directory)
+    writers = {one.path.name[-16:]: one for one in leftovers(directory) if TEMPORARY.fullmatch(one.path.name)}
+    try:
+        record = read_record(directory)  # last, see above
+    except StoreError:
+        return []
+    result = []
+    if record is not None and record.parts is not None:
+        kept = {record.parts, record.previous} if keep_previous else {record.parts}
+        found = [parts for parts in found if parts.name not in kept]
+        result = [_leftover(path, None) for path in old_layout(directory)]
+    return result + [_leftover(parts, writers.get(parts.name.removeprefix("parts-"))) for parts in found]
 
 
-def _temporaries(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.glob(".hf_trak-tmp-*") if _TEMPORARY.fullmatch(path.name))
-
-
-def _at_work(temporary: Path) -> bool:
-    match = _TEMPORARY.fullmatch(temporary.name)
-    if match is not None and match["host"] == _this_host():
-        return psutil.pid_exists(int(match["pid"]))
+def _leftover(path: Path, writer: Leftover | None) -> Leftover:
+    """A leftover whose writer has ended, or the one whose temporary directory is there."""
+    size = 0
+    files = [os.path.join(place, name) for place, _, names in os.walk(path) for name in names]
+    for file in files or [str(path)]:
+        with contextlib.suppress(FileNotFoundError):  # another process may be removing it
+            size += os.lstat(file).st_size
+    if writer is not None:
+        return Leftover(path, size, writer.age, writer.host, writer.alive)
+    age = 0.0
     with contextlib.suppress(FileNotFoundError):
-        return time.time() - temporary.stat().st_mtime < _STALE_SECONDS
-    return False
-
-
-def _this_host() -> str:
-    """As it stands in the names of temporary files, see `hf_trak.savers.atomic`."""
-    return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64] or "unknown"
+        age = max(0.0, time.time() - path.lstat().st_mtime)
+    return Leftover(path, size, age, None, False)

@@ -1,11 +1,13 @@
 """A check of every byte of a saved run."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from hf_trak.errors import IncompleteStoreError, StoreError
-from hf_trak.report.run import AttributionRun
-from hf_trak.report.run_leftovers import leftovers
+from hf_trak.report.run_checks import check_parts
+from hf_trak.report.run_leftovers import run_leftovers
+from hf_trak.report.run_reading import read_parts
 from hf_trak.report.run_record import (
     RECORD,
     STATISTICS,
@@ -18,9 +20,10 @@ from hf_trak.report.run_record import (
 )
 from hf_trak.report.run_writing import view_of
 from hf_trak.savers.findings import Finding
+from hf_trak.savers.leftovers import leftovers
 
 _AGAIN = "Attribute again: `hf-trak attribute` with the same name and settings replaces the run."
-_CLEAN = "`hf-trak clean` removes it, and so does the next save of the run."
+_CLEAN = "`hf-trak clean` removes it, and so does a later save of the run."
 
 
 def verify_run(directory: str | Path) -> Iterator[Finding]:
@@ -31,8 +34,8 @@ def verify_run(directory: str | Path) -> Iterator[Finding]:
 
     Yields:
         One finding per file: `unchecked` for those of runs without checksums (format 1, and datasets that somebody
-        saved), `leftover` for those of saves that were killed or replaced. One more for the directory, `damaged`, if
-        all files are as they were written, but do not make a run.
+        saved). One `leftover` per file or directory of saves that were killed or replaced. One more for the
+        directory, `damaged`, if all files are as they were written, but do not make a run.
     """
     directory = Path(directory)
     try:
@@ -48,8 +51,8 @@ def verify_run(directory: str | Path) -> Iterator[Finding]:
     yield from found
     if all(finding.state in ("intact", "unchecked", "leftover") for finding in found):
         try:
-            AttributionRun.load(directory)
-        except (StoreError, ValueError) as error:
+            read_parts(directory, True, check_parts)
+        except StoreError as error:
             yield Finding(directory, "damaged", str(error), _AGAIN)
     yield from _leftovers(directory)
 
@@ -87,9 +90,20 @@ def _views(directory: Path, record: RunRecord) -> Iterator[Finding]:
             if not path.is_file():
                 yield Finding(path, "missing", "`datasets.load_from_disk` reads it, the report does not", remedy)
             elif path.read_bytes() != data:
-                yield Finding(path, "damaged", f"it shows other rows than {RECORD} names", remedy)
+                stale = path.read_bytes() == _data_before(directory, record, name, file)
+                rows = "the rows of the save before" if stale else "other rows"
+                yield Finding(
+                    path, "leftover" if stale else "damaged", f"it shows {rows}, not what {RECORD} names", remedy
+                )
             else:
                 yield Finding(path, "intact")
+
+
+def _data_before(directory: Path, record: RunRecord, name: str, file: str) -> bytes | None:
+    """What a view had before the last save: one that was killed in the end has not changed it."""
+    with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
+        return view_of(directory, str(record.previous), name).get(file)
+    return None
 
 
 def _unchecked(directory: Path, record: RunRecord | None) -> Iterator[Finding]:
@@ -103,9 +117,10 @@ def _unchecked(directory: Path, record: RunRecord | None) -> Iterator[Finding]:
 
 
 def _leftovers(directory: Path) -> Iterator[Finding]:
-    for path in leftovers(directory):
-        for file in _files(path) if path.is_dir() else [path]:
-            yield Finding(file, "leftover", "it belongs to a save that was replaced or killed", _CLEAN)
+    for one in run_leftovers(directory):
+        yield Finding(one.path, "leftover", f"{one.size} bytes of a save that was replaced or killed", _CLEAN)
+    for one in leftovers(directory):
+        yield Finding(one.path, "leftover", f"{one.size} bytes", "`hf-trak clean` removes it.")
 
 
 def _files(*directories: Path) -> Iterator[Path]:

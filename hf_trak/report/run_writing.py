@@ -1,17 +1,15 @@
 """Save a run such that it is there whole, or not at all.
 
 Each save writes its files into a directory of its own, and then replaces `run.json`, which names that directory and
-has the checksums of its files. A killed save leaves a directory that no `run.json` names. Of several processes that
-save into one directory, the last one to replace `run.json` wins.
-
-While a save is in progress, a temporary file (see `hf_trak.savers.atomic`) whose name ends in the same 16 digits as
-the directory says so: other saves leave the directory alone, see `run_leftovers`.
+has the checksums of its files. A killed save leaves a directory that no `run.json` names, see `run_leftovers`. Of
+several processes that save into one directory, the last one to replace `run.json` wins.
 """
 
 import contextlib
 import errno
 import json
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -26,7 +24,7 @@ from hf_trak.errors import StoreError
 from hf_trak.report.run_leftovers import old_layout, remove_superseded
 from hf_trak.report.run_record import RECORD, STATISTICS, VIEWS, RunRecord, SavedFile, read_record
 from hf_trak.report.write_errors import write_errors
-from hf_trak.savers.atomic import json_bytes, remove_stale_temporaries, temporary_file, write_bytes
+from hf_trak.savers.atomic import host_name, json_bytes, write_bytes
 
 _ATTEMPTS = 20
 
@@ -46,38 +44,56 @@ def write_run(
     Raises:
         StoreError: a file cannot be written.
     """
-    with temporary_file(directory) as lease:
-        parts = directory / f"parts-{lease.name[-16:]}"
-        with _removed_on_failure(parts):
-            with write_errors(parts):
-                parts.mkdir()
-            for name, dataset in zip(VIEWS, (scored, train), strict=True):
-                if dataset is not None:
-                    with write_errors(parts / name):
-                        dataset.save_to_disk(parts / name)
-                    os.utime(lease)  # still at work
-            with write_errors(parts / STATISTICS):
-                save_file(dict(tensors), parts / STATISTICS)
-                os.chmod(parts / STATISTICS, stat.S_IMODE(lease.stat().st_mode))  # safetensors writes mode 0600
-            files = _flushed(parts)
-            record = RunRecord(dict(facts), parts.name, _recorded(directory), files)
-            _require(parts, files)
-            write_bytes(directory / RECORD, record.content())
-        with write_errors(directory):
-            _remove_old_layout(directory, parts)
+    with _temporary_directory(directory) as temporary:
+        written = temporary / f"parts-{temporary.name[-16:]}"
+        with write_errors(written):
+            written.mkdir()
+        for name, dataset in zip(VIEWS, (scored, train), strict=True):
+            if dataset is not None:
+                with write_errors(written / name):
+                    dataset.save_to_disk(written / name)
+        with write_errors(written / STATISTICS):
+            save_file(dict(tensors), written / STATISTICS)
+            os.chmod(written / STATISTICS, 0o666 & ~_umask(temporary))  # safetensors writes mode 0600
+        files = _flushed(written)
+        _commit(directory, written, RunRecord(dict(facts), written.name, _recorded(directory), files))
         show(directory)
-        remove_superseded(directory)
+    remove_superseded(directory)
 
 
 @contextlib.contextmanager
-def _removed_on_failure(parts: Path) -> Iterator[None]:
-    """Remove the files of a save that failed, unless `run.json` names them already."""
+def _temporary_directory(directory: Path) -> Iterator[Path]:
+    """A directory under a name that no other writer uses, removed at the end."""
+    temporary = directory / f".hf_trak-tmp-{host_name()}-{os.getpid()}-{secrets.token_hex(8)}"
+    with write_errors(temporary):
+        directory.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _umask(directory: Path) -> int:
+    """Of this process, as a new directory shows it: asking for it would change it for other threads."""
+    return ~stat.S_IMODE(directory.stat().st_mode) & 0o777
+
+
+def _commit(directory: Path, written: Path, record: RunRecord) -> None:
+    """Put the files in their place, and have `run.json` name them."""
+    parts = directory / written.name
     complete = False
     try:
-        yield
+        with write_errors(parts):
+            written.rename(parts)
+            _flush(directory)
+        _require(parts, record.files)
+        write_bytes(directory / RECORD, record.content())
         complete = True
+        with write_errors(directory):
+            _remove_old_layout(directory, written.parent)
     finally:
-        if not complete and _recorded(parts.parent) != parts.name:
+        if not complete and _recorded(directory) != parts.name:
             shutil.rmtree(parts, ignore_errors=True)
 
 
@@ -98,7 +114,7 @@ def _flushed(parts: Path) -> dict[str, SavedFile]:
             _flush(path)
             found[path.relative_to(parts).as_posix()] = SavedFile.of(path)
     with write_errors(parts):
-        for path in [*(path for path in parts.iterdir() if path.is_dir()), parts, parts.parent]:
+        for path in [*(path for path in parts.iterdir() if path.is_dir()), parts]:
             _flush(path)
     return found
 
@@ -128,14 +144,12 @@ def _require(parts: Path, files: Mapping[str, SavedFile]) -> None:
             )
 
 
-def _remove_old_layout(directory: Path, parts: Path) -> None:
+def _remove_old_layout(directory: Path, temporary: Path) -> None:
     """Remove the datasets and statistics of format 1, which are beside the new `run.json` and no part of it."""
     for path in old_layout(directory):
         with contextlib.suppress(FileNotFoundError):
             if path.is_dir() and not path.is_symlink():
-                moved = parts / f"old-{path.name}"
-                path.rename(moved)  # at once: another process may be about to write a view of this name
-                shutil.rmtree(moved, ignore_errors=True)
+                path.rename(temporary / path.name)  # at once: another process may write a view of this name
             else:
                 path.unlink()
 
@@ -156,7 +170,6 @@ def show(directory: Path) -> None:
                 if f"{name}/state.json" in record.files:
                     for file, data in view_of(directory, record.parts, name).items():
                         write_bytes(directory / name / file, data)
-                    remove_stale_temporaries(directory / name)
                 else:
                     shutil.rmtree(directory / name, ignore_errors=True)
             shown = record.parts
