@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from hf_trak import __version__
@@ -128,6 +129,7 @@ class FeaturizedModel:
             **self._settings(),
             **self._row_identity(),
             "task": task_identity(self.task, self.model),
+            "mixed_precision": mixed_precision(self.model),
             "model": model_identity(self.model),
         }
 
@@ -162,7 +164,12 @@ class FeaturizedModel:
 
     def comparisons(self) -> dict[str, Comparison]:
         """How to compare what need not be equal to the bit."""
-        return {"collation": collation_changes, "model": _model_changes, "task": _task_changes}
+        return {
+            "collation": collation_changes,
+            "mixed_precision": _precision_changes,
+            "model": _model_changes,
+            "task": _task_changes,
+        }
 
     def _settings(self) -> dict[str, Any]:
         """What defines features besides model, task and rows."""
@@ -286,7 +293,16 @@ class FeaturizedModel:
 
     @contextmanager
     def weights(self, model_id: int, source: Checkpoint | None, register: bool = False) -> Iterator[None]:
-        """The model with the weights of a checkpoint, which must be those that `model_id` stands for."""
+        """The model with the weights of a checkpoint, which must be those that `model_id` stands for.
+
+        Args:
+            model_id: the checkpoint.
+            source: its weights; `None` takes the model's current ones.
+            register: tie the id to these weights if it is new.
+
+        Raises:
+            CheckpointMismatchError: the id stands for other weights.
+        """
         dtype = None if self.args.model_dtype is None else getattr(torch, self.args.model_dtype)
         with loaded(self.model, source, dtype) as fingerprint:
             if register:
@@ -379,6 +395,25 @@ class FeaturizedModel:
                 return known[model_id]
         path = self.store.checkpoint_info(model_id)["source"]
         return path if isinstance(path, str) and path.startswith("/") else None
+
+
+def mixed_precision(model: torch.nn.Module) -> str:
+    """The precision of the autocast context that `Accelerator.prepare` has put around `forward`, or `"no"`."""
+    if not hasattr(model, "_original_forward") or not AcceleratorState._shared_state:
+        return "no"
+    return str(AcceleratorState().mixed_precision)
+
+
+def _precision_changes(saved: str, given: str) -> list[str]:
+    """An index says how its rows were computed, and whoever loads it may have no such context: that is said, no error.
+    What half precision rounds is some thousandths of a gradient."""
+    logger.warning(
+        "The features were computed with mixed precision %r, and the model at hand runs with %r. Gradients then "
+        "differ by what half precision rounds, some thousandths of their norm.",
+        saved,
+        given,
+    )
+    return []
 
 
 def _task_changes(saved: Any, given: Any) -> list[str]:

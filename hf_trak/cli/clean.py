@@ -31,7 +31,11 @@ class CleanArguments:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Show what interrupted processes left behind, and remove it if asked to."""
+    """Show what interrupted processes left behind, and remove it if asked to.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+    """
     args, output = parse_yaml_and_args(
         (CleanArguments, OutputArguments),
         argv,
