@@ -388,6 +388,7 @@ def test_precision_is_seen_where_it_is_used() -> None:
         assert y.dtype == torch.float32 and observer.dtypes == {dtype}
         tolerance = Tolerance.of(model, y, observer.dtypes)
         assert tolerance.relative == 4 * torch.finfo(dtype).eps and tolerance.to_be_measured
+        assert tolerance.ceiling is not None and tolerance.ceiling <= 0.3
     model, batch = mlp()
     with PrecisionObserver() as observer:
         y = model(batch[0])
@@ -423,6 +424,20 @@ def test_measured_noise_widens_a_tolerance_up_to_its_ceiling() -> None:
     found = measured.limits(norms, totals)
     assert torch.allclose(found, torch.tensor([[0.08, 0.3 * (1 + 0.1 * 2**0.5), 8e-4]]))
     assert bool((found <= base.coarsest.limits(norms, totals) + 1e-6).all())
+
+
+def test_a_wrong_rule_is_refused_where_rounding_changes_everything(clean_registry: None) -> None:
+    """Noise without bounds must not excuse an engine."""
+
+    class Chaos(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(3000 * x)
+
+    torch.manual_seed(0)
+    register_layer_rule(Scale, parameters=("scale",))(wrong_sample)
+    model = nn.Sequential(nn.Linear(6, 8), Chaos(), Scale(8), nn.Linear(8, 4)).bfloat16()
+    with pytest.raises(GradientEngineError, match=r"gives another gradient.*'2\.scale'"):
+        per_sample_gradients(model, (torch.randn(5, 6).bfloat16(),), output, "hooked", ["2.scale"])
 
 
 def test_the_worst_parameter_of_gradients_that_float32_cannot_square() -> None:

@@ -15,6 +15,7 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
     LlamaConfig,
@@ -39,6 +40,7 @@ from hf_trak.modelout_functions import (
     CausalLMModelOutput,
     ImageClassificationModelOutput,
     MaskedLMModelOutput,
+    Seq2SeqLMModelOutput,
     TextClassificationModelOutput,
 )
 from hf_trak.modelout_functions.base import BatchedModelOutput
@@ -272,6 +274,22 @@ def test_bf16_of_accelerate_stays_with_the_hooks(build: Callable[[], nn.Module],
     assert error(found, expected) < 2 * EPS
 
 
+def test_rounding_is_measured_where_it_is_large(prepared: Any) -> None:
+    """The attention of a T5 is not scaled, and with a bias that needs a gradient another kernel computes it."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = prepared(spread(transformers.T5ForConditionalGeneration(config), 0.05))
+    rows = [{**row, "labels": row["input_ids"][:6]} for row in documents(12, 9, 12, 7)]
+    task, collate = Seq2SeqLMModelOutput(), DataCollatorForSeq2Seq(tokenizer(), model=model)
+    task.bind(model)
+    computer = make_gradient_computer("auto", model, task)
+    found = streamed(computer, dict(collate(rows)), collate, rows)
+    assert computer.engine == "hooked" and not computer._refusals
+    assert 4 * EPS < worst_parameter(model, found, alone(model, task, collate, rows)) < 0.3
+
+
 @pytest.mark.parametrize("build", [llama, qwen3])
 @pytest.mark.parametrize("wrong", ["next sample", "a fifth too large", "padding forgotten"])
 def test_a_wrong_rule_is_refused_in_bf16(
@@ -373,6 +391,23 @@ def test_padding_is_looked_for_until_there_is_some() -> None:
         streamed(computer, dict(collate(part)), collate, part)
     with pytest.raises(GradientEngineError, match=REMEDY):
         streamed(computer, dict(collate(rows[4:])), collate, rows[4:])
+
+
+def test_values_that_nothing_depends_on_may_be_random() -> None:
+    """They are no padding either: the search for that goes on."""
+    model, _, pad, rows = audio("group", False, (400, 400, 400, 360))
+
+    class Ignoring(TextClassificationModelOutput):
+        def model_inputs(self, batch: Any) -> Any:
+            return super().model_inputs({key: value for key, value in batch.items() if key != "draw"})
+
+    def collate(part: list[Any]) -> Any:
+        return {**pad(part), "draw": torch.rand(len(part))}
+
+    computer = make_gradient_computer("auto", model, Ignoring())
+    streamed(computer, collate(rows[:2]), collate, rows[:2])
+    with pytest.raises(GradientEngineError, match="of the batch than of that row alone|" + REMEDY):
+        streamed(computer, collate(rows[2:]), collate, rows[2:])
 
 
 def test_a_row_in_the_middle_is_padded() -> None:
