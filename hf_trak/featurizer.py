@@ -200,7 +200,7 @@ class Featurizer:
                 while filled < len(shard_rows):
                     rows, batch = next(stream)
                     part = slice(filled, filled + len(rows))
-                    _let_collate_alone(computer, batches, rows, batch)
+                    self._let_collate_alone(computer, batches, rows, batch)
                     grads[part], out_to_loss[part] = self._features(rows, batch, computer, model_id, side)
                     filled += len(rows)
                     progress.update(len(rows))
@@ -303,6 +303,17 @@ class Featurizer:
             )
         return out.cpu(), outputs.out_to_loss.float().cpu()
 
+    def _let_collate_alone(
+        self, computer: AbstractGradientComputer, batches: RowBatches, rows: Sequence[int], batch: Any
+    ) -> None:
+        """Let the check of an engine compare rows of this batch with the same rows collated without company. A batch
+        of another number of samples than rows is refused elsewhere, by what is wrong with it."""
+        if isinstance(computer, AutoGradientComputer):
+            fits = SplitBatch.of(batch).size == len(rows)
+            computer.collated_alone = (
+                (lambda position: self._in_dtype_of_model(batches.alone(rows[position]))) if fits else None
+            )
+
     def _in_dtype_of_model(self, batch: Any) -> Any:
         """Where the model is cast by `model_dtype`, its inputs (pixels, sound) have to be, too; labels stay."""
         if self.args.model_dtype is None:
@@ -340,16 +351,6 @@ def row_batches(
         pin_memory=args.dataloader_pin_memory and device.type == "cuda",
         limits=BatchLimits.of(model),
     )
-
-
-def _let_collate_alone(
-    computer: AbstractGradientComputer, batches: RowBatches, rows: Sequence[int], batch: Any
-) -> None:
-    """Let the check of an engine compare rows of this batch with the same rows collated without company. A batch that
-    has another number of samples than rows is refused elsewhere, and by what is wrong with it."""
-    if isinstance(computer, AutoGradientComputer):
-        fits = SplitBatch.of(batch).size == len(rows)
-        computer.collated_alone = (lambda position: batches.alone(rows[position])) if fits else None
 
 
 class _SamplePerRow:

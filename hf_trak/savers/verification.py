@@ -63,30 +63,35 @@ def _checkpoint(store: FeatureStore, model_id: int) -> Iterator[Finding]:
     if not record.exists():
         yield Finding(record, "missing", "the features of this checkpoint say nothing without it", again)
         return
+    if member.exists():
+        found = _json(member, f"Delete it. {again}")
+        yield found
+        if found.state == "damaged":
+            yield _json(record, again)
+            return
     try:
         store.checkpoint_info(model_id)
     except StoreError as error:
         yield Finding(record, "damaged", str(error), f"Restore it, or delete it. {again}")
         return
     yield _json(record, again)
-    if member.exists():
-        yield _json(member, again)
-    elif store.version > 1:
+    if store.version > 1 and not member.exists():
         yield Finding(member, "missing", "the loss of this checkpoint could not be noticed", again)
-    yield from store.train(model_id).findings(_FEATURIZE)
-    yield _gram(store, model_id)
+    shards = list(store.train(model_id).findings(_FEATURIZE))
+    yield from shards
+    yield _gram(store, model_id, whole=all(one.state in ("intact", "unchecked") for one in shards))
     if (directory / REFERENCES_FILE).exists():
         yield _references(store, model_id)
 
 
-def _gram(store: FeatureStore, model_id: int) -> Finding:
+def _gram(store: FeatureStore, model_id: int, whole: bool) -> Finding:
     path = store.checkpoint_dir(model_id) / "gram.safetensors"
     if not path.exists():
         return Finding(path, "missing", "XᵀX of this checkpoint is not computed", _FEATURIZE)
+    if not whole:  # it names the rows that it sums over, some of which are not there
+        return Finding(path, "unchecked", "features that it belongs to are damaged or missing", _FEATURIZE)
     try:
         store.read_gram(model_id)
-    except IncompleteStoreError as error:
-        return Finding(path, "unchecked", str(error), _FEATURIZE)
     except HfTrakError as error:
         return Finding(path, "damaged", str(error), f"Delete it; then: {_FEATURIZE}")
     return Finding(path, "intact")

@@ -1,0 +1,201 @@
+"""`hf-trak verify-store` and `hf-trak clean`, and the policy of leftovers behind it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import store_jobs
+import torch
+from store_jobs import Job, wait_for
+
+from hf_trak.cli.main import main
+from hf_trak.savers.atomic import host_name
+from hf_trak.savers.leftovers import leftovers, remove_stale
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("OMP_NUM_THREADS", "1")
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)]))
+    yield
+    patch.undo()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    networks = store_jobs.models(2)
+    attributor = store_jobs.make(tmp_path / "trak").featurize(networks)
+    attributor.attribute(store_jobs.rows(3, 2), name="exam", checkpoints=networks)
+    return tmp_path / "trak"
+
+
+def verified(store: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, str]]]:
+    """The exit status, and the files that are not intact, by path."""
+    capsys.readouterr()
+    status = main(["verify-store", str(store), "--json"])
+    content = json.loads(capsys.readouterr().out)
+    found = {os.path.relpath(one["path"], store): one for one in content["files"] if one["state"] != "intact"}
+    assert sum(content["counts"].values()) == len(content["files"]) > 15
+    return status, found
+
+
+def test_an_intact_store(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verified(store, capsys) == (0, {})
+
+
+def test_damaged_and_missing_files_are_told_apart(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = store / "checkpoint-0" / "train-00002-of-00006.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-9] ^= 4
+    shard.write_bytes(bytes(data))
+    (store / "checkpoint-1" / "train-00005-of-00006.safetensors").unlink()
+    (store / "experiments" / "exam" / "checkpoint-0" / "targets-00000-of-00001.safetensors").write_bytes(b"")
+    status, found = verified(store, capsys)
+    assert status == 1
+    states = {name: one["state"] for name, one in found.items()}
+    assert states["checkpoint-0/train-00002-of-00006.safetensors"] == "damaged"
+    assert states["checkpoint-1/train-00005-of-00006.safetensors"] == "missing"
+    assert states["experiments/exam/checkpoint-0/targets-00000-of-00001.safetensors"] == "damaged"
+    # a Gram matrix cannot be judged without all of its rows
+    assert states["checkpoint-1/gram.safetensors"] == "unchecked"
+    assert "rows 20 to 22" in found["checkpoint-1/train-00005-of-00006.safetensors"]["detail"]
+    assert "featurize" in found["checkpoint-1/train-00005-of-00006.safetensors"]["remedy"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["trak_config.json", "checkpoint-0.json", "checkpoint-1/checkpoint.json", "experiments/exam/experiment.json"],
+)
+def test_damaged_descriptions(store: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    text = (store / name).read_text()
+    position = text.index('": "') + 4
+    (store / name).write_text(text[:position] + ("x" if text[position] != "x" else "y") + text[position + 1 :])
+    capsys.readouterr()
+    assert main(["verify-store", str(store)]) == 1
+    out = capsys.readouterr().out
+    assert f"DAMAGED   {store / name}" in out
+
+
+def test_what_is_said_to_be_computed_again_is(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = store_jobs.feature_digests(store)
+    for name in ("checkpoint-0/train-00001-of-00006.safetensors", "checkpoint-1/gram.safetensors"):
+        (store / name).write_bytes(b"damaged")
+    _, found = verified(store, capsys)
+    damaged = [name for name, one in found.items() if one["state"] == "damaged"]
+    assert len(damaged) == 2
+    for name in damaged:
+        (store / name).unlink()
+    store_jobs.make(store).featurize(store_jobs.models(2))
+    assert verified(store, capsys) == (0, {}) and store_jobs.feature_digests(store) == before
+
+
+def test_a_directory_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify-store", str(tmp_path)]) == 1
+    assert "holds nothing that hf_trak wrote" in capsys.readouterr().err
+
+
+# -- leftovers -------------------------------------------------------------------------------------------------------
+
+
+def leave(directory: Path, host: str, pid: int, age: float, folder: bool = False) -> Path:
+    path = directory / f".hf_trak-tmp-{host}-{pid}-{os.urandom(8).hex()}"
+    directory.mkdir(parents=True, exist_ok=True)
+    if folder:
+        path.mkdir()
+    written = path / "part" if folder else path
+    written.write_bytes(bytes(100))
+    for one in {written, path}:
+        os.utime(one, (time.time() - age, time.time() - age))
+    return path
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_who_may_remove_what_and_when(tmp_path: Path) -> None:
+    hour, day, dead = 3600.0, 86_400.0, dead_pid()
+    mine, folder = host_name(), tmp_path / "scores" / "exam"
+    cases = {  # path: what a run removes, what `clean --remove` removes
+        leave(folder, mine, dead, 60): (False, True),
+        leave(folder, mine, dead, 2 * hour): (True, True),
+        leave(tmp_path, mine, dead, 2 * hour, folder=True): (True, True),
+        leave(folder, mine, os.getpid(), 2 * day): (False, False),
+        leave(folder, "elsewhere", dead, 2 * hour): (False, False),
+        leave(folder, "elsewhere", dead, 2 * day): (False, True),
+        leave(tmp_path / "checkpoint-0", "elsewhere", dead, 8 * day): (True, True),
+    }
+    found = {one.path: one for one in leftovers(tmp_path)}
+    assert found.keys() == cases.keys() and all(one.size >= 100 for one in found.values())
+    assert {path: (one.stale, one.removable) for path, one in found.items()} == cases
+    removed = {one.path for one in remove_stale(tmp_path)}
+    assert removed == {path for path, (run, _) in cases.items() if run}
+    assert all(path.exists() != (path in removed) for path in cases)
+
+
+def test_clean_shows_first_and_removes_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "trak_config.json"
+    kept.write_text("{}")
+    old, living = leave(tmp_path, host_name(), dead_pid(), 10), leave(tmp_path / "a", host_name(), os.getpid(), 10)
+    assert main(["clean", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert str(old) in out and str(living) in out and "--remove" in out and old.exists()
+    assert main(["clean", str(tmp_path), "--remove", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["removed"] == [str(old)]
+    assert living.exists() and kept.exists() and not old.exists()
+    assert main(["clean", str(tmp_path), "--everything"]) == 0
+    assert not living.exists() and kept.exists()
+    capsys.readouterr()
+    assert main(["clean", str(tmp_path)]) == 0
+    assert "Nothing was left behind." in capsys.readouterr().out
+
+
+def slow_attribute(directory: Path) -> int:
+    """All scores, with a pause while they are written to the scratch file."""
+    from hf_trak.score_computers import streaming
+
+    checked = streaming._checked
+
+    def pausing(blocks):  # type: ignore[no-untyped-def]
+        for block in checked(blocks):
+            yield block
+            time.sleep(0.2)
+
+    streaming._checked = pausing
+    networks = store_jobs.models(2)
+    scored = store_jobs.make(directory).attribute(store_jobs.rows(3, 2), top_k=None, checkpoints=networks)
+    return len(scored)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_attribute_that_is_ended_leaves_nothing_that_clean_does_not_find(
+    store: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    expected = store_jobs.numbers(store_jobs.attributed(store, 0))
+    before = {path for path in store.rglob("*") if path.is_file()}
+    job = Job(tmp_path / "report.json", slow_attribute, store)
+    wait_for(lambda: any(leftovers(store)))
+    job.kill(number)
+    assert job.wait() is None and job.process.exitcode != 0
+    left = leftovers(store)
+    if number == signal.SIGKILL:
+        assert left and all(one.removable and one.remove() for one in left)
+    assert leftovers(store) == []
+    assert {path for path in store.rglob("*") if path.is_file()} - before <= set(store.glob("experiments/**/*"))
+    assert store_jobs.numbers(store_jobs.attributed(store, 0)) == expected
+
+
+def test_a_run_removes_what_dead_processes_left(store: Path) -> None:
+    old = leave(store / "scores" / "exam", host_name(), dead_pid(), 2 * 3600.0)
+    torch.manual_seed(0)
+    store_jobs.make(store).attribute(store_jobs.rows(3, 2), checkpoints=store_jobs.models(2))
+    assert not old.exists()
