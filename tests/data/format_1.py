@@ -37,11 +37,13 @@ class Net(torch.nn.Module):
 def state(member: int) -> dict[str, torch.Tensor]:
     """Weights of checkpoint `member`: multiples of 1/64, exact in every precision."""
     numbers = iter(range(10_000))
+
+    def weight() -> float:
+        return ((next(numbers) * (37 + 2 * member) + 11 * member) % 97 - 48) / 64
+
+    shapes = {name: value.shape for name, value in Net().state_dict().items()}
     return {
-        name: torch.tensor([((next(numbers) * (37 + 2 * member) + 11 * member) % 97 - 48) / 64 for _ in range(w.numel())])
-        .reshape(w.shape)
-        .float()
-        for name, w in Net().state_dict().items()
+        name: torch.tensor([weight() for _ in range(shape.numel())]).reshape(shape) for name, shape in shapes.items()
     }
 
 
