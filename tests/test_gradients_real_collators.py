@@ -267,8 +267,9 @@ def test_bf16_of_accelerate_stays_with_the_hooks(build: Callable[[], nn.Module],
     expected = alone(model, task, collate, rows)
     assert error(expected, exact) > EPS / 8  # it does compute in bf16
     computer = make_gradient_computer("auto", model, task)
+    assert computer.half_precision is None
     found = streamed(computer, dict(collate(rows)), collate, rows)
-    assert computer.engine == "hooked" and not computer._refusals
+    assert computer.engine == "hooked" and not computer._refusals and computer.half_precision
     # as far from float32 as plain autograd is, which rounds as often
     assert error(found, exact) < 2 * error(expected, exact)
     assert error(found, expected) < 2 * EPS
@@ -379,7 +380,7 @@ def test_the_remedies_work() -> None:
     model, task, collate, rows = audio("layer", True, (400, 360, 400, 300))
     computer = make_gradient_computer("auto", model, task)
     found = streamed(computer, dict(collate(rows)), collate, rows)
-    assert computer.engine == "hooked"
+    assert computer.engine == "hooked" and computer.half_precision is False
     assert error(found, alone(model, task, collate, rows)) < 1e-5
 
 

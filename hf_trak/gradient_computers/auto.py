@@ -51,6 +51,8 @@ class AutoGradientComputer(AbstractGradientComputer):
         engine (`str` or `None`): name of the engine in use, `None` before the first batch.
         collated_alone (`Callable[[int], Batch]` or `None`): gives, for a position within the batch that comes next,
             the batch that the data collator makes of that row alone, on the same device. Called for few rows.
+        half_precision (`bool` or `None`): whether the forward pass was seen to compute in half precision, be it under
+            an autocast that only the model itself switches on; `None` before the first check.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class AutoGradientComputer(AbstractGradientComputer):
         self.self_check = self_check
         self.engine: str | None = None
         self.collated_alone: CollatedAlone | None = None
+        self.half_precision: bool | None = None
         self.engines = tuple(engines)
         self._remaining = list(engines)
         self._explicit = len(engines) == 1
@@ -179,6 +182,8 @@ class AutoGradientComputer(AbstractGradientComputer):
         plain = self._make("iterative", dtype=None)
         assert isinstance(plain, IterativeGradientComputer)
         reference = reference_of(plain, samples)
+        if reference is not None:
+            self.half_precision = reference.tolerance.ceiling is not None
         if reference is None or SplitBatch.of(samples.batch).size == 1:
             return reference
         if isinstance(self.modelout_fn, BatchedModelOutput):
