@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
+from hf_trak.savers.atomic import explained
 from hf_trak.savers.shard_set import UNDERFLOW_TOLERANCE, cast_rows, check_finite
 
 
@@ -59,7 +60,8 @@ class AbstractSaver(ABC):
             use_half_precision: store features as float16 rather than float32.
         """
         self.save_dir = Path(save_dir)
-        self.save_dir.mkdir(parents=True, exist_ok=True)
+        with explained(self.save_dir):
+            self.save_dir.mkdir(parents=True, exist_ok=True)
         self.metadata: dict[str, Any] = dict(metadata)
         self.load_from_save_dir = load_from_save_dir
         self.use_half_precision = use_half_precision

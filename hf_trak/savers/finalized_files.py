@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.savers.atomic import differing, remove_stale_temporaries, safe_name, write_bytes
 from hf_trak.savers.sealed import content_digest, read_sealed, unsealed
-from hf_trak.savers.shards import Identity, ShardPlan, TensorSpec, read_tensors, write_tensors
+from hf_trak.savers.shards import Identity, ShardPlan, TensorSpec, read_header, read_tensors, write_tensors
 from hf_trak.savers.store import FeatureStore, checked_count
 
 
@@ -176,21 +176,18 @@ class FinalizedFiles:
         """The scores of an experiment."""
         return self.store.output_dir / "scores" / safe_name(experiment, "exp_name") / "scores.safetensors"
 
-    def write_scores(
-        self, experiment: str, scores: Tensor, model_ids: Sequence[int], settings: Mapping[str, Any]
-    ) -> None:
+    def write_scores(self, experiment: str, scores: Tensor, model_ids: Sequence[int]) -> None:
         """Save scores.
 
         Args:
             experiment: the name.
             scores: `(n, m)`, float32.
-            model_ids: the checkpoints that they are averaged over.
-            settings: of the features of each, by model id as text.
+            model_ids: the checkpoints that they are averaged over, with features as they are now.
         """
         path = self.scores_path(experiment)
         extra: dict[str, Any] = {"model_ids": [int(model_id) for model_id in model_ids]}
         if self.store.version > 1:
-            extra["settings"] = dict(settings)
+            extra["members"] = {str(model_id): self._member(model_id) for model_id in extra["model_ids"]}
         write_tensors(path, {"scores": scores}, self._scores_identity(experiment), self.store.version, **extra)
         remove_stale_temporaries(path.parent)
 
@@ -202,10 +199,28 @@ class FinalizedFiles:
         """
         shape = (self.plan.n_rows, checked_count(self.experiment(experiment)["num_targets"], "num_targets"))
         specs = {"scores": TensorSpec(shape, (torch.float32,))}
-        identity = self._scores_identity(experiment)
-        return read_tensors(self.scores_path(experiment), identity, specs, verify, version=self.store.version)[
-            "scores"
-        ]
+        path, identity = self.scores_path(experiment), self._scores_identity(experiment)
+        scores = read_tensors(path, identity, specs, verify, version=self.store.version)["scores"]
+        said = read_header(path, identity, specs, self.store.version).get("members") or {}
+        # scores outlive features that are deleted, but do not pass for scores of others
+        now = {model_id: {**said[model_id], **self._member(int(model_id))} for model_id in said}
+        if lines := differing(said, now):
+            raise StoreError(
+                f"{path} was computed from other features than those that are there now, as "
+                + ", ".join(str(self.settings_path(int(i))) for i in said if said[i] != now[i])
+                + " says:\n  "
+                + "\n  ".join(lines)
+                + "\nExpected scores of these. Call `finalize_scores` again."
+            )
+        return scores
+
+    def _member(self, model_id: int) -> dict[str, Any]:
+        """What scores depend on of a model id: its weights, gradients, and the settings of its features."""
+        saved = self.read_settings(model_id) or {}
+        return {
+            **self.store.identity(model_id),
+            **{key: saved[key] for key in ("content", "settings") if key in saved},
+        }
 
     def _scores_identity(self, experiment: str) -> Identity:
         identity = {"config": self.store.config_hash, "kind": "scores"}

@@ -12,7 +12,7 @@ from hf_trak.savers.findings import Finding
 from hf_trak.savers.mmap_directory import EXPERIMENTS, METADATA, ArrayPlan, MmapDirectory, is_id
 from hf_trak.savers.row_files import RowFile, add_sums
 from hf_trak.savers.run_metadata import IDENTITY_FORMAT
-from hf_trak.savers.sealed import read_sealed, unsealed, write_sealed
+from hf_trak.savers.sealed import write_sealed
 
 _UPGRADE = "`hf-trak upgrade` adds checksums."
 _AGAIN = "Run the same script again."
@@ -89,7 +89,7 @@ def upgrade_mmap(save_dir: Path) -> None:
             _add(plan, np.arange(plan.shape[0]), new.scores_seed(name, entry))
     for model_id, info in infos.items():
         new.write_info(model_id, info)
-        new.claim(model_id)
+        new.claim(model_id, info)
     if (save_dir / EXPERIMENTS).exists():
         new.write_experiments(experiments)
     # last, because it says that all others have checksums
@@ -109,10 +109,10 @@ def _model_id(
         yield Finding(path, "damaged", str(error), f"Restore it, or delete {path.parent} and featurize again.")
         return
     yield _intact(directory, path)
-    if directory.version > 1:
-        yield _member(directory, model_id)
-    elif member.exists():
-        yield Finding(member, "unchecked", "it belongs to an upgrade that was interrupted", _UPGRADE)
+    if member.exists():  # `read_info` has compared it
+        yield _intact(directory, member)
+    elif directory.version > 1:
+        yield Finding(member, "missing", "the loss of this model id could not be noticed", _AGAIN)
     deleted = bool(info.get("grads_deleted"))
     seeds = {name: directory.rows_seed(info, name) for name in ("grads", "out_to_loss")}
     if info.get("finalized"):
@@ -124,19 +124,6 @@ def _model_id(
         if any(plan.path.exists() for plan in plans):
             seeds = {plans[0].key: directory.rows_seed(info, "targets", experiment=name)}
             yield from _arrays(directory, plans, seeds, all_rows=False)
-
-
-def _member(directory: MmapDirectory, model_id: int) -> Finding:
-    path = directory.member_path(model_id)
-    try:
-        found = unsealed(read_sealed(path, allow_unsealed=False))
-    except FileNotFoundError:
-        return Finding(path, "missing", "the loss of this model id could not be noticed", _AGAIN)
-    except (StoreError, OSError) as error:
-        return Finding(path, "damaged", str(error), "Delete it; opening the model id writes it anew.")
-    if found != {"model_id": model_id, "run": directory.run}:
-        return Finding(path, "damaged", f"it is that of {found}", "Delete it; opening the model id writes it anew.")
-    return Finding(path, "intact")
 
 
 def _arrays(

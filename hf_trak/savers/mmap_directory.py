@@ -211,7 +211,7 @@ class MmapDirectory:
             content |= self.identity(model_id, fingerprint)
         created = create_bytes(self.id_path(model_id), self._encoded(content))
         info = content if created else self.read_info(model_id)
-        self.claim(model_id)
+        self.claim(model_id, info)
         return info, created
 
     def identity(self, model_id: int, fingerprint: str | None) -> dict[str, str]:
@@ -219,10 +219,17 @@ class MmapDirectory:
         of = {"fingerprint": fingerprint, "model_id": model_id, "run": self.run}
         return {"row_identity": content_digest(of), "run": self.run}
 
-    def claim(self, model_id: int) -> None:
-        """Say that the directory of a model id belongs here."""
-        if self.version > 1 and not self.member_path(model_id).exists():
-            create_bytes(self.member_path(model_id), sealed_bytes({"model_id": model_id, "run": self.run}))
+    def claim(self, model_id: int, info: Mapping[str, Any]) -> None:
+        """Say that the directory of a model id belongs here.
+
+        Args:
+            model_id: the id.
+            info: what is said of it.
+        """
+        path = self.member_path(model_id)
+        if self.version > 1 and not path.exists():
+            content = {"model_id": model_id, "row_identity": info["row_identity"], "run": self.run}
+            create_bytes(path, sealed_bytes(content))
 
     def member_path(self, model_id: int) -> Path:
         """The file that says that the directory of a model id belongs here."""
@@ -244,7 +251,7 @@ class MmapDirectory:
         if found != (model_id, self.run):
             raise StoreError(
                 f"{path} belongs to model id {found[0]!r} of the run {found[1]!r}; expected model id {model_id} of "
-                f"the run {self.run}: files were mixed. {remedy}"
+                f"the run {self.run}, which {self.save_dir / METADATA} describes: files were mixed. {remedy}"
             )
         kinds: dict[str, tuple[type, ...]] = {
             "content": (dict, type(None)),
@@ -256,7 +263,22 @@ class MmapDirectory:
         }
         if wrong := [key for key, kind in kinds.items() if not isinstance(info.get(key), kind)]:
             raise StoreError(f"{path} says {wrong[0]!r} is {info.get(wrong[0])!r}, which cannot be. {remedy}")
+        if self.version > 1:
+            self._compare_member(model_id, info)
         return info
+
+    def _compare_member(self, model_id: int, info: Mapping[str, Any]) -> None:
+        path = self.member_path(model_id)
+        remedy = f"Restore the right one, or delete both and {self.id_path(model_id).parent}, and featurize again."
+        try:
+            said = self._read(path, remedy)
+        except FileNotFoundError:
+            return  # a run was killed before it was there
+        if said != {key: info.get(key) for key in ("model_id", "row_identity", "run")}:
+            raise StoreError(
+                f"{path} and {self.id_path(model_id)} are of different runs or weights: files were mixed. Expected "
+                f"the same. {remedy}"
+            )
 
     def write_info(self, model_id: int, info: Mapping[str, Any]) -> None:
         """Replace what the directory says of a model id."""
@@ -290,7 +312,7 @@ class MmapDirectory:
         if not sound or not isinstance(experiments, dict):
             raise StoreError(
                 f"{path} is that of the run {run!r}, or has no number of targets. Expected experiments of the run "
-                f"{self.run}. {remedy}"
+                f"{self.run}, which {self.save_dir / METADATA} describes. {remedy}"
             )
         return experiments
 
@@ -320,6 +342,10 @@ class MmapDirectory:
         ]
         return plans[1:] if grads_deleted else plans
 
+    def features_path(self, model_id: int) -> Path:
+        """The file of the features of a model id."""
+        return self.id_path(model_id).parent / "features.mmap"
+
     def target_arrays(self, model_id: int, experiment: str, num_targets: int) -> list[ArrayPlan]:
         """The arrays of an experiment's targets under a model id. That of the marks comes last."""
         directory = self.id_path(model_id).parent
@@ -345,9 +371,13 @@ class MmapDirectory:
         """Seed of the checksums of the features of a model id, which belong to settings and gradients."""
         return self.rows_seed(info, "features", content=info.get("content"), settings=info.get("finalized_with"))
 
+    def member(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """What scores depend on of a model id: its weights, gradients, and the settings of its features."""
+        return {key: info.get(key) for key in ("content", "finalized_with", "row_identity")}
+
     def scores_seed(self, experiment: str, entry: Mapping[str, Any]) -> int:
         """Seed of the checksums of an experiment's scores."""
-        of = {key: entry.get(key) for key in ("model_ids", "num_targets", "settings")}
+        of = {key: entry.get(key) for key in ("members", "model_ids", "num_targets")}
         return seed_of({"array": "scores", "experiment": experiment, "run": self.run, **of})
 
     def _plan(

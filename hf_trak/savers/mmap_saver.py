@@ -19,7 +19,7 @@ from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.savers.atomic import explained, remove_stale_temporaries, safe_name
 from hf_trak.savers.base import AbstractSaver, ModelIDException
 from hf_trak.savers.mmap_check import upgrade_mmap, verify_mmap
-from hf_trak.savers.mmap_directory import ArrayPlan, MmapDirectory
+from hf_trak.savers.mmap_directory import EXPERIMENTS, ArrayPlan, MmapDirectory
 from hf_trak.savers.row_files import RowFile
 from hf_trak.savers.store import checked_count, checked_model_id
 
@@ -222,20 +222,22 @@ class MmapSaver(AbstractSaver):
         return super().read_grads()
 
     def finalized_with(self, model_id: int) -> Mapping[str, Any] | None:
-        """See [`AbstractSaver`]. Features of other gradients than those that are there now do not count."""
+        """See [`AbstractSaver`].
+
+        Raises:
+            StoreError: the gradients are others than those that the features were computed from.
+        """
         info = self._info(model_id)
-        plans = {plan.key: plan for plan in self.directory.train_arrays(model_id)}
-        if not info.get("finalized") or not plans["features"].path.exists():
+        features = self.directory.features_path(model_id)
+        if not info.get("finalized") or not features.exists():
             return None
         saved = info.get("content") or {}
-        for key, digest in self._content(model_id).items():
-            if saved.get(key, digest) != digest:
-                self.logger.warning(
-                    "The features of model id %d were computed from other rows than those in %s.",
-                    model_id,
-                    plans[key].path,
-                )
-                return None
+        if changed := [key for key, digest in self._content(model_id).items() if saved.get(key, digest) != digest]:
+            raise StoreError(
+                f"{features} was, as {self.directory.id_path(model_id)} says, computed from other rows than those in "
+                f"{features.with_stem(changed[0])}. Expected the same. Restore the one that was exchanged; if rows "
+                "were computed anew, delete the features and call `finalize_features` again."
+            )
         return info.get("finalized_with") or {}
 
     def write_features(self, features: Tensor, settings: Mapping[str, Any]) -> None:
@@ -264,8 +266,8 @@ class MmapSaver(AbstractSaver):
         return super().read_targets()
 
     def write_scores(self, exp_name: str, scores: Tensor, model_ids: Sequence[int]) -> None:
-        settings = {str(model_id): dict(self.finalized_with(model_id) or {}) for model_id in model_ids}
-        self.experiments[exp_name] |= {"model_ids": list(model_ids), "settings": settings}
+        members = {str(model_id): self.directory.member(self._info(model_id)) for model_id in model_ids}
+        self.experiments[exp_name] |= {"model_ids": list(model_ids), "members": members}
         super().write_scores(exp_name, scores, model_ids)
 
     def _rows_written(self, rows: np.ndarray, *keys: str) -> None:
@@ -338,7 +340,7 @@ class MmapSaver(AbstractSaver):
         """Digests of what the features of a model id are computed from; empty in format 1."""
         found = {}
         for plan in self.directory.train_arrays(model_id, bool(self._info(model_id).get("grads_deleted"))):
-            if plan.checked and plan.key != "features":
+            if plan.checked and plan.key != "features" and plan.path.exists():
                 sums = _open(plan, "r").sums
                 found[plan.key] = "" if sums is None else xxhash.xxh3_128_hexdigest(sums.tobytes())
         return found
@@ -348,7 +350,7 @@ class MmapSaver(AbstractSaver):
 
     def _create_train_arrays(self, model_id: int, plans: list[ArrayPlan]) -> None:
         """Create the arrays that are not there if no row was ever written, and those that can be computed again."""
-        self.directory.claim(model_id)
+        self.directory.claim(model_id, self._info(model_id))
         if not plans[-1].path.exists():
             _create_missing(plans)
         features = next(plan for plan in plans if plan.key == "features")
@@ -389,8 +391,8 @@ def read_scores(save_dir: Path | str, exp_name: str) -> Tensor:
     wrong, bare = file.compare(np.arange(plan.shape[0]), directory.scores_seed(exp_name, entry))
     if len(wrong) or len(bare):
         raise StoreError(
-            f"{plan.path} is damaged, or holds other scores: {len(wrong) + len(bare)} of {plan.shape[0]} rows do not "
-            f"match their checksums. {plan.remedy}"
+            f"{plan.path} is damaged, or holds other scores than {directory.save_dir / EXPERIMENTS} says: "
+            f"{len(wrong) + len(bare)} of {plan.shape[0]} rows do not match their checksums. {plan.remedy}"
         )
     return torch.from_numpy(np.lib.format.open_memmap(plan.path, mode="c"))
 

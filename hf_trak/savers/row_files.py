@@ -16,6 +16,7 @@ import os
 import tokenize
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ _HEADER_ERRORS = (
     TypeError,
     SyntaxError,
     EOFError,
+    KeyError,
     OSError,
     OverflowError,
     MemoryError,
@@ -113,19 +115,21 @@ class RowFile:
         """
         self.path = path
         self.remedy = remedy
-        size = path.stat().st_size  # NumPy would silently extend a truncated file with zeros
-        array = _map(path, "r", remedy)
-        expected = _size(array.offset, array.nbytes, shape[0])
-        sizes = [expected] if checked else [array.offset + array.nbytes, expected]  # the latter: half upgraded
-        if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous or size not in sizes:
+        found = _read_header(path, remedy)
+        itemsize = np.dtype(dtype).itemsize
+        plain = found.offset + shape[0] * shape[1] * itemsize
+        summed = _with_sums(plain, shape[0])
+        sizes = [summed] if checked else [plain, summed]  # the latter where an upgrade was interrupted
+        if found.shape != shape or found.dtype != dtype or found.fortran or found.size not in sizes:
             raise StoreError(
-                f"{path} holds {array.dtype} {array.shape} in {size} bytes; expected {np.dtype(dtype)} {shape}, "
+                f"{path} holds {found.dtype} {found.shape} in {found.size} bytes; expected {np.dtype(dtype)} {shape}, "
                 f"{'with' if checked else 'without'} checksums. {remedy}"
             )
-        self.array = array if mode == "r" else _map(path, mode, remedy)
-        self.sums: np.memmap | None = None
-        if checked:
-            self.sums = np.memmap(path, np.uint64, mode, expected - 8 * shape[0], (shape[0],))
+        try:
+            self.array = np.memmap(path, dtype, mode, found.offset, shape)
+            self.sums = np.memmap(path, np.uint64, mode, summed - 8 * shape[0], shape[:1]) if checked else None
+        except OSError as error:
+            raise StoreError(f"{path} cannot be opened ({error}). Expected an array of this run. {remedy}") from error
 
     @staticmethod
     def create(path: Path, shape: tuple[int, int], dtype: Any, checked: bool = True, replace: bool = False) -> None:
@@ -137,8 +141,9 @@ class RowFile:
 
         def fill(temporary: Path) -> None:
             array = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
+            end = array.offset + array.nbytes
             with open(temporary, "r+b") as file:
-                allocate(file, _size(array.offset, array.nbytes, shape[0] if checked else 0))
+                allocate(file, _with_sums(end, shape[0]) if checked else end)
 
         if replace:
             with atomic_path(path) as temporary:
@@ -233,11 +238,25 @@ def add_sums(path: Path, shape: tuple[int, int], dtype: Any, rows: np.ndarray, s
     return sums
 
 
-def _map(path: Path, mode: Literal["r", "r+"], remedy: str) -> np.memmap:
+@dataclass(frozen=True)
+class _Header:
+    """What a file says of its array, and how large it is."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    fortran: bool
+    offset: int
+    size: int
+
+
+def _read_header(path: Path, remedy: str) -> _Header:
+    """The header of a file. Mapping one that is cut off would make NumPy extend it with zeros."""
     try:
-        with warnings.catch_warnings():
+        with open(path, "rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that a damaged header might be one of Python 2
-            return np.lib.format.open_memmap(path, mode=mode)
+            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+            shape, fortran, dtype = read[np.lib.format.read_magic(file)](file)
+            return _Header(shape, dtype, fortran, file.tell(), os.fstat(file.fileno()).st_size)
     except FileNotFoundError:
         raise
     except _HEADER_ERRORS as error:
@@ -247,9 +266,9 @@ def _map(path: Path, mode: Literal["r", "r+"], remedy: str) -> np.memmap:
         ) from error
 
 
-def _size(offset: int, array_bytes: int, summed_rows: int) -> int:
-    end = offset + array_bytes
-    return end if not summed_rows else end + -end % _ALIGNMENT + 8 * summed_rows
+def _with_sums(end: int, rows: int) -> int:
+    """Size of a file whose array ends at byte `end`, with its checksums."""
+    return end + -end % _ALIGNMENT + 8 * rows
 
 
 def _parts(rows: np.ndarray, array: np.ndarray) -> list[np.ndarray]:

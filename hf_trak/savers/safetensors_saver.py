@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_trak.errors import StoreError
 from hf_trak.savers.atomic import safe_name
 from hf_trak.savers.base import AbstractSaver, ModelIDException, deleted_grads
 from hf_trak.savers.finalized_files import FinalizedFiles
@@ -128,8 +129,7 @@ class SafetensorsSaver(AbstractSaver):
     def save_scores(self, exp_name: str) -> None:
         info = self.experiments[safe_name(exp_name, "exp_name")]
         scores = torch.as_tensor(self.current_store[f"{exp_name}_scores"])
-        settings = {str(model_id): dict(self.finalized_with(model_id) or {}) for model_id in info["model_ids"]}
-        self.files.write_scores(exp_name, scores, info["model_ids"], settings)
+        self.files.write_scores(exp_name, scores, info["model_ids"])
 
     def del_grads(self, model_id: int, target: bool = False) -> None:
         if target:
@@ -162,19 +162,22 @@ class SafetensorsSaver(AbstractSaver):
         return self.current_store["grads"].read_all()[0]
 
     def finalized_with(self, model_id: int) -> Mapping[str, Any] | None:
-        """See [`AbstractSaver`]. Features of other gradients than those that are there now do not count."""
+        """See [`AbstractSaver`].
+
+        Raises:
+            StoreError: the gradients are others than those that the features were computed from.
+        """
         saved = self.files.read_settings(model_id)
         if saved is None:
             return None
         if not saved["grads_deleted"]:
             shards = self.store.train(model_id)
             if shards.complete and shards.content_hash != saved["content"]:
-                self.logger.warning(
-                    "The features of model id %d were computed from other rows than those in %s.",
-                    model_id,
-                    shards.directory,
+                raise StoreError(
+                    f"{self.files.settings_path(model_id)} describes features of other rows than those in "
+                    f"{shards.path(0)}. Expected the same. Restore the one that was exchanged; if rows were computed "
+                    "anew, delete it and call `finalize_features` again."
                 )
-                return None
         return saved["settings"]
 
     def write_features(self, features: Tensor, settings: Mapping[str, Any]) -> None:

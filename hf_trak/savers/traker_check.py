@@ -104,6 +104,7 @@ def _partials(shards: ShardSet) -> Iterator[Finding]:
 def _scores(files: FinalizedFiles, name: str) -> Iterator[Finding]:
     path = files.scores_path(name)
     if not path.exists():
+        yield Finding(path, "missing", "the scores of this experiment are not computed", _SCORE)
         return
     try:
         scores = files.read_scores(name, verify=True)
