@@ -537,3 +537,15 @@ def test_a_collator_that_flattens_rows_is_left_to_whoever_counts_them() -> None:
     rows, collate = documents(5, 7), DataCollatorWithFlattening(return_tensors="pt")
     computer = make_gradient_computer("auto", llama(), CausalLMModelOutput())
     assert len(streamed(computer, dict(collate(rows)), collate, rows)) == 1
+
+
+def test_a_collator_that_takes_no_single_row_is_told_so() -> None:
+    rows, pad = documents(6, 6), DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+    computer = make_gradient_computer("auto", llama(), CausalLMModelOutput())
+
+    def collate(part: list[Any]) -> Any:
+        return pad(part[1:] if len(part) == 1 else part)
+
+    with pytest.raises(Exception) as caught:  # whatever transformers raises for no rows
+        streamed(computer, dict(collate(rows)), collate, rows)
+    assert "row 0 of a batch was collated alone" in "".join(caught.value.__notes__)

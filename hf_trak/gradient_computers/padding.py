@@ -90,7 +90,15 @@ class PaddingSearch:
         other = None
         rows = self._candidates(split)
         for row in rows:
-            found = RowAlone.of(split, row, collated_alone(row))
+            try:
+                alone = collated_alone(row)
+            except Exception as error:
+                error.add_note(
+                    f"This happened when row {row} of a batch was collated alone, to see whether its padding matters. "
+                    "A data collator has to take any number of rows."
+                )
+                raise
+            found = RowAlone.of(split, row, alone)
             if found is not None and found.padded:
                 return found
             other = other or found
