@@ -16,7 +16,8 @@ from traker_runs import SAVERS, findings
 
 from hf_trak.errors import StoreError
 from hf_trak.savers import mmap_directory, store
-from hf_trak.savers.mmap_saver import read_scores, upgrade_mmap, verify_mmap
+from hf_trak.savers.mmap_saver import read_scores, upgrade_mmap
+from hf_trak.savers.safetensors_saver import upgrade_traker
 from hf_trak.traker import TRAKer
 
 GOLDEN = Path(__file__).parent / "data" / "format-1"
@@ -87,33 +88,45 @@ def test_a_run_of_format_1_is_finished_in_its_format(golden: Path, kind: str) ->
         assert "checksum" not in json.loads(path.read_text()), path
 
 
-@pytest.mark.parametrize("kind", ["mmap"])
+UPGRADES = {"mmap": upgrade_mmap, "safetensors": upgrade_traker}
+
+
+@pytest.mark.parametrize("kind", SAVERS)
 def test_upgrading(golden: Path, kind: str, caplog: Any) -> None:
-    expected = torch.tensor(EXPECTED[NAMES[kind]])
-    upgrade_mmap(golden)
-    assert {one.state for one in verify_mmap(golden)} == {"intact", "missing"}  # of model id 2 rows are missing
+    expected, upgrade = torch.tensor(EXPECTED[NAMES[kind]]), UPGRADES[kind]
+    upgrade(golden)
+    assert {one.state for one in findings(golden, kind)} == {"intact", "missing"}  # of model id 2 rows are missing
     files = {path: path.read_bytes() for path in golden.rglob("*") if path.is_file()}
-    mmap_directory._warned.clear()
+    for warned in (mmap_directory._warned, store._warned_directories):
+        warned.clear()
     caplog.clear()
     with caplog.at_level(logging.WARNING, "hf_trak"):
-        upgrade_mmap(golden)
+        upgrade(golden)
         assert {path: path.read_bytes() for path in golden.rglob("*") if path.is_file()} == files
         traker = open_golden(golden, kind)
         assert torch.equal(saved_scores(traker, kind), expected)
         assert close(traker.finalize_scores("golden", [0, 1]), expected)
+        traker.load_checkpoint(old.state(2), 2)
+        assert np.flatnonzero(traker.saver.featurized()).tolist() == list(range(old.HALF))
     assert not caplog.records
-    for name in ("grads", "out_to_loss", "features"):
-        data = bytearray((golden / "0" / f"{name}.mmap").read_bytes())
-        data[150] ^= 1
-        (golden / "0" / f"{name}.mmap").write_bytes(data)
-        assert f"{name}.mmap" in {one.path.name for one in verify_mmap(golden) if one.state == "damaged"}
+    for path in [path for path in golden.rglob("*") if path.is_file() and path.suffix in (".mmap", ".safetensors")]:
+        if path.parent.name == "2" or path.stem.endswith(("is_scored", "is_featurized")):
+            continue  # not complete, or without rows
+        data = bytearray(path.read_bytes())
+        data[-130] ^= 1
+        path.write_bytes(data)
+        assert path in {one.path for one in findings(golden, kind) if one.state == "damaged"}
+        data[-130] ^= 1
+        path.write_bytes(data)
 
 
-@pytest.mark.parametrize("kind", ["mmap"])
+@pytest.mark.parametrize("kind", SAVERS)
 def test_an_upgrade_that_was_killed_goes_on(golden: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each file that it writes; in between, the directory is one of format 1 that may be used and changed."""
+    """At each file that it writes. In between, a directory of MmapSaver is one of format 1 that may be used and
+    changed; one of SafetensorsSaver is that, too, until files are exchanged, and is then refused until that is done.
+    """
     expected, replace = torch.tensor(EXPECTED[NAMES[kind]]), os.replace
-    steps = 0
+    steps, used, refused = 0, 0, 0
     while True:
         count = 0
 
@@ -124,9 +137,9 @@ def test_an_upgrade_that_was_killed_goes_on(golden: Path, kind: str, monkeypatch
             count += 1
             replace(*args)
 
-        monkeypatch.setattr("hf_trak.savers.atomic.os.replace", counted)
+        monkeypatch.setattr("hf_trak.savers.atomic.os.replace", counted)  # this is `os.replace` everywhere
         try:
-            upgrade_mmap(golden)
+            UPGRADES[kind](golden)
         except KeyboardInterrupt:
             pass
         else:
@@ -134,13 +147,19 @@ def test_an_upgrade_that_was_killed_goes_on(golden: Path, kind: str, monkeypatch
         finally:
             monkeypatch.setattr("hf_trak.savers.atomic.os.replace", replace)
         steps += 1
-        traker = open_golden(golden, kind)
+        try:
+            traker = open_golden(golden, kind)
+        except StoreError as error:
+            assert kind == "safetensors" and "hf-trak upgrade" in str(error)
+            steps, refused = 1, refused + 1  # one file is exchanged per call
+            continue
+        used += 1
         assert torch.equal(saved_scores(traker, kind), expected)
         traker.load_checkpoint(old.state(2), 2)
-        traker.featurize(old.rows(6 + steps % 4, 7 + steps % 4), inds=[6 + steps % 4])
-        assert not {one.path for one in verify_mmap(golden) if one.state == "damaged"}
-    assert steps >= 12
-    assert {one.state for one in verify_mmap(golden)} <= {"intact", "missing"}
+        traker.featurize(old.rows(6 + steps % 3, 7 + steps % 3), inds=[6 + steps % 3])
+        assert not {one.path for one in findings(golden, kind) if one.state == "damaged"}
+    assert used >= 8 and (refused >= 8) == (kind == "safetensors")
+    assert {one.state for one in findings(golden, kind)} <= {"intact", "missing"}
     assert torch.equal(saved_scores(open_golden(golden, kind), kind), expected)
 
 

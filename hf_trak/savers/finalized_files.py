@@ -214,6 +214,16 @@ class FinalizedFiles:
             )
         return scores
 
+    def scores_members(self, experiment: str) -> list[int]:
+        """The model ids that the saved scores of an experiment are averaged over. Raises as `read_scores`."""
+        shape = (self.plan.n_rows, self.experiment(experiment)["num_targets"])
+        specs = {"scores": TensorSpec(shape, (torch.float32,))}
+        path, identity = self.scores_path(experiment), self._scores_identity(experiment)
+        found = read_header(path, identity, specs, self.store.version).get("model_ids")
+        if not isinstance(found, list) or not all(type(model_id) is int for model_id in found):
+            raise StoreError(f"{path} says the model ids {found!r}; expected numbers. Call `finalize_scores` again.")
+        return found
+
     def _member(self, model_id: int) -> dict[str, Any]:
         """What scores depend on of a model id: its weights, gradients, and the settings of its features."""
         saved = self.read_settings(model_id) or {}

@@ -26,12 +26,13 @@ from hf_trak.savers.atomic import safe_name
 from hf_trak.savers.base import AbstractSaver, ModelIDException, deleted_grads
 from hf_trak.savers.finalized_files import FinalizedFiles
 from hf_trak.savers.partial import RowWriter
-from hf_trak.savers.run_metadata import comparison
+from hf_trak.savers.run_metadata import IDENTITY_FORMAT, comparison
 from hf_trak.savers.shard_set import ShardSet, check_finite
 from hf_trak.savers.store import FeatureStore, checked_count, checked_model_id
 from hf_trak.savers.traker_check import verify_traker
+from hf_trak.savers.traker_upgrade import require_upgraded, upgrade_traker
 
-__all__ = ["SHARD_BYTES", "UNRECORDED", "SafetensorsSaver", "verify_traker"]
+__all__ = ["SHARD_BYTES", "UNRECORDED", "SafetensorsSaver", "upgrade_traker", "verify_traker"]
 
 SHARD_BYTES = 64 * 2**20
 """Size of a shard's gradients. Small enough that finishing one does not hold up a run, large enough to keep files
@@ -76,12 +77,20 @@ class SafetensorsSaver(AbstractSaver):
         }
         in_format_1 = {**getattr(metadata, "in_format_1", self.metadata), **sizes}
         self.metadata |= sizes
-        compare = {key: comparison(key) for key in self.metadata}
-        self.store = FeatureStore.open(self.save_dir, self.metadata, lambda: in_format_1, compare)
+        self.store = self._open_store(in_format_1)
         self.files = FinalizedFiles(self.store)
         if load_from_save_dir:
             self.model_ids = {model_id: self._describe(model_id) for model_id in self.store.model_ids}
         self.experiments = {name: self.files.experiment(name) for name in self.store.experiments}
+
+    def _open_store(self, in_format_1: dict[str, Any]) -> FeatureStore:
+        require_upgraded(self.save_dir)
+        given, compare = self.metadata, {key: comparison(key) for key in self.metadata}
+        if (self.save_dir / FeatureStore.CONFIG_FILE).exists():
+            saved = FeatureStore.load(self.save_dir).config
+            if saved.get(IDENTITY_FORMAT) == 1:  # what was upgraded knows no more than before
+                given = {key: value for key, value in in_format_1.items() if key in saved} | {IDENTITY_FORMAT: 1}
+        return FeatureStore.open(self.save_dir, given, lambda: in_format_1, compare)
 
     def register_model_id(self, model_id: int, _allow_featurizing_already_registered: bool = False) -> None:
         model_id = checked_model_id(model_id)
