@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_trak.errors import GradientEngineError, NonFiniteError
+from hf_trak.errors import GradientEngineError, NonFiniteError, PeerProcessError
 from hf_trak.gradient_computers import (
     FunctionalGradientComputer,
     HookedGradientComputer,
@@ -290,7 +290,17 @@ def test_an_engine_chosen_by_name_says_how_it_failed(engine: str, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), NonFiniteError("row 3"), torch.OutOfMemoryError("CUDA out of memory"), SystemExit()]
+    "error",
+    [
+        KeyboardInterrupt(),
+        SystemExit(),
+        NonFiniteError("row 3"),
+        PeerProcessError("rank 1"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        TimeoutError("an alarm of the user's"),
+        OSError(28, "No space left on device"),
+    ],
 )
 @pytest.mark.parametrize("engine", ["auto", "hooked"])
 def test_what_is_not_the_engines_fault_ends_the_search(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hf_trak.errors import GradientEngineError, NonFiniteError
+from hf_trak.errors import GradientEngineError, NonFiniteError, PeerProcessError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import without_caches
@@ -27,6 +27,8 @@ ENGINES: dict[str, Callable[..., AbstractGradientComputer]] = {
     "iterative": IterativeGradientComputer,
 }
 """The engines by name, in the order in which `auto` tries them."""
+
+_NOT_OF_ENGINES = (NonFiniteError, PeerProcessError, OSError, MemoryError)  # a TimeoutError is an OSError
 
 
 def engines_of(engine: str) -> tuple[str, ...]:
@@ -154,9 +156,10 @@ class AutoGradientComputer(AbstractGradientComputer):
 
         Raises:
             GradientEngineError: the engine was chosen by name, or no other is left.
-            Exception: the error itself, if it is not the engine's: memory ran out, or a gradient is not finite.
+            Exception: the error itself, if it is not the engine's: memory or time ran out, the system or another
+                process failed, or a gradient is not finite.
         """
-        if is_out_of_memory(error) or isinstance(error, NonFiniteError):
+        if is_out_of_memory(error) or isinstance(error, _NOT_OF_ENGINES):
             raise error  # another engine would be slower, not more right
         unexpected = not isinstance(error, GradientEngineError)
         reason = f"{type(error).__name__}: {error}" if unexpected else str(error)
