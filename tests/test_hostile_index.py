@@ -18,7 +18,7 @@ from hub_server import TOKEN, Hub, client, hub
 from huggingface_hub import constants, snapshot_download
 from test_hub_attributor import OPTIONS, Published, full
 from test_hub_attributor import one_thread as one_thread
-from test_hub_hostile import below
+from test_hub_hostile import below, resealed
 from test_hub_index import make_store
 
 from hf_trak import TrakAttributor
@@ -29,6 +29,7 @@ from hf_trak.hub.files import LocalFiles
 from hf_trak.hub.index_store import checksums_of, open_index
 from hf_trak.hub.manifest import IndexManifest, PublishedCheckpoint
 from hf_trak.hub.redaction import address_without_secrets, without_secrets
+from hf_trak.savers import FeatureStore
 from hf_trak.savers.sealed import content_digest, sealed_bytes
 
 __all__ = ["client", "hub"]  # fixtures
@@ -260,8 +261,6 @@ def test_repos_of_models_are_published(hub: Hub, client: Path, tmp_path: Path) -
     push_index(cached, "tester/cached", token=TOKEN)
     assert name_of("tester/cached") == "my/model"
     shutil.rmtree(Path(constants.HF_HUB_CACHE, "models--my--model"))
-    from hf_trak.savers import FeatureStore
-
     pull_index("tester/cached", tmp_path / "pulled")
     push_index(FeatureStore.load(tmp_path / "pulled"), "tester/fork", token=TOKEN)
     assert name_of("tester/fork") == "my/model"
@@ -382,7 +381,7 @@ def index(tmp_path: Path, **changes: Any) -> Path:
     """A whole index of one checkpoint in a directory, without a Hub; `changes` to its configuration."""
     store = make_store(tmp_path / "index", ids=(0,))
     published = PublishedCheckpoint(f"{0:032x}", None, checksums_of(store.train(0)))
-    manifest = IndexManifest({0: published}, {"lambda_relative": 0.3})
+    manifest = IndexManifest({0: published}, {"lambda_relative": 0.3}, config=store.config_hash)
     (tmp_path / "index" / "trak_index.json").write_bytes(sealed_bytes(manifest.to_json()))
     if changes:
         write_config(tmp_path / "index", **changes)
@@ -402,7 +401,15 @@ def with_many_parameters(tmp_path: Path) -> Path:
 
 
 def with_the_most_parameters(tmp_path: Path) -> Path:
-    return index(tmp_path, parameters=[[f"layer.{i}.weight", [3, 4], 12 * i] for i in range(1 << 17)])
+    return fitting(index(tmp_path, parameters=[[f"layer.{i}.weight", [3, 4], 12 * i] for i in range(1 << 17)]))
+
+
+def fitting(directory: Path) -> Path:
+    """With the hash of the configuration in the manifest."""
+    manifest = json.loads((directory / "trak_index.json").read_text())
+    manifest["config"] = FeatureStore.load(directory).config_hash
+    (directory / "trak_index.json").write_bytes(resealed(manifest))
+    return directory
 
 
 def with_manifest(data: bytes) -> Callable[[Path], Path]:
@@ -418,7 +425,7 @@ def with_many_checksums(tmp_path: Path) -> Path:
     """A consistent index of 10⁹ rows, as far as its JSON files say: 300,000 checksums, of which three have files."""
     directory = index(tmp_path, train_size=300_000 * 4000, shard_size=4000)
     checkpoint = {"fingerprint": "0" * 32, "references": None, "source": None, "shards": ["0" * 32] * 300_000}
-    others = {"lds": None, "settings": {}, "train_dataset": None, "weights_dtype": None}
+    others = {"config": "0" * 32, "lds": None, "settings": {}, "train_dataset": None, "weights_dtype": None}
     content = {"format_version": 2, "checkpoints": {"0": checkpoint}, **others}
     (directory / "trak_index.json").write_bytes(sealed_bytes(content))
     return directory
@@ -442,7 +449,8 @@ INDEXES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
         lambda tmp: index(tmp, train_size=10**12, shard_size=10**7), OPEN, "implies 100000 shards, and only 5 files"
     ),
     "a million million rows in three shards": (
-        lambda tmp: index(tmp, train_size=10**12, shard_size=4 * 10**11), OPEN, r"train-00000.* bytes, not 11200000000"
+        lambda tmp: fitting(index(tmp, train_size=10**12, shard_size=4 * 10**11)), OPEN,
+        r"train-00000.* bytes, not 11200000000",
     ),
     "200,000 parameters": (with_many_parameters, OPEN, "`parameters` has 200000 entries, more than 131072"),
     "as many parameters as there can be": (

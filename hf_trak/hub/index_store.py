@@ -266,7 +266,14 @@ def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
         manifest = IndexManifest.from_json(content, plan)
     except ValueError as error:
         raise refused(where, str(error)) from error
-    return IndexStore(output_dir, config, files, manifest)
+    store = IndexStore(output_dir, config, files, manifest)
+    if manifest.config not in (None, store.config_hash):
+        raise refused(
+            where,
+            f"it belongs to the configuration {manifest.config}, and {FeatureStore.CONFIG_FILE} has the hash "
+            f"{store.config_hash}: files of two indexes were mixed, or one of them was edited",
+        )
+    return store
 
 
 def _checked_config(files: IndexFiles) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     {
       "checksum": of all other keys, see `hf_trak.savers.sealed`,
       "format_version": 2,
+      "config": the hash of the configuration that it belongs to,
       "checkpoints": {"0": {"fingerprint": …, "source": "hf://user/model@revision" or null, "shards": [checksum, …],
                             "references": checksum or null}},
       "settings": {λ, engine, batch size and what else changes scores or their rounding},
@@ -104,18 +105,29 @@ class TrainSource:
 
 @dataclass(frozen=True)
 class IndexManifest:
-    """The content of `trak_index.json`, checked."""
+    """The content of `trak_index.json`, checked.
+
+    Attributes:
+        checkpoints: by model id.
+        settings: fields of `TrakConfig`, see [`SETTINGS`].
+        weights_dtype: in which weights have to be loaded to have their fingerprint.
+        train_dataset: the training rows.
+        lds: the linear datamodeling score, if it was measured.
+        config: the hash of the configuration beside it; `None` in manifests of version 1.
+    """
 
     checkpoints: dict[int, PublishedCheckpoint]
     settings: dict[str, Any] = field(default_factory=dict)
     weights_dtype: str | None = None
     train_dataset: TrainSource | None = None
     lds: float | None = None
+    config: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, without the checksum."""
         return {
             "format_version": MANIFEST_VERSION,
+            "config": self.config,
             "checkpoints": {
                 str(model_id): {
                     "fingerprint": checkpoint.fingerprint,
@@ -158,7 +170,9 @@ class IndexManifest:
         if not isinstance(settings, dict) or set(settings) - set(SETTINGS):
             raise ValueError(f"`settings` is {shown(settings)}, not an object with some of {list(SETTINGS)}")
         _check_settings(settings)
-        dtype, lds = content.get("weights_dtype"), content.get("lds")
+        dtype, lds, config = content.get("weights_dtype"), content.get("lds"), content.get("config")
+        if (config is None) != (version == 1) or not (config is None or _is_digest(config)):
+            raise ValueError(f"`config` is {shown(config)}, not 32 hex digits")
         if dtype is not None and dtype not in _DTYPES:
             raise ValueError(f"`weights_dtype` is {shown(dtype)}, not null or one of {list(_DTYPES)}")
         if lds is not None and (isinstance(lds, bool) or not isinstance(lds, int | float) or not -1 <= lds <= 1):
@@ -169,6 +183,7 @@ class IndexManifest:
             dtype,
             _train_source(content.get("train_dataset")),
             lds,
+            config,
         )
 
 
@@ -179,6 +194,10 @@ def _check_settings(settings: dict[str, Any]) -> None:
         raise ValueError(f"`label_names` is {shown(labels)}, not null or a list of names")
     if not isinstance(settings.get("remove_unused_columns", True), bool):
         raise ValueError(f"`remove_unused_columns` is {shown(settings['remove_unused_columns'])}, not true or false")
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
 
 def _model_id(key: str) -> int:
@@ -196,7 +215,7 @@ def _checkpoint(key: str, value: Any, plan: ShardPlan) -> PublishedCheckpoint:
         raise ValueError(f"checkpoint {key} has {count} shards, not the {len(plan)} that the configuration implies")
     references = value.get("references")
     for digest in (value.get("fingerprint"), *shards, *([] if references is None else [references])):
-        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        if not _is_digest(digest):
             raise ValueError(f"checkpoint {key} has the digest {shown(digest)}, not 32 hex digits")
     source = value.get("source")
     return PublishedCheckpoint(

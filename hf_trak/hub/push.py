@@ -323,7 +323,8 @@ def _manifest(
             references_checksum(store, model_id),
         )
     values = settings.to_dict()
-    manifest = IndexManifest(published, {name: values[name] for name in SETTINGS}, weights_dtype, train_dataset, lds)
+    kept = {name: values[name] for name in SETTINGS}
+    manifest = IndexManifest(published, kept, weights_dtype, train_dataset, lds, store.config_hash)
     # What the reader would refuse is not published.
     return IndexManifest.from_json(sealed(manifest.to_json()), store.train(ids[0]).plan)
 

@@ -1,0 +1,177 @@
+"""Whatever happens to the files of a published index on their way: the same scores, or a refusal that names a file."""
+
+import importlib.util
+import itertools
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from damage import Damage, swapped
+from hub_server import TOKEN, Hub, client, hub
+from mutations import mutations
+from test_hub_hostile import resealed
+
+from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.errors import HfTrakError
+
+__all__ = ["client", "hub"]  # fixtures
+
+DATA = Path(__file__).parent / "data"
+_spec = importlib.util.spec_from_file_location("format_1", DATA / "format_1.py")
+assert _spec is not None and _spec.loader is not None
+golden: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(golden)
+
+OPTIONS: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True}
+UNREAD = ("README.md", ".gitattributes", "checkpoint.json")
+"""Files of an index that scores do not depend on."""
+
+
+def publish(hub: Hub, directory: Path, seed: int) -> None:
+    """An index of two checkpoints, on the Hub and as files in a directory."""
+    args = TrakConfig(
+        output_dir=str(directory / "run"), proj_dim=8, shard_size=4, per_device_batch_size=4, seed=seed, **OPTIONS
+    )
+    rows = golden.rows(0, golden.N)
+    attributor = TrakAttributor(golden.network(), args, train_dataset=rows, task="image_classification")
+    attributor.featurize([golden.state(0), golden.state(1)]).push_to_hub("tester/index", token=TOKEN)
+    for name, data in hub.dataset("tester/index").items():
+        (directory / "index" / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / "index" / name).write_bytes(data)
+
+
+def below(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
+
+
+def scores_of(name: str, work: Path) -> np.ndarray:
+    """Of three targets over both checkpoints, from an index whose files nobody has read before."""
+    shutil.rmtree(work, ignore_errors=True)
+    states = [golden.state(0), golden.state(1)]
+    attributor = TrakAttributor.from_pretrained(
+        name, golden.network(), checkpoints=states, output_dir=str(work), **OPTIONS
+    )
+    scored = attributor.attribute(golden.rows(100, golden.M), top_k=None)
+    return np.stack(scored.with_format("numpy")["trak_scores"][:])
+
+
+def check(
+    intact: Path, workspace: Path, damages: Iterable[Damage], result: Callable[[Path], np.ndarray]
+) -> Counter[str]:
+    """Do each damage to a copy; count what came of them."""
+    expected = result(intact)
+    seen: Counter[str] = Counter()
+    for damage in damages:
+        copy = workspace / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(intact, copy)
+        damage.act(copy)
+        try:
+            found = result(copy)
+        except HfTrakError as error:
+            touched = [file for file in damage.files if file.name not in UNREAD]
+            assert any(file.as_posix() in str(error) for file in touched), f"{damage}: {error}"
+            seen["refused"] += 1
+        else:
+            assert np.array_equal(found, expected), f"{damage} gives other scores in silence"
+            seen["the same"] += 1
+    return seen
+
+
+@pytest.fixture
+def published(hub: Hub, client: Path, tmp_path: Path) -> Path:
+    """The files of an index, and beside them those of one that was made with another seed."""
+    publish(hub, tmp_path / "other", seed=1)
+    publish(hub, tmp_path / "made", seed=0)
+    return tmp_path / "made" / "index"
+
+
+def over_http(hub: Hub, tmp_path: Path) -> Callable[[Path], np.ndarray]:
+    """Of a commit of its own: what is damaged is downloaded, what is not comes out of the cache."""
+
+    def result(directory: Path) -> np.ndarray:
+        hub.put("dataset", "tester/index", below(directory))
+        return scores_of("tester/index", tmp_path / "work")
+
+    return result
+
+
+def from_copy(tmp_path: Path) -> Callable[[Path], np.ndarray]:
+    return lambda directory: scores_of(str(directory), tmp_path / "work")
+
+
+@pytest.mark.parametrize(("http", "copies"), [(100, 220), pytest.param(1500, 3000, marks=pytest.mark.slow)])
+def test_mutations_of_a_published_index(
+    hub: Hub, client: Path, published: Path, tmp_path: Path, http: int, copies: int
+) -> None:
+    """Over HTTP, and of a clone."""
+    drawn = mutations(published, seed=http, foreign=tmp_path / "other" / "index")
+    for count, result in ((http, over_http(hub, tmp_path)), (copies, from_copy(tmp_path))):
+        seen = check(published, tmp_path, itertools.islice(drawn, count), result)
+        assert seen["refused"] > count // 2 and seen["the same"] > count // 10
+
+
+# -- exchanged checkpoints -------------------------------------------------------------------------------------------
+
+
+def exchange_in_manifest(directory: Path) -> None:
+    """What the manifest says of the checkpoints, under a checksum that fits: somebody has done it on purpose."""
+    path = directory / "trak_index.json"
+    content = json.loads(path.read_text())
+    checkpoints = content["checkpoints"]
+    checkpoints["0"], checkpoints["1"] = checkpoints["1"], checkpoints["0"]
+    path.write_bytes(resealed(content))
+
+
+def exchange_files(directory: Path) -> None:
+    swapped(Path("checkpoint-0"), Path("checkpoint-1")).act(directory)
+
+
+def exchange_both(directory: Path) -> None:
+    exchange_files(directory)
+    exchange_in_manifest(directory)
+
+
+@pytest.mark.parametrize("act", [exchange_files, exchange_in_manifest, exchange_both])
+def test_exchanged_ids_are_refused(hub: Hub, client: Path, published: Path, tmp_path: Path, act: Any) -> None:
+    """The random matrix depends on the id: under another one, features are those of another projection."""
+    act(published)
+    for result in (over_http(hub, tmp_path), from_copy(tmp_path)):
+        with pytest.raises(HfTrakError, match=r"checkpoint-[01]/(train-|gram)|model id|fingerprint"):
+            result(published)
+
+
+def test_exchanged_ids_in_format_1(tmp_path: Path) -> None:
+    """Its shards do not say their id; a manifest that was not changed to fit is noticed all the same."""
+    for number, act in enumerate((exchange_files, exchange_in_manifest)):
+        copy = tmp_path / str(number)
+        shutil.copytree(DATA / "format-1" / "index", copy)
+        act(copy)
+        with pytest.raises(HfTrakError, match=r"checkpoint-[01]/(train-|gram)|fingerprint"):
+            from_copy(tmp_path)(copy)
+
+
+def test_mutations_of_an_index_of_format_1(tmp_path: Path) -> None:
+    """Its JSON files have no checksums: an edit in silence can change λ, which nothing else knows."""
+    intact = DATA / "format-1" / "index"
+    expected = from_copy(tmp_path)(intact)
+    silent: Counter[str] = Counter()
+    for damage in itertools.islice(mutations(intact, seed=1), 60):
+        copy = tmp_path / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(intact, copy)
+        damage.act(copy)
+        try:
+            found = from_copy(tmp_path)(copy)
+        except HfTrakError:
+            continue
+        if not np.array_equal(found, expected):
+            silent[damage.files[0].as_posix()] += 1
+    assert set(silent) <= {"trak_index.json"}  # λ
