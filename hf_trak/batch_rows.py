@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_trak.gradient_computers import batch_size_of
 from hf_trak.modelout_functions import Batch
-from hf_trak.savers.store import checked_count
+from hf_trak.savers.checkpoint_records import checked_count
 
 
 def materialize(batch: Any) -> Batch:

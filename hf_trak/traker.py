@@ -37,8 +37,8 @@ from hf_trak.plugins import class_name, construct, projection_identity
 from hf_trak.projectors import AbstractProjector, BasicProjector, NoOpProjector, ProjectionType
 from hf_trak.savers import AbstractSaver, SafetensorsSaver
 from hf_trak.savers.atomic import safe_name
+from hf_trak.savers.checkpoint_records import checked_count, checked_model_id
 from hf_trak.savers.run_metadata import RunMetadata
-from hf_trak.savers.store import checked_count, checked_model_id
 from hf_trak.score_computers import AbstractScoreComputer, BasicScoreComputer
 
 logger = logging.getLogger(__name__)

@@ -32,6 +32,7 @@ from filelock import FileLock
 
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.savers.atomic import create_bytes, json_bytes, safe_name, write_bytes
+from hf_trak.savers.checkpoint_records import checked_count, checked_model_id
 from hf_trak.savers.row_files import seed_of
 from hf_trak.savers.run_metadata import IDENTITY_FORMAT, changes, defining
 from hf_trak.savers.sealed import (
@@ -43,7 +44,6 @@ from hf_trak.savers.sealed import (
     sealed_bytes,
     unsealed,
 )
-from hf_trak.savers.store import checked_count, checked_model_id
 
 logger = logging.getLogger(__name__)
 

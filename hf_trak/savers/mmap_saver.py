@@ -18,10 +18,10 @@ from torch import Tensor
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.savers.atomic import explained, remove_stale_temporaries, safe_name
 from hf_trak.savers.base import AbstractSaver, ModelIDException
+from hf_trak.savers.checkpoint_records import checked_count, checked_model_id
 from hf_trak.savers.mmap_check import upgrade_mmap, verify_mmap
 from hf_trak.savers.mmap_directory import EXPERIMENTS, ArrayPlan, MmapDirectory
 from hf_trak.savers.row_files import RowFile
-from hf_trak.savers.store import checked_count, checked_model_id
 
 __all__ = ["MmapSaver", "read_scores", "upgrade_mmap", "verify_mmap"]
 

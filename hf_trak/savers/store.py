@@ -26,8 +26,6 @@ import hashlib
 import json
 import logging
 import math
-import operator
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,14 +36,20 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import (
-    CheckpointMismatchError,
     ConfigMismatchError,
     IncompleteStoreError,
     NonFiniteError,
     StoreError,
 )
 from hf_trak.savers.atomic import create_bytes, differing, json_bytes, remove_stale_temporaries, safe_name
-from hf_trak.savers.sealed import content_digest, read_sealed, sealed_bytes, unsealed
+from hf_trak.savers.checkpoint_records import (
+    CheckpointRecords,
+    checked_count,
+    checked_model_id,
+    encoded,
+    read_record,
+)
+from hf_trak.savers.sealed import content_digest, read_sealed, sealed_bytes
 from hf_trak.savers.shard_set import ShardSet
 from hf_trak.savers.shards import (
     FORMAT_VERSION,
@@ -69,7 +73,6 @@ MAX_SHARDS = 1 << 20
 Comparison = Callable[[Any, Any], list[str]]
 """`(saved, given) -> lines`, one line per difference that matters."""
 
-_RESTORE = "Restore it from a copy, or featurize in another output directory."
 _RESTORE_CONFIG = (
     "It is the configuration of the whole store: restore it from a copy, or featurize in another output directory."
 )
@@ -245,28 +248,7 @@ class FeatureStore:
         Raises:
             CheckpointMismatchError: the id is tied to other weights; the store is left as it was.
         """
-        model_id = checked_model_id(model_id)
-        path = self.checkpoint_dir(model_id) / "checkpoint.json"
-        content = {
-            "config_hash": self.config_hash,
-            "fingerprint": fingerprint,
-            "model_id": model_id,
-            "source": source,
-        }
-        if path.exists() or not create_bytes(path, self.encoded(content)):
-            saved = self._read_checkpoint(model_id)
-            if saved.get("fingerprint") != fingerprint:
-                raise CheckpointMismatchError(
-                    f"Model id {model_id} is tied to the weights {saved.get('fingerprint')} (from "
-                    f"{saved.get('source')}) in {path}, but was given the weights {fingerprint} (from {source}). Give "
-                    "each checkpoint a model id of its own, or use another output directory."
-                )
-        if self.version > 1:
-            del content["source"]
-            if not create_bytes(self._member_path(model_id), self.encoded(content)):
-                self._check_member(model_id)
-        remove_stale_temporaries(path.parent)
-        remove_stale_temporaries(self.output_dir)
+        self._records.register(model_id, fingerprint, source)
 
     @property
     def model_ids(self) -> list[int]:
@@ -276,28 +258,7 @@ class FeatureStore:
             StoreError: a checkpoint that belongs to the store has vanished in part or as a whole: leaving it out of
                 an average would change every score.
         """
-        registered, directories = set(), {}
-        for path in self.output_dir.glob("checkpoint-*"):
-            if (match := _CHECKPOINT.fullmatch(path.name)) is not None:
-                if match["file"]:
-                    registered.add(int(match["id"]))
-                else:
-                    directories[int(match["id"])] = path
-        found = {model_id for model_id, path in directories.items() if (path / "checkpoint.json").exists()}
-        for model_id, path in sorted(directories.items()):
-            if model_id not in found and any(path.glob("*.safetensors")):
-                raise StoreError(
-                    f"{path / 'checkpoint.json'} is missing, and features of model id {model_id} are there. Expected "
-                    "the file that names their weights. Restore it, featurize the same checkpoint under this id again "
-                    "(finished shards stay), or delete the directory."
-                )
-        for model_id in sorted(registered - found):
-            raise StoreError(
-                f"{self.checkpoint_dir(model_id)} is missing, and {self._member_path(model_id).name} says that it "
-                "belongs here. Expected the features of every checkpoint that was featurized. Restore it, featurize "
-                "it again, or delete that file, too, if it was removed on purpose."
-            )
-        return sorted(found)
+        return self._records.ids()
 
     def checkpoint_info(self, model_id: int) -> dict[str, Any]:
         """What is known of a checkpoint: `model_id`, `fingerprint`, `source`, `config_hash`.
@@ -306,60 +267,15 @@ class FeatureStore:
             IncompleteStoreError: no checkpoint of this id is registered.
             StoreError: it was registered under another configuration.
         """
-        info = self._read_checkpoint(model_id)
-        if self.version > 1 and self._member_path(model_id).exists():
-            self._check_member(model_id)
-        return info
+        return self._records.info(model_id)
 
-    def _read_checkpoint(self, model_id: int) -> dict[str, Any]:
-        path = self.checkpoint_dir(model_id) / "checkpoint.json"
-        try:
-            info = self._read(path)
-        except FileNotFoundError as error:
-            raise IncompleteStoreError(
-                f"Model id {model_id} is not in {self.output_dir}, which has {self.model_ids or 'none'}. Featurize "
-                "the train set with this checkpoint first."
-            ) from error
-        if info.get("config_hash") != self.config_hash:
-            raise StoreError(
-                f"{path} belongs to the configuration {info.get('config_hash')}, but {self.CONFIG_FILE} next to it "
-                f"has the hash {self.config_hash}: files of two runs were mixed, or the configuration was edited. "
-                "Restore it, or use another output directory."
-            )
-        found = info.get("model_id")
-        if found != checked_model_id(model_id) or isinstance(found, bool):
-            raise StoreError(
-                f"{path} is that of model id {found!r}, and lies in the directory of model id {model_id}. Expected "
-                "features that were computed under the id of their directory, since the random projection depends on "
-                "it. Give the directory its old name, or featurize this checkpoint under another id."
-            )
-        if not isinstance(info.get("fingerprint"), str):
-            raise StoreError(f"{path} has the fingerprint {info.get('fingerprint')!r}; expected a text. {_RESTORE}")
-        return info
-
-    def _member_path(self, model_id: int) -> Path:
-        return self.output_dir / f"checkpoint-{checked_model_id(model_id)}.json"
-
-    def _check_member(self, model_id: int) -> None:
-        """Compare what the store says of a checkpoint with what its directory says."""
-        path, info = self._member_path(model_id), self._read_checkpoint(model_id)
-        said = self._read(path)
-        keys = ("config_hash", "fingerprint", "model_id")
-        if changes := differing({key: said.get(key) for key in keys}, {key: info[key] for key in keys}):
-            raise StoreError(
-                f"{path} and {path.with_suffix('') / 'checkpoint.json'} are of different checkpoints ("
-                + "; ".join(changes)
-                + "): files of two runs were mixed. Restore the directory that belongs here, or delete both and "
-                "featurize this checkpoint again."
-            )
-
-    def _read(self, path: Path) -> dict[str, Any]:
-        """A JSON file of this store, without checksum and version. Raises as `read_sealed`."""
-        return unsealed(read_sealed(path, _RESTORE, allow_unsealed=self.version == 1))
+    @property
+    def _records(self) -> CheckpointRecords:
+        return CheckpointRecords(self.output_dir, self.config_hash, self.version)
 
     def encoded(self, content: Mapping[str, Any]) -> bytes:
         """A JSON file of this store, in its format."""
-        return json_bytes(content) if self.version == 1 else sealed_bytes(content)
+        return encoded(content, self.version)
 
     # features
 
@@ -408,7 +324,7 @@ class FeatureStore:
         given = given if self.version == 1 else {**given, "name": experiment}
         path = directory / "experiment.json"
         if path.exists() or not create_bytes(path, self.encoded(given)):
-            saved = self._read(path)
+            saved = read_record(path, self.version)
             if self.version == 1:
                 given = {key: value for key, value in given.items() if key in saved}
             lines: list[str] = []
@@ -465,7 +381,7 @@ class FeatureStore:
         """
         path = self.experiment_dir(experiment) / "experiment.json"
         try:
-            info = self._read(path)
+            info = read_record(path, self.version)
         except FileNotFoundError as error:
             raise IncompleteStoreError(
                 f"Experiment {experiment!r} is not in {self.output_dir}, which has {self.experiments or 'none'}. "
@@ -579,25 +495,9 @@ class FeatureStore:
         return content
 
 
-_CHECKPOINT = re.compile(r"checkpoint-(?P<id>0|[1-9]\d{0,17})(?P<file>\.json)?")
-
 _UNKNOWN_IN_FORMAT_1 = (
     "the id of a checkpoint in its shards",
     "settings of the model besides its weights",
     "the code of functions",
     "how rows are collated",
 )
-
-
-def checked_model_id(model_id: Any) -> int:
-    """`model_id` as an `int` ≥ 0. Raises `ValueError` if it is not one."""
-    if isinstance(model_id, bool) or not hasattr(model_id, "__index__") or operator.index(model_id) < 0:
-        raise ValueError(f"`model_id` is {model_id!r}; expected an integer ≥ 0, a different one for every checkpoint.")
-    return operator.index(model_id)
-
-
-def checked_count(value: Any, name: str) -> int:
-    """`value` as an `int` ≥ 1. Raises `ValueError` if it is not one."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
-        raise ValueError(f"`{name}` is {value!r}; expected an integer of at least 1.")
-    return operator.index(value)
