@@ -1,7 +1,6 @@
 """Small runs of a report, each told apart from all others by every value in it; and saves of them that are killed."""
 
 import functools
-import itertools
 import json
 import os
 import signal
@@ -92,36 +91,48 @@ def save_format_1(run: AttributionRun, directory: Path) -> Path:
 # -- killed saves ----------------------------------------------------------------------------------------------------
 
 
+_TOUCHING = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.utime", "os.chmod", "os.link")
+"""Audit events of Python."""
+
+
 def killed_at(step: int, number: int, directory: Path) -> bool:
     """Save a run in a child that is killed right before it touches a file for the `step`-th time; whether it was."""
-    with _child(functools.partial(_save_until, step, number, directory)) as pid:
+    with _child(functools.partial(_save_until, step, number, directory, [])) as pid:
         _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     return os.WIFSIGNALED(status)
 
 
-def _save_until(step: int, number: int, directory: Path) -> None:
-    count = 0
-
+def _save_until(step: int, number: int, directory: Path, touched: list[str]) -> None:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal count
-        touches = event in (
-            "open",
-            "os.mkdir",
-            "os.rename",
-            "os.remove",
-            "os.rmdir",
-            "os.utime",
-            "os.chmod",
-            "os.link",
-        )
-        if touches and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(str(directory)):
-            count += 1
-            if count == step:
+        path = arguments[0] if event in _TOUCHING else None
+        if isinstance(path, str | Path) and str(path).startswith(str(directory)):
+            touched.append(f"{event} {arguments[1] if event == 'os.rename' else arguments[0]}")
+            if event == "open" and Path(path) == directory / "run.json" and arguments[2] & os.O_ACCMODE:
+                os._exit(2)  # it is replaced, never written to
+            if len(touched) == step:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
     build(number).save(directory)
+
+
+def steps_of(number: int, directory: Path) -> list[str]:
+    """What a save does to files, step by step."""
+    touched: list[str] = []
+    read, write = os.pipe()
+
+    def work() -> None:
+        _save_until(0, number, directory, touched)
+        with os.fdopen(write, "w") as file:
+            json.dump(touched, file)
+
+    with _child(work) as pid:
+        os.close(write)
+        with os.fdopen(read) as file:
+            text = file.read()
+        assert os.waitpid(pid, 0)[1] == 0
+    return json.loads(text)
 
 
 def killed_after(seconds: float, number: int, directory: Path) -> None:
@@ -152,26 +163,33 @@ def _child(work: Callable[[], None]) -> Iterator[int]:
 
 
 def kill_at_steps(prepare: str, number: int, stride: int, directory: str) -> int:
-    """For every `stride`-th step of a save, a directory `directory/<step>` in which it was killed there, and one in
-    which it was not. The first step that there is not.
+    """Directories `directory/<step>` in each of which a save was killed at this step: at every `stride`-th one, and at
+    all near the one that replaces `run.json`; and one in which it was not killed. How many there are.
 
     Args:
         prepare: what is there before: `nothing`, a `run`, or one of `format 1`.
         number: the run that is being saved; that before has the number 0.
+        stride: see above.
         directory: of the directories.
     """
     disable_progress_bars()
     build(number)
-    for step in itertools.count(1, stride):
-        place = Path(directory) / str(step)
+
+    def prepared(name: str) -> Path:
+        place = Path(directory) / name
         place.mkdir(parents=True)
         if prepare == "run":
             build(0).save(place)
         elif prepare == "format 1":
             save_format_1(build(0), place)
-        if not killed_at(step, number, place):
-            return step
-    raise AssertionError
+        return place
+
+    touched = steps_of(number, prepared("not killed"))
+    (commit,) = (step for step, what in enumerate(touched, 1) if what.startswith("os.rename") and "run.json" in what)
+    steps = {*range(1, len(touched) + 1, stride), *range(commit - 4, min(commit + 8, len(touched)) + 1)}
+    for step in sorted(steps):
+        assert killed_at(step, number, prepared(str(step)))
+    return len(steps)
 
 
 def kill_at_random(kills: int, seed: int, directory: str) -> list[int | None]:

@@ -135,6 +135,11 @@ def test_the_place_of_an_image_that_cannot_be_shown_has_the_reason(tmp_path: Pat
     assert (tmp_path / "grid.png").stat().st_size > 0
 
 
+def test_images_that_are_decoded_already_have_the_same_bound():
+    with pytest.raises(UnreadableImageError, match="9,000 × 9,000 pixels"):
+        PictureBook().add(PILImage.new("1", (9000, 9000)))
+
+
 def test_a_pipe_is_no_image(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.png")
     found = reasons(run_of([{"bytes": None, "path": str(tmp_path / "pipe.png")}]), tmp_path / "report.html")
@@ -192,7 +197,9 @@ def test_images_are_shown_as_the_dataset_gives_them(tmp_path: Path):
     ours, theirs = bounded(image), rows[0]["image"]
     assert (ours.size, ours.mode) == (theirs.size, theirs.mode) == ((100, 200), "L")
     assert ours.tobytes() == theirs.tobytes()
-    assert len(PictureBook().add(image).uri) < 5000
+    small = encoded(PILImage.new("RGB", (20, 10), (255, 0, 0)), "PNG", icc_profile=os.urandom(50_000))
+    for with_profile in (image, EncodedImage(data, None), EncodedImage(small, None)):
+        assert len(PictureBook().add(with_profile).uri) < 5000
     as_is = rows.cast_column("image", Image(decode=False))
     assert bounded(stored(as_is)[0]["image"]).size == (100, 200)
 
