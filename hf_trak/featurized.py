@@ -148,17 +148,27 @@ class FeaturizedModel:
         return {"train_fingerprint": self._train_fingerprint, "collation": self.collation(self.train_dataset)}
 
     def collation(self, dataset: Any) -> dict[str, Any]:
-        """What dataset, transforms, tokenizer and collator make of a few rows, each collated alone.
+        """What dataset, transforms, tokenizer and collator make of a few rows, each collated alone, since rows of
+        different sizes need not fit into one batch; or together, if the collator takes no single row.
 
         Raises:
             ValueError: it is not the same each time.
         """
         batches = self._row_batches(dataset)
 
-        def collate(rows: list[int]) -> dict[str, Any]:
+        def alone(rows: list[int]) -> dict[str, Any]:
             return {f"row {row}": batches.collated([row]) for row in rows}
 
         rows = probe_rows(len(dataset), sequential=getattr(dataset, "sequential", False))
+        collate: Callable[[list[int]], Any] = alone
+        if len(rows) > 1:
+            try:
+                alone(rows[:1])
+            except (
+                Exception
+            ) as error:  # anything that a user's collator may raise; if it takes no rows, it raises again
+                logger.debug("The collator takes no single row (%r): probed rows are collated together.", error)
+                collate = batches.collated
         check_repeatable(collate, rows)
         return collation_of(collate, rows)
 

@@ -16,6 +16,7 @@ from hf_trak.data import Collator, RowBatches, batch_rows, forward_columns
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError
 from hf_trak.gradient_computers import AbstractGradientComputer, AutoGradientComputer, make_gradient_computer
 from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.environment import without_caches
 from hf_trak.interruption import announced
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.base import Side
@@ -246,7 +247,8 @@ class Featurizer:
                 found, _ = self._features([row], batch, computer, model_id, stored.side)
                 saved = shard.grads[row - shard.start].float()
                 change = float((found[0].to(saved.device) - saved).norm() / saved.norm().clamp_min(1e-30))
-                if not change <= self._tolerance(stored.shards.dtype):
+                half = bool(getattr(computer, "half_precision", None))
+                if not change <= self._tolerance(stored.shards.dtype, half):
                     raise ConfigMismatchError(
                         f"The features of {stored.side} row {row} computed now differ by {change:.1%} of their norm "
                         f"from those in {stored.shards.path(stored.index)}, which rounding does not explain. Expected "
@@ -257,9 +259,10 @@ class Featurizer:
             if isinstance(computer, AutoGradientComputer):
                 computer.self_check = bool(checking)
 
-    def _tolerance(self, storage: torch.dtype) -> float:
+    def _tolerance(self, storage: torch.dtype, seen: bool) -> float:
+        """Of features stored in a dtype; `seen`: whether half precision was seen within `forward` (autocast)."""
         kinds = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
-        half = torch.is_autocast_enabled(self.device.type) or not kinds <= set(_FEATURE_TOLERANCE)
+        half = seen or torch.is_autocast_enabled(self.device.type) or not kinds <= set(_FEATURE_TOLERANCE)
         return (_HALF_TOLERANCE if half else _FEATURE_TOLERANCE[torch.float32]) + torch.finfo(storage).eps
 
     def batches(self, dataset: Any) -> RowBatches:
@@ -276,7 +279,8 @@ class Featurizer:
             if not rows:
                 return
             cuts = [[rows[i] for i in cut] for cut in batch_rows(0, len(rows), batch_size)]
-            self.task.prepare(self.model, (batch for _, batch in self.batches(self.train_dataset).iterate(cuts)))
+            with without_caches(self.model):
+                self.task.prepare(self.model, (batch for _, batch in self.batches(self.train_dataset).iterate(cuts)))
             write_references(self.store, model_id, self.task.references())
             references = read_references(self.store, model_id)
         if references is not None:
