@@ -72,8 +72,11 @@ class StreamedRows:
                 ended, self._iterator = self._next, None
                 raise ValueError(
                     f"The stream ended after {ended} rows; `num_rows` is {self.num_rows}. Expected at least as many "
-                    f"rows. Use `num_rows={ended}`."
+                    + (f"rows. Use `num_rows={ended}`." if ended else "rows. Is it another stream, or an empty file?")
                 ) from None
+            except BaseException:
+                self._iterator = None  # one that has failed ends, which would look like the end of the stream
+                raise
             self._check(self._next, self._last)
             self._next += 1
         return self._last

@@ -1,0 +1,50 @@
+"""Streams that break, end early, or are empty: each says what has happened, and goes on where that is possible."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, IterableDataset
+
+from hf_trak import StreamedRows
+
+
+class Broken:
+    """Rows of which one cannot be read the first time."""
+
+    def __init__(self, bad: int, times: int) -> None:
+        self.bad, self.times = bad, times
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for row in range(6):
+            if row == self.bad and self.times:
+                self.times -= 1
+                raise ConnectionError("the line broke")
+            yield {"x": row}
+
+
+def test_a_broken_line_is_not_the_end_of_a_stream() -> None:
+    """It is what it was, each time, and reading goes on once it is mended."""
+    rows = StreamedRows(Broken(bad=3, times=2), 6)
+    assert rows[2] == {"x": 2}
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match="the line broke"):
+            rows[4]
+    assert [rows[i]["x"] for i in range(6)] == list(range(6))
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_an_empty_stream_is_named(num_rows: int, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    for stream in (
+        Dataset.from_dict({"x": []}).to_iterable_dataset(),
+        IterableDataset.from_generator(lambda: iter(())),
+    ):
+        with pytest.raises(ValueError, match=r"ended after 0 rows; `num_rows` is \d.*an empty file\?"):
+            StreamedRows(stream, num_rows)[0]
+
+
+def test_a_short_stream_says_how_many_rows_it_has() -> None:
+    with pytest.raises(ValueError, match=r"ended after 6 rows; `num_rows` is 9.*Use `num_rows=6`"):
+        StreamedRows(Broken(bad=3, times=0), 9)[8]
