@@ -1,11 +1,10 @@
 """Streams that break, end early, or are empty: each says what has happened, and goes on where that is possible."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 
 from hf_trak import StreamedRows
 
@@ -34,15 +33,10 @@ def test_a_broken_line_is_not_the_end_of_a_stream() -> None:
     assert [rows[i]["x"] for i in range(6)] == list(range(6))
 
 
-@pytest.mark.parametrize("num_rows", [1, 5])
-def test_an_empty_stream_is_named(num_rows: int, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("")
-    for stream in (
-        Dataset.from_dict({"x": []}).to_iterable_dataset(),
-        IterableDataset.from_generator(lambda: iter(())),
-    ):
-        with pytest.raises(ValueError, match=r"ended after 0 rows; `num_rows` is \d.*an empty file\?"):
-            StreamedRows(stream, num_rows)[0]
+@pytest.mark.parametrize("stream", [[], IterableDataset.from_generator(lambda: iter(()))], ids=["list", "datasets"])
+def test_an_empty_stream_is_named(stream: Any) -> None:
+    with pytest.raises(ValueError, match=r"ended after 0 rows; `num_rows` is 5.*an empty file\?"):
+        StreamedRows(stream, 5)[0]
 
 
 def test_a_short_stream_says_how_many_rows_it_has() -> None:
