@@ -9,6 +9,7 @@ from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.output import answer, size
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.progress import duration
+from hf_trak.report.run_leftovers import run_leftovers
 from hf_trak.savers.leftovers import Leftover, leftovers
 
 
@@ -46,7 +47,9 @@ def run(argv: Sequence[str]) -> None:
     directory = Path(args.output_dir)
     if not directory.is_dir():
         raise FileNotFoundError(f"`output_dir` is {args.output_dir!r}, which is no directory. Expected one. Name it.")
-    found = leftovers(directory)
+    runs = [directory, *sorted(directory.glob("scores/*"))]
+    found = [*leftovers(directory), *(one for run in runs for one in run_leftovers(run))]
+    found = list({one.path: one for one in found}.values())
     gone = [one for one in found if (args.everything or (args.remove and one.removable)) and one.remove()]
     content: dict[str, Any] = {
         "output_dir": str(directory),

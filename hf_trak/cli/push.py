@@ -8,7 +8,7 @@ from hf_trak.cli.build import is_copy, remembered
 from hf_trak.cli.output import answer
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.config import TrakConfig
-from hf_trak.report.run import find_run
+from hf_trak.report.run import AttributionRun
 
 
 @dataclass
@@ -30,7 +30,11 @@ class PushArguments:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Publish an index, and the scores of a run."""
+    """Publish an index, and the scores of a run.
+
+    Raises:
+        ValueError: there are not as many checkpoints as the index has.
+    """
     args, output = parse_yaml_and_args(
         (PushArguments, OutputArguments),
         argv,
@@ -38,7 +42,6 @@ def run(argv: Sequence[str]) -> None:
         description="Publish an attribution index as a dataset repo. The same command again resumes.",
     )
     from hf_trak.hub import push_index, push_scores
-    from hf_trak.hub.safe_loading import load_saved_dataset
     from hf_trak.savers import FeatureStore
 
     store = FeatureStore.load(args.output_dir)
@@ -66,7 +69,7 @@ def run(argv: Sequence[str]) -> None:
     )
     content = {"repo_id": args.repo_id, "commit": commit.oid, "url": commit.commit_url}
     if args.scores is not None:
-        scored = load_saved_dataset(find_run(args.scores) / "scored")
+        scored = AttributionRun.load(args.scores).scored
         pushed = push_scores(
             scored, args.repo_id, private=args.private or None, revision=args.revision, index=args.repo_id,
             model_name=args.model_name,

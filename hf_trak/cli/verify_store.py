@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
         "anything is damaged.",
     )
     directory = Path(args.output_dir)
-    findings = list(findings_of(directory))
+    findings = list({(one.path, one.state): one for one in findings_of(directory)}.values())
     counts: Counter[str] = Counter(one.state for one in findings)
     content: dict[str, Any] = {
         "output_dir": str(directory),

@@ -76,12 +76,15 @@ def check_seal(content: Mapping[str, Any], path: Path | str, remedy: str = "") -
     """
     if not is_sealed(content):
         return
-    found = content_digest(content)
+    remedy = remedy or "Restore it from a copy, or delete it and run the same command again."
+    try:
+        found = content_digest(content)
+    except (ValueError, RecursionError) as error:  # NaN, or a number without end
+        raise StoreError(f"{path} is damaged: {error}. Expected the file as hf_trak wrote it. {remedy}") from error
     if content.get(CHECKSUM_KEY) != found:
         raise StoreError(
             f"{path} is damaged: the checksum of its content is {found}, the file says "
-            f"{content.get(CHECKSUM_KEY)!r}. Expected the file as hf_trak wrote it. "
-            f"{remedy or 'Restore it from a copy, or delete it and run the same command again.'}"
+            f"{content.get(CHECKSUM_KEY)!r}. Expected the file as hf_trak wrote it. {remedy}"
         )
 
 
