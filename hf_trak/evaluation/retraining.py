@@ -24,7 +24,8 @@ from hf_trak.evaluation.retraining_check import DATASET, upgrade_retraining, ver
 from hf_trak.evaluation.retraining_files import RetrainingFiles, subset_digest, training_seed
 from hf_trak.interruption import announced
 from hf_trak.processes import Processes
-from hf_trak.savers.atomic import atomic_path, remove_stale_temporaries
+from hf_trak.savers.atomic import atomic_path
+from hf_trak.savers.leftovers import remove_stale
 from hf_trak.scored_dataset import fixed_size_list
 
 __all__ = [
@@ -94,8 +95,7 @@ def retrain_on_subsets(
 
     def missing() -> list[int]:
         files = RetrainingFiles.open(directory, config)
-        remove_stale_temporaries(directory)
-        remove_stale_temporaries(directory / "trainings")
+        remove_stale(directory)
         present = [files.path(*training).is_file() for training in wanted]
         for (subset, repeat), there in zip(wanted, present, strict=True):
             if there:

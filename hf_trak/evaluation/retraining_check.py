@@ -9,6 +9,7 @@ import pyarrow as pa
 from hf_trak.errors import HfTrakError, IncompleteStoreError, StoreError
 from hf_trak.evaluation.retraining_files import CONFIG, RetrainingFiles, subset_digest, training_seed
 from hf_trak.savers.findings import Finding
+from hf_trak.savers.leftovers import leftovers
 from hf_trak.savers.sealed import write_sealed
 
 DATASET = "retrained.arrow"
@@ -67,8 +68,8 @@ def verify_retraining(directory: Path) -> Iterator[Finding]:
         yield Finding(directory / DATASET, "damaged", problem, "`retrain_on_subsets` writes it anew at every call.")
     elif table is not None:
         yield Finding(directory / DATASET, "intact")
-    for leftover in sorted(directory.rglob(".hf_trak-tmp-*")):
-        yield Finding(leftover, "leftover", "a temporary file of a process that died", "Delete it.")
+    for one in leftovers(directory):
+        yield Finding(one.path, "leftover", f"{one.size} bytes", "`hf-trak clean` removes it.")
 
 
 def upgrade_retraining(directory: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import IncompleteStoreError, StoreError
-from hf_trak.savers.atomic import differing, remove_stale_temporaries, safe_name, write_bytes
+from hf_trak.savers.atomic import differing, safe_name, write_bytes
 from hf_trak.savers.sealed import content_digest, read_sealed, unsealed
 from hf_trak.savers.shards import Identity, ShardPlan, TensorSpec, read_header, read_tensors, write_tensors
 from hf_trak.savers.store import FeatureStore, checked_count
@@ -189,7 +189,6 @@ class FinalizedFiles:
         if self.store.version > 1:
             extra["members"] = {str(model_id): self._member(model_id) for model_id in extra["model_ids"]}
         write_tensors(path, {"scores": scores}, self._scores_identity(experiment), self.store.version, **extra)
-        remove_stale_temporaries(path.parent)
 
     def read_scores(self, experiment: str, verify: bool | None = None) -> Tensor:
         """The saved scores `(n, m)` of an experiment, memory-mapped.

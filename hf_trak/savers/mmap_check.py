@@ -9,6 +9,7 @@ import xxhash
 
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.savers.findings import Finding
+from hf_trak.savers.leftovers import leftovers
 from hf_trak.savers.mmap_directory import EXPERIMENTS, METADATA, ArrayPlan, MmapDirectory, is_id
 from hf_trak.savers.row_files import RowFile, add_sums
 from hf_trak.savers.run_metadata import IDENTITY_FORMAT
@@ -55,8 +56,8 @@ def verify_mmap(save_dir: Path) -> Iterator[Finding]:
         yield from _model_id(directory, model_id, experiments)
     for name, entry in sorted(experiments.items()):
         yield from _scores(directory, name, entry)
-    for leftover in sorted(save_dir.rglob(".hf_trak-tmp-*")):
-        yield Finding(leftover, "leftover", "a temporary file of a process that died", "Delete it.")
+    for one in leftovers(save_dir):
+        yield Finding(one.path, "leftover", f"{one.size} bytes", "`hf-trak clean` removes it.")
 
 
 def upgrade_mmap(save_dir: Path) -> None:

@@ -16,9 +16,10 @@ import xxhash
 from torch import Tensor
 
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
-from hf_trak.savers.atomic import explained, remove_stale_temporaries, safe_name
+from hf_trak.savers.atomic import explained, safe_name
 from hf_trak.savers.base import AbstractSaver, ModelIDException
 from hf_trak.savers.checkpoint_records import checked_count, checked_model_id
+from hf_trak.savers.leftovers import remove_stale
 from hf_trak.savers.mmap_check import upgrade_mmap, verify_mmap
 from hf_trak.savers.mmap_directory import EXPERIMENTS, ArrayPlan, MmapDirectory
 from hf_trak.savers.row_files import RowFile
@@ -60,6 +61,7 @@ class MmapSaver(AbstractSaver):
         in_format_1 = {**getattr(metadata, "in_format_1", self.metadata), **sizes}
         self.metadata |= sizes
         self.directory = MmapDirectory.open(self.save_dir, self.metadata, in_format_1)
+        remove_stale(self.save_dir)
         if load_from_save_dir:
             self.model_ids = {model_id: self.directory.read_info(model_id) for model_id in self.directory.model_ids()}
         self.experiments = self.directory.read_experiments()
@@ -92,7 +94,6 @@ class MmapSaver(AbstractSaver):
             self.directory.write_info(model_id, self.model_ids[model_id])
 
     def init_store(self, model_id: int) -> None:
-        remove_stale_temporaries(self.directory.id_path(model_id).parent)
         self.load_current_store(model_id)
 
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:

@@ -25,6 +25,7 @@ from hf_trak.errors import StoreError
 from hf_trak.savers.atomic import safe_name
 from hf_trak.savers.base import AbstractSaver, ModelIDException, deleted_grads
 from hf_trak.savers.finalized_files import FinalizedFiles
+from hf_trak.savers.leftovers import remove_stale
 from hf_trak.savers.partial import RowWriter
 from hf_trak.savers.run_metadata import IDENTITY_FORMAT, comparison
 from hf_trak.savers.shard_set import ShardSet, check_finite
@@ -79,6 +80,7 @@ class SafetensorsSaver(AbstractSaver):
         self.metadata |= sizes
         self.store = self._open_store(in_format_1)
         self.files = FinalizedFiles(self.store)
+        remove_stale(self.save_dir)
         if load_from_save_dir:
             self.model_ids = {model_id: self._describe(model_id) for model_id in self.store.model_ids}
         self.experiments = {name: self.files.experiment(name) for name in self.store.experiments}
@@ -104,6 +106,10 @@ class SafetensorsSaver(AbstractSaver):
         self.model_ids[model_id] = self._describe(model_id)
         self.current_model_id = model_id
         self.init_store(model_id)
+
+    def verify_checkpoint(self, model_id: int, fingerprint: str) -> None:
+        super().verify_checkpoint(model_id, fingerprint)
+        self.store.register_checkpoint(model_id, fingerprint)  # again, since a killed run may have done half of it
 
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
         """Nothing is kept back: every file is complete when it appears."""
