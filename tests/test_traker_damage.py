@@ -176,6 +176,15 @@ def test_a_file_that_is_changed_behind_its_time_stamp_is_read_again(tmp_path: Pa
         traker.finalize_scores("a", IDS[:2])
 
 
+@pytest.mark.parametrize("kind", SAVERS)
+def test_features_that_another_process_finalizes_anew(tmp_path: Path, kind: str) -> None:
+    """With another λ, while this one goes on: it says so, instead of taking them for its own."""
+    first = half(tmp_path, kind)
+    make(tmp_path, kind, lambda_reg=0.5).finalize_features(IDS[:2])
+    with pytest.raises(IncompleteStoreError, match=r"finalized with .*0\.5.*0\.05"):
+        first.finalize_scores("a", IDS[:2])
+
+
 # -- writes that fail -------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from data import format_1_traker as old
 from torch import Tensor
 from traker_runs import SAVERS, findings
 
-from hf_trak.errors import StoreError
+from hf_trak.errors import ConfigMismatchError, StoreError
 from hf_trak.savers import mmap_directory, store
 from hf_trak.savers.mmap_saver import read_scores, upgrade_mmap
 from hf_trak.savers.safetensors_saver import upgrade_traker
@@ -177,3 +178,42 @@ def test_an_upgrade_refuses_what_is_visibly_damaged(golden: Path, kind: str) -> 
             upgrade_mmap(golden)
         path.write_bytes(before)
     assert "checksum" not in json.loads((golden / "metadata.json").read_text())
+
+
+WRONG = [
+    ("mmap", "metadata.json", {"proj_dim": "8"}),
+    ("mmap", "metadata.json", {"feature_dtype": ["float32"]}),
+    ("mmap", "metadata.json", {"train_size": -1}),
+    ("mmap", "experiments.json", {"golden": 3}),
+    ("mmap", "experiments.json", {"golden": {"num_targets": None}}),
+    ("mmap", "experiments.json", {"golden": {}}),
+    ("mmap", "0/id_metadata.json", {"model_id": 1}),
+    ("mmap", "0/id_metadata.json", {"finalized": []}),
+    ("mmap", "0/id_metadata.json", {"finalized_with": 3}),
+    ("mmap", "0/id_metadata.json", {"fingerprint": 3}),
+    ("mmap", "0/id_metadata.json", {"grads_deleted": "no"}),
+    ("safetensors", "checkpoint-0/features.json", {"settings": 3}),
+    ("safetensors", "checkpoint-0/features.json", {"content": None}),
+    ("safetensors", "checkpoint-0/features.json", {"grads_deleted": 1}),
+    ("safetensors", "experiments/golden/experiment.json", {"num_targets": "3"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "change"), WRONG)
+def test_values_that_cannot_be_are_refused_by_name(golden: Path, kind: str, name: str, change: dict) -> None:
+    """In format 1 no checksum notices them first."""
+    path = golden / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises((StoreError, ConfigMismatchError), match=re.escape(str(path))):
+        open_golden(golden, kind).finalize_scores("golden", [0, 1])
+
+
+NO_OBJECTS = [b"", b"[1]", b"{", b"null", b"[" * 100_000, b"\xff\xfe{}", b'{"a": 1e999}x']
+
+
+@pytest.mark.parametrize("content", NO_OBJECTS, ids=range(len(NO_OBJECTS)))
+@pytest.mark.parametrize(("kind", "name"), sorted({(kind, name) for kind, name, _ in WRONG}))
+def test_what_is_no_json_object_is_refused_by_name(golden: Path, kind: str, name: str, content: bytes) -> None:
+    (golden / name).write_bytes(content)
+    with pytest.raises(StoreError, match=re.escape(str(golden / name))):
+        open_golden(golden, kind).finalize_scores("golden", [0, 1])
