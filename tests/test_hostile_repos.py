@@ -458,6 +458,30 @@ def test_cards_of_datasets_are_looked_through(tmp_path: Path) -> None:
     assert load_rows(str(tmp_path), None, None, ("train",), None)["a"][:] == [1]
 
 
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('no system turns') }}", "{{ messages.__class__.__mro__ }}", "{% for", "{{ x.y.z }}"],
+)
+def test_a_chat_template_that_fails_is_named(model: Path, template: str) -> None:
+    """It comes with the model: what it may reach is bounded by its sandbox, and its refusal is an error in words."""
+    from hf_trak.cli.preparation import _chat_tokens
+
+    edit(model / "tokenizer_config.json", chat_template=template)
+    tokenizer = load_tokenizer(str(model), "main")
+    with pytest.raises(ValueError, match="The chat template of the tokenizer fails on the messages"):
+        _chat_tokens([{"role": "user", "content": "good"}, {"role": "assistant", "content": "bad"}], tokenizer, None)
+
+
+def test_rows_that_are_no_images_and_datasets_without_rows_are_named(tmp_path: Path) -> None:
+    from hf_trak.cli.preparation import _as_rgb
+
+    with pytest.raises(ValueError, match="A row has None in the column 'photo'"):
+        _as_rgb(None, "photo")
+    Dataset.from_dict({"a": [1]}).select([]).save_to_disk(tmp_path / "rows")
+    with pytest.raises(ValueError, match="No rows can be read|has no rows"):
+        load_rows(str(tmp_path / "rows"), None, None, ("train",), None)
+
+
 def test_no_module_loads_by_name_but_one() -> None:
     """Models, tokenizers and rows are loaded by name in `safe_loading` alone; reports and retrainings read back rows
     that the library has written itself, and weights go into a model that is there."""

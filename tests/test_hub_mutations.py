@@ -1,8 +1,11 @@
 """Whatever happens to the files of a published index on their way: the same scores, or a refusal that names a file."""
 
+import contextlib
 import importlib.util
 import itertools
 import json
+import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +25,7 @@ from hf_trak.errors import HfTrakError
 from hf_trak.hub import open_repo
 from hf_trak.hub.index_store import IndexStore
 from hf_trak.processes import Processes
+from hf_trak.savers import FeatureStore
 from hf_trak.scoring import Scorer
 
 __all__ = ["client", "hub"]  # fixtures
@@ -143,6 +147,52 @@ def test_mutations_of_a_copy(hub: Hub, client: Path, published: Path, tmp_path: 
 
 def drawn(directory: Path, count: int, foreign: Path, seed: int = 0) -> Iterator[Damage]:
     return itertools.islice(mutations(directory, seed=seed, foreign=foreign), count)
+
+
+ODD = (None, -1, 0, 10**19, 1e308, "", "x" * 300, "../x", [], {}, True, [[]], {"a": {}}, [None] * 3)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.slow)])
+def test_odd_values_are_refused_in_words(hub: Hub, client: Path, published: Path, tmp_path: Path, count: int) -> None:
+    """Values of other types and sizes in the JSON files, under checksums that fit: nothing fails for want of a check.
+
+    Whoever publishes an index sets λ; all else that scores depend on has to come out as the index says.
+    """
+    rng, expected = random.Random(count), attributed(str(published), tmp_path / "work")
+    seen: Counter[str] = Counter()
+    for _ in range(count):
+        copy = tmp_path / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(published, copy)
+        path = copy / rng.choice(["trak_config.json", "trak_index.json"])
+        content = json.loads(path.read_text())
+        place, key = rng.choice([found for found in places(content) if found[1] != "checksum"])
+        before, place[key] = place[key], rng.choice(ODD)
+        path.write_bytes(resealed(content))
+        with contextlib.suppress(HfTrakError, TypeError):  # where the configuration can be read, the manifest fits it
+            manifest = json.loads((copy / "trak_index.json").read_text())
+            manifest["config"] = FeatureStore.load(copy).config_hash
+            (copy / "trak_index.json").write_bytes(resealed(manifest))
+        try:
+            found = attributed(str(copy), tmp_path / "work")
+        except HfTrakError:
+            seen["refused"] += 1
+        except ValueError as error:
+            assert re.search("was made with the task|λ is inf", str(error)), (key, before, error)
+            seen["refused"] += 1
+        else:
+            if not np.array_equal(found, expected):
+                assert key in ("lambda_reg", "lambda_relative"), (key, before)
+            seen["used"] += 1
+    assert seen["refused"] > count // 2
+
+
+def places(content: Any) -> Iterator[tuple[Any, Any]]:
+    """Every place of a value: the object or list that it is in, and its key."""
+    for key in content if isinstance(content, dict) else range(len(content)):
+        yield content, key
+        if isinstance(content[key], dict | list):
+            yield from places(content[key])
 
 
 # -- exchanged checkpoints -------------------------------------------------------------------------------------------

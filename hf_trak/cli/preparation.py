@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import ClassLabel, Dataset, Image
+from jinja2 import TemplateError
 from transformers import DataCollatorForTokenClassification
 
 from hf_trak.cli.arguments import DataArguments
@@ -55,7 +56,7 @@ def preparation(model: Any, task: str, rows: Dataset, args: DataArguments, name:
         processor = load_image_processor(name, revision)
 
         def pixels(batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-            images = [image.convert("RGB") for image in batch[column]]
+            images = [_as_rgb(image, column) for image in batch[column]]
             return {"pixel_values": processor(images, return_tensors="pt")["pixel_values"], "labels": batch["labels"]}
 
         return Preparation(lambda data: _with_labels(data, label, model).with_transform(pixels), None, processor)
@@ -74,6 +75,12 @@ def preparation(model: Any, task: str, rows: Dataset, args: DataArguments, name:
         f"Rows for the task {task!r} have to be prepared beforehand: they have the columns {rows.column_names}. "
         f"Expected one of {list(READY)} and labels, as the model takes them. Save such a dataset with `save_to_disk`."
     )
+
+
+def _as_rgb(image: Any, column: str) -> Any:
+    if not hasattr(image, "convert"):
+        raise ValueError(f"A row has {image!r:.80} in the column {column!r}. Expected an image. Leave such rows out.")
+    return image.convert("RGB")
 
 
 def _ready(rows: Dataset, name: str, revision: str) -> Preparation:
@@ -113,7 +120,7 @@ def _language(task: str, tokenizer: Any, rows: Dataset, args: DataArguments) -> 
 
     def tokens(row: Mapping[str, Any]) -> dict[str, Any]:
         if chat:
-            found: dict[str, Any] = tokenize_chat(row["messages"], tokenizer, args.max_length)
+            found = _chat_tokens(row["messages"], tokenizer, args.max_length)
         elif completion:
             found = tokenize_prompt_completion(row["prompt"], row["completion"], tokenizer, args.max_length)
         else:
@@ -127,6 +134,18 @@ def _language(task: str, tokenizer: Any, rows: Dataset, args: DataArguments) -> 
 
     collator = DataCollatorForTokenClassification(tokenizer)
     return Preparation(lambda data: data.map(tokens, desc="Tokenizing"), collator, tokenizer)
+
+
+def _chat_tokens(messages: Any, tokenizer: Any, max_length: int | None) -> dict[str, Any]:
+    """A conversation by the template of the tokenizer, which comes with the model and may refuse it."""
+    try:
+        found: dict[str, Any] = tokenize_chat(messages, tokenizer, max_length)
+    except (TemplateError, OverflowError) as error:
+        raise ValueError(
+            f"The chat template of the tokenizer fails on the messages {messages!r:.200} ({type(error).__name__}: "
+            f"{error}). Expected roles and contents that it takes. Change the rows, or name another model."
+        ) from error
+    return found
 
 
 def _text_columns(rows: Dataset, args: DataArguments) -> list[str]:

@@ -43,8 +43,12 @@ def load_rows(
     if isinstance(splits, Dataset):
         if split is not None:
             raise ValueError(f"{name!r} has no splits, but {split!r} was asked for. Leave the split out.")
-        return evenly_spaced(splits, limit)
-    return evenly_spaced(splits[_split(name, splits, split, preferred)], limit)
+        rows = splits
+    else:
+        rows = splits[_split(name, splits, split, preferred)]
+    if len(rows) == 0:
+        raise ValueError(f"{name!r} has no rows. Expected at least one. Name another dataset or split.")
+    return evenly_spaced(rows, limit)
 
 
 def _split(name: str, splits: DatasetDict, split: str | None, preferred: tuple[str, ...]) -> str:

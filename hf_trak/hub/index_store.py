@@ -293,7 +293,7 @@ def _checked_config(files: IndexFiles) -> dict[str, Any]:
     try:
         check_bounds(config)
         return FeatureStore._normalize(config)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise refused(where, str(error)) from error
 
 

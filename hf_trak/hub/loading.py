@@ -15,7 +15,8 @@ from hf_trak.data import Collator, default_collator
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, IncompleteStoreError
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.hub.files import LocalFiles, access_errors, hub_api
-from hf_trak.hub.index_store import open_index
+from hf_trak.hub.foreign_json import shown
+from hf_trak.hub.index_store import IndexStore, open_index
 from hf_trak.hub.manifest import MANIFEST_FILE, IndexManifest, checked_repo, checked_revision, refused
 from hf_trak.hub.models import HubCheckpoint, load_model
 from hf_trak.hub.pull import open_repo
@@ -306,7 +307,17 @@ def _attributed(config: Mapping[str, Any], model: torch.nn.Module, name: str) ->
 def _check_same(attributor: "TrakAttributor", store: FeatureStore, name: str) -> None:
     """Everything that defines features has to come out as the index records it."""
     given = attributor.store_config() if store.version > 1 else attributor.first_format()
-    if changes := store.changes(given, attributor.comparisons()):
+    try:
+        changes = store.changes(given, attributor.comparisons())
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if not isinstance(store, IndexStore):
+            raise
+        reason = f"{type(error).__name__}: {shown(str(error))}"
+        raise refused(
+            f"{store.CONFIG_FILE} of {name}",
+            f"what it says of model, task or rows is not what hf_trak writes ({reason})",
+        ) from error
+    if changes:
         raise ConfigMismatchError(
             f"The index {name} was made with another configuration than model, task and training dataset given here:\n"
             "  " + "\n  ".join(changes) + "\nPass those that it was made with; leave out `train_dataset` if it is not "
