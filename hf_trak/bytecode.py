@@ -5,6 +5,7 @@ import inspect
 import itertools
 import types
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 _CODE_FLAGS = (
@@ -83,14 +84,26 @@ def global_references(code: types.CodeType) -> dict[tuple[str, ...], None]:
     return {path: None for path in found if path[0] not in assigned}
 
 
+_METHOD_LOADS = ("LOAD_METHOD", "LOAD_ATTR")  # the latter from Python 3.12 on
+_CHANGING_METHODS = frozenset(
+    {"append", "appendleft", "extend", "insert", "pop", "popleft", "remove", "clear", "add", "discard", "update"}
+    | {"setdefault", "popitem"}
+)
+
+
 def stored_attributes(code: types.CodeType) -> set[str]:
-    """The attributes that code assigns, of whatever object; nested code included."""
-    return {
-        instruction.argval
-        for each in _nested(code)
-        for instruction in dis.get_instructions(each)
-        if instruction.opname == "STORE_ATTR"
-    }
+    """The attributes that code assigns, of whatever object, and those whose list, dict or set it changes by a method
+    (`self.seen.append(…)`); nested code included."""
+    found = set()
+    for each in _nested(code):
+        instructions = list(dis.get_instructions(each))
+        found |= {one.argval for one in instructions if one.opname == "STORE_ATTR"}
+        found |= {
+            one.argval
+            for one, after in pairwise(instructions)
+            if one.opname == "LOAD_ATTR" and after.opname in _METHOD_LOADS and after.argval in _CHANGING_METHODS
+        }
+    return found
 
 
 def attribute_names(code: types.CodeType) -> set[str]:

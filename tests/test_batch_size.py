@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from digit_models import DigitNet, digits, full_scores, make, relative_error, trained_net
+from safetensors.torch import load_file
 
 from hf_trak.batch_size import BatchSizeFinder
 from hf_trak.errors import GradientEngineError, StoreError
@@ -58,8 +59,12 @@ def recorded(directory: Path) -> int:
 
 
 def shards(directory: Path) -> dict[str, str]:
-    files = sorted(directory.rglob("*.safetensors"))
-    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    """The bytes of all tensors; what files say of themselves names the settings of their model."""
+    return {
+        f"{path.relative_to(directory)} {name}": hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+        for path in sorted(directory.rglob("*.safetensors"))
+        for name, tensor in sorted(load_file(path).items())
+    }
 
 
 @pytest.mark.parametrize("engine", ["auto", "hooked", "functional"])
@@ -109,8 +114,9 @@ def test_shards_before_the_failure_are_kept_and_later_ones_have_one_batch_size_e
     attributor(ample, tmp_path / "12", **{**sizes, "per_device_batch_size": 12}).featurize()
     got = shards(tmp_path / "small")
     first, second = (f"checkpoint-0/train-0000{i}-of-00002.safetensors" for i in range(2))
-    assert got[first] == shards(tmp_path / "16")[first]
-    assert got[second] == shards(tmp_path / "12")[second]
+    for tensor in ("grads", "out_to_loss"):
+        assert got[f"{first} {tensor}"] == shards(tmp_path / "16")[f"{first} {tensor}"]
+        assert got[f"{second} {tensor}"] == shards(tmp_path / "12")[f"{second} {tensor}"]
 
 
 def test_a_resumed_run_goes_on_with_what_was_found(weights, tmp_path):

@@ -19,6 +19,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from hf_trak.checkpoints import load_into
 from hf_trak.cli.training import spread
+from hf_trak.savers.sealed import write_sealed
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "image_classification"
@@ -149,7 +150,7 @@ def test_an_interrupted_training_is_finished(finished, recipe, tmp_path, capsys)
     (second / "trainer_state.json").unlink()
     (second / "model.safetensors").write_bytes(b"half")
     record = json.loads((out / "model" / "run.json").read_text())
-    (out / "model" / "run.json").write_text(json.dumps({**record, "finished": False}))
+    write_sealed(out / "model" / "run.json", {**record, "finished": False})
     before = (first / "model.safetensors").stat().st_mtime_ns
     recipe.main(["--output_dir", str(out), *SMALL])
     assert (first / "model.safetensors").stat().st_mtime_ns == before
