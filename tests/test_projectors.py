@@ -58,10 +58,10 @@ def test_any_cut_gives_the_same_features(name, nonzeros):
     cuts = [0, 5, 517, 9000, 9001, 40_000, 70_001]
     for first, last in reversed(list(pairwise(cuts))):
         projector.accumulate(pieces, grads[:, first:last], first, 2)
-    # Two float32 sums of the same n terms of variance 1 in different orders. Each partial sum S_i is rounded by at most
-    # u |S_i|, with a variance of u² S_i² / 3. The sum of S_i² is that of a random walk, n² / 2 on average and below
-    # 2.8 n² but for one walk in a thousand. So the difference of both sums has a variance of 2 · 2.8 u² n² / 3 at most;
-    # four standard deviations are allowed.
+    # Two float32 sums of the same n terms of variance 1 in different orders. Each partial sum S_i is rounded by at
+    # most u |S_i|, with a variance of u² S_i² / 3. The sum of S_i² is that of a random walk, n² / 2 on average and
+    # below 2.8 n² but for one walk in a thousand. So the difference of both sums has a variance of 2 · 2.8 u² n² / 3
+    # at most; four standard deviations are allowed.
     n, unit = 70_001, torch.finfo(torch.float32).eps / 2
     assert (pieces - whole).abs().max() <= 4 * math.sqrt(2 * 2.8 / 3) * unit * n
 
