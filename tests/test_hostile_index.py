@@ -26,7 +26,8 @@ from hf_trak.cli.main import main
 from hf_trak.errors import RefusedIndexError
 from hf_trak.hub import open_repo, pull_index, push_index
 from hf_trak.hub.files import LocalFiles
-from hf_trak.hub.index_store import checksums_of, open_index
+from hf_trak.hub.index_files import checksums_of
+from hf_trak.hub.index_store import open_index
 from hf_trak.hub.manifest import IndexManifest, PublishedCheckpoint
 from hf_trak.hub.redaction import address_without_secrets, without_secrets
 from hf_trak.savers import FeatureStore

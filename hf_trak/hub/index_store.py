@@ -3,24 +3,31 @@
 What this machine computes itself (features of targets, scores) goes into a directory of its own.
 """
 
-import contextlib
-import re
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from hf_trak.errors import HfTrakError, IncompleteStoreError, RefusedIndexError, StoreError
+from hf_trak.errors import IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.hub.files import IndexFiles
 from hf_trak.hub.foreign_json import shown
+from hf_trak.hub.index_files import (
+    INDEX_FILE,
+    REFERENCE_BYTES,
+    check_file,
+    check_finite,
+    gram_bytes,
+    references_checksum,
+    refusing,
+    shard_bytes,
+    tensor_files,
+)
 from hf_trak.hub.manifest import (
     MANIFEST_BYTES_PER_VALUE,
     MANIFEST_FILE,
     MAX_JSON_BYTES,
     IndexManifest,
-    PublishedCheckpoint,
     check_json_size,
     read_index_json,
     refused,
@@ -30,11 +37,8 @@ from hf_trak.savers.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.savers.references import read_references
 from hf_trak.savers.sealed import check_seal
 from hf_trak.savers.shard_set import content_hash
-from hf_trak.savers.shards import FORMAT_VERSION, READABLE_VERSIONS, Identity, checksum
+from hf_trak.savers.shards import FORMAT_VERSION, READABLE_VERSIONS, Identity
 from hf_trak.savers.store import Comparison
-
-MAX_HEADER_BYTES = 64 << 10
-"""Longest header of a safetensors file of an index; those that the store writes have about 500 bytes."""
 
 JSON_FILES = (FeatureStore.CONFIG_FILE, MANIFEST_FILE)
 
@@ -45,13 +49,6 @@ _MANIFEST_BYTES_PER_FILE = 1 << 10
 _MAX_FEATURES = 1 << 24
 _MAX_PARAMETERS = 1 << 17
 """Parameters of a model; one of a million million weights in 23,000 separate experts has 70,000."""
-_MAX_REFERENCE_BYTES = 1 << 30
-INDEX_FILE = re.compile(
-    r"checkpoint-\d+/(train-\d+-of-\d+\.safetensors|gram\.safetensors|references\.safetensors|checkpoint\.json)"
-)
-"""Names that an index gives to its files, besides the two JSON files and the card."""
-
-_REFERENCE_BYTES = (8, _MAX_REFERENCE_BYTES)
 
 
 class IndexShards(ShardSet):
@@ -101,11 +98,11 @@ class IndexShards(ShardSet):
             if index in self._checked:
                 return super().read(index, verify, mapped)
             rows = self.plan.rows(index)
-            _check_file(self._files.root / path, _shard_bytes(rows, self.width, self.dtype))
+            check_file(self._files.root / path, shard_bytes(rows, self.width, self.dtype))
             if (found := self._header(index).get("checksum")) != self._checksums[index]:
                 raise StoreError(f"its checksum is {found}, the manifest says {self._checksums[index]}")
             shard = super().read(index, True, mapped)
-            _check_finite(shard)
+            check_finite(shard)
             self._checked.add(index)
             return shard
 
@@ -200,7 +197,7 @@ class IndexStore(FeatureStore):
         path = f"{self.checkpoint_dir(model_id).name}/{REFERENCES_FILE}"
         self.files.fetch(path)
         with refusing(self.files, path):
-            _check_file(self.files.root / path, _REFERENCE_BYTES)
+            check_file(self.files.root / path, REFERENCE_BYTES)
             found = references_checksum(self, model_id)
             if found != published.references:
                 raise StoreError(f"its checksum is {found}, the manifest says {published.references}")
@@ -214,7 +211,7 @@ class IndexStore(FeatureStore):
         path = f"{self.checkpoint_dir(model_id).name}/gram.safetensors"
         self.files.fetch(path)
         with refusing(self.files, path):
-            _check_file(self.files.root / path, _gram_bytes(self._config["proj_dim"]))
+            check_file(self.files.root / path, gram_bytes(self._config["proj_dim"]))
             gram = super().read_gram(model_id)
             if gram is None:
                 raise StoreError("it vanished while it was read")
@@ -310,18 +307,6 @@ def check_bounds(config: Mapping[str, Any]) -> None:
         raise ValueError(f"`parameters` has {len(parameters)} entries, more than {_MAX_PARAMETERS}")
 
 
-def tensor_files(store: FeatureStore, model_id: int, published: PublishedCheckpoint) -> dict[str, tuple[int, int]]:
-    """The files of one checkpoint, by their path in the index, and the least and the most bytes that each can have."""
-    shards, folder = store.train(model_id), store.checkpoint_dir(model_id).name
-    sizes = {f"{folder}/gram.safetensors": _gram_bytes(store.config["proj_dim"])}
-    if published.references is not None:
-        sizes[f"{folder}/{REFERENCES_FILE}"] = _REFERENCE_BYTES
-    for index in range(len(shards)):
-        name = f"{folder}/{shards.plan.file_name(index, shards.prefix)}"
-        sizes[name] = _shard_bytes(shards.plan.rows(index), shards.width, shards.dtype)
-    return sizes
-
-
 def _check_listing(store: IndexStore) -> None:
     """Refuse an index whose files are absent or of a size that they cannot have, before any of them is fetched."""
     files = store.files
@@ -337,73 +322,8 @@ def _check_listing(store: IndexStore) -> None:
                 raise refused(f"{path!r} of {files.name}", f"it has {size} bytes, not {least} to {most}")
 
 
-def _shard_bytes(rows: range, width: int, dtype: torch.dtype) -> tuple[int, int]:
-    data = len(rows) * (width * dtype.itemsize + 4)
-    return data + 8, data + 8 + MAX_HEADER_BYTES
-
-
-def _gram_bytes(width: int) -> tuple[int, int]:
-    return 4 * width * width + 8, 8 * width * width + 8 + MAX_HEADER_BYTES
-
-
-def _check_file(path: Path, sizes: tuple[int, int]) -> None:
-    """Refuse a file by its size and by the length that its header claims, before anything parses it."""
-    size = path.stat().st_size
-    if not sizes[0] <= size <= sizes[1]:
-        raise StoreError(f"it has {size} bytes, not {sizes[0]} to {sizes[1]}")
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        start = file.read(1)
-    if length > MAX_HEADER_BYTES or start != b"{":
-        raise StoreError(
-            f"it is not a safetensors file of an index: it begins with a header of {length} bytes that starts with "
-            f"{start!r} (at most {MAX_HEADER_BYTES} bytes, starting with b'{{', were expected)"
-        )
-
-
-def _check_finite(shard: Shard) -> None:
-    for name, values in (("grads", shard.grads), ("out_to_loss", shard.out_to_loss)):
-        finite = torch.isfinite(values).reshape(shard.stop - shard.start, -1).all(dim=1)
-        if not bool(finite.all()):
-            row = shard.start + int((~finite).nonzero()[0])
-            raise StoreError(f"`{name}` of training row {row} holds NaN or infinite values")
-
-
-@contextlib.contextmanager
-def refusing(files: IndexFiles, path: str) -> Iterator[None]:
-    """Turn what is wrong with a file into a refusal, and forget the file, so that it is fetched anew.
-
-    Raises:
-        RefusedIndexError: the file is damaged, or of another format.
-    """
-    try:
-        yield
-    except (RefusedIndexError, IncompleteStoreError):
-        raise
-    except StoreError as error:
-        files.discard(path)
-        raise refused(f"{path!r} of {files.name}", _reason(error)) from error
-
-
-def _reason(error: HfTrakError) -> str:
-    """The reason in a message of the store, without its advice on the user's own files."""
-    text = str(error)
-    return (text.partition(" cannot be used: ")[2] or text).partition(". Delete this file")[0]
-
-
 def _refuse_writing(name: str) -> NoReturn:
     raise StoreError(
         f"The index {name} was published and is only read here. To add checkpoints or rows, featurize into an output "
         "directory of your own with `TrakAttributor(...)`, and publish that."
     )
-
-
-def references_checksum(store: FeatureStore, model_id: int) -> str | None:
-    """Checksum of a checkpoint's references; `None` if there are none. Raises `StoreError` if they are damaged."""
-    tensors = read_references(store, model_id)
-    return None if tensors is None else checksum(tensors, store.version)
-
-
-def checksums_of(shards: ShardSet) -> tuple[str, ...]:
-    """The checksum of every shard, from their headers. Raises `StoreError` where one is missing or invalid."""
-    return tuple(shards.checksums())

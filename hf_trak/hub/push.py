@@ -12,15 +12,8 @@ from hf_trak.config import TrakConfig
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.hub.cards import card_operations, render_card
 from hf_trak.hub.files import REPO_TYPE, access_errors, hub_api
-from hf_trak.hub.index_store import (
-    INDEX_FILE,
-    JSON_FILES,
-    IndexStore,
-    check_bounds,
-    checksums_of,
-    references_checksum,
-    tensor_files,
-)
+from hf_trak.hub.index_files import INDEX_FILE, checksums_of, references_checksum, tensor_files
+from hf_trak.hub.index_store import JSON_FILES, IndexStore, check_bounds
 from hf_trak.hub.manifest import (
     MANIFEST_FILE,
     MAX_JSON_BYTES,

@@ -1,0 +1,112 @@
+"""The tensor files of an index: how they are called, how large each can be, what is checked before one is used."""
+
+import contextlib
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from hf_trak.errors import HfTrakError, IncompleteStoreError, RefusedIndexError, StoreError
+from hf_trak.hub.files import IndexFiles
+from hf_trak.hub.manifest import PublishedCheckpoint, refused
+from hf_trak.savers import FeatureStore, Shard, ShardSet
+from hf_trak.savers.references import FILE_NAME as REFERENCES_FILE
+from hf_trak.savers.references import read_references
+from hf_trak.savers.shards import checksum
+
+MAX_HEADER_BYTES = 64 << 10
+"""Longest header of a safetensors file of an index; those that the store writes have about 500 bytes."""
+
+INDEX_FILE = re.compile(
+    r"checkpoint-\d+/(train-\d+-of-\d+\.safetensors|gram\.safetensors|references\.safetensors|checkpoint\.json)"
+)
+"""Names that an index gives to its files, besides the two JSON files and the card."""
+
+REFERENCE_BYTES = (8, 1 << 30)
+"""The least and the most bytes of what a task has computed before its first batch."""
+
+
+def tensor_files(store: FeatureStore, model_id: int, published: PublishedCheckpoint) -> dict[str, tuple[int, int]]:
+    """The files of one checkpoint, by their path in the index, and the least and the most bytes that each can have."""
+    shards, folder = store.train(model_id), store.checkpoint_dir(model_id).name
+    sizes = {f"{folder}/gram.safetensors": gram_bytes(store.config["proj_dim"])}
+    if published.references is not None:
+        sizes[f"{folder}/{REFERENCES_FILE}"] = REFERENCE_BYTES
+    for index in range(len(shards)):
+        name = f"{folder}/{shards.plan.file_name(index, shards.prefix)}"
+        sizes[name] = shard_bytes(shards.plan.rows(index), shards.width, shards.dtype)
+    return sizes
+
+
+def references_checksum(store: FeatureStore, model_id: int) -> str | None:
+    """Checksum of a checkpoint's references; `None` if there are none. Raises `StoreError` if they are damaged."""
+    tensors = read_references(store, model_id)
+    return None if tensors is None else checksum(tensors, store.version)
+
+
+def checksums_of(shards: ShardSet) -> tuple[str, ...]:
+    """The checksum of every shard, from their headers. Raises `StoreError` where one is missing or invalid."""
+    return tuple(shards.checksums())
+
+
+def shard_bytes(rows: range, width: int, dtype: torch.dtype) -> tuple[int, int]:
+    """The least and the most bytes of a shard of these rows with features of this width and dtype."""
+    data = len(rows) * (width * dtype.itemsize + 4)
+    return data + 8, data + 8 + MAX_HEADER_BYTES
+
+
+def gram_bytes(width: int) -> tuple[int, int]:
+    """The least and the most bytes of a Gram matrix of this width."""
+    return 4 * width * width + 8, 8 * width * width + 8 + MAX_HEADER_BYTES
+
+
+def check_file(path: Path, sizes: tuple[int, int]) -> None:
+    """Refuse a file by its size and by the length that its header claims, before anything parses it.
+
+    Raises:
+        StoreError: it is refused; says why, without naming the file.
+    """
+    size = path.stat().st_size
+    if not sizes[0] <= size <= sizes[1]:
+        raise StoreError(f"it has {size} bytes, not {sizes[0]} to {sizes[1]}")
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        start = file.read(1)
+    if length > MAX_HEADER_BYTES or start != b"{":
+        raise StoreError(
+            f"it is not a safetensors file of an index: it begins with a header of {length} bytes that starts with "
+            f"{start!r} (at most {MAX_HEADER_BYTES} bytes, starting with b'{{', were expected)"
+        )
+
+
+def check_finite(shard: Shard) -> None:
+    """Raise `StoreError` if a value is NaN or infinite; names the training row."""
+    for name, values in (("grads", shard.grads), ("out_to_loss", shard.out_to_loss)):
+        finite = torch.isfinite(values).reshape(shard.stop - shard.start, -1).all(dim=1)
+        if not bool(finite.all()):
+            row = shard.start + int((~finite).nonzero()[0])
+            raise StoreError(f"`{name}` of training row {row} holds NaN or infinite values")
+
+
+@contextlib.contextmanager
+def refusing(files: IndexFiles, path: str) -> Iterator[None]:
+    """Turn what is wrong with a file into a refusal, and forget the file, so that it is fetched anew.
+
+    Raises:
+        RefusedIndexError: the file is damaged, or of another format.
+    """
+    try:
+        yield
+    except (RefusedIndexError, IncompleteStoreError):
+        raise
+    except StoreError as error:
+        files.discard(path)
+        raise refused(f"{path!r} of {files.name}", _reason(error)) from error
+
+
+def _reason(error: HfTrakError) -> str:
+    """The reason in a message of the store, without its advice on the user's own files."""
+    text = str(error)
+    return (text.partition(" cannot be used: ")[2] or text).partition(". Delete this file")[0]
