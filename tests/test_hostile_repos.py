@@ -3,6 +3,7 @@ the refusal names the file and the key."""
 
 import ast
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from datasets import Dataset
 from hub_server import TOKEN, Hub, client, environment, hub
 from peft import LoraConfig, PeftType, get_peft_model
+from test_hub_hostile import Bomb
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForSequenceClassification, BertTokenizer
 
 from hf_trak.cli.main import main
@@ -360,6 +362,38 @@ def test_an_index_names_no_adapters(adapter: Path, model: Path) -> None:
     (model / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
     with pytest.raises(ValueError, match="so it is an adapter"):
         load_index_model(str(model), None, "BertForSequenceClassification", None)
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+WEIGHTS = ("pytorch_model.bin", "adapter_model.bin")
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("kind", ["pickle", "torch"])
+def test_pickled_weights_run_nothing(
+    model: Path, adapter: Path, tmp_path: Path, marker: Path, name: str, kind: str
+) -> None:
+    directory = adapter if name.startswith("adapter") else model
+    for path in directory.glob("*.safetensors"):
+        path.unlink()
+    if kind == "torch":
+        torch.save({"a": Bomb(marker)}, directory / name)
+    else:
+        (directory / name).write_bytes(pickle.dumps(Bomb(marker)))
+    with pytest.raises(ValueError, match=r"The weights of .* are damaged, or hold something else"):
+        load_model(str(directory), "main", "text_classification")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors"])
+@pytest.mark.parametrize("data", [b"", b"x" * 100, (2**60).to_bytes(8, "little") + b"{}"], ids=range(3))
+def test_damaged_weights_are_named(model: Path, adapter: Path, name: str, data: bytes) -> None:
+    directory = adapter if name.startswith("adapter") else model
+    (directory / name).write_bytes(data)
+    with pytest.raises(ValueError, match=f"The weights of '{directory}' are damaged"):
+        load_model(str(directory), "main", "text_classification")
 
 
 # -- the one place ---------------------------------------------------------------------------------------------------

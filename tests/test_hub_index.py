@@ -1,7 +1,9 @@
 """Publishing a feature store and reading it back, over real HTTP against a Hub on loopback."""
 
+import json
 import logging
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -302,6 +304,31 @@ def test_pull_makes_a_store_that_needs_no_hub(hub: Hub, client: Path, tmp_path: 
     with pytest.raises(ConfigMismatchError, match="another configuration"):
         make_store(tmp_path / "other", seed=8)
         pull_index("tester/index", tmp_path / "other")
+
+
+def test_a_store_of_format_1_is_published_in_its_format(hub: Hub, client: Path, tmp_path: Path) -> None:
+    """Its tensor files stay as they are; what is written anew, the manifest, has a checksum."""
+    shutil.copytree(Path(__file__).parent / "data" / "format-1" / "store", tmp_path / "store")
+    local = FeatureStore.load(tmp_path / "store")
+    push_index(local, "tester/index", token=TOKEN)
+    files = hub.dataset("tester/index")
+    assert json.loads(files["trak_config.json"])["format_version"] == 1
+    manifest = json.loads(files["trak_index.json"])
+    assert (manifest["format_version"], manifest["config"]) == (2, local.config_hash) and "checksum" in manifest
+    store = open_repo("tester/index")
+    for model_id in (0, 1):
+        assert torch.equal(features(store, model_id), features(local, model_id))
+        assert torch.equal(store.read_gram(model_id).matrix, local.read_gram(model_id).matrix)
+
+
+def test_what_no_reader_takes_is_not_published(
+    hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path / "store", ids=(0,))
+    monkeypatch.setattr("hf_trak.hub.push.MAX_JSON_BYTES", 100)
+    with pytest.raises(ValueError, match=r"trak_config\.json has \d+ bytes, and readers take at most 100"):
+        push_index(store, "tester/index", token=TOKEN)
+    assert hub.log == []
 
 
 def test_an_index_is_read_only(hub: Hub, client: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ tokenizers, processors, adapters and datasets are loaded by name.
 
 import contextlib
 import json
+import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import pyarrow as pa
 import torch
 import transformers
 import yaml
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -263,6 +265,11 @@ def _no_code(name: str, what: str) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             raise refused(name, f"its {what} is made by Python code of the repo") from error
         raise
+    except (pickle.UnpicklingError, SafetensorError, EOFError) as error:
+        raise ValueError(
+            f"The weights of {name!r} are damaged, or hold something else than tensors, which could run code when "
+            "loaded and is refused. Expected tensors alone. Save them anew with `save_pretrained`, as safetensors."
+        ) from error
     except _DAMAGED as error:
         raise ValueError(
             f"The {what} of {name!r} cannot be loaded: a file of it holds something else than expected "
