@@ -48,7 +48,9 @@ VOLATILE = {
     "init_std": "the same",
     "suppress_tokens": "for generation",
     "begin_suppress_tokens": "the same",
-    "forced_bos_token_id": "the same",
+    "bos_token_id": "for generation, and set to the tokenizer's by `Trainer`",
+    "eos_token_id": "the same; where a classifier reads it, rows computed again show a change",
+    "forced_bos_token_id": "for generation",
     "forced_eos_token_id": "the same",
     "forced_decoder_ids": "the same",
 }
