@@ -142,6 +142,28 @@ def test_the_command_line_runs_no_code_whatever_stands_on_stdin(
     assert done.returncode == 1 and "'me/model' was refused: its tokenizer is made by Python code" in done.stderr
 
 
+def test_a_directory_is_not_taken_for_the_repo_of_an_index(
+    model: Path, tmp_path: Path, hub: Hub, client: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Neither its weights, nor its tokenizer."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    rows = Dataset.from_dict({"sentence": ["good film", "bad film"] * 4, "label": [1, 0] * 4})
+    rows.save_to_disk(tmp_path / "rows")
+    work = ["--use_cpu", "--disable_tqdm", "--output_dir"]
+    training = ["--model", str(model), "--train_dataset", str(tmp_path / "rows"), "--proj_dim", "8"]
+    assert main(["featurize", *training, *work, str(tmp_path / "trak")]) == 0
+    assert main(["push", str(tmp_path / "trak"), "--repo_id", "me/index", "--model_name", "me/model"]) == 0
+    hub.put("model", "me/model", {path.name: path.read_bytes() for path in model.iterdir()})
+    (tmp_path / "me" / "model").mkdir(parents=True)
+    command = ["attribute", "--index", "me/index", "--eval_dataset", str(tmp_path / "rows"), "--top_k", "2", *work]
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, str(tmp_path / "out")]) == 1
+    assert "'me/model', and there is a directory of that name here" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path / "me")
+    assert main([*command, str(tmp_path / "out")]) == 0
+
+
 PROCESSING: dict[str, tuple[Callable[[str, str], Any], str, dict[str, Any]]] = {
     "tokenizer": (load_tokenizer, "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}),
     "image processor": (

@@ -90,6 +90,10 @@ def build_from_index(
         data: names of columns.
         trak: settings; those that are at their defaults are the index's.
         rows: targets as stored, whose columns say how to prepare them.
+
+    Raises:
+        ValueError: the name of a repo, which the index gives for its model, is also that of a directory here; and all
+            that loading and preparing can raise.
     """
     defaults = TrakConfig()
     names = [field.name for field in dataclasses.fields(TrakConfig)]
@@ -99,6 +103,12 @@ def build_from_index(
     )
     config = getattr(attributor.model, "config", None)
     name = model_args.model_name_or_path or getattr(config, "_name_or_path", None) or ""
+    if model_args.model_name_or_path is None and Path(name).is_dir():
+        raise ValueError(
+            f"The index {index!r} names the model repo {name!r}, and there is a directory of that name here, whose "
+            "tokenizer would be taken for that of the repo. Run the command from elsewhere, or say with `--model` "
+            "which of them is meant."
+        )
     task = model_args.task or infer_task(attributor.model)
     revision = getattr(config, "_commit_hash", None) or model_args.model_revision
     how = preparation(attributor.model, task, rows, data, name, revision)
