@@ -49,7 +49,6 @@ VOLATILE = {
     "suppress_tokens": "for generation",
     "begin_suppress_tokens": "the same",
     "bos_token_id": "for generation, and set to the tokenizer's by `Trainer`",
-    "eos_token_id": "the same; where a classifier reads it, rows computed again show a change",
     "forced_bos_token_id": "for generation",
     "forced_eos_token_id": "the same",
     "forced_decoder_ids": "the same",
@@ -79,7 +78,11 @@ def config_identity(config: Any) -> dict[str, Any]:
     Args:
         config: of `transformers`, a dataclass, a namespace or a mapping.
     """
-    return _without(_content(config), VOLATILE)
+    content = _without(_content(config), VOLATILE)
+    # Set to the tokenizer's by `Trainer`, for generation. Configs within one (CLIP's text tower) keep theirs; where a
+    # classifier reads it, rows that are computed again show a change.
+    content.pop("eos_token_id", None)
+    return content
 
 
 def adapters_identity(model: Any) -> dict[str, Any]:
