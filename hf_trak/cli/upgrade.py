@@ -10,6 +10,8 @@ from hf_trak.cli.build import build, quiet, remembered, require_run
 from hf_trak.cli.output import answer
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.config import TrakConfig
+from hf_trak.savers import FeatureStore
+from hf_trak.savers.atomic import read_json
 
 
 def run(argv: Sequence[str]) -> None:
@@ -48,5 +50,11 @@ def _seal(directory: Path) -> str | None:
         from hf_trak.savers.mmap_saver import upgrade_mmap
 
         upgrade_mmap(directory)
+        return "TRAKer directory"
+    config = directory / FeatureStore.CONFIG_FILE
+    if config.exists() and read_json(config).get("api") == "TRAKer":
+        from hf_trak.savers.safetensors_saver import upgrade_traker
+
+        upgrade_traker(directory)
         return "TRAKer directory"
     return None
