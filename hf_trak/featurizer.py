@@ -16,7 +16,7 @@ from hf_trak.data import Collator, RowBatches, batch_rows, forward_columns
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError
 from hf_trak.gradient_computers import AbstractGradientComputer, AutoGradientComputer, make_gradient_computer
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.environment import without_caches
+from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.interruption import announced
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.base import Side
@@ -279,7 +279,7 @@ class Featurizer:
             if not rows:
                 return
             cuts = [[rows[i] for i in cut] for cut in batch_rows(0, len(rows), batch_size)]
-            with without_caches(self.model):
+            with pass_settings(self.model):
                 self.task.prepare(self.model, (batch for _, batch in self.batches(self.train_dataset).iterate(cuts)))
             write_references(self.store, model_id, self.task.references())
             references = read_references(self.store, model_id)

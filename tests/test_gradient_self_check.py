@@ -18,7 +18,7 @@ from hf_trak.gradient_computers import (
     per_sample_gradients,
 )
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.environment import without_caches
+from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.gradient_computers.memory import saved_activation_bytes
 from hf_trak.gradient_computers.padding import RowAlone, likely_padded
 from hf_trak.gradient_computers.per_sample import FunctionOutput
@@ -367,7 +367,7 @@ def test_caches_are_off_inside_and_as_they_were_outside() -> None:
     whole = Config(True, text_config=text, thinker=Config(None, text_config=inner))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model.config, model[0].config, model[1].config = whole, text, Config(False)
-    with pytest.raises(KeyError), without_caches(model):
+    with pytest.raises(KeyError), pass_settings(model):
         assert not any((whole.use_cache, text.use_cache, inner.use_cache, model[1].config.use_cache))
         assert whole.thinker.use_cache is None
         raise KeyError

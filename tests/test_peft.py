@@ -22,6 +22,7 @@ from transformers import (
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.checkpoints import load_into, loaded, touched_tensors
+from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.modelout_functions import infer_task
 
 N, LENGTH, VOCABULARY, RANK, ALPHA = 9, 7, 40, 3, 6
@@ -297,11 +298,17 @@ def test_a_quantized_base(tmp_path: Path) -> None:
     trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
     assert attributor.layout.total == sum(value.numel() for value in trainable.values())
     expected = []
+    model.train()  # the same function, as nothing here draws; in evaluation some CPUs have the weights rewritten
     for row in torch.tensor(rows()["input_ids"][:]):
         f = margins(model(input_ids=row[None]).logits[0], row)
         expected.append(dict(zip(trainable, torch.autograd.grad(f, list(trainable.values())), strict=True)))
+    model.eval()
     assert relative_error(stored(attributor)[0], projected(attributor, expected)) < 1e-3
     model.save_pretrained(tmp_path / "adapter")
     make(model, tmp_path / "trak").featurize([tmp_path / "adapter"])
     with pytest.raises(ValueError, match=r"`model_dtype` is 'bfloat16'.*quantized"):
         make(model, tmp_path / "cast", model_dtype="bfloat16").featurize()
+    layer = next(module for module in model.modules() if "4bit" in type(module).__name__ and hasattr(module, "weight"))
+    layer.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(ValueError, match=r"rewritten the 4-bit weights of .*q_proj"), pass_settings(model):
+        pass

@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 from transformers import set_seed
 
 from hf_trak.data import Collator, RowBatches, batch_rows, default_collator, forward_columns, row_count
-from hf_trak.gradient_computers.environment import without_caches
+from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.gradient_computers.outputs import call_model, one_per_sample
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
 from hf_trak.modelout_functions.base import BatchedModelOutput
@@ -129,7 +129,7 @@ def model_outputs(
     chosen.bind(model)
     try:
         model.eval()
-        with torch.no_grad(), without_caches(model):
+        with torch.no_grad(), pass_settings(model):
             for numbers, batch in batches.iterate(batch_rows(0, len(dataset), batch_size)):
                 values = chosen.output(call_model(chosen, model, batch), batch, "target")
                 found.append(one_per_sample(values, len(numbers), chosen).double().cpu())

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_trak.errors import GradientEngineError, NonFiniteError, PeerProcessError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.environment import without_caches
+from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.gradient_computers.functional import FunctionalGradientComputer
 from hf_trak.gradient_computers.hooked import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
@@ -111,7 +111,7 @@ class AutoGradientComputer(AbstractGradientComputer):
         if self._computer is not None:
             return self._computer.compute_loss_grad(batch)
         weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
-        with without_caches(self.model), torch.no_grad():
+        with pass_settings(self.model), torch.no_grad():
             return self.modelout_fn.get_out_to_loss_grad(self.model, weights, buffers, batch)
 
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:

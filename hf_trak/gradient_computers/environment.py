@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+PACKS = "support_avx512bf16_for_cpu"  # an attribute of every `bitsandbytes.nn.Linear4bit`
+
 
 @contextmanager
 def only_differentiating(model: torch.nn.Module, wanted: Collection[int]) -> Iterator[None]:
@@ -79,24 +81,47 @@ def problem_type_fixed(model: torch.nn.Module, labels: Any) -> Iterator[None]:
 
 
 @contextmanager
-def without_caches(model: torch.nn.Module) -> Iterator[None]:
-    """Keep decoders from building key-value caches, in every engine and in what engines are compared with.
+def pass_settings(model: torch.nn.Module) -> Iterator[None]:
+    """The settings under which every engine, and what engines are compared with, runs the model.
 
-    One pass over a batch has no use for a cache, and it changes results: transformers keeps the documents of a packed
-    row apart only where there is none. All configurations of the model are meant, also those that another one holds
-    (`text_config`) and that no module has for its own.
+    - Decoders build no key-value caches. One pass over a batch has no use for a cache, and it changes results:
+      transformers keeps the documents of a packed row apart only where there is none. All configurations of the model
+      are meant, also those that another one holds (`text_config`) and that no module has for its own.
+    - The 4-bit layers of bitsandbytes keep their weights as they are. On CPUs with bfloat16 instructions they
+      otherwise rewrite them for inference when their input needs no gradient: that rounds the scales, and no gradient
+      passes through such a layer any more.
+
+    Raises:
+        ValueError: if such a layer has been rewritten before.
     """
-    saved: list[tuple[Any, Any]] = []
+    _check_not_packed(model)
+    saved: list[tuple[Any, str, Any]] = []
     try:
         for config in _configs(model):
             value = getattr(config, "use_cache", None)
             if isinstance(value, int) and value:  # a method of that name is none of ours
-                saved.append((config, value))
+                saved.append((config, "use_cache", value))
                 config.use_cache = False
+        for module in model.modules():
+            if module.__dict__.get(PACKS):
+                saved.append((module, PACKS, module.__dict__[PACKS]))
+                setattr(module, PACKS, False)
         yield
     finally:
-        for config, value in saved:
-            config.use_cache = value
+        for holder, name, value in saved:
+            setattr(holder, name, value)
+
+
+def _check_not_packed(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if PACKS in module.__dict__:
+            state = getattr(getattr(module, "weight", None), "quant_state", None)
+            if getattr(state, "packing_format_for_cpu", False):
+                raise ValueError(
+                    f"bitsandbytes has rewritten the 4-bit weights of {name!r} for inference, so no gradient passes "
+                    f"through it. Load the model again, and before any evaluation on the CPU set `{PACKS} = False` "
+                    "on its 4-bit layers."
+                )
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.environment import mask_code_traceable, problem_type_fixed, without_caches
+from hf_trak.gradient_computers.environment import mask_code_traceable, pass_settings, problem_type_fixed
 from hf_trak.gradient_computers.memory import free_bytes, saved_activation_bytes
 from hf_trak.gradient_computers.outputs import call_model, one_per_sample
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
@@ -60,7 +60,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         return {name: gradient.to(self.device, self.dtype) for name, gradient in gradients.items()}
 
     def compute_loss_grad(self, batch: Batch) -> Tensor:
-        with without_caches(self.model):
+        with pass_settings(self.model):
             return self.modelout_fn.get_out_to_loss_grad(self.model, self.func_weights, self.func_buffers, batch)
 
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
@@ -99,7 +99,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
 
         labels = split.mapped.get("labels") if split.is_mapping else None
         gradient_of_one = torch.func.grad(value, has_aux=True)
-        with without_caches(self.model), problem_type_fixed(self.model, labels):
+        with pass_settings(self.model), problem_type_fixed(self.model, labels):
             chunk = self.chunk_size or self._chunk_by_memory(split, lambda: value(attributed, _first(split)))
             with mask_code_traceable():
                 while True:

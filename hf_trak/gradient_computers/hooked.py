@@ -14,7 +14,7 @@ from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.axes import UnsupportedError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.environment import only_differentiating, without_caches
+from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
 from hf_trak.gradient_computers.hooks import LayerHooks
 from hf_trak.gradient_computers.opened import opened_backward
 from hf_trak.gradient_computers.outer import OuterBlock, OuterSink
@@ -115,7 +115,7 @@ class HookedGradientComputer(AbstractGradientComputer):
 
     def compute_loss_grad(self, batch: Batch) -> Tensor:
         weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
-        with without_caches(self.model), torch.no_grad():
+        with pass_settings(self.model), torch.no_grad():
             return self.modelout_fn.get_out_to_loss_grad(self.model, weights, buffers, batch)
 
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
@@ -143,7 +143,7 @@ class HookedGradientComputer(AbstractGradientComputer):
             self._workspace = Workspace(block_bytes)
         self._workspace.takes_outer = takes_outer
         selected = self._selected()
-        with only_differentiating(self.model, ()), without_caches(self.model), torch.enable_grad():
+        with only_differentiating(self.model, ()), pass_settings(self.model), torch.enable_grad():
             session, output, q = self._forward(split, side, selected, emit)
             try:
                 if output.requires_grad:
@@ -277,7 +277,7 @@ class HookedGradientComputer(AbstractGradientComputer):
         batch = split.rows(0, 1)
         with (
             only_differentiating(self.model, {id(p) for p in wanted}),
-            without_caches(self.model),
+            pass_settings(self.model),
             torch.enable_grad(),
         ):
             result = call_model(task, self.model, batch)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.environment import only_differentiating, without_caches
+from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
 from hf_trak.gradient_computers.outputs import call_model, gradients_of, one_per_sample
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
@@ -46,7 +46,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
         return self._run(batch, "train")[0]
 
     def compute_loss_grad(self, batch: Batch) -> Tensor:
-        with without_caches(self.model):
+        with pass_settings(self.model):
             if self.sample_form:
                 weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
                 with torch.no_grad():
@@ -66,7 +66,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
         gradients = torch.zeros(split.size, self.grad_dim, dtype=self._dtype(), device=device)
         outputs, qs = [], []
         wanted = {id(p) for p in self.model_params}
-        with only_differentiating(self.model, wanted), without_caches(self.model), torch.enable_grad():
+        with only_differentiating(self.model, wanted), pass_settings(self.model), torch.enable_grad():
             for row in range(split.size):
                 single = split.rows(row, row + 1)
                 if isinstance(task, BatchedModelOutput):

@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.environment import only_differentiating, without_caches
+from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.gradient_computers.outputs import call_model, gradients_of, one_per_sample
@@ -124,7 +124,7 @@ def check_company(
         SamplesMixedError: they differ; no engine can help.
     """
     size = SplitBatch.of(batch).size
-    with torch.no_grad(), without_caches(model):
+    with torch.no_grad(), pass_settings(model):
         result = call_model(task, model, batch)
         together = one_per_sample(task.output(result, batch, side), size, task)
         task.out_to_loss_grad(result, batch, side)
@@ -299,7 +299,7 @@ def _otherwise_rounded(plain: IterativeGradientComputer, samples: Samples, row: 
     pair = samples.within(row, row)
     parameters = plain.model_params
     wanted = {id(p) for p in parameters}
-    with only_differentiating(model, wanted), without_caches(model), torch.enable_grad(), rounded_at_random(model):
+    with only_differentiating(model, wanted), pass_settings(model), torch.enable_grad(), rounded_at_random(model):
         result = call_model(task, model, pair)
         f = one_per_sample(task.output(result, pair, samples.side), 2, task)[:1]
         taken = gradients_of(f.sum() * SCALE, parameters) if f.requires_grad else [None] * len(parameters)
