@@ -3,17 +3,17 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from hf_trak.version import __version__
 
 _EXPORTS = {
     "HubCheckpoint": "hf_trak.hub",
-    "ImageTextCollator": "hf_trak.image_text",
-    "StreamedRows": "hf_trak.streams",
-    "TRAKer": "hf_trak.traker",
+    "ImageTextCollator": "hf_trak.data.image_text",
+    "StreamedRows": "hf_trak.data.streams",
+    "TRAKer": "hf_trak.traker.traker",
     "TrakAttributor": "hf_trak.attributor",
     "TrakCallback": "hf_trak.callbacks",
     "TrakConfig": "hf_trak.config",
-    "estimate": "hf_trak.estimation",
+    "estimate": "hf_trak.featurize.estimation",
     "load_scores": "hf_trak.hub",
     "per_sample_gradients": "hf_trak.gradient_computers",
     "pull_index": "hf_trak.hub",
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor
     from hf_trak.callbacks import TrakCallback
     from hf_trak.config import TrakConfig
-    from hf_trak.estimation import estimate
+    from hf_trak.data.image_text import ImageTextCollator
+    from hf_trak.data.streams import StreamedRows
+    from hf_trak.featurize.estimation import estimate
     from hf_trak.gradient_computers import per_sample_gradients
     from hf_trak.hub import HubCheckpoint, load_scores, pull_index, push_scores, with_training_rows
-    from hf_trak.image_text import ImageTextCollator
-    from hf_trak.streams import StreamedRows
-    from hf_trak.traker import TRAKer
+    from hf_trak.traker.traker import TRAKer
 
 
 def __getattr__(name: str) -> Any:

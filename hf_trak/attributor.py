@@ -10,19 +10,16 @@ from datasets import Dataset as HFDataset
 from huggingface_hub import CommitInfo
 from torch import Tensor
 
-from hf_trak.checkpoints import Checkpoint
 from hf_trak.config import TrakConfig, checked_args
-from hf_trak.data import Collator, row_count
-from hf_trak.featurized import FeaturizedModel, sources_of
-from hf_trak.groups import GroupBy, RowGroups, target_groups
-from hf_trak.interruption import announced
+from hf_trak.data.rows import Collator, row_count
+from hf_trak.featurize.featurized import FeaturizedModel, sources_of
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.last import LastResult
-from hf_trak.savers.atomic import safe_name
-from hf_trak.savers.sealed import content_digest
-from hf_trak.score_files import ScoreFiles
-from hf_trak.scored_dataset import attach_columns
-from hf_trak.selection import (
+from hf_trak.runtime.interruption import announced
+from hf_trak.scores.groups import GroupBy, RowGroups, target_groups
+from hf_trak.scores.score_files import ScoreFiles
+from hf_trak.scores.scored_dataset import attach_columns
+from hf_trak.scores.selection import (
     Criterion,
     best_rows,
     check_criterion,
@@ -32,7 +29,10 @@ from hf_trak.selection import (
     selected,
     selection_size,
 )
-from hf_trak.spans import single_labels, span_targets, with_token_scores
+from hf_trak.scores.spans import single_labels, span_targets, with_token_scores
+from hf_trak.store.atomic import safe_name
+from hf_trak.store.sealed import content_digest
+from hf_trak.weights.checkpoints import Checkpoint
 
 if TYPE_CHECKING:
     from hf_trak.report.notebook import TargetDisplay
@@ -419,7 +419,7 @@ class TrakAttributor(FeaturizedModel):
             CheckpointMismatchError: the weights are others.
             IncompleteStoreError: the training rows are not at hand.
         """
-        from hf_trak.upgrading import upgrade_store  # which few need
+        from hf_trak.featurize.upgrading import upgrade_store  # which few need
 
         upgrade_store(self, sources_of(self.store.model_ids, checkpoints))
         return self
@@ -432,14 +432,14 @@ class TrakAttributor(FeaturizedModel):
 
         Returns:
             A new attributor. Row numbers in its results are those of its `train_dataset`, in which rows move up. This
-            one is left as it is, and its store is needed as long as the new one is used. See `hf_trak.revised`.
+            one is left as it is, and its store is needed as long as the new one is used.
 
         Raises:
             ValueError: a row number is out of range, or no row is left.
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             HfTrakError: the task's features depend on the training dataset as a whole (CLIP).
         """
-        from hf_trak.revised import revise  # which imports this module
+        from hf_trak.featurize.revised import revise  # which imports this module
 
         return revise(self, exclude=rows)
 
@@ -456,7 +456,7 @@ class TrakAttributor(FeaturizedModel):
         Raises:
             As `exclude` and `featurize`; ValueError if `checkpoints` are not as many as the featurized ones.
         """
-        from hf_trak.revised import revise
+        from hf_trak.featurize.revised import revise
 
         return revise(self, added_rows=new_rows, sources=sources_of(self.store.model_ids, checkpoints))
 

@@ -19,10 +19,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy
 
 from hf_trak.attributor import TrakAttributor
-from hf_trak.checkpoints import INDEX_FILES, WEIGHT_FILES, read_weight_index
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.modelout_functions import AbstractModelOutput
-from hf_trak.savers.atomic import safe_name
+from hf_trak.store.atomic import safe_name
+from hf_trak.weights.checkpoints import INDEX_FILES, WEIGHT_FILES, read_weight_index
 
 logger = logging.getLogger(__name__)
 

@@ -1,289 +1,31 @@
-"""The functions that the seed API documents under `utils`, and nothing else."""
+"""The `trak` API's import path of utilities; they live in `hf_trak.traker.utils` and `hf_trak.traker.products`."""
 
-import itertools
-import os
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from hf_trak.traker.products import (
+    get_free_memory,
+    get_matrix_mult,
+    get_matrix_mult_blockwise,
+    get_matrix_mult_standard,
+    get_output_memory,
+)
+from hf_trak.traker.utils import (
+    get_num_params,
+    get_parameter_chunk_sizes,
+    is_not_buffer,
+    parameters_to_vector,
+    test_install,
+    vectorize,
+)
 
-import torch
-from torch import Tensor
-
-from hf_trak.transfers import download
-
-INT32_MAX = 2**31 - 1
-_BUFFER_SUFFIXES = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def get_matrix_mult(
-    features: Tensor,
-    target_grads: Tensor,
-    target_dtype: torch.dtype | None = None,
-    batch_size: int = 8096,
-    use_blockwise: bool = False,
-) -> Tensor:
-    """features · target_gradsᵀ, accumulated in at least float32.
-
-    Args:
-        features: `(n, k)`.
-        target_grads: `(m, k)`.
-        target_dtype: dtype of the result; `None` takes that of `features`.
-        batch_size: rows and columns of the result per block, for blockwise products.
-        use_blockwise: compute block by block even if the result fits into the memory of the device.
-
-    Returns:
-        `(n, m)`: on the device of `features`, or on the CPU where it is computed blockwise.
-
-    Raises:
-        ValueError: the shapes do not fit.
-    """
-    target_dtype = features.dtype if target_dtype is None else target_dtype
-    if not use_blockwise and (
-        features.device.type == "cpu"
-        or get_output_memory(features, target_grads, target_dtype) < get_free_memory(features.device)
-    ):
-        return get_matrix_mult_standard(features, target_grads, target_dtype)
-    return get_matrix_mult_blockwise(features, target_grads, target_dtype, batch_size)
-
-
-def get_matrix_mult_blockwise(features: Tensor, target_grads: Tensor, target_dtype: torch.dtype, bs: int) -> Tensor:
-    """features · target_gradsᵀ in blocks of `bs` × `bs`, computed on the device of `features`, collected on the CPU.
-
-    A block is computed while the ones before it are on their way to the CPU, see `hf_trak.transfers`.
-
-    Args:
-        features, target_grads, target_dtype: as in [`get_matrix_mult`], but `target_dtype` has to be given.
-        bs: rows and columns of a block.
-
-    Returns:
-        `(n, m)` on the CPU.
-
-    Raises:
-        ValueError: the shapes do not fit, or `bs` is below 1.
-    """
-    _check_factors(features, target_grads)
-    if bs < 1:
-        raise ValueError(f"The block size is {bs}. Expected a number of rows ≥ 1.")
-    result = torch.empty(features.shape[0], target_grads.shape[0], dtype=target_dtype)
-    blocks = itertools.product(_slices(features.shape[0], bs), _slices(target_grads.shape[0], bs))
-    products = (
-        (get_matrix_mult_standard(features[rows], target_grads[columns], target_dtype), result[rows, columns])
-        for rows, columns in blocks
-    )
-    download(products, features.device)
-    return result
-
-
-def get_matrix_mult_standard(features: Tensor, target_grads: Tensor, target_dtype: torch.dtype) -> Tensor:
-    """features · target_gradsᵀ in one product, on the device of `features`. Args as in [`get_matrix_mult`].
-
-    Raises:
-        ValueError: the shapes do not fit.
-    """
-    _check_factors(features, target_grads)
-    dtype = torch.promote_types(torch.promote_types(features.dtype, target_grads.dtype), torch.float32)
-    return (features.to(dtype) @ target_grads.to(device=features.device, dtype=dtype).T).to(target_dtype)
-
-
-def get_output_memory(features: Tensor, target_grads: Tensor, target_dtype: torch.dtype) -> int:
-    """Bytes of the result of features · target_gradsᵀ in `target_dtype`."""
-    return features.shape[0] * target_grads.shape[0] * target_dtype.itemsize
-
-
-def get_free_memory(device: torch.device | str) -> int:
-    """Bytes that torch can still allocate: free memory of the GPU plus what its allocator holds unused, or free RAM.
-
-    Raises:
-        ValueError: the free memory of this kind of device is not known.
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    if device.type == "cpu" and {"SC_PAGE_SIZE", "SC_AVPHYS_PAGES"} <= os.sysconf_names.keys():
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    raise ValueError(
-        f"The free memory of {device} is not known on this system. Expected a CUDA or MPS device, or the CPU on "
-        "Linux. Choose block sizes yourself (`use_blockwise=True, batch_size=…`)."
-    )
-
-
-def get_num_params(model: torch.nn.Module) -> int:
-    """Number of elements of all parameters, frozen ones included, shared ones once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def get_parameter_chunk_sizes(model: torch.nn.Module, batch_size: int) -> tuple[int, list[int]]:
-    """Cut the parameters into consecutive chunks such that chunk · `batch_size` fits into a signed 32-bit integer.
-
-    Whole parameters are grouped as long as they fit. A parameter larger than the limit is cut at the limit into chunks
-    of its own, so that no chunk is ever empty or over the limit, and the chunks add up to [`get_num_params`].
-
-    Args:
-        model: the model whose parameters are counted.
-        batch_size: number of gradients that are projected together.
-
-    Returns:
-        `(max_chunk_size, params_per_chunk)`: the limit, and the number of parameters in each chunk.
-
-    Raises:
-        ValueError: `batch_size` is not in [1, 2³¹ − 1].
-    """
-    if not 1 <= batch_size <= INT32_MAX:
-        raise ValueError(f"`batch_size` is {batch_size}. Expected a number in [1, {INT32_MAX}].")
-    limit = INT32_MAX // batch_size
-    chunks: list[int] = []
-    current = 0
-    for parameter in model.parameters():
-        if current and current + parameter.numel() > limit:
-            chunks.append(current)
-            current = 0
-        current += parameter.numel()
-        while current > limit:
-            chunks.append(limit)
-            current -= limit
-    if current:
-        chunks.append(current)
-    return limit, chunks
-
-
-def is_not_buffer(ind: int, params_dict: Mapping[int, str] | Sequence[str]) -> bool:
-    """Whether entry `ind` of a state dict's names is a parameter, not a statistic of a normalization layer.
-
-    Args:
-        ind: key or position of the entry.
-        params_dict: the names.
-    """
-    return not params_dict[ind].endswith(_BUFFER_SUFFIXES)
-
-
-def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
-    """All tensors flattened and concatenated, shape `(sum of sizes,)`. Unlike torch's own, takes any memory layout.
-
-    Raises:
-        ValueError: there is no tensor.
-    """
-    flat = [parameter.reshape(-1) for parameter in parameters]
-    if not flat:
-        raise ValueError("There are no parameters to concatenate. Expected at least one tensor.")
-    return torch.cat(flat)
-
-
-def vectorize(g: Mapping[str, Tensor], arr: Tensor | None = None, device: torch.device | str = "cuda") -> Tensor:
-    """Per-sample gradients by name, flattened and concatenated in the order of the mapping.
-
-    Args:
-        g: gradients `(B, *shape)` by parameter name.
-        arr: `(B, P)`, filled and returned where it is given.
-        device: where a new tensor is made otherwise, in the widest dtype of the gradients.
-
-    Returns:
-        `(B, P)`.
-
-    Raises:
-        ValueError: `g` is empty, its entries differ in B, or `arr` does not have the shape `(B, P)`.
-    """
-    if not g:
-        raise ValueError(
-            "There are no gradients to concatenate. Expected a mapping of parameter names to (B, *shape)."
-        )
-    batch_sizes = {name: gradient.shape[0] if gradient.ndim else None for name, gradient in g.items()}
-    if len(set(batch_sizes.values())) != 1 or None in batch_sizes.values():
-        raise ValueError(f"The gradients have the batch sizes {batch_sizes}. Expected one and the same for all.")
-    batch = next(iter(g.values())).shape[0]
-    flat = {name: gradient.detach().reshape(batch, gradient.shape[1:].numel()) for name, gradient in g.items()}
-    total = sum(gradient.shape[1] for gradient in flat.values())
-    if arr is None:
-        dtype = next(iter(g.values())).dtype
-        for gradient in g.values():
-            dtype = torch.promote_types(dtype, gradient.dtype)
-        arr = torch.empty(batch, total, dtype=dtype, device=device)
-    elif arr.shape != (batch, total):
-        raise ValueError(f"`arr` has shape {tuple(arr.shape)}. Expected ({batch}, {total}).")
-    start = 0
-    for gradient in flat.values():
-        arr[:, start : start + gradient.shape[1]] = gradient.to(arr.device)
-        start += gradient.shape[1]
-    return arr
-
-
-def test_install(use_fast_jl: bool = True) -> None:
-    """Run TRAK end to end on a tiny model and say that it works.
-
-    Args:
-        use_fast_jl: also call the CUDA kernels of the optional package `fast_jl`. With `False` everything runs on the
-            CPU and no GPU is needed.
-
-    Raises:
-        ModuleNotFoundError: `use_fast_jl` is set and the package is not installed.
-        RuntimeError: there is no GPU for `fast_jl`, or a result is wrong.
-    """
-    if use_fast_jl:
-        _check_fast_jl()
-    from hf_trak.traker import TRAKer  # not at the top: traker imports this module
-
-    n, m, k = 24, 4, 8
-    generator = torch.Generator().manual_seed(0)
-    images, labels = torch.randn(n, 1, 8, 8, generator=generator), torch.arange(n) % 10
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
-    with tempfile.TemporaryDirectory() as directory:
-        traker = TRAKer(
-            model=model,
-            task="image_classification",
-            train_set_size=n,
-            save_dir=directory,
-            device="cpu",
-            proj_dim=k,
-            use_half_precision=False,
-        )
-        traker.load_checkpoint(model.state_dict(), model_id=0)
-        traker.featurize(batch=(images, labels), num_samples=n)
-        traker.finalize_features()
-        traker.start_scoring_checkpoint("install", model.state_dict(), model_id=0, num_targets=m)
-        traker.score(batch=(images[:m], labels[:m]), num_samples=m)
-        scores = torch.as_tensor(traker.finalize_scores("install"))
-    if scores.shape != (n, m) or not bool(scores.isfinite().all()) or not bool((scores[range(m), range(m)] > 0).all()):
-        raise RuntimeError(
-            f"TRAK ran, but its scores, of shape {tuple(scores.shape)}, are wrong. Expected ({n}, {m}) finite "
-            "numbers, positive between an example and itself. Please report this with the versions of hf_trak and "
-            "torch."
-        )
-    print("hf_trak is installed correctly." + (" fast_jl works." if use_fast_jl else ""))
-
-
-def _check_fast_jl() -> None:
-    try:
-        import fast_jl
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "fast_jl is not installed. It needs a GPU and the CUDA toolkit: `pip install 'hf_trak[fast-jl]'`. Nothing "
-            "else in hf_trak needs it: check the installation with `test_install(use_fast_jl=False)`.",
-            name="fast_jl",
-        ) from error
-    if not torch.cuda.is_available():
-        raise RuntimeError(
-            "fast_jl is installed, but torch sees no CUDA device. Check the driver, or run "
-            "`test_install(use_fast_jl=False)`, which needs none."
-        )
-    device = torch.device("cuda", torch.cuda.current_device())
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    ones = torch.ones(8, 1000, device=device)
-    projected = fast_jl.project_rademacher_8(ones, 512, 0, multiprocessors)
-    if projected.shape != (8, 512) or not bool(projected.isfinite().all()) or not bool(projected.any()):
-        raise RuntimeError(
-            "fast_jl gave a wrong result for a tiny projection. Rebuild it for this GPU (`TORCH_CUDA_ARCH_LIST`), or "
-            "use another projector."
-        )
-
-
-def _check_factors(features: Tensor, target_grads: Tensor) -> None:
-    if features.ndim != 2 or target_grads.ndim != 2 or features.shape[1] != target_grads.shape[1]:
-        raise ValueError(
-            f"The factors have shapes {tuple(features.shape)} and {tuple(target_grads.shape)}. Expected (n, k) and "
-            "(m, k)."
-        )
-
-
-def _slices(total: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+__all__ = [
+    "get_free_memory",
+    "get_matrix_mult",
+    "get_matrix_mult_blockwise",
+    "get_matrix_mult_standard",
+    "get_num_params",
+    "get_output_memory",
+    "get_parameter_chunk_sizes",
+    "is_not_buffer",
+    "parameters_to_vector",
+    "test_install",
+    "vectorize",
+]

@@ -25,7 +25,7 @@ from hf_trak.errors import (
     NonFiniteError,
     StoreError,
 )
-from hf_trak.featurizer import Featurizer
+from hf_trak.featurize.featurizer import Featurizer
 from hf_trak.modelout_functions import CLIPModelOutput
 
 N_TRAIN, N_EVAL = 61, 7

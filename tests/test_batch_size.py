@@ -12,10 +12,10 @@ import torch
 from digit_models import DigitNet, digits, full_scores, make, relative_error, trained_net
 from safetensors.torch import load_file
 
-from hf_trak.batch_size import BatchSizeFinder
 from hf_trak.errors import GradientEngineError, StoreError
+from hf_trak.featurize.batch_size import BatchSizeFinder
 from hf_trak.gradient_computers.memory import is_out_of_memory
-from hf_trak.progress import RowProgress, duration
+from hf_trak.runtime.progress import RowProgress, duration
 
 N_TRAIN = 61
 

@@ -20,9 +20,10 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
-from hf_trak import TrakAttributor, TrakConfig, model_identity
+from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import HfTrakError
-from hf_trak.gradient_computers.hooked import HookedGradientComputer
+from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
+from hf_trak.identity import model_identity
 from hf_trak.modelout_functions import FunctionModelOutput
 
 N, M, LENGTH = 11, 3, 6

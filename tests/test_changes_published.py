@@ -12,8 +12,9 @@ import torch
 from hub_server import TOKEN, Hub, client, hub
 from test_changes import M, N, Setup, collate, correct, model, other_row, other_weights, rows, weighted
 
-from hf_trak import TrakAttributor, model_identity
+from hf_trak import TrakAttributor
 from hf_trak.errors import HfTrakError
+from hf_trak.identity import model_identity
 from hf_trak.modelout_functions import FunctionModelOutput
 
 __all__ = ["client", "hub"]  # fixtures

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_trak.callbacks import _weight_files
-from hf_trak.checkpoints import fingerprint_state_dict, load_into, loaded, read_state_dict
+from hf_trak.weights.checkpoints import fingerprint_state_dict, load_into, loaded, read_state_dict
 
 
 def make_model(seed: int = 0) -> nn.Module:

@@ -23,7 +23,7 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_trak.collation import Collate, check_repeatable, collation_changes, collation_of, probe_rows
+from hf_trak.identity.collation import Collate, check_repeatable, collation_changes, collation_of, probe_rows
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(30))]
 PROBE = [0, 1, 2, 3, 5, 9]
@@ -412,6 +412,6 @@ def test_slow_rows_are_collated_four_times_and_quick_ones_more_often(monkeypatch
     check_repeatable(lambda rows: calls.append(rows), [0])
     assert len(calls) > 4
     calls.clear()
-    monkeypatch.setattr("hf_trak.collation.SPARE_SECONDS", 0.0)
+    monkeypatch.setattr("hf_trak.identity.collation.SPARE_SECONDS", 0.0)
     check_repeatable(lambda rows: calls.append(rows), [4, 5])
     assert calls == [[4, 5]] * 4

@@ -8,7 +8,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.spans import span_targets
+from hf_trak.scores.spans import span_targets
 
 CAPITALS = {
     "france": "paris", "spain": "madrid", "italy": "rome", "austria": "vienna", "norway": "oslo", "japan": "tokyo",

@@ -20,8 +20,8 @@ import pytest
 import store_jobs
 from store_jobs import Job, Sizes, start_group, wait_for
 
-from hf_trak.data import RowBatches
-from hf_trak.savers import atomic
+from hf_trak.data.rows import RowBatches
+from hf_trak.store import atomic
 
 KILLED = -signal.SIGKILL
 DESCRIBING = ("trak_config.json", "checkpoint.json", "experiment.json")
@@ -358,7 +358,7 @@ def test_an_interrupted_run_says_how_to_go_on(reference: Reference, tmp_path: Pa
 def test_somebody_elses_handler_of_sigterm_is_left_alone(tmp_path: Path) -> None:
     """Clusters' own requeueing installs one."""
     code = (
-        "import os, signal\nfrom hf_trak.interruption import announced\n"
+        "import os, signal\nfrom hf_trak.runtime.interruption import announced\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('requeued'))\n"
         "with announced(lambda: 'never'):\n    os.kill(os.getpid(), signal.SIGTERM)\n"
         "print('goes on')"

@@ -18,11 +18,11 @@ import torch
 
 from hf_trak.gradient_computers import HookedGradientComputer
 from hf_trak.gradient_computers.per_sample import FunctionOutput
-from hf_trak.gradient_pipeline import GradientPipeline
 from hf_trak.kernels import self_check
 from hf_trak.kernels.dense import accumulate_dense
 from hf_trak.kernels.runtime import CUDA as RUNTIME
 from hf_trak.projectors import SparseProjector, make_projector, reference
+from hf_trak.traker.gradient_pipeline import GradientPipeline
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,15 +12,15 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from hf_trak.errors import KernelError
-from hf_trak.featurizer import _SamplePerRow
+from hf_trak.featurize.featurizer import _SamplePerRow
 from hf_trak.gradient_computers import HookedGradientComputer
-from hf_trak.gradient_computers.outer import OuterBlock, OuterSink
+from hf_trak.gradient_computers.hooked.outer import OuterBlock, OuterSink
 from hf_trak.gradient_computers.per_sample import FunctionOutput
-from hf_trak.gradient_pipeline import GradientPipeline
 from hf_trak.kernels import self_check
 from hf_trak.kernels.outer import STRIP, accumulate_outer, plan_outer, shared_bytes, worthwhile
 from hf_trak.kernels.sources import TOKENS
 from hf_trak.projectors import NoOpProjector, RademacherProjector, SparseProjector
+from hf_trak.traker.gradient_pipeline import GradientPipeline
 
 SEED, MODEL_ID = 2**62 + 12345, 2**32 - 3
 CPU = torch.device("cpu")

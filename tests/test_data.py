@@ -11,7 +11,7 @@ from PIL import Image as PILImage
 from torch.utils.data import TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, default_data_collator
 
-from hf_trak.data import RowBatches, batch_rows, default_collator, fingerprint_dataset, forward_columns, row_count
+from hf_trak.data.rows import RowBatches, batch_rows, default_collator, fingerprint_dataset, forward_columns, row_count
 
 
 def table(n: int = 50) -> Dataset:

@@ -18,8 +18,8 @@ from store_jobs import Job, Sizes, start_group
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import IncompleteStoreError
-from hf_trak.processes import share_of
-from hf_trak.savers import FeatureStore
+from hf_trak.runtime.processes import share_of
+from hf_trak.store.store import FeatureStore
 
 ROOT = Path(__file__).parents[1]
 

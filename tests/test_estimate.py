@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_trak
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.estimation import estimate
+from hf_trak.featurize.estimation import estimate
 
 N_TRAIN = 61
 
@@ -102,7 +102,7 @@ def test_time_is_measured_on_the_rows(nets, tmp_path, monkeypatch):
     """A model that takes a second of a made-up clock per row, and a hundred for the first batch."""
     now = [0.0]
     rows_seen = [0]
-    from hf_trak.featurizer import Featurizer
+    from hf_trak.featurize.featurizer import Featurizer
 
     features = Featurizer._features
 
@@ -112,7 +112,7 @@ def test_time_is_measured_on_the_rows(nets, tmp_path, monkeypatch):
         return features(self, rows, *args, **kwargs)
 
     monkeypatch.setattr(Featurizer, "_features", slow)
-    monkeypatch.setattr("hf_trak.estimation.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("hf_trak.featurize.estimation.time.perf_counter", lambda: now[0])
     attributor = make(nets[0], tmp_path, digits(0, N_TRAIN))
     measured = attributor.estimate(eval_dataset=9, checkpoints=2, measure=True)
     assert measured.rows_per_second == pytest.approx(1.0)

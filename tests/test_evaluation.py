@@ -27,7 +27,7 @@ from hf_trak.evaluation import (
     retrain_on_subsets,
     with_wrong_labels,
 )
-from hf_trak.groups import RowGroups
+from hf_trak.scores.groups import RowGroups
 
 N, D, M = 300, 4, 12
 

@@ -17,8 +17,9 @@ import torch
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.main import main
 from hf_trak.errors import ConfigMismatchError, StoreError
-from hf_trak.savers import FeatureStore, store
-from hf_trak.savers.verification import verify_store
+from hf_trak.store import store
+from hf_trak.store.store import FeatureStore
+from hf_trak.store.verification import verify_store
 
 DATA = Path(__file__).parent / "data"
 _spec = importlib.util.spec_from_file_location("format_1", DATA / "format_1.py")

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from transformers import BertConfig
 
-from hf_trak.function_identity import function_identity, identity_of, same_function
+from hf_trak.identity.function_identity import function_identity, identity_of, same_function
+from hf_trak.identity.own_code import name_of
 from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput, BatchedModelOutput, get_task
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
 from hf_trak.modelout_functions.identity import task_identity, task_identity_v1
 from hf_trak.modelout_functions.loss import LossModelOutput
-from hf_trak.own_code import name_of
 
 
 def compiled(source: str, name: str = "f", module: str = "a_users_code", file: str = "a.py") -> Any:
@@ -424,7 +424,7 @@ def test_identities_are_the_same_in_a_new_process(tmp_path: Path) -> None:
                 def __init__(self): self.alpha = {"q", "r", 3}
                 def __call__(self, x): return x if x in {"a", "b", "c"} else self.names
             if __name__ == "__main__":
-                from hf_trak.function_identity import function_identity as identity
+                from hf_trak.identity.function_identity import function_identity as identity
                 print(*(identity(v)["code"] for v in (f, Task, Task(), functools.partial(f, k=Task()))))
             """
         )

@@ -19,10 +19,10 @@ from hf_trak.gradient_computers import (
 )
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import pass_settings
+from hf_trak.gradient_computers.hooked.rules import LayerCall, register_layer_rule, unregister_layer_rule
 from hf_trak.gradient_computers.memory import saved_activation_bytes
 from hf_trak.gradient_computers.padding import RowAlone, likely_padded
 from hf_trak.gradient_computers.per_sample import FunctionOutput
-from hf_trak.gradient_computers.rules import LayerCall, register_layer_rule, unregister_layer_rule
 from hf_trak.gradient_computers.self_check import worst_parameter
 from hf_trak.gradient_computers.tolerance import PrecisionObserver, Tolerance, rounded_at_random
 

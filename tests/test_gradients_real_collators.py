@@ -35,7 +35,7 @@ from hf_trak.gradient_computers import (
     make_gradient_computer,
     register_layer_rule,
 )
-from hf_trak.gradient_computers.rules import registry
+from hf_trak.gradient_computers.hooked.rules import registry
 from hf_trak.modelout_functions import (
     CausalLMModelOutput,
     ImageClassificationModelOutput,

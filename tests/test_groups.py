@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_trak import TrakAttributor
-from hf_trak.groups import RowGroups
+from hf_trak.scores.groups import RowGroups
 
 N_TRAIN, N_EVAL = 61, 23
 
@@ -94,7 +94,7 @@ def test_no_target_is_computed_twice_for_another_grouping(attributor, targets, m
     def refuse(*args, **kwargs):
         raise AssertionError("gradients were taken again")
 
-    monkeypatch.setattr("hf_trak.featurizer.Featurizer._fill", refuse)
+    monkeypatch.setattr("hf_trak.featurize.featurizer.Featurizer._fill", refuse)
     attributor.attribute(targets, top_k=3, aggregate="mean")
     attributor.attribute(targets, top_k=3, group_by="labels")
 

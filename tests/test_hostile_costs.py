@@ -16,8 +16,8 @@ from test_hub_index import make_store
 
 from hf_trak.hub.index_files import checksums_of
 from hf_trak.hub.manifest import IndexManifest, PublishedCheckpoint
-from hf_trak.savers import FeatureStore
-from hf_trak.savers.sealed import content_digest, sealed_bytes
+from hf_trak.store.sealed import content_digest, sealed_bytes
+from hf_trak.store.store import FeatureStore
 
 SECONDS, MEGABYTES = 20, 400
 """CPU time and memory that one case may take, the import of the library aside. What takes more is stopped."""

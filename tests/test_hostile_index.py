@@ -23,7 +23,7 @@ from hf_trak.hub import open_repo, pull_index, push_index
 from hf_trak.hub.files import LocalFiles
 from hf_trak.hub.index_store import open_index
 from hf_trak.hub.redaction import address_without_secrets, without_secrets
-from hf_trak.savers import FeatureStore
+from hf_trak.store.store import FeatureStore
 
 __all__ = ["client", "hub"]  # fixtures
 
@@ -107,8 +107,8 @@ def forge(path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    from hf_trak.savers.sealed import sealed
-    from hf_trak.savers.shards import checksum
+    from hf_trak.store.sealed import sealed
+    from hf_trak.store.shards import checksum
 
     with safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()["hf_trak"])

@@ -19,9 +19,9 @@ from hf_trak.hub import HubCheckpoint, open_repo, push_index
 from hf_trak.hub.files import LocalFiles
 from hf_trak.hub.index_store import IndexStore, open_index
 from hf_trak.hub.models import load_model
-from hf_trak.savers.references import write_references
-from hf_trak.savers.sealed import CHECKSUM_KEY, content_digest, sealed
-from hf_trak.savers.shards import checksum
+from hf_trak.store.references import write_references
+from hf_trak.store.sealed import CHECKSUM_KEY, content_digest, sealed
+from hf_trak.store.shards import checksum
 
 __all__ = ["client", "hub"]  # fixtures
 

@@ -15,8 +15,8 @@ from hf_trak import TrakConfig
 from hf_trak.errors import ConfigMismatchError, HubAccessError, IncompleteStoreError, StoreError
 from hf_trak.hub import open_repo, pull_index, push_index
 from hf_trak.hub.manifest import TrainSource
-from hf_trak.savers import FeatureStore
-from hf_trak.savers.references import write_references
+from hf_trak.store.references import write_references
+from hf_trak.store.store import FeatureStore
 
 __all__ = ["client", "hub"]  # fixtures
 
@@ -259,7 +259,7 @@ def test_references_travel_with_the_index(hub: Hub, client: Path, tmp_path: Path
     assert not hub.downloads("references")
     store.targets("exam", 0, 4, "d" * 32)
     assert hub.downloads("references") == ["checkpoint-0/references.safetensors"]
-    from hf_trak.savers.references import read_references
+    from hf_trak.store.references import read_references
 
     assert torch.equal(read_references(store, 0)["image_embeddings"], read_references(local, 0)["image_embeddings"])
 

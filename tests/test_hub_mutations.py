@@ -24,9 +24,9 @@ from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import HfTrakError
 from hf_trak.hub import open_repo
 from hf_trak.hub.index_store import IndexStore
-from hf_trak.processes import Processes
-from hf_trak.savers import FeatureStore
-from hf_trak.scoring import Scorer
+from hf_trak.runtime.processes import Processes
+from hf_trak.scores.scorer import Scorer
+from hf_trak.store.store import FeatureStore
 
 __all__ = ["client", "hub"]  # fixtures
 

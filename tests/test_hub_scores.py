@@ -13,7 +13,7 @@ from test_hub_index import make_store
 from hf_trak import load_scores, push_scores
 from hf_trak.errors import HubAccessError, RefusedIndexError
 from hf_trak.hub import open_repo, push_index
-from hf_trak.scored_dataset import TOP_K_COLUMNS, attach_columns, fixed_size_list
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, attach_columns, fixed_size_list
 
 __all__ = ["client", "hub"]  # fixtures
 

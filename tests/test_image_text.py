@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from hf_trak import ImageTextCollator, TrakAttributor, TrakConfig
-from hf_trak.batch_limits import BatchLimits
+from hf_trak.data.batch_limits import BatchLimits
 from hf_trak.modelout_functions import CLIPModelOutput
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}

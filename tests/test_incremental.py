@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
-from hf_trak.featurizer import Featurizer
-from hf_trak.revised import _ranges
+from hf_trak.featurize.featurizer import Featurizer
+from hf_trak.featurize.revised import _ranges
 
 N_TRAIN, SHARD = 61, 16
 DROPPED = [0, 5, 6, *range(16, 32), 60]
@@ -141,7 +141,7 @@ def test_more_than_half_left_out_sums_the_rest(original, nets, targets, tmp_path
 def test_the_gram_matrix_is_corrected_not_summed_anew(original, monkeypatch):
     """Of four shards only the one that loses a row is read for XᵀX."""
     read = []
-    from hf_trak.savers import ShardSet
+    from hf_trak.store.shard_set import ShardSet
 
     plain = ShardSet.read
 
@@ -159,8 +159,8 @@ def test_the_gram_matrix_is_corrected_not_summed_anew(original, monkeypatch):
 @given(data=st.data())
 def test_any_rows_of_any_shards(data, tmp_path_factory):
     """Stores without a model: shards of random numbers, any cut, any rows left out, any number added."""
-    from hf_trak.revised import RevisedStore
-    from hf_trak.savers import FeatureStore
+    from hf_trak.featurize.revised import RevisedStore
+    from hf_trak.store.store import FeatureStore
 
     n = data.draw(st.integers(1, 30), "n")
     size = data.draw(st.integers(1, 12), "shard_size")

@@ -4,7 +4,7 @@ import pytest
 import transformers as tf
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from hf_trak.language_data import mask_tokens, tokenize_chat, tokenize_prompt_completion
+from hf_trak.data.language import mask_tokens, tokenize_chat, tokenize_prompt_completion
 
 WORDS = ["hello", "there", "who", "are", "you", "a", "fox", "what", "color", "red", "user", "assistant", "system", ":"]
 MARKED = (

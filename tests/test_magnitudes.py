@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import StoreError
-from hf_trak.processes import Processes
-from hf_trak.savers import FeatureStore
-from hf_trak.savers.sealed import write_sealed
-from hf_trak.score_computers import ScaledRows
-from hf_trak.scoring import Scorer
+from hf_trak.runtime.processes import Processes
+from hf_trak.scores.scorer import Scorer
+from hf_trak.scores.streaming import ScaledRows
+from hf_trak.store.sealed import write_sealed
+from hf_trak.store.store import FeatureStore
 
 N, M, K = 12, 3, 5
 

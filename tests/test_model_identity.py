@@ -20,8 +20,8 @@ import transformers as tf
 from accelerate import Accelerator
 from torch import nn
 
-from hf_trak import config_identity, module_settings
-from hf_trak.model_identity import VERSIONED, model_changes, model_identity, version_changes, versions
+from hf_trak.identity import config_identity, module_settings
+from hf_trak.identity.model_identity import VERSIONED, model_changes, model_identity, version_changes, versions
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 VISION = {**SMALL, "image_size": 16, "patch_size": 8}

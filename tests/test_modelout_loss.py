@@ -7,7 +7,7 @@ from scipy.stats import spearmanr
 from sklearn.datasets import load_digits
 
 from hf_trak.modelout_functions import ImageClassificationModelOutput, LossModelOutput
-from hf_trak.score_computers import RidgeSystem
+from hf_trak.scores.ridge import RidgeSystem
 
 RIDGE = 3.0
 CLASSES = 3

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.checkpoints import load_into, loaded, touched_tensors
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.modelout_functions import infer_task
+from hf_trak.weights.checkpoints import load_into, loaded, touched_tensors
 
 N, LENGTH, VOCABULARY, RANK, ALPHA = 9, 7, 40, 3, 6
 

@@ -9,7 +9,7 @@ from recipe_runs import CPU, ROOT, commands_of, imported, run_script
 
 from hf_trak import TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.cli.python_text import python_reference
+from hf_trak.recipe_kit.python_text import python_reference
 
 RECIPE = ROOT / "recipes" / "causal_lm"
 SMALL = (

@@ -17,9 +17,9 @@ from PIL import Image as PILImage
 from safetensors.torch import load_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
-from hf_trak.checkpoints import load_into
-from hf_trak.cli.training import spread
-from hf_trak.savers.sealed import write_sealed
+from hf_trak.recipe_kit.training import spread
+from hf_trak.store.sealed import write_sealed
+from hf_trak.weights.checkpoints import load_into
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "image_classification"

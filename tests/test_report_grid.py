@@ -12,7 +12,7 @@ from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 
 from hf_trak.report import image_grid
-from hf_trak.scored_dataset import attach_columns, fixed_size_list
+from hf_trak.scores.scored_dataset import attach_columns, fixed_size_list
 
 # Twelve training images, each of one colour that nothing else in the picture has.
 COLORS = [(20 * i + 5, 255 - 20 * i, (70 * i) % 256) for i in range(12)]

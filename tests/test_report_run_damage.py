@@ -30,8 +30,8 @@ from store_jobs import Job
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report import AttributionRun, run_reading, run_writing, verify_run
 from hf_trak.report.run_leftovers import run_leftovers
-from hf_trak.savers.atomic import host_name
-from hf_trak.savers.leftovers import Leftover, leftovers
+from hf_trak.store.atomic import host_name
+from hf_trak.store.leftovers import Leftover, leftovers
 
 
 @pytest.fixture(autouse=True)
@@ -375,7 +375,7 @@ def test_a_run_that_has_lost_its_record_is_no_pair_of_datasets(saved: Path):
     ],
 )  # fmt: skip
 def test_a_record_with_other_values_is_refused_whatever_its_checksum(saved: Path, name: str, value: object):
-    from hf_trak.savers.sealed import sealed_bytes, unsealed
+    from hf_trak.store.sealed import sealed_bytes, unsealed
 
     content = {**unsealed(json.loads((saved / "run.json").read_text())), name: value}
     (saved / "run.json").write_bytes(sealed_bytes(content))

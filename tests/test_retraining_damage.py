@@ -157,7 +157,7 @@ def test_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hf_trak.savers.shards.save_file", full)
+    monkeypatch.setattr("hf_trak.store.shards.save_file", full)
     with pytest.raises(StoreError, match=r"repeat-001.*No space left.*are free.*run the same"):
         run(tmp_path)
 

@@ -24,8 +24,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as PILImage
 
-from hf_trak import data
-from hf_trak.row_digest import _encoded, _update_digest_v1, fingerprint_dataset, fingerprint_dataset_v1, update_digest
+from hf_trak.data import rows as data
+from hf_trak.identity.row_digest import (
+    _encoded,
+    _update_digest_v1,
+    fingerprint_dataset,
+    fingerprint_dataset_v1,
+    update_digest,
+)
 
 
 def digest_of(value: Any) -> str:

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError, StoreError
-from hf_trak.savers import AbstractSaver, MmapSaver, ModelIDException, SafetensorsSaver, finalized_files
-from hf_trak.savers import safetensors_saver as safetensors_saver_module
-from hf_trak.savers.mmap_saver import read_scores
-from hf_trak.savers.partial import PartialShard, RowWriter
-from hf_trak.savers.shard_set import ShardSet
-from hf_trak.savers.shards import ShardPlan
+from hf_trak.savers import AbstractSaver, MmapSaver, ModelIDException, SafetensorsSaver
+from hf_trak.store.shard_set import ShardSet
+from hf_trak.store.shards import ShardPlan
+from hf_trak.traker.savers import finalized_files
+from hf_trak.traker.savers import safetensors_saver as safetensors_saver_module
+from hf_trak.traker.savers.mmap_saver import read_scores
+from hf_trak.traker.savers.partial import PartialShard, RowWriter
 
 ROOT = Path(__file__).parents[1]
 N, K = 10, 4

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_trak.errors import NonFiniteError
-from hf_trak.score_computers import GramSum, column_squares
+from hf_trak.scores.gram import GramSum, column_squares
 
 
 def pieces(rows: int, k: int, size: int, scales: torch.Tensor | None = None) -> list[torch.Tensor]:

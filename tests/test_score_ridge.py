@@ -12,7 +12,7 @@ from store_jobs import TinyNet
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import NonFiniteError, SingularGramError
-from hf_trak.score_computers import RidgeSystem, gram_update, ridge_lambda
+from hf_trak.scores.ridge import RidgeSystem, gram_update, ridge_lambda
 
 
 def spd(k: int, condition: float) -> torch.Tensor:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hf_trak.errors import NonFiniteError, StoreError
-from hf_trak.score_computers import RidgeSystem, gram_update, ridge_lambda, score_blocks, self_influence_blocks
+from hf_trak.scores.ridge import RidgeSystem, gram_update, ridge_lambda
+from hf_trak.scores.streaming import score_blocks, self_influence_blocks
 
 N, K, M, CHECKPOINTS = 97, 24, 6, 3
 

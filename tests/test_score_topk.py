@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_trak.errors import NonFiniteError
-from hf_trak.score_computers import TopK
-from hf_trak.score_computers.topk import PADDING
+from hf_trak.scores.topk import PADDING, TopK
 
 
 def sorted_rows(scores: torch.Tensor, k: int, largest: bool) -> np.ndarray:

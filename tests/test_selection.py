@@ -13,8 +13,8 @@ from torch.utils.data import Subset
 from transformers import Trainer, TrainingArguments
 
 from hf_trak import TrakAttributor
-from hf_trak.groups import RowGroups
-from hf_trak.selection import best_rows, selection_size
+from hf_trak.scores.groups import RowGroups
+from hf_trak.scores.selection import best_rows, selection_size
 
 N_TRAIN, N_EVAL = 61, 23
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from hf_trak.shard_threads import each_in_order
+from hf_trak.runtime.shard_threads import each_in_order
 
 
 @pytest.fixture(params=[1, 3])
@@ -68,9 +68,9 @@ def test_nothing_gives_nothing(threads):
 
 
 def test_scores_have_the_same_bits_for_any_number_of_threads(tmp_path):
-    from hf_trak.processes import Processes
-    from hf_trak.savers import FeatureStore
-    from hf_trak.scoring import Scorer
+    from hf_trak.runtime.processes import Processes
+    from hf_trak.scores.scorer import Scorer
+    from hf_trak.store.store import FeatureStore
 
     n, k, m = 533, 24, 7
     config = {"train_size": n, "proj_dim": k, "feature_dtype": "float32", "shard_size": 10}

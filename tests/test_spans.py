@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.modelout_functions import CausalLMModelOutput
-from hf_trak.spans import single_labels, span_targets
+from hf_trak.scores.spans import single_labels, span_targets
 
 TEXTS = [
     "the red fox sleeps in the barn", "a blue bird sings", "the red bird sleeps", "the fox sings in a blue barn today",

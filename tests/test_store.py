@@ -22,8 +22,10 @@ from hf_trak.errors import (
     NonFiniteError,
     StoreError,
 )
-from hf_trak.savers import FeatureStore, ShardPlan, ShardSet
-from hf_trak.savers.atomic import create_bytes, remove_stale_temporaries, safe_name
+from hf_trak.store.atomic import create_bytes, remove_stale_temporaries, safe_name
+from hf_trak.store.shard_set import ShardSet
+from hf_trak.store.shards import ShardPlan
+from hf_trak.store.store import FeatureStore
 
 ROOT = Path(__file__).parents[1]
 CONFIG = {"train_size": 10, "proj_dim": 4, "feature_dtype": "float32", "shard_size": 4, "hf_trak_version": "0.1.0"}
@@ -367,7 +369,7 @@ def test_slices_are_read_from_the_mapped_file(tmp_path):
     shards = store.train(0)
     shards.write(0, torch.ones(4096, 2048), torch.ones(4096))
     script = (
-        "import sys\nfrom hf_trak.savers import FeatureStore\n"
+        "import sys\nfrom hf_trak.store.store import FeatureStore\n"
         "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
         "shards = FeatureStore.load(sys.argv[1]).train(0)\n"
         "before = resident()\n"
@@ -384,7 +386,7 @@ def test_slices_are_read_from_the_mapped_file(tmp_path):
 
 def test_creation_has_one_winner(tmp_path):
     script = (
-        "import sys, pathlib\nfrom hf_trak.savers.atomic import create_bytes\n"
+        "import sys, pathlib\nfrom hf_trak.store.atomic import create_bytes\n"
         "for i in range(200):\n"
         "    if create_bytes(pathlib.Path(sys.argv[1]) / str(i), (sys.argv[2] * 5000).encode()): print(i)\n"
     )
@@ -438,7 +440,7 @@ def test_files_of_dead_processes_are_ignored_and_cleaned(tmp_path):
         [
             sys.executable,
             "-c",
-            "import pathlib, sys\nfrom hf_trak.savers.atomic import _create_temporary\n"
+            "import pathlib, sys\nfrom hf_trak.store.atomic import _create_temporary\n"
             "print(_create_temporary(pathlib.Path(sys.argv[1])))",
             str(directory),
         ],

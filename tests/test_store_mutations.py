@@ -16,10 +16,10 @@ from mutations import every_header_flip, mutations
 from torch import Tensor
 
 from hf_trak.errors import HfTrakError
-from hf_trak.processes import Processes
-from hf_trak.savers import FeatureStore
-from hf_trak.savers.references import read_references, write_references
-from hf_trak.scoring import Scorer
+from hf_trak.runtime.processes import Processes
+from hf_trak.scores.scorer import Scorer
+from hf_trak.store.references import read_references, write_references
+from hf_trak.store.store import FeatureStore
 
 N, M, K, SHARD = 11, 3, 6, 4
 TARGETS = "d" * 32

@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 
 from hf_trak import StreamedRows, TrakAttributor, TrakConfig
-from hf_trak.data import fingerprint_dataset
+from hf_trak.data.rows import fingerprint_dataset
 
 
 def rows(n: int) -> list[dict]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from traker_runs import IDS, SAVERS, TARGETS, featurize, findings, half, make, read, run, score, weights
 
 from hf_trak.errors import HfTrakError, IncompleteStoreError, StoreError
-from hf_trak.savers.mmap_saver import verify_mmap
+from hf_trak.traker.savers.mmap_saver import verify_mmap
 
 
 class Whole:
@@ -198,8 +198,8 @@ def test_no_space_is_explained(tmp_path: Path, kind: str, monkeypatch: pytest.Mo
     half(tmp_path / "half", kind)
     expected = run(tmp_path / "whole", kind)
     calls = {
-        "mmap": ["hf_trak.savers.atomic.os.replace", "numpy.memmap.flush", "hf_trak.savers.row_files.allocate"],
-        "safetensors": ["hf_trak.savers.atomic.os.replace", "hf_trak.savers.partial.allocate"],
+        "mmap": ["hf_trak.store.atomic.os.replace", "numpy.memmap.flush", "hf_trak.traker.savers.row_files.allocate"],
+        "safetensors": ["hf_trak.store.atomic.os.replace", "hf_trak.traker.savers.partial.allocate"],
     }[kind]
     for number, call in enumerate(calls):
         shutil.copytree(tmp_path / "half", tmp_path / str(number))

@@ -16,10 +16,11 @@ from torch import Tensor
 from traker_runs import SAVERS, findings
 
 from hf_trak.errors import ConfigMismatchError, StoreError
-from hf_trak.savers import mmap_directory, store
-from hf_trak.savers.mmap_saver import read_scores, upgrade_mmap
-from hf_trak.savers.safetensors_saver import upgrade_traker
+from hf_trak.store import store
 from hf_trak.traker import TRAKer
+from hf_trak.traker.savers import mmap_directory
+from hf_trak.traker.savers.mmap_saver import read_scores, upgrade_mmap
+from hf_trak.traker.savers.safetensors_saver import upgrade_traker
 
 GOLDEN = Path(__file__).parent / "data" / "format-1"
 EXPECTED = json.loads((GOLDEN / "traker-expected.json").read_text())
@@ -138,7 +139,7 @@ def test_an_upgrade_that_was_killed_goes_on(golden: Path, kind: str, monkeypatch
             count += 1
             replace(*args)
 
-        monkeypatch.setattr("hf_trak.savers.atomic.os.replace", counted)  # this is `os.replace` everywhere
+        monkeypatch.setattr("hf_trak.store.atomic.os.replace", counted)  # this is `os.replace` everywhere
         try:
             UPGRADES[kind](golden)
         except KeyboardInterrupt:
@@ -146,7 +147,7 @@ def test_an_upgrade_that_was_killed_goes_on(golden: Path, kind: str, monkeypatch
         else:
             break
         finally:
-            monkeypatch.setattr("hf_trak.savers.atomic.os.replace", replace)
+            monkeypatch.setattr("hf_trak.store.atomic.os.replace", replace)
         steps += 1
         try:
             traker = open_golden(golden, kind)

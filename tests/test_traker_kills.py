@@ -15,11 +15,18 @@ from data import format_1_traker as old
 from store_jobs import Job
 from traker_runs import SAVERS, run
 
-import hf_trak.savers
-from hf_trak.savers.leftovers import leftovers
+import hf_trak.store
+import hf_trak.traker.savers
+import hf_trak.traker.traker
+from hf_trak.store.leftovers import leftovers
 
 KILLED = -signal.SIGKILL
-OURS = (os.path.dirname(hf_trak.savers.__file__) + os.sep, hf_trak.traker.__file__)
+ROOM = os.path.dirname(hf_trak.traker.__file__)
+OURS = (
+    os.path.join(ROOM, "savers") + os.sep,
+    os.path.dirname(hf_trak.store.__file__) + os.sep,
+    hf_trak.traker.traker.__file__,
+)
 """Files whose lines are counted."""
 
 

@@ -6,11 +6,12 @@ from collections import deque
 import pytest
 import torch
 
-from hf_trak import transfers
-from hf_trak.score_computers import device_shards, score_blocks
-from hf_trak.score_computers.basic import BasicScoreComputer, product_through_device
-from hf_trak.score_computers.device_shards import DeviceShard, uploaded_shards
-from hf_trak.transfers import BUFFERS, download, uploaded
+from hf_trak.runtime import transfers
+from hf_trak.runtime.transfers import BUFFERS, download, uploaded
+from hf_trak.scores import feature_shards as device_shards
+from hf_trak.scores.feature_shards import DeviceShard, uploaded_shards
+from hf_trak.scores.streaming import score_blocks
+from hf_trak.traker.score_computers.basic import BasicScoreComputer, product_through_device
 from hf_trak.utils import get_matrix_mult_blockwise
 
 CPU = torch.device("cpu")

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from hf_trak import utils
 
+INT32_MAX = 2**31 - 1
+
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("blockwise", [False, True])
@@ -90,10 +92,10 @@ class Sizes(torch.nn.Module):
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12), limit=st.integers(1, 30))
 def test_chunks_are_never_empty_never_over_the_limit_and_lose_nothing(sizes, limit):
     """Trap 11, for any sizes around the limit."""
-    batch_size = utils.INT32_MAX // limit
+    batch_size = INT32_MAX // limit
     model = Sizes(sizes)
     maximum, chunks = utils.get_parameter_chunk_sizes(model, batch_size)
-    assert maximum == utils.INT32_MAX // batch_size and maximum * batch_size <= utils.INT32_MAX
+    assert maximum == INT32_MAX // batch_size and maximum * batch_size <= INT32_MAX
     assert all(0 < chunk <= maximum for chunk in chunks)
     assert sum(chunks) == utils.get_num_params(model)
     if max(sizes) <= maximum:  # then no parameter is cut
@@ -106,7 +108,7 @@ def test_a_parameter_larger_than_the_limit_is_cut_at_the_limit():
     maximum, chunks = utils.get_parameter_chunk_sizes(Sizes([10, 5 * 10**8, 7]), 8)
     assert maximum == 268_435_455
     assert chunks == [10, 268_435_455, 500_000_000 - 268_435_455 + 7]
-    assert utils.get_parameter_chunk_sizes(Sizes([10, 20]), 1) == (2**31 - 1, [30])
+    assert utils.get_parameter_chunk_sizes(Sizes([10, 20]), 1) == (INT32_MAX, [30])
     for batch_size in (0, -1, 2**31):
         with pytest.raises(ValueError, match="`batch_size`"):
             utils.get_parameter_chunk_sizes(Sizes([10]), batch_size)

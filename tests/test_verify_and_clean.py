@@ -15,8 +15,8 @@ import torch
 from store_jobs import Job, wait_for
 
 from hf_trak.cli.main import main
-from hf_trak.savers.atomic import host_name
-from hf_trak.savers.leftovers import leftovers, remove_stale
+from hf_trak.store.atomic import host_name
+from hf_trak.store.leftovers import leftovers, remove_stale
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -161,7 +161,7 @@ def test_clean_shows_first_and_removes_when_asked(tmp_path: Path, capsys: pytest
 
 def slow_attribute(directory: Path) -> int:
     """All scores, with a pause while they are written to the scratch file."""
-    from hf_trak.score_computers import streaming
+    from hf_trak.scores import streaming
 
     checked = streaming._checked
 

@@ -13,8 +13,8 @@ from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.config import TrakConfig
 from hf_trak.report.run import AttributionRun, score_distributions
 from hf_trak.report.views import RunViews
-from hf_trak.savers.atomic import safe_name
-from hf_trak.score_files import SCORE_FILES, score_file_digests
+from hf_trak.scores.score_files import SCORE_FILES, score_file_digests
+from hf_trak.store.atomic import safe_name
 
 
 @dataclass

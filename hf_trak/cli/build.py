@@ -15,17 +15,17 @@ from hf_trak.cli.models import load_model
 from hf_trak.cli.preparation import Preparation, preparation
 from hf_trak.cli.rows import load_rows
 from hf_trak.config import TrakConfig
-from hf_trak.data import default_collator
+from hf_trak.data.rows import default_collator
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.hub.foreign_json import shown
 from hf_trak.hub.manifest import MANIFEST_FILE
 from hf_trak.modelout_functions import infer_task
-from hf_trak.savers.atomic import differing
-from hf_trak.savers.sealed import read_sealed, write_sealed
+from hf_trak.store.atomic import differing
+from hf_trak.store.sealed import read_sealed, write_sealed
 
 RECORD = "featurize.json"
 """Beside the store's configuration: the arguments of `hf-trak featurize`, for the commands that come after it. Sealed,
-see `hf_trak.savers.sealed`; records of earlier versions have no checksum."""
+see `hf_trak.store.sealed`; records of earlier versions have no checksum."""
 
 _REMEDY = "Restore it from a copy, or run `hf-trak featurize` again with all arguments after deleting it."
 

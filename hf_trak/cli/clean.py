@@ -8,9 +8,9 @@ from typing import Any
 from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.output import answer, size
 from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.progress import duration
 from hf_trak.report.run_leftovers import run_leftovers
-from hf_trak.savers.leftovers import Leftover, leftovers
+from hf_trak.runtime.progress import duration
+from hf_trak.store.leftovers import Leftover, leftovers
 
 
 @dataclass

@@ -6,11 +6,11 @@ import platform
 import sys
 from collections.abc import Sequence
 
-from hf_trak import __version__
 from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.output import answer, table
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.hub.redaction import address_without_secrets
+from hf_trak.version import __version__
 
 _PACKAGES = (
     "torch", "transformers", "datasets", "accelerate", "huggingface_hub", "safetensors", "peft", "open_clip_torch",

@@ -13,7 +13,7 @@ from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.evaluation import evaluate_lds
 from hf_trak.report.run import AttributionRun, find_run
-from hf_trak.score_files import SCORE_FILES, read_score_files
+from hf_trak.scores.score_files import SCORE_FILES, read_score_files
 
 
 @dataclass

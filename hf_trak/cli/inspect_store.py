@@ -9,7 +9,8 @@ from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.output import answer, size, table
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.errors import StoreError
-from hf_trak.savers import FeatureStore, ShardSet
+from hf_trak.store.shard_set import ShardSet
+from hf_trak.store.store import FeatureStore
 
 _SHOWN = (
     "model_name", "model_class", "model_revision", "task", "projection", "proj_dim", "seed", "feature_dtype",

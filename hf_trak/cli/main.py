@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage(), file=sys.stdout if given else sys.stderr)
         return 0 if given else 2
     if given[0] == "--version":
-        from hf_trak import __version__
+        from hf_trak.version import __version__
 
         print(f"hf_trak {__version__}")
         return 0

@@ -7,11 +7,11 @@ import torch
 import transformers
 from huggingface_hub import constants
 
-from hf_trak.cli.files import check_exists
 from hf_trak.errors import HubAccessError
 from hf_trak.hub import safe_loading
 from hf_trak.hub.foreign_json import shown
 from hf_trak.hub.redaction import without_secrets
+from hf_trak.recipe_kit.files import check_exists
 
 AUTO_CLASSES = {
     "image_classification": "AutoModelForImageClassification",

@@ -14,8 +14,8 @@ from transformers import DataCollatorForTokenClassification
 
 from hf_trak.cli.arguments import DataArguments
 from hf_trak.cli.models import load_image_processor, load_processor, load_tokenizer
-from hf_trak.image_text import ImageTextCollator
-from hf_trak.language_data import mask_tokens, tokenize_chat, tokenize_prompt_completion
+from hf_trak.data.image_text import ImageTextCollator
+from hf_trak.data.language import mask_tokens, tokenize_chat, tokenize_prompt_completion
 
 READY = ("input_ids", "pixel_values", "input_features", "input_values")
 """Columns of rows that need no preparation."""

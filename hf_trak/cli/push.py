@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> None:
         description="Publish an attribution index as a dataset repo. The same command again resumes.",
     )
     from hf_trak.hub import push_index, push_scores
-    from hf_trak.savers import FeatureStore
+    from hf_trak.store.store import FeatureStore
 
     store = FeatureStore.load(args.output_dir)
     settings = None  # of a copy of an index: those that it came with

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict
 
-from hf_trak.cli.files import check_exists
-from hf_trak.cli.splits import evenly_spaced
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
+from hf_trak.recipe_kit.files import check_exists
+from hf_trak.recipe_kit.splits import evenly_spaced
 
 _BUILDERS = {
     ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow",

@@ -10,8 +10,8 @@ from hf_trak.cli.build import build, quiet, remembered, require_run
 from hf_trak.cli.output import answer
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.config import TrakConfig
-from hf_trak.savers import FeatureStore
-from hf_trak.savers.atomic import read_json
+from hf_trak.store.atomic import read_json
+from hf_trak.store.store import FeatureStore
 
 
 def run(argv: Sequence[str]) -> None:
@@ -47,13 +47,13 @@ def _seal(directory: Path) -> str | None:
         upgrade_retraining(directory)
         return "retraining"
     if (directory / "metadata.json").exists():
-        from hf_trak.savers.mmap_saver import upgrade_mmap
+        from hf_trak.traker.savers.mmap_saver import upgrade_mmap
 
         upgrade_mmap(directory)
         return "TRAKer directory"
     config = directory / FeatureStore.CONFIG_FILE
     if config.exists() and read_json(config).get("api") == "TRAKer":
-        from hf_trak.savers.safetensors_saver import upgrade_traker
+        from hf_trak.traker.savers.safetensors_saver import upgrade_traker
 
         upgrade_traker(directory)
         return "TRAKer directory"

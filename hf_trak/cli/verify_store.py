@@ -11,9 +11,9 @@ from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.output import answer
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.errors import IncompleteStoreError
-from hf_trak.savers import FeatureStore
-from hf_trak.savers.findings import Finding
-from hf_trak.savers.verification import verify_store
+from hf_trak.store.findings import Finding
+from hf_trak.store.store import FeatureStore
+from hf_trak.store.verification import verify_store
 
 
 @dataclass
@@ -68,8 +68,8 @@ def findings_of(directory: Path) -> Iterable[Finding]:
 def _checks(directory: Path) -> Iterator[Iterable[Finding]]:
     from hf_trak.evaluation.retraining import verify_retraining
     from hf_trak.report.run_verification import verify_run
-    from hf_trak.savers.mmap_saver import verify_mmap
-    from hf_trak.savers.safetensors_saver import verify_traker
+    from hf_trak.traker.savers.mmap_saver import verify_mmap
+    from hf_trak.traker.savers.safetensors_saver import verify_traker
 
     if (directory / FeatureStore.CONFIG_FILE).exists():
         yield verify_store(directory)

@@ -16,7 +16,7 @@ from hf_trak.errors import NonFiniteError
 from hf_trak.evaluation.intervals import Interval, mean_interval
 from hf_trak.evaluation.retraining import masks_and_outputs
 from hf_trak.evaluation.subsets import group_sums
-from hf_trak.groups import RowGroups
+from hf_trak.scores.groups import RowGroups
 
 Order = Literal["helpful", "harmful", "random"]
 """Which rows come first: those of the highest scores, of the lowest, or any."""

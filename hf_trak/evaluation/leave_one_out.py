@@ -9,7 +9,7 @@ from hf_trak.errors import NonFiniteError
 from hf_trak.evaluation.intervals import RESAMPLES, Interval, mean_interval, scipy_stats
 from hf_trak.evaluation.retraining import check_masks
 from hf_trak.evaluation.subsets import group_sums
-from hf_trak.groups import RowGroups
+from hf_trak.scores.groups import RowGroups
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from numpy.typing import ArrayLike
 from hf_trak.errors import IncompleteStoreError, NonFiniteError
 from hf_trak.evaluation.retraining_check import DATASET, upgrade_retraining, verify_retraining
 from hf_trak.evaluation.retraining_files import RetrainingFiles, subset_digest, training_seed
-from hf_trak.interruption import announced
-from hf_trak.processes import Processes
-from hf_trak.savers.atomic import atomic_path
-from hf_trak.savers.leftovers import remove_stale
-from hf_trak.scored_dataset import fixed_size_list
+from hf_trak.runtime.interruption import announced
+from hf_trak.runtime.processes import Processes
+from hf_trak.scores.scored_dataset import fixed_size_list
+from hf_trak.store.atomic import atomic_path
+from hf_trak.store.leftovers import remove_stale
 
 __all__ = [
     "COLUMNS",

@@ -8,9 +8,9 @@ import pyarrow as pa
 
 from hf_trak.errors import HfTrakError, IncompleteStoreError, StoreError
 from hf_trak.evaluation.retraining_files import CONFIG, RetrainingFiles, subset_digest, training_seed
-from hf_trak.savers.findings import Finding
-from hf_trak.savers.leftovers import leftovers
-from hf_trak.savers.sealed import write_sealed
+from hf_trak.store.findings import Finding
+from hf_trak.store.leftovers import leftovers
+from hf_trak.store.sealed import write_sealed
 
 DATASET = "retrained.arrow"
 _AGAIN = "`retrain_on_subsets` with the same arguments computes it."

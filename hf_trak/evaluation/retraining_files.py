@@ -24,9 +24,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
-from hf_trak.savers.atomic import create_bytes, differing, json_bytes, write_bytes
-from hf_trak.savers.sealed import SEALED_VERSION, content_digest, is_sealed, read_sealed, sealed_bytes, unsealed
-from hf_trak.savers.shards import METADATA_KEY, TensorSpec, parse_metadata, read_tensors, write_tensors
+from hf_trak.store.atomic import create_bytes, differing, json_bytes, write_bytes
+from hf_trak.store.sealed import SEALED_VERSION, content_digest, is_sealed, read_sealed, sealed_bytes, unsealed
+from hf_trak.store.shards import METADATA_KEY, TensorSpec, parse_metadata, read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hf_trak.groups import RowGroups
+from hf_trak.scores.groups import RowGroups
 
 
 def random_subsets(

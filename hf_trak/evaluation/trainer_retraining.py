@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 from transformers import set_seed
 
-from hf_trak.data import Collator, RowBatches, batch_rows, default_collator, forward_columns, row_count
+from hf_trak.data.rows import Collator, RowBatches, batch_rows, default_collator, forward_columns, row_count
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.gradient_computers.outputs import call_model, one_per_sample
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task

@@ -7,11 +7,11 @@ import torch
 from hf_trak.gradient_computers.auto import ENGINES, AutoGradientComputer, engines_of
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink, batch_size_of
 from hf_trak.gradient_computers.functional import FunctionalGradientComputer
-from hf_trak.gradient_computers.hooked import HookedGradientComputer
+from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
+from hf_trak.gradient_computers.hooked.rules import LayerCall, register_layer_rule
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.gradient_computers.per_sample import per_sample_gradients
-from hf_trak.gradient_computers.rules import LayerCall, register_layer_rule
 from hf_trak.modelout_functions.base import AbstractModelOutput
 
 __all__ = [

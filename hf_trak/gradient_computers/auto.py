@@ -12,7 +12,7 @@ from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutpu
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.gradient_computers.functional import FunctionalGradientComputer
-from hf_trak.gradient_computers.hooked import HookedGradientComputer
+from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.memory import is_out_of_memory
 from hf_trak.gradient_computers.padding import CollatedAlone, PaddingSearch, RowAlone

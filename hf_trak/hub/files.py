@@ -28,11 +28,11 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import REGEX_COMMIT_HASH
 
-from hf_trak import __version__
 from hf_trak.errors import HfTrakError, HubAccessError, IncompleteStoreError, RefusedIndexError
 from hf_trak.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES
 from hf_trak.hub.redaction import address_without_secrets, without_secrets
-from hf_trak.savers import FeatureStore
+from hf_trak.store.store import FeatureStore
+from hf_trak.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,11 @@ import torch
 from hf_trak.errors import HfTrakError, IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.hub.files import IndexFiles
 from hf_trak.hub.manifest import PublishedCheckpoint, refused
-from hf_trak.savers import FeatureStore, Shard, ShardSet
-from hf_trak.savers.references import FILE_NAME as REFERENCES_FILE
-from hf_trak.savers.references import read_references
-from hf_trak.savers.shards import checksum
+from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
+from hf_trak.store.references import read_references
+from hf_trak.store.shard_set import Shard, ShardSet
+from hf_trak.store.shards import checksum
+from hf_trak.store.store import FeatureStore
 
 MAX_HEADER_BYTES = 64 << 10
 """Longest header of a safetensors file of an index; those that the store writes have about 500 bytes."""

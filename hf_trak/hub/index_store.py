@@ -32,13 +32,12 @@ from hf_trak.hub.manifest import (
     read_index_json,
     refused,
 )
-from hf_trak.savers import FeatureStore, Gram, Shard, ShardPlan, ShardSet
-from hf_trak.savers.references import FILE_NAME as REFERENCES_FILE
-from hf_trak.savers.references import read_references
-from hf_trak.savers.sealed import check_seal
-from hf_trak.savers.shard_set import content_hash
-from hf_trak.savers.shards import FORMAT_VERSION, READABLE_VERSIONS, Identity
-from hf_trak.savers.store import Comparison
+from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
+from hf_trak.store.references import read_references
+from hf_trak.store.sealed import check_seal
+from hf_trak.store.shard_set import Shard, ShardSet, content_hash
+from hf_trak.store.shards import FORMAT_VERSION, READABLE_VERSIONS, Identity, ShardPlan
+from hf_trak.store.store import Comparison, FeatureStore, Gram
 
 JSON_FILES = (FeatureStore.CONFIG_FILE, MANIFEST_FILE)
 

@@ -9,9 +9,9 @@ from huggingface_hub import constants
 from torch.utils.data import default_collate as torch_collate
 from transformers import default_data_collator
 
-from hf_trak.checkpoints import Checkpoint, fingerprint_state_dict
 from hf_trak.config import TrakConfig
-from hf_trak.data import Collator, default_collator
+from hf_trak.data.model_inputs import check_rows
+from hf_trak.data.rows import Collator, default_collator
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, IncompleteStoreError
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.hub.files import LocalFiles, access_errors, hub_api
@@ -21,10 +21,10 @@ from hf_trak.hub.manifest import MANIFEST_FILE, IndexManifest, checked_repo, che
 from hf_trak.hub.models import HubCheckpoint, load_model
 from hf_trak.hub.pull import open_repo
 from hf_trak.hub.safe_loading import load_dataset
-from hf_trak.model_inputs import check_rows
 from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from hf_trak.modelout_functions.identity import task_identity
-from hf_trak.savers import FeatureStore
+from hf_trak.store.store import FeatureStore
+from hf_trak.weights.checkpoints import Checkpoint, fingerprint_state_dict
 
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor

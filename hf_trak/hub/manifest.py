@@ -1,7 +1,7 @@
 """The manifest of a published index, `trak_index.json`: what the feature store's own files do not say.
 
     {
-      "checksum": of all other keys, see `hf_trak.savers.sealed`,
+      "checksum": of all other keys, see `hf_trak.store.sealed`,
       "format_version": 2,
       "config": the hash of the configuration that it belongs to,
       "checkpoints": {"0": {"fingerprint": …, "source": "hf://user/model@revision" or null, "shards": [checksum, …],
@@ -28,8 +28,8 @@ from huggingface_hub.utils import validate_repo_id
 from hf_trak.config import TrakConfig
 from hf_trak.errors import RefusedIndexError, StoreError
 from hf_trak.hub.foreign_json import read_foreign_object, shown, too_large
-from hf_trak.savers import ShardPlan
-from hf_trak.savers.sealed import check_seal
+from hf_trak.store.sealed import check_seal
+from hf_trak.store.shards import ShardPlan
 
 MANIFEST_FILE = "trak_index.json"
 MANIFEST_VERSION = 2

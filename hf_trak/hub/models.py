@@ -9,12 +9,12 @@ import transformers
 from huggingface_hub import constants, snapshot_download
 from transformers import PreTrainedModel
 
-from hf_trak import __version__
 from hf_trak.errors import HubAccessError, RefusedIndexError
 from hf_trak.hub import safe_loading
 from hf_trak.hub.files import access_errors
 from hf_trak.hub.foreign_json import read_foreign_object, shown
 from hf_trak.hub.manifest import HubSource, checked_repo, checked_revision
+from hf_trak.version import __version__
 
 MAX_WEIGHT_INDEX_BYTES = 64 << 20
 """Largest index of sharded weights; a model of 100,000 tensors has one of 10 MB."""

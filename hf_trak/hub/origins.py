@@ -12,7 +12,7 @@ from hf_trak.hub.index_store import open_index
 from hf_trak.hub.manifest import MANIFEST_FILE, HubSource, IndexManifest, TrainSource
 from hf_trak.hub.models import HubCheckpoint, source_of
 from hf_trak.hub.repo_config import is_commit
-from hf_trak.savers import FeatureStore
+from hf_trak.store.store import FeatureStore
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from hf_trak.hub.files import HubFiles, LocalFiles
 from hf_trak.hub.index_files import tensor_files
 from hf_trak.hub.index_store import JSON_FILES, IndexStore, open_index
 from hf_trak.hub.manifest import check_json_size
-from hf_trak.savers import FeatureStore
-from hf_trak.savers.atomic import atomic_path, write_bytes
+from hf_trak.store.atomic import atomic_path, write_bytes
+from hf_trak.store.store import FeatureStore
 
 
 def open_repo(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete
 
-from hf_trak.batch_size import BatchSizeFinder
 from hf_trak.config import TrakConfig
 from hf_trak.errors import IncompleteStoreError
+from hf_trak.featurize.batch_size import BatchSizeFinder
 from hf_trak.hub.cards import card_operations, render_card
 from hf_trak.hub.files import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.index_files import INDEX_FILE, checksums_of, references_checksum, tensor_files
@@ -27,8 +27,8 @@ from hf_trak.hub.manifest import (
 )
 from hf_trak.hub.models import HubCheckpoint
 from hf_trak.hub.origins import copied_manifest, given_source, known_sources, recorded_model, train_source
-from hf_trak.savers import FeatureStore
-from hf_trak.savers.sealed import sealed, sealed_bytes
+from hf_trak.store.sealed import sealed, sealed_bytes
+from hf_trak.store.store import FeatureStore
 
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor

@@ -23,8 +23,8 @@ from hf_trak.hub.cards import card_operations, render_card
 from hf_trak.hub.files import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.push import COMMIT_FIELDS
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
-from hf_trak.processes import Processes
-from hf_trak.scored_dataset import TOP_K_COLUMNS
+from hf_trak.runtime.processes import Processes
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 _MEANINGS = {
     "target": {

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from hf_trak.function_identity import function_identity, identity_of
+from hf_trak.identity.function_identity import function_identity, identity_of
+from hf_trak.identity.own_code import assigned_by, assigned_in_init, is_own_class, name_of
 from hf_trak.modelout_functions.base import AbstractModelOutput
-from hf_trak.own_code import assigned_by, assigned_in_init, is_own_class, name_of
 
 _ON_BATCHES = frozenset(
     {"bind", "prepare", "restore", "references", "reference_rows", "collator", "model_inputs", "output"}
@@ -22,9 +22,9 @@ def task_identity(task: AbstractModelOutput, model: torch.nn.Module | None = Non
     Settings are the public attributes; of a user's own class also the private ones that its `__init__` assigns, but
     none that the task assigns when it is bound to a model or given a batch. Numbers, texts, sequences and mappings go
     by value, tasks by their own identity, anything else (functions, tensors, …) by
-    [`~hf_trak.function_identity.function_identity`]: with everything that a function of a user refers to. A class of a
-    user has its `code`, too. Compare with [`~hf_trak.function_identity.same_function`], for bytecode is another in
-    each version of Python.
+    [`~hf_trak.identity.function_identity.function_identity`]: with everything that a function of a user refers to. A
+    class of a user has its `code`, too. Compare with [`~hf_trak.identity.function_identity.same_function`], for
+    bytecode is another in each version of Python.
 
     Args:
         task: any task.

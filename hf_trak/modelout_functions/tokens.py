@@ -99,7 +99,7 @@ def input_labels(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
                 f"The batch has the keys {list(batch)}, and so no labels. Expected `labels` with one token id per "
                 f"input token ({IGNORED} where there is none), or `input_ids` with one of {list(ROLE_MASKS)}. For "
                 "text that is to be predicted whole use `DataCollatorForLanguageModeling(tokenizer, mlm=False)`; "
-                "for prompts, completions and chats see `hf_trak.language_data`."
+                "for prompts, completions and chats see `hf_trak.data.language`."
             )
         labels = inputs
     if inputs is not None and inputs.shape != labels.shape:

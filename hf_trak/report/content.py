@@ -10,8 +10,8 @@ from datasets import Audio, ClassLabel, Dataset, Image, Value
 
 from hf_trak.report.stored_rows import StoredRows
 from hf_trak.report.text import Span
-from hf_trak.scored_dataset import TOP_K_COLUMNS
-from hf_trak.spans import TOKEN_POSITIONS, TOKEN_SCORES
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
+from hf_trak.scores.spans import TOKEN_POSITIONS, TOKEN_SCORES
 
 SPANS_COLUMN = "trak_spans"
 """Optional column of targets: a breakdown of the score over the text, a list of `{"start", "stop", "score"}` with

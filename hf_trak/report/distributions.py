@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trak.scored_dataset import ScoreBlock
+from hf_trak.scores.scored_dataset import ScoreBlock
 
 BINS = 40
 """Bins between the lowest and the highest score; one more may be needed so that 0 falls between two bins."""

@@ -11,8 +11,8 @@ from datasets import ClassLabel, Dataset
 from hf_trak.report.images import UnreadableImageError, bounded
 from hf_trak.report.pixels import as_pixels
 from hf_trak.report.stored_rows import stored
-from hf_trak.savers.atomic import atomic_path
-from hf_trak.scored_dataset import TOP_K_COLUMNS
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
+from hf_trak.store.atomic import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from hf_trak.report.last import LastResult
 from hf_trak.report.page import target_page
 from hf_trak.report.run import AttributionRun, score_distributions
 from hf_trak.report.views import RunViews, TargetView
-from hf_trak.scored_dataset import TOP_K_COLUMNS
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor

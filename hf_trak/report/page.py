@@ -15,11 +15,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_trak import __version__
 from hf_trak.report.run import AttributionRun
 from hf_trak.report.text import visible
 from hf_trak.report.views import RunViews, TargetView, number, signed
-from hf_trak.savers.atomic import atomic_path
+from hf_trak.store.atomic import atomic_path
+from hf_trak.version import __version__
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template

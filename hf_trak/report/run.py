@@ -46,7 +46,7 @@ from hf_trak.report.run_record import find_run
 from hf_trak.report.run_rows import as_dataset, beside, from_full
 from hf_trak.report.run_verification import verify_run
 from hf_trak.report.run_writing import write_run
-from hf_trak.scored_dataset import TOP_K_COLUMNS
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor

@@ -14,7 +14,7 @@ from hf_trak.errors import StoreError
 from hf_trak.report.distributions import BINS, ScoreDistributions
 from hf_trak.report.run_reading import SavedParts
 from hf_trak.report.run_record import STATISTICS
-from hf_trak.scored_dataset import TOP_K_COLUMNS
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 TRAIN_ROWS = "train_rows"
 SELF_INFLUENCE = "self_influence"

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_trak import __version__
+from hf_trak.version import __version__
 
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor

@@ -1,6 +1,6 @@
 """What saves of a run have left behind: files of killed saves, and of those that were replaced.
 
-A save writes to a temporary directory `.hf_trak-tmp-…-<key>` (see `hf_trak.savers.leftovers` for those of killed
+A save writes to a temporary directory `.hf_trak-tmp-…-<key>` (see `hf_trak.store.leftovers` for those of killed
 ones), moves its files to `parts-<key>`, has `run.json` name that, and removes the temporary directory. Whoever looks
 for leftovers lists parts first, then temporary directories, and reads `run.json` last: parts without a temporary
 directory, which `run.json` does not name, are parts that no `run.json` will ever name.
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hf_trak.errors import StoreError
 from hf_trak.report.run_record import STATISTICS, VIEWS, is_dataset, parts_of, read_record
-from hf_trak.savers.atomic import TEMPORARY
-from hf_trak.savers.leftovers import Leftover, leftovers, remove_stale
+from hf_trak.store.atomic import TEMPORARY
+from hf_trak.store.leftovers import Leftover, leftovers, remove_stale
 
 
 def run_leftovers(directory: str | Path) -> list[Leftover]:

@@ -1,7 +1,7 @@
 """`run.json`: what a saved run is, and which files with which checksums belong to it. Where it is, and how it is read.
 
     {
-      "checksum": …, "format_version": 2,      see `hf_trak.savers.sealed`
+      "checksum": …, "format_version": 2,      see `hf_trak.store.sealed`
       "facts": {…},                            shown in the report, in this order
       "parts": "parts-<16 hex digits>",        directory of the files
       "previous": "parts-…" or null,           that of the save before, kept until the next one
@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 
 from hf_trak.errors import IncompleteStoreError, StoreError
-from hf_trak.savers.sealed import CHECKSUM_KEY, VERSION_KEY, check_seal, content_digest
+from hf_trak.store.sealed import CHECKSUM_KEY, VERSION_KEY, check_seal, content_digest
 
 RECORD = "run.json"
 STATISTICS = "statistics.safetensors"

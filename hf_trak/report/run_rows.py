@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from hf_trak.report.content import as_row
 from hf_trak.report.distributions import ScoreDistributions
-from hf_trak.scored_dataset import TOP_K_COLUMNS
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 _FULL_TOP = 50
 

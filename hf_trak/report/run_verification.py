@@ -19,8 +19,8 @@ from hf_trak.report.run_record import (
     read_record,
 )
 from hf_trak.report.run_writing import view_of
-from hf_trak.savers.findings import Finding
-from hf_trak.savers.leftovers import leftovers
+from hf_trak.store.findings import Finding
+from hf_trak.store.leftovers import leftovers
 
 _AGAIN = "Attribute again: `hf-trak attribute` with the same name and settings replaces the run."
 _CLEAN = "`hf-trak clean` removes it, and so does a later save of the run."

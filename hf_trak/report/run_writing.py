@@ -24,7 +24,7 @@ from hf_trak.errors import StoreError
 from hf_trak.report.run_leftovers import old_layout, remove_superseded
 from hf_trak.report.run_record import RECORD, STATISTICS, VIEWS, RunRecord, SavedFile, read_record
 from hf_trak.report.write_errors import write_errors
-from hf_trak.savers.atomic import host_name, json_bytes, write_bytes
+from hf_trak.store.atomic import host_name, json_bytes, write_bytes
 
 _ATTEMPTS = 20
 

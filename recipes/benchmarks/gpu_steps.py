@@ -15,12 +15,12 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_trak.gradient_computers import HookedGradientComputer
+from hf_trak.gradient_computers.hooked.outer import OuterBlock
+from hf_trak.gradient_computers.hooked.workspace import default_block_bytes
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.gradient_computers.outer import OuterBlock
 from hf_trak.gradient_computers.per_sample import FunctionOutput
-from hf_trak.gradient_computers.workspace import default_block_bytes
 from hf_trak.projectors import make_projector
-from hf_trak.score_computers.basic import product_through_device
+from hf_trak.traker.score_computers.basic import product_through_device
 
 Step = Callable[[], object]
 

@@ -23,12 +23,12 @@ from lambda_rules import Spectrum, spectrum
 from lds_digits import NETWORKS, digits
 from torch import Tensor, nn
 
-from hf_trak.cli.python_text import python_packages, python_reference
 from hf_trak.evaluation import model_outputs, random_subsets
 from hf_trak.gradient_computers import make_gradient_computer
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions import get_task
 from hf_trak.projectors import make_projector
+from hf_trak.recipe_kit.python_text import python_packages, python_reference
 
 PAD, UNKNOWN, IGNORED = 0, 1, -100
 BATCH = 100

@@ -29,10 +29,10 @@ import numpy as np
 import torch
 from datasets import disable_progress_bars
 
-from hf_trak.processes import Processes
-from hf_trak.savers import FeatureStore
-from hf_trak.score_files import ScoreFiles
-from hf_trak.scoring import Scorer
+from hf_trak.runtime.processes import Processes
+from hf_trak.scores.score_files import ScoreFiles
+from hf_trak.scores.scorer import Scorer
+from hf_trak.store.store import FeatureStore
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

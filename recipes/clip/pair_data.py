@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from datasets import Dataset, DatasetDict, Image, Value
 
-from hf_trak.cli import splits
-from hf_trak.cli.splits import SplitArguments
+from hf_trak.recipe_kit import splits
+from hf_trak.recipe_kit.splits import SplitArguments
 
 DIGITS = "digits"
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

@@ -22,12 +22,12 @@ from torch import Tensor
 from transformers import Trainer, set_seed
 
 from hf_trak import ImageTextCollator, TrakAttributor, TrakConfig
-from hf_trak.cli.files import save_dataset, write_json
-from hf_trak.cli.outcome import attributions, print_attributions
 from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.cli.training import TrainingRecipeArguments, start, train_and_attribute
-from hf_trak.data import fingerprint_dataset
+from hf_trak.data.rows import fingerprint_dataset
 from hf_trak.modelout_functions import CLIPModelOutput, SigLIPModelOutput
+from hf_trak.recipe_kit.files import save_dataset, write_json
+from hf_trak.recipe_kit.outcome import attributions, print_attributions
+from hf_trak.recipe_kit.training import TrainingRecipeArguments, start, train_and_attribute
 from hf_trak.report import image_grid
 
 SIDE, WIDTH, CONTEXT = 16, 32, 8

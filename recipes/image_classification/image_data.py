@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from datasets import ClassLabel, Dataset, Features, Image
 
-from hf_trak.cli import splits
-from hf_trak.cli.splits import SplitArguments, digits
+from hf_trak.recipe_kit import splits
+from hf_trak.recipe_kit.splits import SplitArguments, digits
 
 DIGITS = "digits"
 

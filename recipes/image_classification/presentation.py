@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from image_data import DataArguments
 
-from hf_trak.cli.files import save_dataset, write_json
+from hf_trak.recipe_kit.files import save_dataset, write_json
 from hf_trak.report import image_grid
 
 

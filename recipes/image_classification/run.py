@@ -28,10 +28,10 @@ from transformers import (
 )
 
 from hf_trak import TrakConfig
-from hf_trak.cli.files import save_dataset
 from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.cli.training import TrainingRecipeArguments, start, train_and_attribute
-from hf_trak.data import fingerprint_dataset
+from hf_trak.data.rows import fingerprint_dataset
+from hf_trak.recipe_kit.files import save_dataset
+from hf_trak.recipe_kit.training import TrainingRecipeArguments, start, train_and_attribute
 
 
 @dataclass

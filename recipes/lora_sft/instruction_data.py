@@ -7,10 +7,10 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict
 
-from hf_trak.cli import splits
-from hf_trak.cli.splits import SplitArguments
-from hf_trak.language_data import tokenize_prompt_completion
+from hf_trak.data.language import tokenize_prompt_completion
 from hf_trak.modelout_functions.tokens import IGNORED
+from hf_trak.recipe_kit import splits
+from hf_trak.recipe_kit.splits import SplitArguments
 
 PYTHON_QUESTIONS = "python_questions"
 MODULES = ("math", "statistics", "os.path", "shutil", "textwrap", "random", "itertools", "functools", "operator")

@@ -25,17 +25,17 @@ from transformers import (
 )
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.cli import splits
-from hf_trak.cli.files import save_dataset, write_json
-from hf_trak.cli.outcome import attributions, print_attributions
 from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.cli.python_text import python_packages
-from hf_trak.cli.splits import SplitArguments
-from hf_trak.cli.text_models import train_tokenizer
-from hf_trak.cli.training import TrainingRecipeArguments, spread, start, train_once
-from hf_trak.data import fingerprint_dataset
+from hf_trak.data.rows import fingerprint_dataset
 from hf_trak.modelout_functions.margins import margin
-from hf_trak.scored_dataset import TOP_K_COLUMNS
+from hf_trak.recipe_kit import splits
+from hf_trak.recipe_kit.files import save_dataset, write_json
+from hf_trak.recipe_kit.outcome import attributions, print_attributions
+from hf_trak.recipe_kit.python_text import python_packages
+from hf_trak.recipe_kit.splits import SplitArguments
+from hf_trak.recipe_kit.text_models import train_tokenizer
+from hf_trak.recipe_kit.training import TrainingRecipeArguments, spread, start, train_once
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 
 @dataclass

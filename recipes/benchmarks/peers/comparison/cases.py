@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from comparison.objective import IGNORED
-from hf_trak.cli.python_text import PACKAGES, python_packages, python_reference
+from hf_trak.recipe_kit.python_text import PACKAGES, python_packages, python_reference
 
 PAD, UNKNOWN, BEGIN = "[PAD]", "[UNK]", "[CLS]"
 LENGTH = 24

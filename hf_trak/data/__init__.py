@@ -1,0 +1,1 @@
+"""Rows: datasets, streams, and how they become inputs of a model."""

@@ -1,0 +1,164 @@
+"""Datasets: which columns of one reach the model, and how rows become batches in a fixed order."""
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from datasets import Dataset as HFDataset
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import default_collate as torch_collate
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, default_data_collator
+from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
+from transformers.utils.generic import find_labels
+
+from hf_trak.data.batch_limits import BatchLimits
+from hf_trak.data.model_inputs import check_rows, stored_columns
+from hf_trak.identity.row_digest import fingerprint_dataset as fingerprint_dataset
+from hf_trak.identity.row_digest import update_digest as update_digest
+
+Collator = Callable[[list[Any]], Any]
+
+
+def row_count(dataset: Any, name: str) -> int:
+    """Number of rows of a map-style dataset.
+
+    Raises:
+        TypeError: the dataset has no length, as a stream has not, for rows are identified by their position; or it is
+            a mapping, of splits or a single row, or a text.
+        ValueError: the dataset is empty.
+    """
+    if isinstance(dataset, Mapping | str | bytes):
+        given = f"the text {dataset!r}" if not isinstance(dataset, Mapping) else f"with the keys {list(dataset)}"
+        raise TypeError(
+            f"`{name}` is a {type(dataset).__name__}, {given}. Expected a dataset whose element i is row i. Pass one "
+            "split (`datasets['train']`), load it from its name (`load_dataset(name, split='train')`), or make one of "
+            "a single row (`Dataset.from_list([row])`)."
+        )
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"`{name}` is a {type(dataset).__name__}, which has no length or no rows by index. Expected a "
+            "map-style dataset, since scores refer to row numbers. Give a stream a length and a fixed order with "
+            "`hf_trak.data.streams.StreamedRows(stream, num_rows)`, or store its rows with `Dataset.from_generator`."
+        )
+    if len(dataset) == 0:
+        raise ValueError(f"`{name}` is empty. Expected at least one row.")
+    return len(dataset)
+
+
+def forward_columns(model: torch.nn.Module, label_names: Sequence[str] | None = None) -> list[str]:
+    """Names of the dataset columns that `Trainer` would keep for this model: arguments of `forward`, and labels.
+
+    `labels` is kept even if `forward` does not take it, since tasks need it and do not pass it on.
+    """
+    wrapper: Any = model
+    base = wrapper.get_base_model() if hasattr(model, "get_base_model") else model
+    labels = find_labels(type(base)) if label_names is None else list(label_names)
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    arguments = [name for name, p in inspect.signature(base.forward).parameters.items() if p.kind not in open_ended]
+    return list(dict.fromkeys([*arguments, "label", "label_ids", "labels", *labels]))
+
+
+def default_collator(dataset: Any, processing_class: Any = None) -> Collator:
+    """The collator that `Trainer` would choose; for datasets of tuples, the one of `torch.utils.data`."""
+    if isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor):
+        return DataCollatorWithPadding(processing_class)  # type: ignore[arg-type]  # as Trainer does
+    if not isinstance(dataset, HFDataset) and isinstance(dataset[0], tuple | list):
+        return torch_collate
+    return default_data_collator
+
+
+class RowBatches:
+    """Batches of given rows in a given order, collated and moved to a device.
+
+    The order is that of `batches`, whatever the number of workers, so that row numbers need no column of their own.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collator: Collator,
+        *,
+        columns: Sequence[str] | None,
+        device: torch.device,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        limits: BatchLimits | None = None,
+    ) -> None:
+        """
+        Args:
+            dataset: a map-style dataset.
+            collator: turns a list of rows into a batch. Columns that it names in an attribute `columns` reach it, too.
+            columns: the columns that reach the collator; `None` keeps all.
+            device: where batches are wanted.
+            num_workers: processes that load rows.
+            pin_memory: whether batches pass through pinned memory.
+            limits: what the model can take; batches are checked against it.
+
+        Raises:
+            ValueError: the dataset has none of the columns.
+        """
+        self.stored = stored_columns(dataset)
+        if columns is not None:
+            columns = [*columns, *getattr(collator, "columns", ())]
+        if columns is not None and isinstance(dataset, HFDataset) and dataset.format["type"] != "custom":
+            # Unused columns are dropped before they are decoded; a transform, however, may need them.
+            kept = [name for name in dataset.column_names if name in columns]
+            _check_columns(kept, dataset.column_names, columns)
+            dataset = dataset.select_columns(kept)
+        self.dataset: Dataset = dataset
+        self.collator = collator
+        self.columns = None if columns is None else frozenset(columns)
+        self.device = device
+        self.num_workers = 0 if getattr(dataset, "sequential", False) else num_workers
+        self.pin_memory = pin_memory
+        self.limits = limits
+
+    def _collate(self, rows: list[Any]) -> Any:
+        if self.columns is not None and rows and isinstance(rows[0], Mapping):
+            given = rows[0]
+            rows = [{name: value for name, value in row.items() if name in self.columns} for row in rows]
+            _check_columns(rows[0], given, self.columns)
+        check_rows(rows, self.collator, self.stored)
+        batch = self.collator(rows)
+        if self.limits is not None:
+            self.limits.check(batch, self.stored)
+        return batch
+
+    def alone(self, row: int) -> Any:
+        """The batch of one row, on the device."""
+        return send_to_device(self.collated([row]), self.device)
+
+    def collated(self, rows: Sequence[int]) -> Any:
+        """The batch of some rows, as it is before [`~RowBatches.iterate`] sends it to the device."""
+        fetch: Any = getattr(self.dataset, "__getitems__", None)
+        return self._collate(fetch(list(rows)) if fetch is not None else [self.dataset[row] for row in rows])
+
+    def iterate(self, batches: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
+        """Yield `(row numbers, batch)` for each list of row numbers in `batches`."""
+        cuts = [list(rows) for rows in batches]
+        loader: DataLoader[Any] = DataLoader(
+            self.dataset,
+            batch_sampler=cuts,
+            collate_fn=self._collate,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+        )
+        for rows, batch in zip(cuts, loader, strict=True):
+            yield rows, send_to_device(batch, self.device)
+
+
+def _check_columns(kept: Collection[str], given: Collection[str], columns: Collection[str]) -> None:
+    if not kept:
+        raise ValueError(
+            f"No column of the dataset reaches the model: it has {sorted(given)}. Expected some of "
+            f"{sorted(set(columns))}. Rename the columns, or set `remove_unused_columns=False` if the data collator "
+            "makes the model's inputs."
+        )
+
+
+def batch_rows(start: int, stop: int, batch_size: int) -> Iterator[range]:
+    """Cut the rows `start … stop` into batches; the cut depends on these three numbers alone."""
+    for first in range(start, stop, batch_size):
+        yield range(first, min(first + batch_size, stop))

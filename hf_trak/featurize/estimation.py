@@ -1,0 +1,247 @@
+"""What an attribution will take, before it is run: parameters, disk, memory, time."""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from hf_trak.config import TrakConfig, checked_args
+from hf_trak.data.rows import Collator
+from hf_trak.gradient_computers.layout import ParameterLayout
+from hf_trak.identity.model_identity import model_identity
+from hf_trak.modelout_functions import AbstractModelOutput
+from hf_trak.runtime.progress import duration
+from hf_trak.store.atomic import json_bytes
+from hf_trak.store.shards import ShardPlan
+
+_STORAGE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SHARD_HEADER_BYTES = 480
+_TARGET_HEADER_BYTES = 620
+_GRAM_HEADER_BYTES = 480
+_CHECKPOINT_JSON_BYTES = 430
+_CONFIG_BYTES = 1000
+_COLLATION_BYTES = 3300  # six rows of two columns
+_MEASURED_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What n training rows, m targets and C checkpoints take, with P attributed parameters and k features.
+
+    Sizes are in bytes, times in seconds. `str(estimate)` says it in a few lines.
+    """
+
+    parameters: int
+    """P, exactly."""
+    model_parameters: int
+    """Elements of all parameters, attributed or not."""
+    proj_dim: int
+    """k."""
+    train_size: int
+    """n."""
+    n_targets: int
+    """m."""
+    checkpoints: int
+    """C."""
+    processes: int
+    """Processes that share the work."""
+    feature_bytes: int
+    """Disk: C · n · (k · b + 4), with b bytes per stored feature, and the headers of the shards."""
+    gram_bytes: int
+    """Disk: C · 8k²."""
+    target_bytes: int
+    """Disk: as features, for m rows."""
+    config_bytes: int
+    """Disk: the configuration, which lists the parameters."""
+    featurize_memory: int
+    """Memory of a process that featurizes: weights, a copy of them where checkpoints are loaded, one shard, one batch
+    of features, and gradients of the largest parameter for one batch (an upper bound, where layers are handed on in
+    pieces). Activations of one batch come on top, as in a forward pass of training."""
+    score_memory: int
+    """Memory to score: 3 · 8k² while solving, targets before and after in float32 and float64, and one shard."""
+    rows_per_second: float | None = None
+    """Rows that one process featurizes per second, where it was measured."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """The feature store: everything that stays on disk but scores (4 · n · m for a full matrix)."""
+        return self.feature_bytes + self.gram_bytes + self.target_bytes + self.config_bytes
+
+    @property
+    def seconds(self) -> float | None:
+        """Time to featurize all rows and targets for all checkpoints, or `None` if it was not measured."""
+        if self.rows_per_second is None:
+            return None
+        shares = (math.ceil(rows / self.processes) for rows in (self.train_size, self.n_targets))
+        return self.checkpoints * sum(shares) / self.rows_per_second
+
+    def __str__(self) -> str:
+        rows = f"{self.train_size:,} rows" + (f" and {self.n_targets:,} targets" if self.n_targets else "")
+        lines = [
+            f"{self.parameters:,} of {self.model_parameters:,} parameters, {self.proj_dim:,} features, {rows}, "
+            f"{self.checkpoints} checkpoint{'s' if self.checkpoints > 1 else ''}",
+            f"disk: {_size(self.disk_bytes)} (features {_size(self.feature_bytes)}, XᵀX {_size(self.gram_bytes)}"
+            + (f", targets {_size(self.target_bytes)})" if self.n_targets else ")"),
+            f"memory: {_size(self.featurize_memory)} and one batch's activations to featurize, "
+            f"{_size(self.score_memory)} to score",
+        ]
+        if self.seconds is not None:
+            each = f" on each of {self.processes} processes" if self.processes > 1 else ""
+            lines.append(f"time: {duration(self.seconds)} at {self.rows_per_second:,.1f} rows/s{each}")
+        return "\n".join(lines)
+
+
+def estimate(
+    model: torch.nn.Module,
+    train_dataset: Any,
+    args: TrakConfig | None = None,
+    *,
+    checkpoints: int = 1,
+    eval_dataset: Any = 0,
+    processes: int = 1,
+    measure: bool = False,
+    data_collator: Collator | None = None,
+    processing_class: Any = None,
+    task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
+) -> Estimate:
+    """What an attribution will take.
+
+    Args:
+        model: the model.
+        train_dataset: the training rows, or just their number.
+        args: the configuration.
+        checkpoints: number of checkpoints.
+        eval_dataset: the targets, or just their number.
+        processes: number of processes.
+        measure: featurize the first few batches, in a temporary directory, to project the time. Needs
+            the rows themselves.
+        data_collator, processing_class, task: as `TrakAttributor` takes them; only for `measure`.
+
+    Raises:
+        ValueError: a number is out of range, a parameter name unknown, or rows are needed and a number is given.
+        TypeError: `args` is no `TrakConfig`.
+    """
+    args = checked_args(args)
+    n, m = _count(train_dataset, "train_dataset", 1), _count(eval_dataset, "eval_dataset", 0)
+    for name, value in (("checkpoints", checkpoints), ("processes", processes)):
+        _count(value, name, 1)
+    layout = ParameterLayout.from_model(model, args.grad_wrt)
+    k = layout.total if args.proj_type == "none" else args.proj_dim
+    rate = None
+    if measure:
+        if isinstance(train_dataset, int):
+            raise ValueError(
+                f"`measure` is set, but `train_dataset` is the number {n}. Expected the rows, some of which are "
+                "featurized to see how long it takes."
+            )
+        rate = _measured_rate(model, train_dataset, args, data_collator, processing_class, task)
+    weights = _weight_bytes(model, args.model_dtype)
+    copies = 2 if checkpoints > 1 or args.model_dtype is not None else 1
+    shard_rows = min(args.shard_size, max(n, m))
+    batch = min(args.per_device_batch_size, shard_rows)
+    largest = max(slot.numel for slot in layout.slots)
+    groups = max(m, 1)
+    return Estimate(
+        parameters=layout.total,
+        model_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        proj_dim=k,
+        train_size=n,
+        n_targets=m,
+        checkpoints=checkpoints,
+        processes=processes,
+        feature_bytes=checkpoints * _matrix_bytes(n, k, args),
+        gram_bytes=checkpoints * (8 * k * k + _GRAM_HEADER_BYTES),
+        target_bytes=checkpoints * _matrix_bytes(m, k, args, _TARGET_HEADER_BYTES) if m else 0,
+        config_bytes=_CONFIG_BYTES
+        + _COLLATION_BYTES
+        + len(json_bytes(layout.to_list()))
+        + len(json_bytes(model_identity(model)))
+        + checkpoints * _CHECKPOINT_JSON_BYTES,
+        featurize_memory=copies * weights + 4 * (shard_rows * (k + 1) + batch * (k + largest)),
+        score_memory=3 * 8 * k * k + groups * k * 12 + shard_rows * k * _STORAGE_BYTES[args.feature_dtype],
+        rows_per_second=rate,
+    )
+
+
+def _count(value: Any, name: str, least: int) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        count = value
+    elif hasattr(value, "__len__"):
+        count = len(value)
+    else:
+        raise ValueError(f"`{name}` is a {type(value).__name__}. Expected a number, or rows that can be counted.")
+    if count < least:
+        raise ValueError(f"`{name}` is {count}. Expected at least {least}.")
+    return count
+
+
+def _matrix_bytes(rows: int, k: int, args: TrakConfig, header: int = _SHARD_HEADER_BYTES) -> int:
+    """A feature matrix on disk: `grads` (rows, k), `out_to_loss` (rows,) float32, and a header per shard."""
+    shards = len(ShardPlan(rows, args.shard_size))
+    return rows * (k * _STORAGE_BYTES[args.feature_dtype] + 4) + shards * header
+
+
+def _weight_bytes(model: torch.nn.Module, dtype: str | None) -> int:
+    """Parameters and buffers, in `dtype` where they are floating-point and it is given."""
+    width = None if dtype is None else _STORAGE_BYTES[dtype]
+    return sum(
+        value.numel() * (width if width is not None and value.is_floating_point() else value.element_size())
+        for value in [*model.parameters(), *model.buffers()]
+    )
+
+
+def _measured_rate(
+    model: torch.nn.Module,
+    train_dataset: Any,
+    args: TrakConfig,
+    data_collator: Collator | None,
+    processing_class: Any,
+    task: Any,
+) -> float:
+    """Rows per second of this process, without the first batch, which pays for the engine's choice and its check."""
+    from hf_trak.attributor import TrakAttributor  # which imports this module
+
+    n = len(train_dataset)
+    size = min(args.per_device_batch_size, n // 3)
+    if size == 0:
+        raise ValueError(f"`measure` is set, but there are only {n} training rows. Expected at least 3.")
+    batches = min(1 + _MEASURED_BATCHES, n // size)
+    rows = list(range(batches * size))
+    part = train_dataset.select(rows) if hasattr(train_dataset, "select") else Subset(train_dataset, rows)
+    with tempfile.TemporaryDirectory(prefix="hf_trak-estimate-") as directory:
+        options = replace(
+            args,
+            output_dir=str(Path(directory) / "store"),
+            per_device_batch_size=size,
+            shard_size=len(rows),
+            dataloader_num_workers=0,
+            disable_tqdm=True,
+        )
+        attributor = TrakAttributor(model, options, part, data_collator, processing_class, task)
+        collate, calls = attributor.data_collator, []
+
+        def timed(chosen: list[Any]) -> Any:
+            calls.append(time.perf_counter())
+            return collate(chosen)
+
+        attributor.data_collator = timed
+        attributor.featurize()
+    # Rows are collated when the batch before is done. Earlier calls are those of the task's references, if any.
+    first, *_, last = calls[-batches:][1:]
+    return size * (batches - 2) / (last - first)
+
+
+def _size(count: float) -> str:
+    """For example `1.5 GiB`."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while count >= 1024 and len(units) > 1:
+        count /= 1024
+        units.pop(0)
+    return f"{count:,.0f} {units[0]}" if units[0] == "B" else f"{count:,.1f} {units[0]}"

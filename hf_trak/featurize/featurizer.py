@@ -1,0 +1,390 @@
+"""From rows to features on disk: the life of a batch, for one set of weights."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils.generic import find_labels
+
+from hf_trak.config import TrakConfig
+from hf_trak.data.batch_limits import BatchLimits
+from hf_trak.data.rows import Collator, RowBatches, batch_rows, forward_columns
+from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError
+from hf_trak.featurize.batch_size import BatchSizeFinder
+from hf_trak.gradient_computers import AbstractGradientComputer, AutoGradientComputer, make_gradient_computer
+from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.environment import pass_settings
+from hf_trak.modelout_functions import AbstractModelOutput
+from hf_trak.modelout_functions.base import Side
+from hf_trak.modelout_functions.batches import LABEL_NAMES
+from hf_trak.projectors import BlockProjector, ProjectionSink
+from hf_trak.runtime.interruption import announced
+from hf_trak.runtime.processes import Processes, share_of
+from hf_trak.runtime.progress import RowProgress
+from hf_trak.store.references import read_references, write_references
+from hf_trak.store.shard_set import ShardSet
+from hf_trak.store.store import FeatureStore
+
+_PATIENCE_SECONDS = 60.0
+
+_COMPARED_ROWS = 2
+_FEATURE_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-2}
+_HALF_TOLERANCE = 0.1
+"""Change of a row of features, relative to its norm, that another device or batch explains: TF32 rounds products to
+10 bits, and half precision rounds at every layer. What changes a gradient changes it by more, or hardly matters."""
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Features that are in the store already, and the rows they were computed from.
+
+    Attributes:
+        shards: the feature matrix.
+        index: of a shard that is there.
+        dataset: its rows.
+        side: of those rows.
+    """
+
+    shards: ShardSet
+    index: int
+    dataset: Any
+    side: Side
+
+    @classmethod
+    def find(cls, shards: ShardSet, dataset: Any, side: Side) -> "StoredRows | None":
+        """The first shard that is there; `None` if there is none, or the rows are not at hand."""
+        if getattr(dataset, "absent", False):
+            return None
+        index = next((index for index in range(len(shards)) if shards.there(index)), None)
+        return None if index is None else cls(shards, index, dataset, side)
+
+
+class Featurizer:
+    """Fills the missing shards of a feature matrix with projected per-sample gradients of a model as it is now."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        task: AbstractModelOutput,
+        projector: BlockProjector,
+        collator: Collator,
+        train_dataset: Any,
+        args: TrakConfig,
+        processes: Processes,
+        device: torch.device,
+        store: FeatureStore,
+    ) -> None:
+        """
+        Args:
+            model: in eval mode, with the weights of the checkpoint.
+            task: the model output function.
+            projector: R, of size P × k.
+            collator: turns rows into a batch of as many samples.
+            train_dataset: the training rows, from which a task may take references (CLIP: simulated negatives).
+            args: the configuration.
+            processes: the processes among which shards are divided.
+            device: where batches go.
+            store: where a task's references are kept beside the features.
+        """
+        self.model = model
+        self.task = task
+        self.projector = projector
+        self.collator = collator
+        self.train_dataset = train_dataset
+        self.args = args
+        self.processes = processes
+        self.device = device
+        self.store = store
+
+    def fill(
+        self,
+        shards: ShardSet,
+        dataset: Any,
+        model_id: int,
+        side: Side,
+        description: str,
+        part: tuple[int, int] = (0, 1),
+        stored: StoredRows | None = None,
+    ) -> None:
+        """Compute the missing shards that fall to this process, and wait for those of the others.
+
+        Args:
+            shards: the feature matrix; row i belongs to `dataset[i]`.
+            dataset: the rows.
+            model_id: the checkpoint, which has a random matrix of its own.
+            side: whether rows are training examples or targets.
+            description: for the progress bar and for errors.
+            part: `(index, count)`: of all shards only part `index` of `count`, which processes of this run divide.
+            stored: features under the same checkpoint that are there already. Some rows of them are computed again
+                before the first shard is written, so that a change of anything that the store cannot compare
+                (versions of packages, code of the model) is noticed.
+
+        Raises:
+            ConfigMismatchError: rows of `stored` have other features now.
+            NonFiniteError: a gradient is NaN or infinite; names the row.
+            IncompleteStoreError: a shard has vanished.
+            PeerProcessError: another process failed or died.
+        """
+        wanted = share_of(len(shards), *part)
+        todo = self.processes.from_main(lambda: [index for index in wanted if not shards.has(index)])
+        mine = [todo[i] for i in self.processes.share(len(todo))]
+        with self.processes.together():
+            if mine:
+                with announced(lambda: _progress(shards, wanted, description)):
+                    self._fill_what_fits(mine, shards, dataset, model_id, side, description, stored)
+        self.processes.from_main(lambda: self._check_filled(shards, wanted, description))
+
+    def _check_filled(self, shards: ShardSet, wanted: range, description: str) -> None:
+        # What another node has just written may take a network file system some seconds to show.
+        patience = _PATIENCE_SECONDS if self.processes.num_processes > 1 else 0.0
+        deadline = time.monotonic() + patience
+        while left := [index for index in wanted if not shards.has(index)]:
+            if time.monotonic() >= deadline:
+                raise IncompleteStoreError(
+                    f"{len(left)} of {len(wanted)} shards of {description} are missing after every process has "
+                    f"finished its part (first: {shards.path(left[0])}). Expected all, in a directory that all "
+                    "processes share. Run the same command again."
+                )
+            time.sleep(0.5)
+
+    def _fill_what_fits(
+        self,
+        mine: Sequence[int],
+        shards: ShardSet,
+        dataset: Any,
+        model_id: int,
+        side: Side,
+        description: str,
+        stored: StoredRows | None,
+    ) -> None:
+        def fill(batch_size: int) -> None:
+            left = [index for index in mine if not shards.has(index)]
+            self._fill(left, shards, dataset, model_id, side, description, batch_size, stored)
+
+        if self.args.auto_find_batch_size:
+            BatchSizeFinder(self.args.per_device_batch_size, self.store.output_dir).run(fill)
+        else:
+            fill(self.args.per_device_batch_size)
+
+    def _fill(
+        self,
+        indices: Sequence[int],
+        shards: ShardSet,
+        dataset: Any,
+        model_id: int,
+        side: Side,
+        description: str,
+        batch_size: int,
+        stored: StoredRows | None,
+    ) -> None:
+        computer = self._computer()
+        self._prepare_task(model_id, batch_size)
+        batches = self.batches(dataset)
+        ranges = [shards.plan.rows(index) for index in indices]
+        # Batches never cross a shard boundary, so a shard is the same whichever others are computed in this run.
+        cuts = [cut for rows in ranges for cut in batch_rows(rows.start, rows.stop, batch_size)]
+        stream = batches.iterate(cuts)
+        main = self.processes.is_main_process
+        with RowProgress(
+            sum(map(len, ranges)),
+            description,
+            processes=self.processes.num_processes,
+            show=main and not self.args.disable_tqdm,
+            announce=main,
+        ) as progress:
+            for index, shard_rows in zip(indices, ranges, strict=True):
+                grads = torch.empty(len(shard_rows), self.projector.proj_dim)
+                out_to_loss = torch.empty(len(shard_rows))
+                filled = 0
+                while filled < len(shard_rows):
+                    rows, batch = next(stream)
+                    part = slice(filled, filled + len(rows))
+                    self._let_collate_alone(computer, batches, rows, batch)
+                    grads[part], out_to_loss[part] = self._features(rows, batch, computer, model_id, side)
+                    filled += len(rows)
+                    progress.update(len(rows))
+                if stored is not None:
+                    self._compare(stored, computer, model_id)
+                    stored = None
+                if not shards.has(index):  # unless a second run on this store has been faster
+                    shards.write(index, grads, out_to_loss)
+
+    def _computer(self) -> AbstractGradientComputer:
+        return make_gradient_computer(
+            self.args.engine,
+            self.model,
+            self.task,
+            grad_wrt=self.args.grad_wrt,
+            device=self.device,
+            max_block_bytes=self.args.max_block_bytes,
+        )
+
+    def check(self, stored: Sequence[StoredRows], model_id: int) -> None:
+        """Compute some rows of shards again, and compare.
+
+        Raises:
+            ConfigMismatchError: they have other features now.
+        """
+        self._prepare_task(model_id, self.args.per_device_batch_size)
+        computer = self._computer()
+        for one in stored:
+            self._compare(one, computer, model_id)
+
+    def _compare(self, stored: StoredRows, computer: AbstractGradientComputer, model_id: int) -> None:
+        """[`~Featurizer.check`] with an engine that has been checked."""
+        shard = stored.shards.read(stored.index)
+        rows = range(shard.start, min(shard.stop, shard.start + _COMPARED_ROWS))
+        checking = computer.self_check if isinstance(computer, AutoGradientComputer) else None
+        if isinstance(computer, AutoGradientComputer):
+            computer.self_check = computer.engine is None
+        try:
+            # each alone, so that rows of different sizes need not fit into one batch
+            for row, (_, batch) in zip(
+                rows, self.batches(stored.dataset).iterate([[row] for row in rows]), strict=True
+            ):
+                found, _ = self._features([row], batch, computer, model_id, stored.side)
+                saved = shard.grads[row - shard.start].float()
+                change = float((found[0].to(saved.device) - saved).norm() / saved.norm().clamp_min(1e-30))
+                half = bool(getattr(computer, "half_precision", None))
+                if not change <= self._tolerance(stored.shards.dtype, half):
+                    raise ConfigMismatchError(
+                        f"The features of {stored.side} row {row} computed now differ by {change:.1%} of their norm "
+                        f"from those in {stored.shards.path(stored.index)}, which rounding does not explain. Expected "
+                        "the same model, task and rows: something that cannot be compared has changed, such as the "
+                        "code of the model or versions of packages. Restore it, or use another output directory."
+                    )
+        finally:
+            if isinstance(computer, AutoGradientComputer):
+                computer.self_check = bool(checking)
+
+    def _tolerance(self, storage: torch.dtype, seen: bool) -> float:
+        """Of features stored in a dtype; `seen`: whether half precision was seen within `forward` (autocast)."""
+        kinds = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
+        half = seen or torch.is_autocast_enabled(self.device.type) or not kinds <= set(_FEATURE_TOLERANCE)
+        return (_HALF_TOLERANCE if half else _FEATURE_TOLERANCE[torch.float32]) + torch.finfo(storage).eps
+
+    def batches(self, dataset: Any) -> RowBatches:
+        """Rows as the model and the task get them."""
+        return row_batches(self.model, self.task, self.collator, dataset, self.args, self.device)
+
+    def _prepare_task(self, model_id: int, batch_size: int) -> None:
+        """Let the task learn what it has to know about this checkpoint: computed once, the same bits for every process
+        and every run, for training rows and for targets."""
+        self.task.bind(self.model)
+        references = read_references(self.store, model_id)
+        if references is None:
+            rows = self.task.reference_rows(len(self.train_dataset))
+            if not rows:
+                return
+            cuts = [[rows[i] for i in cut] for cut in batch_rows(0, len(rows), batch_size)]
+            with pass_settings(self.model):
+                self.task.prepare(self.model, (batch for _, batch in self.batches(self.train_dataset).iterate(cuts)))
+            write_references(self.store, model_id, self.task.references())
+            references = read_references(self.store, model_id)
+        if references is not None:
+            self.task.restore(self.model, references)
+
+    def _features(
+        self, rows: Sequence[int], batch: Any, computer: AbstractGradientComputer, model_id: int, side: Side
+    ) -> tuple[Tensor, Tensor]:
+        """Projected gradients `(B, k)`, scaled so that inner products are preserved, and q `(B,)`, both on the CPU."""
+        sink = self.projector.sink(len(rows), model_id, self.device)
+        batch = self._in_dtype_of_model(batch)
+        try:
+            outputs = computer.stream(batch, _SamplePerRow(sink, len(rows)), side)
+        except Exception as error:
+            error.add_note(f"This happened in the batch of {side} rows {rows[0]} to {rows[-1]}.")
+            raise
+        out = sink.result() * self.projector.scale
+        bad = ~(torch.isfinite(out).all(dim=1) & torch.isfinite(outputs.out_to_loss))
+        if bad.any():
+            raise NonFiniteError(
+                f"The gradient of {side} row {rows[int(bad.nonzero()[0])]} is not finite ({int(bad.sum())} of "
+                f"{len(rows)} rows in its batch). Expected finite values. Look at that row and at the checkpoint for "
+                "NaN or infinite values, or compute in float32 (`model_dtype='float32'`)."
+            )
+        return out.cpu(), outputs.out_to_loss.float().cpu()
+
+    def _let_collate_alone(
+        self, computer: AbstractGradientComputer, batches: RowBatches, rows: Sequence[int], batch: Any
+    ) -> None:
+        """Let the check of an engine compare rows of this batch with the same rows collated without company. A batch
+        of another number of samples than rows is refused elsewhere, by what is wrong with it."""
+        if isinstance(computer, AutoGradientComputer):
+            fits = SplitBatch.of(batch).size == len(rows)
+            computer.collated_alone = (
+                (lambda position: self._in_dtype_of_model(batches.alone(rows[position]))) if fits else None
+            )
+
+    def _in_dtype_of_model(self, batch: Any) -> Any:
+        """Where the model is cast by `model_dtype`, its inputs (pixels, sound) have to be, too; labels stay."""
+        if self.args.model_dtype is None:
+            return batch
+        dtype = getattr(torch, self.args.model_dtype)
+
+        def cast(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        if isinstance(batch, Mapping):
+            labels = {*LABEL_NAMES, *find_labels(type(self.model)), *(self.args.label_names or ())}
+            return {name: value if name in labels else cast(value) for name, value in batch.items()}
+        if isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
+            return type(batch)([*map(cast, batch[:-1]), *batch[-1:]])
+        return batch
+
+
+def row_batches(
+    model: torch.nn.Module,
+    task: AbstractModelOutput,
+    collator: Collator,
+    dataset: Any,
+    args: TrakConfig,
+    device: torch.device,
+) -> RowBatches:
+    """Rows as a model and a task get them: the columns that they take, collated, checked against what the model can
+    take, and on the device."""
+    columns = [*forward_columns(model, args.label_names), *task.batch_columns]
+    return RowBatches(
+        dataset,
+        task.collator(collator),
+        columns=columns if args.remove_unused_columns else None,
+        device=device,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory and device.type == "cuda",
+        limits=BatchLimits.of(model),
+    )
+
+
+class _SamplePerRow:
+    """Passes blocks on to a sink if they have as many samples as there are rows."""
+
+    def __init__(self, sink: ProjectionSink, rows: int) -> None:
+        self.sink = sink
+        self.rows = rows
+        self.takes_outer = sink.takes_outer
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        self._check(block.shape[0])
+        self.sink(start, block)
+
+    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        self._check(left.shape[0])
+        self.sink.add_outer(start, left, right)
+
+    def _check(self, samples: int) -> None:
+        if samples != self.rows:
+            raise ValueError(
+                f"The collator made a batch of {samples} samples from {self.rows} rows. Expected one sample per row, "
+                "since scores are kept by row. Use a collator that neither drops nor adds samples."
+            )
+
+
+def _progress(shards: ShardSet, wanted: range, description: str) -> str:
+    done = sum(shards.path(index).exists() for index in wanted)
+    return (
+        f"{done} of {len(wanted)} shards of {description} are complete in {shards.directory}. Run the same command "
+        "again to compute the others, with any number of processes."
+    )

@@ -1,0 +1,375 @@
+"""A training dataset with rows left out or added, attributed with the features that are there already.
+
+A row's features depend on the row, the weights and the projection, not on the other rows. So a revision keeps the
+store of the original dataset as it is and looks at it through a list of shards, from some of which rows are left out;
+added rows have a store of their own. Only XᵀX has to be corrected, by the rows that differ:
+
+    X'ᵀX' = XᵀX − Σ_{i left out} x_iᵀ x_i + Σ_{i added} x_iᵀ x_i
+
+in float64, which rounds as much as summing afresh does. Files of a revision, below the original store:
+
+    <output_dir>/revisions/<digest>/
+      trak_config.json                    the original's, with what was left out and added
+      added/                              the feature store of the added rows
+      checkpoint-<model_id>/gram.safetensors
+
+Revisions can be revised in turn. They hold paths of the original store, and do not outlive it.
+"""
+
+import bisect
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset as HFDataset
+from datasets import concatenate_datasets
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
+
+from hf_trak.attributor import TrakAttributor
+from hf_trak.data.rows import fingerprint_dataset, row_count
+from hf_trak.errors import CheckpointMismatchError, HfTrakError, StoreError
+from hf_trak.store.atomic import json_bytes
+from hf_trak.store.shard_set import Shard, ShardSet
+from hf_trak.store.shards import ShardPlan
+from hf_trak.store.store import Comparison, FeatureStore, Gram
+from hf_trak.weights.checkpoints import Checkpoint
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Shard `index` of `shards`: the rows `kept`, counted within the shard, or all of them (`None`)."""
+
+    shards: ShardSet
+    index: int
+    kept: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return len(self.shards.plan.rows(self.index)) if self.kept is None else len(self.kept)
+
+
+@dataclass(frozen=True)
+class RevisedPlan(ShardPlan):
+    """Rows `bounds[i] … bounds[i + 1]` are in shard i."""
+
+    bounds: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def rows(self, index: int) -> range:
+        if not 0 <= index < len(self):
+            raise IndexError(f"Shard {index} does not exist; expected 0 ≤ index < {len(self)}.")
+        return range(self.bounds[index], self.bounds[index + 1])
+
+    def shard_of(self, row: int) -> int:
+        if not 0 <= row < self.n_rows:
+            raise IndexError(f"Row {row} does not exist; expected 0 ≤ row < {self.n_rows}.")
+        return bisect.bisect_right(self.bounds, row) - 1
+
+
+class RevisedShards(ShardSet):
+    """The feature matrix that pieces of others make, one below the other."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        """
+        Args:
+            pieces: none of them empty.
+        """
+        first = pieces[0].shards
+        bounds = [0]
+        for piece in pieces:
+            bounds.append(bounds[-1] + piece.size)
+        plan = RevisedPlan(bounds[-1], max(piece.size for piece in pieces), tuple(bounds))
+        super().__init__(first.directory, first.prefix, plan, first.width, first.dtype, first.identity, first.version)
+        self.pieces = list(pieces)
+
+    def path(self, index: int) -> Path:
+        return self.pieces[index].shards.path(self.pieces[index].index)
+
+    def there(self, index: int) -> bool:
+        return self.pieces[index].shards.there(self.pieces[index].index)
+
+    def write(self, index: int, grads: Tensor, out_to_loss: Tensor) -> Path:
+        piece = self.pieces[index]
+        if piece.kept is not None:
+            raise StoreError(
+                f"{self.path(index)} of the original store has vanished. A revision cannot compute it, since it lacks "
+                "some of its rows. Featurize the original dataset again; only that shard is computed."
+            )
+        return piece.shards.write(piece.index, grads, out_to_loss)
+
+    def read(self, index: int, verify: bool | None = None, mapped: bool = True) -> Shard:
+        piece, rows = self.pieces[index], self.plan.rows(index)
+        shard = piece.shards.read(piece.index, verify, mapped)
+        if piece.kept is None:
+            return Shard(rows.start, rows.stop, shard.grads, shard.out_to_loss)
+        return Shard(rows.start, rows.stop, shard.grads[piece.kept], shard.out_to_loss[piece.kept])
+
+    def _header(self, index: int) -> dict[str, Any]:
+        piece = self.pieces[index]
+        header = piece.shards._header(piece.index)
+        if piece.kept is None:
+            return header
+        content = str(header["checksum"]).encode() + piece.kept.numpy().tobytes()
+        return {**header, "checksum": hashlib.sha256(content).hexdigest()[:32]}
+
+
+class RevisedStore(FeatureStore):
+    """A store whose training features are those of another, less some rows, and those of added rows."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        config: dict[str, Any],
+        base: FeatureStore,
+        excluded: Sequence[int],
+        added: FeatureStore | None,
+    ) -> None:
+        """
+        Args:
+            output_dir: the directory of the revision.
+            config: its configuration.
+            base: the original store, which is only read, except that targets are kept there.
+            excluded: rows of the original that are left out, ascending.
+            added: the store of the added rows.
+        """
+        super().__init__(output_dir, config)
+        self.base = base
+        self.added = added
+        self._excluded = torch.tensor(list(excluded), dtype=torch.int64)
+
+    # What a checkpoint is and what targets look like does not depend on the training rows: the original knows.
+
+    @property
+    def model_ids(self) -> list[int]:
+        return self.base.model_ids
+
+    @property
+    def experiments(self) -> list[str]:
+        return self.base.experiments
+
+    def experiment_dir(self, experiment: str) -> Path:
+        return self.base.experiment_dir(experiment)
+
+    def checkpoint_info(self, model_id: int) -> dict[str, Any]:
+        return self.base.checkpoint_info(model_id)
+
+    def register_checkpoint(self, model_id: int, fingerprint: str, source: str | None = None) -> None:
+        """Check that the weights are those of the original store, which has to have features of them.
+
+        Raises:
+            CheckpointMismatchError: they are others.
+        """
+        saved = self.base.checkpoint_info(model_id)
+        if saved["fingerprint"] != fingerprint:
+            raise CheckpointMismatchError(
+                f"Model id {model_id} stands for the weights {saved['fingerprint']} (from {saved.get('source')}) in "
+                f"the store that is revised, but was given {fingerprint} (from {source}). Expected the same weights."
+            )
+
+    def targets(
+        self,
+        experiment: str,
+        model_id: int,
+        n_targets: int,
+        dataset_fingerprint: str,
+        extra: Mapping[str, Any] | None = None,
+        compare: Mapping[str, Comparison] | None = None,
+    ) -> ShardSet:
+        return self.base.targets(experiment, model_id, n_targets, dataset_fingerprint, extra, compare)
+
+    def train(self, model_id: int) -> RevisedShards:
+        """The kept rows of the original, in order, and below them the added rows."""
+        pieces = []
+        shards = self.base.train(model_id)
+        for index in range(len(shards)):
+            rows = shards.plan.rows(index)
+            gone = self._excluded_in(rows)
+            if len(gone) == 0:
+                pieces.append(Piece(shards, index))
+            elif len(gone) < len(rows):
+                kept = torch.ones(len(rows), dtype=torch.bool)
+                kept[gone] = False
+                pieces.append(Piece(shards, index, kept.nonzero().flatten()))
+        if self.added is not None:
+            info = self.base.checkpoint_info(model_id)
+            self.added.register_checkpoint(model_id, info["fingerprint"], info.get("source"))
+            more = self.added.train(model_id)
+            pieces += [Piece(more, index) for index in range(len(more))]
+        return RevisedShards(pieces)
+
+    def read_gram(self, model_id: int) -> Gram | None:
+        """X'ᵀX', from disk, or corrected from the original's; `None` if that is absent, or more work than summing."""
+        found = super().read_gram(model_id)
+        if found is not None:
+            return found
+        original = self.base.read_gram(model_id)
+        if original is None or 2 * len(self._excluded) > original.n:
+            return None
+        self.train(model_id).require_complete("Featurize the added rows first.")
+        matrix = original.matrix.to(torch.float64).clone()
+        shards = self.base.train(model_id)
+        for index in range(len(shards)):
+            gone = self._excluded_in(shards.plan.rows(index))
+            if len(gone):
+                rows = shards.read(index).grads[gone].to(torch.float64)
+                matrix.addmm_(rows.T, rows, alpha=-1)
+        for shard in self.added.train(model_id) if self.added is not None else ():
+            rows = shard.grads.to(torch.float64)
+            matrix.addmm_(rows.T, rows)
+        self.write_gram(model_id, matrix, self._config["train_size"])
+        return super().read_gram(model_id)
+
+    def _excluded_in(self, rows: range) -> Tensor:
+        """The excluded ones among some rows of the original, counted from the first of these."""
+        first, last = torch.searchsorted(self._excluded, torch.tensor([rows.start, rows.stop])).tolist()
+        return self._excluded[first:last] - rows.start
+
+
+class RevisedAttributor(TrakAttributor):
+    """The attributor of a revised training dataset: made by `TrakAttributor.exclude` and `extend`.
+
+    Row numbers in results are those of its own `train_dataset`. `featurize` finishes added rows for checkpoints that
+    the original has features of.
+    """
+
+    original: TrakAttributor
+    """The attributor that was revised."""
+    change: Mapping[str, Any]
+    """What distinguishes the configuration of this store from that of the original."""
+
+    def store_config(self) -> dict[str, Any]:
+        """That of the original as it is now, and the revision."""
+        return {**self.original.store_config(), **self.change}
+
+    def first_format(self) -> dict[str, Any]:
+        """The same in format 1."""
+        return {**self.original.first_format(), **self.change}
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Not for revisions, whose features lie in several stores.
+
+        Raises:
+            HfTrakError: always.
+        """
+        raise HfTrakError(
+            "A revised index refers to the store that it revises, and cannot be published by itself. Featurize "
+            "`attributor.train_dataset` in an output directory of its own, and push that."
+        )
+
+
+def revise(
+    attributor: TrakAttributor,
+    exclude: Iterable[int] = (),
+    added_rows: Any = None,
+    sources: Mapping[int, Checkpoint | None] | None = None,
+) -> RevisedAttributor:
+    """The attributor of the training dataset less some rows, and with others below them.
+
+    Args:
+        attributor: featurized, and left as it is.
+        exclude: numbers of the rows to leave out.
+        added_rows: rows with the columns of the training dataset, or `None`.
+        sources: where the weights of the featurized checkpoints are, for added rows.
+
+    Raises:
+        ValueError: a row number is out of range, no row is left, or columns are missing.
+        IncompleteStoreError: the original is not featurized, or only in part.
+        HfTrakError: the task's features depend on the training dataset as a whole.
+    """
+    n, store = len(attributor.train_dataset), attributor.store
+    excluded = _checked_rows(exclude, n)
+    if len(attributor.task.reference_rows(n)) > 0:
+        raise HfTrakError(
+            f"The features of {type(attributor.task).__name__} depend on examples drawn from the whole training "
+            "dataset (its simulated negatives), so those of the unchanged rows cannot be used again. Featurize the "
+            "changed dataset in an output directory of its own."
+        )
+    for model_id in attributor._scorer.ensemble(None):
+        store.train(model_id).require_complete("Call `featurize` on the original dataset first.")
+    config = store.config
+    fingerprint = None if added_rows is None else fingerprint_dataset(added_rows)
+    change: dict[str, Any] = {"revision_of": store.config_hash, "excluded": _ranges(excluded), "added": fingerprint}
+    digest = hashlib.sha256(json_bytes(change)).hexdigest()
+    directory = store.output_dir / "revisions" / digest[:12]
+    n_added = 0 if added_rows is None else row_count(added_rows, "new_rows")
+    train_dataset = _changed(attributor.train_dataset, excluded, added_rows)
+    change |= {"train_size": n - len(excluded) + n_added, "train_fingerprint": digest[:32]}
+    opened = FeatureStore.open(directory, {**config, **change})
+    added = None
+    if added_rows is not None:
+        added_config = {**config, "train_size": n_added, "train_fingerprint": fingerprint}
+        if "collation" in config:
+            added_config["collation"] = attributor.collation(added_rows)
+        added = FeatureStore.open(directory / "added", added_config)
+    revised = RevisedAttributor(
+        attributor.model,
+        replace(attributor.args, output_dir=str(directory)),
+        train_dataset=train_dataset,
+        data_collator=attributor.data_collator,
+        processing_class=attributor.processing_class,
+        task=attributor.task,
+    )
+    revised.original, revised.change = attributor, change
+    revised._sources = dict(attributor._sources)
+    revised._store = RevisedStore(directory, opened.config, store, excluded, added)
+    if added is not None:
+        found = {model_id: attributor.source_of(model_id, sources or {}) for model_id in store.model_ids}
+        revised.featurize(list(found.values()), model_ids=list(found))  # type: ignore[arg-type]  # None: current weights
+    return revised
+
+
+def _checked_rows(exclude: Iterable[int], n: int) -> list[int]:
+    rows = exclude.tolist() if hasattr(exclude, "tolist") else list(exclude)
+    bad = [row for row in rows if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < n]
+    if bad:
+        raise ValueError(
+            f"`rows` has {bad[:5]}. Expected row numbers of the training dataset, from 0 to {n - 1}. For a boolean "
+            "mask, pass the positions where it is true."
+        )
+    if len(set(rows)) == n:
+        raise ValueError(f"All {n} training rows are excluded. Expected at least one to be left.")
+    return sorted(set(rows))
+
+
+def _ranges(rows: Sequence[int]) -> str:
+    """Ascending numbers, runs of them shortened: `3, 17-20`."""
+    parts: list[list[int]] = []
+    for row in rows:
+        if parts and row == parts[-1][-1] + 1:
+            parts[-1][1:] = [row]
+        else:
+            parts.append([row])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def _changed(train_dataset: Any, excluded: Sequence[int], added_rows: Any) -> Any:
+    """The rows that are kept, and the added ones below them, in the format that is set on the training dataset."""
+    gone = set(excluded)
+    kept = [row for row in range(len(train_dataset)) if row not in gone]
+    if not isinstance(train_dataset, HFDataset):
+        parts = [Subset(train_dataset, kept)] if gone else [train_dataset]
+        return ConcatDataset([*parts, added_rows]) if added_rows is not None else parts[0]
+    chosen = train_dataset.select(kept) if gone else train_dataset
+    if added_rows is None:
+        return chosen
+    if not isinstance(added_rows, HFDataset) or set(chosen.column_names) - set(added_rows.column_names):
+        given = added_rows.column_names if isinstance(added_rows, HFDataset) else type(added_rows).__name__
+        raise ValueError(
+            f"The new rows have {given}. Expected a `datasets.Dataset` with the columns of the training dataset, "
+            f"{chosen.column_names}."
+        )
+    new = added_rows.with_format(None).select_columns(chosen.column_names).cast(chosen.features)
+    both = concatenate_datasets([chosen.with_format(None), new])
+    kept_format = train_dataset.format
+    if kept_format["type"] is None:
+        return both
+    return both.with_format(
+        kept_format["type"], kept_format["columns"], kept_format["output_all_columns"], **kept_format["format_kwargs"]
+    )

@@ -1,0 +1,1 @@
+"""The hooked engine: per-sample gradients of all layers from one pass over a batch."""

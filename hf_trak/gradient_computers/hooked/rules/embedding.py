@@ -1,0 +1,78 @@
+"""Embedding tables: only rows that a batch looks up have a gradient."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, Piece, register_layer_rule
+from hf_trak.gradient_computers.hooked.workspace import Workspace
+
+MERGE_ELEMENTS, MERGE_ELEMENTS_OF_GPUS = 1 << 16, 1 << 23
+"""Two touched rows go into one block when the zeros between them are fewer than this: about what a block costs by
+itself, which on a GPU is the time of some kernel launches."""
+
+
+def embedding_pieces(
+    ids: Tensor, grad: Tensor, workspace: Workspace, rows: int, padding_idx: int | None = None
+) -> Iterator[Piece]:
+    """Slices of Σ_t [ids[b, t] = v] · grad[b, t, :] over runs of table rows v that the batch touches.
+
+    Rows that no sample looks up are left out, but for short gaps: their gradient is zero, and a vocabulary is much
+    larger than a batch.
+
+    Args:
+        ids: `(B, *)`, integers.
+        grad: `(B, *, D)`.
+        workspace: where the slices are written.
+        rows: number of rows of the table.
+        padding_idx: row without a gradient.
+    """
+    size, width = grad.shape[0], grad.shape[-1]
+    flat = ids.reshape(size, -1)
+    sample = torch.arange(size, device=ids.device).unsqueeze(1).expand_as(flat).reshape(-1)
+    flat, grad = flat.reshape(-1), grad.reshape(-1, width)
+    if padding_idx is not None:
+        kept = (flat != padding_idx % rows).nonzero().squeeze(1)
+        flat, sample, grad = flat[kept], sample[kept], grad[kept]
+    flat, order = flat.sort(stable=True)
+    sample, grad = sample[order], grad[order]
+    step = workspace.rows(size, width, grad.dtype, rows)
+    gap = max(1, (MERGE_ELEMENTS_OF_GPUS if grad.is_cuda else MERGE_ELEMENTS) // (size * width))
+    runs = list(_runs(torch.unique_consecutive(flat).tolist(), gap, step))
+    edges = torch.searchsorted(flat, flat.new_tensor([[first, last + 1] for first, last in runs]).view(-1, 2)).tolist()
+    for (first, last), (low, high) in zip(runs, edges, strict=True):
+        block = workspace.empty((size, last + 1 - first, width), grad).zero_()
+        target = sample[low:high] * (last + 1 - first) + flat[low:high] - first
+        _add_rows(block.view(-1, width), target, grad[low:high])
+        yield "weight", first * width, block.view(size, -1)
+
+
+def _add_rows(table: Tensor, index: Tensor, rows: Tensor) -> None:
+    """`table[index[i]] += rows[i]`, in the same order in every run; `index_add_` on a GPU takes them as they come."""
+    if table.is_cuda:
+        table.index_put_((index,), rows, accumulate=True)
+    else:
+        table.index_add_(0, index, rows)
+
+
+def _runs(values: list[int], gap: int, step: int) -> Iterator[tuple[int, int]]:
+    """Runs `(first, last)` of sorted values, merged over gaps up to `gap`, no longer than `step`."""
+    start = 0
+    for i in range(1, len(values) + 1):
+        if i == len(values) or values[i] - values[i - 1] > gap or values[i] - values[start] >= step:
+            yield values[start], values[i - 1]
+            start = i
+
+
+def _plain(module: nn.Module) -> bool:
+    # max_norm rewrites rows during the forward pass; scale_grad_by_freq counts tokens over the batch
+    return not getattr(module, "max_norm", None) and not getattr(module, "scale_grad_by_freq", False)
+
+
+@register_layer_rule(nn.Embedding, parameters=("weight",), applies=_plain)
+def embedding(call: LayerCall) -> Iterator[Piece]:
+    """dW[b, v] = Σ_t [x[b, t] = v] · grad[b, t, :]."""
+    module = call.module
+    assert isinstance(module, nn.Embedding)
+    return embedding_pieces(call.x, call.grad, call.workspace, module.num_embeddings, module.padding_idx)

@@ -1,0 +1,93 @@
+"""Normalization layers: y = w ∘ x̂ + b, so dw[b] = Σ_t grad ∘ x̂ and db[b] = Σ_t grad."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, over_tokens, register_layer_rule
+
+
+def scale_and_shift(normalized: Tensor, grad: Tensor, trailing: int) -> dict[str, Tensor]:
+    """Gradients of scale and shift over the last `trailing` dimensions."""
+    return {"weight": over_tokens(grad * normalized, trailing), "bias": over_tokens(grad, trailing)}
+
+
+def channel_scale_and_shift(normalized: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    """Gradients of a scale and a shift per channel (dimension 1), `(N, C)` each."""
+    product = grad * normalized
+    return (
+        {"weight": product.flatten(2).sum(2), "bias": grad.flatten(2).sum(2)}
+        if grad.ndim > 2
+        else {
+            "weight": product,
+            "bias": grad,
+        }
+    )
+
+
+def only(wanted: frozenset[str], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients that are asked for."""
+    return {name: gradient for name, gradient in gradients.items() if name in wanted}
+
+
+@register_layer_rule(nn.LayerNorm)
+def layer_norm(call: LayerCall) -> dict[str, Tensor]:
+    """x̂ over the last dimensions."""
+    module = call.module
+    assert isinstance(module, nn.LayerNorm)
+    shape = list(module.normalized_shape)
+    normalized = F.layer_norm(call.x, shape, None, None, module.eps)
+    return only(call.wanted, scale_and_shift(normalized, call.grad, len(shape)))
+
+
+@register_layer_rule(nn.RMSNorm, parameters=("weight",))
+def rms_norm(call: LayerCall) -> dict[str, Tensor]:
+    """x̂ = x / rms(x) over the last dimensions."""
+    module = call.module
+    assert isinstance(module, nn.RMSNorm)
+    shape = list(module.normalized_shape)
+    normalized = F.rms_norm(call.x, shape, None, module.eps)
+    return only(call.wanted, scale_and_shift(normalized, call.grad, len(shape)))
+
+
+@register_layer_rule(nn.GroupNorm, rows=True)
+def group_norm(call: LayerCall) -> dict[str, Tensor]:
+    """x̂ over groups of channels."""
+    module = call.module
+    assert isinstance(module, nn.GroupNorm)
+    normalized = F.group_norm(call.x, module.num_groups, None, None, module.eps)
+    return only(call.wanted, channel_scale_and_shift(normalized, call.grad))
+
+
+def _evaluating(module: nn.Module) -> bool:
+    return not module.training and getattr(module, "running_mean", None) is not None
+
+
+@register_layer_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, rows=True, applies=_evaluating)
+def batch_norm(call: LayerCall) -> dict[str, Tensor]:
+    """x̂ with the running statistics, so that samples do not mix."""
+    module = call.module
+    assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+    mean, variance = module.running_mean, module.running_var
+    assert mean is not None and variance is not None
+    return only(call.wanted, running_scale_and_shift(call.x, call.grad, mean, variance, module.eps))
+
+
+def running_scale_and_shift(x: Tensor, grad: Tensor, mean: Tensor, variance: Tensor, eps: float) -> dict[str, Tensor]:
+    """dw = (Σ grad·x − mean Σ grad) / √(variance + ε): the statistics are constants, so x̂ need not be formed."""
+    if grad.ndim > 2:
+        shift = grad.flatten(2).sum(2)
+        product = (grad * x).flatten(2).sum(2)
+    else:
+        shift, product = grad, grad * x
+    return {"weight": (product - mean * shift) * torch.rsqrt(variance + eps), "bias": shift}
+
+
+@register_layer_rule(
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, rows=True, applies=lambda m: not m.track_running_stats
+)
+def instance_norm(call: LayerCall) -> dict[str, Tensor]:
+    """x̂ over the positions of each channel."""
+    module = call.module
+    assert isinstance(module, nn.modules.instancenorm._InstanceNorm)
+    return only(call.wanted, channel_scale_and_shift(F.instance_norm(call.x, eps=module.eps), call.grad))

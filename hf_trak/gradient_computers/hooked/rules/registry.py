@@ -1,0 +1,141 @@
+"""The registry of layer rules: how the per-sample gradients of one layer follow from its input and its output
+gradient.
+
+A rule for a layer type of your own:
+
+    @register_layer_rule(Scale, parameters=("scale",))
+    def scale_rule(call):
+        # y[b, ..., d] = scale[d] · x[b, ..., d]
+        return {"scale": (call.grad * call.x).flatten(1, -2).sum(1)}
+
+and the self-check of the engine compares it with plain autograd on the first batch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hf_trak.gradient_computers.hooked.outer import OuterBlock
+from hf_trak.gradient_computers.hooked.workspace import Workspace
+
+Piece = tuple[str, int, Tensor | OuterBlock]
+"""`(name, start, block)`: columns `start … start + n` of the flattened parameter `name`, for every sample: `(B,
+n)`."""
+
+
+@dataclass
+class LayerCall:
+    """One call of a layer in the batched forward pass.
+
+    Attributes:
+        module: the layer.
+        x: its first input, `(B, *)`; gradients are off.
+        grad: gradient of Σ_i f_i with respect to its output, `(B, *)`.
+        wanted: names of the layer's own parameters that are attributed.
+        workspace: scratch memory for the blocks.
+    """
+
+    module: nn.Module
+    x: Tensor
+    grad: Tensor
+    wanted: frozenset[str]
+    workspace: Workspace
+
+
+RuleResult = Mapping[str, Tensor] | Iterable[Piece]
+LayerRule = Callable[[LayerCall], RuleResult]
+"""Gives `(B, *shape)` by parameter name, or an iterable of [`Piece`]s for parameters that are cut into slices."""
+
+
+@dataclass(frozen=True)
+class RegisteredRule:
+    """A rule, the parameters that it covers, and where it applies.
+
+    `rows`: the layer takes exactly one leading dimension (convolutions, batch and group norms). Where a model folds
+    further dimensions into it (windows, frames), the rule sees them as rows, and the engine adds up the rows of a
+    sample.
+    """
+
+    rule: LayerRule
+    parameters: frozenset[str]
+    rows: bool
+    applies: Callable[[nn.Module], bool] | None
+
+
+_RULES: dict[type[nn.Module], RegisteredRule] = {}
+
+
+def register_layer_rule(
+    *types: type[nn.Module],
+    parameters: Iterable[str] = ("weight", "bias"),
+    rows: bool = False,
+    applies: Callable[[nn.Module], bool] | None = None,
+) -> Callable[[LayerRule], LayerRule]:
+    """Decorator: use a function as the rule of these layer types, and of subclasses that keep their `forward`.
+
+    Args:
+        types: the layer types. A later registration replaces an earlier one.
+        parameters: names of the layer's own parameters that the rule covers.
+        rows: whether the layer takes exactly one leading dimension, see [`RegisteredRule`].
+        applies: a condition on the layer (its options), `None` for always.
+    """
+
+    def decorator(rule: LayerRule) -> LayerRule:
+        for layer_type in types:
+            _RULES[layer_type] = RegisteredRule(rule, frozenset(parameters), rows, applies)
+        return rule
+
+    return decorator
+
+
+def unregister_layer_rule(*types: type[nn.Module]) -> None:
+    """Forget the rules of these types. Raises `KeyError` if there is none."""
+    for layer_type in types:
+        del _RULES[layer_type]
+
+
+def registered_types() -> list[type[nn.Module]]:
+    """The layer types that have a rule."""
+    return list(_RULES)
+
+
+def find_rule(module: nn.Module, wanted: frozenset[str]) -> RegisteredRule | None:
+    """The rule for a layer, or `None` if none is exact for it.
+
+    A subclass with a `forward` of its own, a parametrized layer (weight norm), or one whose attributed parameters are
+    not all covered has no rule, whatever its base class.
+    """
+    if parametrize.is_parametrized(module) or ("forward" in vars(module) and not hasattr(module, "_hf_hook")):
+        return None
+    for base in type(module).__mro__:
+        registered = _RULES.get(base)
+        if registered is None:
+            continue
+        if type(module).forward is not getattr(base, "forward", None) or not wanted <= registered.parameters:
+            return None
+        if not registered.parameters <= module._parameters.keys():
+            return None
+        return registered if registered.applies is None or registered.applies(module) else None
+    return None
+
+
+def pieces_of(result: RuleResult) -> Iterator[Piece]:
+    """The pieces of a rule's result, whichever form it has."""
+    if isinstance(result, Mapping):
+        for name, gradient in result.items():
+            yield name, 0, gradient.reshape(gradient.shape[0], -1)
+    else:
+        yield from result
+
+
+def common(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the dtype of the gradient: under autocast that is the dtype in which the layer computed."""
+    return x.to(grad.dtype), grad
+
+
+def over_tokens(values: Tensor, trailing: int = 1) -> Tensor:
+    """Sum over all dimensions between the batch dimension and the last `trailing` ones: `(B, *trailing)`."""
+    between = tuple(range(1, values.ndim - trailing))
+    return values.sum(between) if between else values

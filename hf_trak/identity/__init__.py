@@ -1,0 +1,1 @@
+"""What identifies rows, models, functions and collators, so that a change is noticed."""

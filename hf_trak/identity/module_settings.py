@@ -1,0 +1,211 @@
+"""The settings of the modules of a model: numbers, texts and functions that `forward` may read beside weights."""
+
+import argparse
+import dataclasses
+import enum
+import functools
+import inspect
+import json
+import math
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from hf_trak.identity.function_identity import identity_of
+from hf_trak.identity.own_code import assigned_by, assigned_in_init, is_library, is_own_class, name_of
+from hf_trak.identity.row_digest import update_digest
+
+VOLATILE = {
+    "training": "dropout and batch norm; features are computed in evaluation mode",
+    "forward": "compared by itself",
+    "layer_idx": "follows from the place of a module",
+    "layer_id": "the same",
+    "device": "where, not what",
+    "gradient_checkpointing": "saves memory, computes the same",
+    "activation_checkpointing": "the same",
+    "grad_checkpointing": "the same, in open_clip and timm",
+    "name_or_path": "where weights were found",
+    "peft_config": "compared by itself",
+    "generation_config": "not read by `forward`",
+}
+"""Attributes of modules that are left out, with the reason."""
+
+LIBRARY_VOLATILE = {
+    "config": "compared by itself",
+    "kwargs": "what an adapter layer of PEFT was made from: its settings are beside it",
+    "all_tied_weights_keys": "names of parameters, whose values are given",
+    "layer_types": "of rotary embeddings: those of the config, in the order of a set",
+    "max_seq_len_cached": "rotary embeddings note the longest sequence so far",
+    "chunk_size_feed_forward": "saves memory, computes the same",
+    "kernel_config": "another implementation of the same computation",
+    "attn_implementation": "the same",
+    "fused_attn": "the same, in timm",
+    "pretrained_cfg": "where weights were found, in timm",
+    "default_cfg": "the same",
+    "device_map": "where, not what",
+    "hf_device_map": "the same",
+    "model_parallel": "the same",
+    "ephemeral_gpu_offload": "the same, in PEFT",
+    "initializer_range": "weights are given",
+    "init_std": "the same",
+}
+"""Attributes that are left out of modules of libraries only."""
+
+PRIVATE = frozenset({"_active_adapter", "_disable_adapters", "_adapters_disabled"})
+"""Attributes of library modules that are compared although their names begin with an underscore."""
+
+_MAX_ITEMS = 64
+_MAX_LEVELS = 4
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_FORWARD = frozenset({"forward"})
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial, type, np.ufunc)
+_LEFT_OUT = object()
+
+
+class ModuleSettings:
+    """Reads settings of the modules of one model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """
+        Args:
+            model: what is attributed. Where code refers to it, its class stands for it.
+        """
+        self.model = model
+        self._identities: dict[int, tuple[Any, Any]] = {}
+
+    def key(self, module: torch.nn.Module) -> tuple[str, ...]:
+        """Settings as texts, quickly: modules of one class with the same texts have the same settings."""
+        cls: Any = type(module)
+        names, own = _names(cls), is_own_class(cls)
+        texts: list[str] = []
+        for name, value in vars(module).items():
+            if names[name]:
+                if type(value) in _PLAIN or (type(value) is tuple and set(map(type, value)) <= _PLAIN):
+                    texts += name, repr(value)
+                elif (plain := self._plain(value, own)) is not _LEFT_OUT:
+                    texts += name, json.dumps(plain, sort_keys=True)
+        if beside := self._beside(module, own):
+            texts.append(json.dumps(beside, sort_keys=True))
+        return tuple(texts)
+
+    def read(self, module: torch.nn.Module) -> dict[str, Any]:
+        """Settings by name, as plain JSON."""
+        cls: Any = type(module)
+        names, own = _names(cls), is_own_class(cls)
+        found = {name: self._plain(value, own) for name, value in vars(module).items() if names[name]}
+        return {name: value for name, value in found.items() if value is not _LEFT_OUT} | self._beside(module, own)
+
+    def code(self, classes: Iterable[Any]) -> dict[str, Any]:
+        """Identities of code of the user in classes of modules: their own, and a `forward` put into a library's."""
+        found = {}
+        for cls in classes:
+            if is_own_class(cls):
+                found[name_of(cls)] = identity_of(cls, self.model)
+            elif _is_own_function(forward := inspect.unwrap(cls.forward)):
+                found[f"{name_of(cls)}.forward"] = identity_of(forward, self.model)
+        return dict(sorted(found.items()))
+
+    def _beside(self, module: torch.nn.Module, own: bool) -> dict[str, Any]:
+        """What changes the computation and is no attribute: a `forward` put on the module, hooks, hidden buffers."""
+        found: dict[str, Any] = {}
+        attributes = vars(module)
+        if (given := attributes.get("forward")) is not None:
+            forward = inspect.unwrap(getattr(given, "__func__", given))  # accelerate wraps it for mixed precision
+            if forward is not inspect.unwrap(type(module).forward) and _is_own_function(forward):
+                found["forward"] = self._identity(forward)
+        for kind in ("_forward_pre_hooks", "_forward_hooks"):
+            if attributes[kind]:
+                hooks = [getattr(hook, "__func__", hook) for hook in attributes[kind].values()]
+                if chosen := [self._identity(hook) for hook in hooks if _is_own_function(hook)]:
+                    found[kind[1:]] = chosen
+        if own:
+            for name in sorted(module._non_persistent_buffers_set):
+                if (buffer := module._buffers.get(name)) is not None:
+                    found[name] = _digest_of(buffer)
+        return found
+
+    def _identity(self, value: Any) -> Any:
+        if id(value) not in self._identities:  # one object may be an attribute of every module
+            self._identities[id(value)] = value, identity_of(value, self.model)
+        return self._identities[id(value)][1]
+
+    def _plain(self, value: Any, own: bool, level: int = 0) -> Any:
+        """A setting as plain JSON; `_LEFT_OUT` for what is none.
+
+        Args:
+            value: an attribute of a module, or an item of one.
+            own: whether the class of the module is a user's.
+            level: levels of containers around it.
+        """
+        if type(value) is float and not math.isfinite(value):
+            return repr(value)
+        if type(value) in _PLAIN:
+            return value
+        if isinstance(value, enum.Enum):
+            return f"{name_of(type(value))}.{value.name}"
+        if isinstance(value, Mapping | list | tuple | set | frozenset) and level < _MAX_LEVELS:
+            return self._container(value, own, level + 1)
+        if isinstance(value, types.MethodType):
+            return self._identity(value.__func__)
+        if isinstance(value, _FUNCTIONS):
+            return self._identity(value)
+        if isinstance(value, Tensor) and own:
+            return _digest_of(value)
+        if isinstance(value, torch.nn.Module) or callable(getattr(value, "to_dict", None)):
+            return name_of(type(value)) if level else _LEFT_OUT  # modules and configs are compared by themselves
+        if _is_settings_object(value):
+            return self._identity(value)
+        return name_of(type(value)) if level else _LEFT_OUT
+
+    def _container(self, value: Any, own: bool, level: int) -> Any:
+        if len(value) > _MAX_ITEMS:
+            return self._identity(value)
+        if isinstance(value, Mapping):
+            return {str(key): self._plain(item, own, level) for key, item in value.items()}
+        items = [self._plain(item, own, level) for item in value]
+        return sorted(items, key=repr) if isinstance(value, set | frozenset) else items
+
+
+class _Names(dict[str, bool]):
+    """Whether attributes of a class of module are compared, by their names."""
+
+    def __init__(self, cls: Any) -> None:
+        super().__init__()
+        self.cls = cls
+
+    def __missing__(self, name: str) -> bool:
+        self[name] = name not in _OF_EVERY_MODULE and name not in VOLATILE and self._is_setting(name)
+        return self[name]
+
+    def _is_setting(self, name: str) -> bool:
+        public = name[:1] != "_" or name in PRIVATE
+        if not is_own_class(self.cls):
+            return public and name not in LIBRARY_VOLATILE
+        return (public or name in assigned_in_init(self.cls)) and name not in assigned_by(self.cls, _FORWARD)
+
+
+_names: Callable[[Any], _Names] = functools.cache(_Names)
+
+
+def _is_own_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and not is_library(value.__globals__.get("__name__"))
+
+
+def _is_settings_object(value: Any) -> bool:
+    cls: Any = type(value)
+    plain = isinstance(value, argparse.Namespace | types.SimpleNamespace) or dataclasses.is_dataclass(value)
+    return plain or is_own_class(cls)
+
+
+def _digest_of(value: Tensor) -> str:
+    """Content of a tensor that is in no state dict, at the precision of bfloat16, since models are cast to it."""
+    digest = xxhash.xxh3_64()
+    if not value.is_meta:
+        update_digest(digest, value.to(torch.bfloat16) if value.is_floating_point() else value)
+    return f"{tuple(value.shape)} {digest.hexdigest()}"

@@ -1,0 +1,1 @@
+"""What the recipes share: training runs, splits of datasets, tiny text models."""

@@ -1,0 +1,1 @@
+"""Processes, threads, transfers between devices, progress, and interruption."""

@@ -1,0 +1,218 @@
+"""Scores as Arrow files: rows are written block by block, each process its own part of them.
+
+With one process a result is one file, `<stem>.arrow`; with W it is up to W, `<stem>-<rank>-of-<W>.arrow`, whose rows
+follow each other. Files appear when they are complete. The stem holds a digest of all that the scores depend on, so
+that processes with other settings write other files, and those with the same settings the same bytes.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+import xxhash
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets.arrow_writer import ArrowWriter
+
+from hf_trak.errors import StoreError
+from hf_trak.runtime.processes import Processes
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, ScoreBlock, fixed_size_list
+from hf_trak.scores.topk import PADDING, TopK
+from hf_trak.store.atomic import atomic_path, explained, remove_stale_temporaries, safe_name, temporary_file
+
+_GROUP_BYTES = 64 << 20
+
+
+class ScoreFiles:
+    """Where the columns of one result go. Every method has to be called by all processes."""
+
+    def __init__(self, directory: Path, stem: str, processes: Processes, n_train: int, n_targets: int) -> None:
+        """
+        Args:
+            directory: of the files.
+            stem: first part of their names.
+            processes: each of which has the blocks of its own training rows, in order.
+            n_train: n.
+            n_targets: m.
+        """
+        self.directory = directory
+        self.stem = stem
+        self.processes = processes
+        self.n_train = n_train
+        self.n_targets = n_targets
+
+    def columns(self, blocks: Iterable[ScoreBlock], top_k: int | None, per: Literal["target", "train"]) -> Dataset:
+        """The score columns, one row per target or per training row.
+
+        Args:
+            blocks: the scores of the training rows that fall to this process, in order, see [`score_blocks`].
+            top_k: how many of the highest and lowest scores of a row to keep: the columns [`TOP_K_COLUMNS`]. `None`
+                keeps all, in the column `trak_scores`.
+            per: what a row of the result is.
+
+        Returns:
+            A dataset of m or n rows, memory-mapped unless it is m top-k lists. Opponents come most harmful first.
+            Among equal scores the lower index comes first.
+
+        Raises:
+            StoreError: a file cannot be written.
+        """
+        if top_k is not None:
+            if per == "target":
+                return self._top_k_per_target(blocks, top_k)
+            return self._write((_extremes(block, top_k) for _, _, block in blocks), _top_k_features(top_k))
+        if per == "train":
+            tables = (_scores_table(block.cpu().numpy()) for _, _, block in blocks)
+            return self._write(tables, _score_features(self.n_targets))
+        return self._turned_over(blocks)
+
+    def _top_k_per_target(self, blocks: Iterable[ScoreBlock], top_k: int) -> Dataset:
+        """O(m · top_k) memory: each process keeps the best of its rows, and only those lists are exchanged."""
+        best, worst = TopK(top_k, largest=True), TopK(top_k, largest=False)
+        with self.processes.together():
+            for start, _, block in blocks:
+                best.update(start, block)
+                worst.update(start, block)
+        return Dataset(_top_k_table(*(self._merged(top) for top in (best, worst))))
+
+    def _merged(self, top: TopK) -> TopK:
+        kept = torch.full((self.n_targets, top.k), PADDING)
+        if not top.empty:
+            keys = top.keys().cpu()
+            kept[:, : keys.shape[1]] = keys
+        merged = TopK(top.k, top.largest)
+        for keys in self.processes.gather_tensors(kept):
+            merged.merge(keys)
+        return merged
+
+    def _turned_over(self, blocks: Iterable[ScoreBlock]) -> Dataset:
+        """All scores, one row per target, by way of a scratch file of each process."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with temporary_file(self.directory) as scratch:
+            with self.processes.together(), explained(scratch), open(scratch, "wb") as file:
+                rows = []
+                for start, stop, block in blocks:
+                    file.write(np.ascontiguousarray(block.cpu().numpy().T).data)
+                    rows.append([start, stop])
+            parts = self.processes.gather({"name": scratch.name, "rows": rows})
+            return self._write(self._target_rows(parts), _score_features(self.n_train))
+
+    def _target_rows(self, parts: list[dict[str, Any]]) -> Iterator[pa.Table]:
+        """The targets that fall to this process, some at a time."""
+        mine = self.processes.share(self.n_targets)
+        group = max(1, _GROUP_BYTES // (4 * self.n_train))
+        for first in range(mine.start, mine.stop, group):
+            count = min(group, mine.stop - first)
+            matrix = np.empty((count, self.n_train), dtype=np.float32)
+            for part in parts:
+                if not part["rows"]:
+                    continue
+                begin = 0
+                with open(self.directory / part["name"], "rb") as file:
+                    for start, stop in part["rows"]:
+                        width = stop - start
+                        file.seek(4 * (begin + first * width))
+                        values = np.fromfile(file, dtype=np.float32, count=count * width)
+                        matrix[:, start:stop] = values.reshape(count, width)
+                        begin += width * self.n_targets
+            yield _scores_table(matrix)
+
+    def _write(self, tables: Iterable[pa.Table], features: Features) -> Dataset:
+        """Write the rows of this process; return those of all."""
+        rank, world = self.processes.process_index, self.processes.num_processes
+        name = f"{self.stem}.arrow" if world == 1 else f"{self.stem}-{rank:05d}-of-{world:05d}.arrow"
+        written = False
+        with self.processes.together():
+            remaining = iter(tables)
+            for first in remaining:
+                remove_stale_temporaries(self.directory)
+                with (
+                    atomic_path(self.directory / name) as temporary,
+                    ArrowWriter(features=features, path=os.fspath(temporary)) as writer,
+                ):
+                    for table in chain([first], remaining):
+                        writer.write_table(table)
+                    writer.finalize()
+                written = True
+        names = [name for name in self.processes.gather(name if written else None) if name is not None]
+        return concatenate_datasets([Dataset.from_file(os.fspath(self.directory / name)) for name in names])
+
+
+SCORE_FILES = "score_files"
+"""The fact of a run that names its files of all scores."""
+
+
+def score_file_digests(scored: Dataset, directory: Path) -> dict[str, str]:
+    """The files in `directory` that hold the scores of a result, in order, with their xxh3-128."""
+    paths = dict.fromkeys(Path(entry["filename"]) for entry in scored.cache_files)
+    found = [path for path in paths if path.parent.resolve() == directory.resolve()]
+    return {path.name: _digest(path) for path in found if path.name.startswith("per-target-")}
+
+
+def read_score_files(directory: Path, files: Mapping[str, str | None]) -> Dataset:
+    """All scores of a run, one row per target.
+
+    Args:
+        directory: of the run.
+        files: their names and xxh3-128 digests, see [`score_file_digests`]; `None` for files of format 1.
+
+    Raises:
+        StoreError: a file is missing or damaged.
+    """
+    parts = []
+    for name, digest in files.items():
+        path = directory / safe_name(name, "score file")
+        remedy = "Run `hf-trak attribute --all_scores` again."
+        if not path.is_file():
+            raise StoreError(f"{path} is missing. {remedy}")
+        if digest is not None and (found := _digest(path)) != digest:
+            raise StoreError(f"{path} is damaged: its checksum is {found}, the run says {digest}. {remedy}")
+        try:
+            parts.append(Dataset.from_file(os.fspath(path)))
+        except (pa.ArrowInvalid, OSError) as error:
+            raise StoreError(f"{path} is damaged ({error}). {remedy}") from error
+    return concatenate_datasets(parts)
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _extremes(block: torch.Tensor, top_k: int) -> pa.Table:
+    """The best and the worst targets of every training row of a block."""
+    chosen = []
+    for largest in (True, False):
+        top = TopK(top_k, largest=largest)
+        top.update(0, block.T)
+        chosen.append(top)
+    return _top_k_table(*chosen)
+
+
+def _top_k_table(best: TopK, worst: TopK) -> pa.Table:
+    table = {}
+    for top, (indices_name, scores_name) in ((best, TOP_K_COLUMNS[:2]), (worst, TOP_K_COLUMNS[2:])):
+        scores, indices = top.result()
+        table[indices_name] = fixed_size_list(indices.cpu().numpy())
+        table[scores_name] = fixed_size_list(scores.cpu().numpy())
+    return pa.table(table)
+
+
+def _scores_table(values: np.ndarray) -> pa.Table:
+    return pa.table({"trak_scores": fixed_size_list(np.ascontiguousarray(values))})
+
+
+def _score_features(length: int) -> Features:
+    return Features({"trak_scores": List(Value("float32"), length=length)})
+
+
+def _top_k_features(length: int) -> Features:
+    types = ("int64", "float32", "int64", "float32")
+    return Features({name: List(Value(kind), length=length) for name, kind in zip(TOP_K_COLUMNS, types, strict=True)})

@@ -1,0 +1,1 @@
+"""The feature store: shards, their identities and checksums, atomic files, and verification."""

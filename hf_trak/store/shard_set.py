@@ -1,0 +1,289 @@
+"""One feature matrix on disk: the shards that hold its rows, some of which may not be there yet."""
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_trak.errors import IncompleteStoreError, NonFiniteError, StoreError
+from hf_trak.store.findings import Finding
+from hf_trak.store.shards import (
+    FORMAT_VERSION,
+    Identity,
+    ShardPlan,
+    TensorSpec,
+    read_header,
+    read_tensors,
+    write_tensors,
+)
+
+UNDERFLOW_TOLERANCE = 0.01
+"""Relative change of a row, in norm, beyond which casting it to the storage dtype is reported."""
+
+_CAST_ROWS = 256
+_FORMAT_1 = "its rows are intact; in format 1 nothing protects what it says of itself"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows `start … stop` of a feature matrix: `grads` (rows, k) in the storage dtype, `out_to_loss` (rows,)
+    float32.
+    """
+
+    start: int
+    stop: int
+    grads: Tensor
+    out_to_loss: Tensor
+
+
+class ShardSet:
+    """The shards of one feature matrix (n_rows, k), some of which may not be there yet."""
+
+    def __init__(
+        self,
+        directory: Path,
+        prefix: str,
+        plan: ShardPlan,
+        width: int,
+        dtype: torch.dtype,
+        identity: Identity,
+        version: int = FORMAT_VERSION,
+    ) -> None:
+        """
+        Args:
+            directory: where the files are.
+            prefix: first part of their names.
+            plan: the division into shards.
+            width: k.
+            dtype: storage dtype of `grads`.
+            identity: what the rows are computed from, see `hf_trak.store.shards`.
+            version: the format version of the store.
+        """
+        self.directory = directory
+        self.prefix = prefix
+        self.plan = plan
+        self.width = width
+        self.dtype = dtype
+        self.identity = identity
+        self.version = version
+        self._warned = False
+
+    def __len__(self) -> int:
+        """Number of shards, present or not."""
+        return len(self.plan)
+
+    def path(self, index: int) -> Path:
+        """The file of a shard."""
+        return self.directory / self.plan.file_name(index, self.prefix)
+
+    def has(self, index: int) -> bool:
+        """Whether a shard is there. Raises `StoreError` as `missing` does."""
+        if not self.there(index):
+            return False
+        self._header(index)
+        return True
+
+    def there(self, index: int) -> bool:
+        """Whether a shard has a file, whatever is in it: `read` checks that."""
+        return self.path(index).exists()
+
+    def missing(self) -> list[int]:
+        """Indices of the shards that are not there yet.
+
+        Raises:
+            StoreError: a file that is there is truncated or does not belong here. (Checksums are compared by `read`.)
+        """
+        return [index for index in range(len(self.plan)) if not self.has(index)]
+
+    def absent(self) -> list[int]:
+        """Indices of the shards without a file: [`~ShardSet.missing`] for who is about to read all the others."""
+        return [index for index in range(len(self.plan)) if not self.there(index)]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every shard is there."""
+        return not self.missing()
+
+    def require_complete(self, remedy: str) -> None:
+        """Raise `IncompleteStoreError`, naming the first missing shards and the remedy, unless all are there."""
+        absent = self.missing()
+        if absent:
+            rows = ", ".join(f"{self.plan.rows(i).start}–{self.plan.rows(i).stop - 1}" for i in absent[:4])
+            raise IncompleteStoreError(
+                f"{self.directory} lacks {len(absent)} of {len(self.plan)} `{self.prefix}` shards (rows {rows}"
+                f"{', …' if len(absent) > 4 else ''}). Expected all rows 0–{self.plan.n_rows - 1}. {remedy}"
+            )
+
+    @property
+    def content_hash(self) -> str:
+        """Digest of the checksums of all shards.
+
+        Raises:
+            StoreError: a shard is missing or invalid.
+        """
+        return content_hash(self.checksums())
+
+    def checksums(self) -> list[str]:
+        """The checksum of every shard, from their headers. Raises as [`~ShardSet.content_hash`]."""
+        return [str(self._header(index)["checksum"]) for index in range(len(self.plan))]
+
+    def write(self, index: int, grads: Tensor, out_to_loss: Tensor) -> Path:
+        """Write one shard.
+
+        Args:
+            index: which shard.
+            grads: `(rows, k)` in any floating dtype, on any device.
+            out_to_loss: `(rows,)`.
+
+        Returns:
+            The file.
+
+        Raises:
+            ValueError: the shapes do not fit the plan.
+            NonFiniteError: a value is NaN or infinite, or becomes so in the storage dtype; names the row.
+        """
+        rows = self.plan.rows(index)
+        expected = (len(rows), self.width)
+        if tuple(grads.shape) != expected or tuple(out_to_loss.shape) != expected[:1]:
+            raise ValueError(
+                f"Shard {index} of {self.directory} was given grads {tuple(grads.shape)} and out_to_loss "
+                f"{tuple(out_to_loss.shape)}; expected {expected} and {expected[:1]} for rows "
+                f"{rows.start}–{rows.stop - 1}."
+            )
+        grads = self._to_storage(grads.detach(), rows)
+        check_finite(out_to_loss, rows, "output-to-loss gradient")
+        path = self.path(index)
+        write_tensors(
+            path,
+            {"grads": grads, "out_to_loss": out_to_loss.detach().to(torch.float32)},
+            self.identity,
+            self.version,
+            start=rows.start,
+            stop=rows.stop,
+        )
+        return path
+
+    def read(self, index: int, verify: bool | None = None, mapped: bool = True) -> Shard:
+        """Read one shard.
+
+        Args:
+            index: which shard.
+            verify: compare the checksum; by default on the first read by this process.
+            mapped: memory-map its tensors, so that slicing them reads only the rows of the slice; otherwise they are
+                read whole, see [`read_tensors`].
+
+        Raises:
+            StoreError: the file is missing, truncated, corrupted or foreign.
+        """
+        rows = self.plan.rows(index)
+        tensors = read_tensors(
+            self.path(index),
+            self.identity,
+            self._specs(rows),
+            verify,
+            mapped,
+            self.version,
+            start=rows.start,
+            stop=rows.stop,
+        )
+        return Shard(rows.start, rows.stop, tensors["grads"], tensors["out_to_loss"])
+
+    def __iter__(self) -> Iterator[Shard]:
+        """All shards in order; raises `StoreError` at one that is missing or invalid."""
+        return self.part(range(len(self.plan)))
+
+    def part(self, indices: Sequence[int], mapped: bool = True) -> Iterator[Shard]:
+        """Some shards, each read when it is asked for; arguments and errors as of `read`."""
+        return (self.read(index, mapped=mapped) for index in indices)
+
+    def findings(self, remedy: str) -> Iterator[Finding]:
+        """Read every shard, and compare its bytes with its checksum.
+
+        Args:
+            remedy: what computes missing shards.
+        """
+        for index in range(len(self.plan)):
+            rows, path = self.plan.rows(index), self.path(index)
+            if not self.there(index):
+                yield Finding(path, "missing", f"rows {rows.start} to {rows.stop - 1} are not computed", remedy)
+                continue
+            try:
+                check_finite(self.read(index, verify=True).grads, rows, "projected gradient")
+            except (StoreError, NonFiniteError) as error:
+                yield Finding(path, "damaged", str(error), f"Delete it; then: {remedy}")
+            else:
+                yield Finding(path, "intact" if self.version > 1 else "unchecked", _FORMAT_1 * (self.version == 1))
+
+    def _specs(self, rows: range) -> dict[str, TensorSpec]:
+        return {
+            "grads": TensorSpec((len(rows), self.width), (self.dtype,)),
+            "out_to_loss": TensorSpec((len(rows),), (torch.float32,)),
+        }
+
+    def _header(self, index: int) -> dict[str, Any]:
+        rows = self.plan.rows(index)
+        return read_header(
+            self.path(index), self.identity, self._specs(rows), self.version, start=rows.start, stop=rows.stop
+        )
+
+    def _to_storage(self, grads: Tensor, rows: range) -> Tensor:
+        check_finite(grads, rows, "projected gradient")
+        stored, worst = cast_rows(grads, self.dtype, rows, "projected gradient")
+        if worst > UNDERFLOW_TOLERANCE and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"Storing features as {self.dtype} changes a row by {100 * worst:.1f} % of its norm, because its "
+                "values fall below the smallest that the dtype can hold. Store them as float32 instead.",
+                stacklevel=4,
+            )
+        return stored
+
+
+def content_hash(checksums: Sequence[str]) -> str:
+    """Digest of the checksums of all shards of a feature matrix, in their order."""
+    return hashlib.sha256("".join(checksums).encode()).hexdigest()[:32]
+
+
+def check_finite(values: Tensor, rows: Sequence[int], what: str) -> None:
+    """Raise `NonFiniteError`, naming the first row with a NaN or an infinity. `values` is `(rows,)` or `(rows, k)`."""
+    finite = torch.isfinite(values).reshape(len(rows), -1).all(dim=1)
+    if not bool(finite.all()):
+        bad = [rows[i] for i in torch.nonzero(~finite).flatten().tolist()]
+        more = f" (and of {len(bad) - 1} more in this batch)" if len(bad) > 1 else ""
+        raise NonFiniteError(
+            f"The {what} of sample {bad[0]}{more} has NaN or infinite values; expected finite ones. Look at this "
+            "sample and at the checkpoint's weights, or compute in float32."
+        )
+
+
+def cast_rows(grads: Tensor, dtype: torch.dtype, rows: Sequence[int], what: str) -> tuple[Tensor, float]:
+    """Cast finite rows to the storage dtype.
+
+    Returns:
+        The cast `(rows, k)` tensor, and the largest relative change ‖cast(x) − x‖ / ‖x‖ of any row.
+
+    Raises:
+        NonFiniteError: a value is too large for the dtype; names the row.
+    """
+    stored = grads.to(dtype)
+    if stored.dtype == grads.dtype:
+        return stored, 0.0
+    finite = torch.isfinite(stored).all(dim=1)
+    if not bool(finite.all()):
+        first = int(torch.nonzero(~finite)[0])
+        raise NonFiniteError(
+            f"The {what} of sample {rows[first]} has the magnitude {grads[first].abs().max().item():.3g}, "
+            f"which {dtype} cannot hold (at most {torch.finfo(dtype).max:.3g}). Store the features as float32."
+        )
+    worst = 0.0
+    for before, after in zip(grads.split(_CAST_ROWS), stored.split(_CAST_ROWS), strict=True):
+        exact = before.to(torch.float64)  # squares of what fp16 cannot hold may vanish in fp32 too
+        norms = exact.norm(dim=1)
+        change = (after.to(torch.float64) - exact).norm(dim=1)
+        worst = max(worst, float(torch.where(norms > 0, change / norms, 0.0).max()))
+    return stored, worst

@@ -1,0 +1,138 @@
+"""Every byte of a feature store, compared with what the store says it is: `hf-trak verify-store`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from hf_trak.errors import HfTrakError, IncompleteStoreError, StoreError
+from hf_trak.store.findings import Finding
+from hf_trak.store.leftovers import leftovers
+from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
+from hf_trak.store.references import read_references
+from hf_trak.store.sealed import is_sealed, read_sealed
+from hf_trak.store.store import FeatureStore
+
+_FEATURIZE = "`featurize` with the same arguments computes it."
+_ATTRIBUTE = "`attribute` with the same targets computes it."
+
+
+def verify_store(output_dir: Path) -> Iterator[Finding]:
+    """Check a store, file by file.
+
+    Args:
+        output_dir: its directory.
+
+    Returns:
+        an iterator of one finding per file of the store, missing ones included. Reports of runs, result files and
+        revisions are not among them.
+
+    Raises:
+        IncompleteStoreError: there is no store in this directory.
+    """
+    path = output_dir / FeatureStore.CONFIG_FILE
+    try:
+        store = FeatureStore.load(output_dir)
+    except IncompleteStoreError:
+        raise
+    except StoreError as error:
+        # without the configuration nothing else can be judged
+        yield Finding(path, "damaged", str(error), "Restore it from a copy, or featurize into another directory.")
+        return
+    yield _json(path, "")
+    checkpoints = _checkpoint_ids(output_dir)
+    for model_id in checkpoints:
+        yield from _checkpoint(store, model_id)
+    for experiment in sorted(path.name for path in output_dir.glob("experiments/*") if path.is_dir()):
+        yield from _experiment(store, experiment, checkpoints)
+    for name in ("batch_size.json", "featurize.json"):
+        if (output_dir / name).exists():
+            yield _json(output_dir / name, "Delete it; the next run writes it anew.")
+    for one in leftovers(output_dir):
+        yield Finding(one.path, "leftover", f"{one.size} bytes", "`hf-trak clean` removes it.")
+
+
+def _checkpoint_ids(output_dir: Path) -> list[int]:
+    """Ids of checkpoints of which anything is there, registered or not."""
+    names = {path.name.removesuffix(".json").removeprefix("checkpoint-") for path in output_dir.glob("checkpoint-*")}
+    return sorted(int(name) for name in names if name.isdecimal() and len(name) < 19)
+
+
+def _checkpoint(store: FeatureStore, model_id: int) -> Iterator[Finding]:
+    directory = store.checkpoint_dir(model_id)
+    record, member = directory / "checkpoint.json", store.output_dir / f"{directory.name}.json"
+    again = "Featurize the same checkpoint under this id again; finished shards stay."
+    if not record.exists():
+        yield Finding(record, "missing", "the features of this checkpoint say nothing without it", again)
+        return
+    if member.exists():
+        found = _json(member, f"Delete it. {again}")
+        yield found
+        if found.state == "damaged":
+            yield _json(record, again)
+            return
+    try:
+        store.checkpoint_info(model_id)
+    except StoreError as error:
+        yield Finding(record, "damaged", str(error), f"Restore it, or delete it. {again}")
+        return
+    yield _json(record, again)
+    if store.version > 1 and not member.exists():
+        yield Finding(member, "missing", "the loss of this checkpoint could not be noticed", again)
+    shards = list(store.train(model_id).findings(_FEATURIZE))
+    yield from shards
+    if store.config.get("api") != "TRAKer":  # which keeps XᵀX nowhere
+        yield _gram(store, model_id, whole=all(one.state in ("intact", "unchecked") for one in shards))
+    if (directory / REFERENCES_FILE).exists():
+        yield _references(store, model_id)
+
+
+def _gram(store: FeatureStore, model_id: int, whole: bool) -> Finding:
+    path = store.checkpoint_dir(model_id) / "gram.safetensors"
+    if not path.exists():
+        return Finding(path, "missing", "XᵀX of this checkpoint is not computed", _FEATURIZE)
+    if not whole:  # it names the rows that it sums over, some of which are not there
+        return Finding(path, "unchecked", "features that it belongs to are damaged or missing", _FEATURIZE)
+    try:
+        store.read_gram(model_id)
+    except HfTrakError as error:
+        return Finding(path, "damaged", str(error), f"Delete it; then: {_FEATURIZE}")
+    return Finding(path, "intact")
+
+
+def _references(store: FeatureStore, model_id: int) -> Finding:
+    path = store.checkpoint_dir(model_id) / REFERENCES_FILE
+    try:
+        read_references(store, model_id)
+    except StoreError as error:
+        # its rows were computed with the lost ones, and others would not match them
+        return Finding(path, "damaged", str(error), "Restore it, or featurize this checkpoint anew.")
+    return Finding(path, "intact")
+
+
+def _experiment(store: FeatureStore, experiment: str, checkpoints: list[int]) -> Iterator[Finding]:
+    directory = store.experiment_dir(experiment)
+    path = directory / "experiment.json"
+    if not path.exists():
+        yield Finding(path, "missing", "target features are not used without it", "Delete the directory.")
+        return
+    try:
+        store.experiment_info(experiment)
+    except StoreError as error:
+        yield Finding(path, "damaged", str(error), f"Delete the directory; then: {_ATTRIBUTE}")
+        return
+    yield _json(path, _ATTRIBUTE)
+    for model_id in checkpoints:
+        if (directory / f"checkpoint-{model_id}").is_dir():
+            try:
+                shards = store.saved_targets(experiment, model_id)
+            except StoreError as error:
+                yield Finding(directory / f"checkpoint-{model_id}", "unchecked", str(error))
+                continue
+            yield from shards.findings(_ATTRIBUTE)
+
+
+def _json(path: Path, remedy: str) -> Finding:
+    try:
+        content = read_sealed(path)
+    except (StoreError, OSError) as error:
+        return Finding(path, "damaged", str(error), remedy)
+    return Finding(path, "intact") if is_sealed(content) else Finding(path, "unchecked", "it has no checksum")

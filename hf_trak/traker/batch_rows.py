@@ -1,0 +1,81 @@
+"""Which rows a batch belongs to: the `inds` and `num_samples` of the seeds' interface, checked."""
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hf_trak.gradient_computers import batch_size_of
+from hf_trak.modelout_functions import Batch
+from hf_trak.store.checkpoint_records import checked_count
+
+
+def materialize(batch: Any) -> Batch:
+    """The batch as a mapping or a sequence.
+
+    Raises:
+        TypeError: it is neither, or a single tensor.
+    """
+    if isinstance(batch, Mapping):
+        return batch
+    if isinstance(batch, Tensor) or not isinstance(batch, Iterable):
+        raise TypeError(
+            f"The batch is a {type(batch).__name__}. Expected a sequence of tensors such as (images, labels), or a "
+            "mapping of names to tensors."
+        )
+    return tuple(batch)
+
+
+def rows_of(
+    batch: Batch, inds: Iterable[int] | None, num_samples: int | None, size: int, what: str, next_row: int
+) -> list[int]:
+    """The row numbers of a batch, checked.
+
+    Args:
+        batch: as the model gets it.
+        inds: row numbers, one per sample.
+        num_samples: instead of them, the number of samples, which come after those of the previous call.
+        size: number of rows that there are.
+        what: the argument that `size` came from, for errors.
+        next_row: the row after those of the previous call.
+
+    Raises:
+        ValueError: not exactly one of `inds` and `num_samples` is given, they are not as many as the samples, or a
+            row is out of range or there twice.
+        TypeError: a row number is no integer.
+    """
+    if (inds is None) == (num_samples is None):
+        raise ValueError(
+            f"`inds` is {inds!r} and `num_samples` is {num_samples!r}. Expected exactly one of the two: row "
+            "numbers, or the number of samples to write after those of the previous call."
+        )
+    if inds is not None:
+        rows = [_as_row(i) for i in (inds.tolist() if isinstance(inds, Tensor) else inds)]
+        source = f"`inds` has {len(rows)} row numbers"
+    else:
+        count = checked_count(num_samples, "num_samples")
+        rows = list(range(next_row, next_row + count))
+        source = f"`num_samples` is {count}"
+    found = batch_size_of(batch)
+    if found != len(rows):
+        raise ValueError(
+            f"{source}, but the batch has {found} samples. Expected the same number. Pass one row number per sample."
+        )
+    outside = [row for row in rows if not 0 <= row < size]
+    if outside:
+        after = f" (the previous calls wrote {next_row} rows)" if num_samples is not None else ""
+        raise ValueError(
+            f"The batch is to be written to rows {outside[:5]}{after}. Expected rows 0 … {size - 1}, since "
+            f"`{what}` is {size}. Correct the row numbers, or use another save_dir for another `{what}`."
+        )
+    if len(set(rows)) < len(rows):
+        twice = sorted({row for row in rows if rows.count(row) > 1})
+        raise ValueError(f"`inds` names the rows {twice[:5]} more than once. Expected different row numbers.")
+    return rows
+
+
+def _as_row(value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"`inds` contains {value!r} of type {type(value).__name__}. Expected integers: row numbers.")
+    return operator.index(value)

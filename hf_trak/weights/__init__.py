@@ -1,0 +1,1 @@
+"""Weights: checkpoints, adapters, placement on devices, and watching that they stay as they are."""

@@ -1,0 +1,282 @@
+"""Checkpoints: where weights come from, what identifies them, how they get into a model and out again."""
+
+import copy
+import json
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_trak.weights.adapters import adapter_state_dict, adapter_tensors, check_not_quantized, is_adapter, load_adapter
+
+Checkpoint = torch.nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
+"""A module, a state dict, a `checkpoint-N` directory, or a `.safetensors`, `.bin`, `.pt` or `.pth` file."""
+
+WEIGHT_FILES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+def fingerprint_state_dict(state_dict: Mapping[str, Any]) -> str:
+    """Identify weights by their content: xxh3-128 over names, dtypes, shapes and bytes, in the order of names.
+
+    Args:
+        state_dict: names to tensors. Entries that are not tensors (the extra state of a module) are left out.
+
+    Returns:
+        32 hex digits, the same on every device and for every order of the entries.
+    """
+    digest = xxhash.xxh3_128()
+    for name in sorted(state_dict):
+        value = state_dict[name]
+        if not isinstance(value, Tensor):
+            continue
+        digest.update(f"{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
+        flat = value.detach().to("cpu").contiguous().reshape(-1)
+        if flat.numel():
+            digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Read the weights of a checkpoint. Nothing is ever unpickled beyond plain tensors (`weights_only=True`).
+
+    Args:
+        checkpoint: see [`Checkpoint`]. Directories are searched for the files that `Trainer` and `save_pretrained`
+            write, sharded ones included, adapters of PEFT too.
+
+    Returns:
+        Names to tensors. Tensors of files are on the CPU; those of a module or a state dict are the given ones.
+
+    Raises:
+        FileNotFoundError: the path does not exist, or a directory holds no weights.
+        ValueError: the file is damaged, has an unknown suffix, or is a pickle of more than tensors.
+        TypeError: `checkpoint` is none of the kinds above.
+    """
+    if isinstance(checkpoint, torch.nn.Module):
+        return dict(checkpoint.state_dict())
+    if isinstance(checkpoint, Mapping):
+        _check_tensors(checkpoint, "the given state dict")
+        return dict(checkpoint)
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise TypeError(
+            f"A checkpoint is a {type(checkpoint).__name__}. Expected a module, a state dict, a checkpoint "
+            "directory, or a `.safetensors`, `.bin`, `.pt` or `.pth` file."
+        )
+    path = Path(checkpoint)
+    if path.is_dir():
+        return _read_directory(path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"The checkpoint {str(path)!r} does not exist. Expected a file or a checkpoint directory."
+        )
+    return _read_file(path)
+
+
+def _read_directory(path: Path) -> dict[str, Tensor]:
+    for name in INDEX_FILES:
+        if (path / name).is_file():
+            merged: dict[str, Tensor] = {}
+            for part in read_weight_index(path / name):
+                merged.update(_read_file(path / part))
+            return merged
+    for name in WEIGHT_FILES:
+        if (path / name).is_file():
+            return _read_file(path / name)
+    raise FileNotFoundError(
+        f"The checkpoint directory {str(path)!r} holds no weights. Expected one of "
+        f"{[*WEIGHT_FILES, *INDEX_FILES]}, as written by `Trainer` or `save_pretrained`."
+    )
+
+
+def read_weight_index(path: Path) -> list[str]:
+    """Names of the files that the index of a sharded checkpoint lists, each once, sorted.
+
+    Raises:
+        ValueError: the index is damaged.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"The index of weights {str(path)!r} is not valid JSON ({error}). Expected what `save_pretrained` writes. "
+            "Save the checkpoint anew, or copy it again."
+        ) from error
+    parts = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(parts, dict) or not parts or not all(isinstance(part, str) for part in parts.values()):
+        found = f"the keys {list(content)[:5]}" if isinstance(content, dict) else f"a JSON {type(content).__name__}"
+        raise ValueError(
+            f"The index of weights {str(path)!r} has {found}, and no usable `weight_map`. Expected an object "
+            "`weight_map` from the name of each weight to its file's. Save the checkpoint anew, or copy it again."
+        )
+    return sorted(set(parts.values()))
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(
+                f"The checkpoint file {str(path)!r} is damaged or not a safetensors file ({error}). Save it anew."
+            ) from error
+    if path.suffix not in _TORCH_SUFFIXES:
+        raise ValueError(
+            f"The checkpoint file {str(path)!r} has the suffix {path.suffix!r}. Expected `.safetensors`, "
+            f"{', '.join(f'`{suffix}`' for suffix in _TORCH_SUFFIXES)}."
+        )
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"The checkpoint file {str(path)!r} is damaged, or holds pickled Python objects besides tensors, which "
+            "could run code when loaded and are refused. Expected a state dict. Save `model.state_dict()` with "
+            "`safetensors.torch.save_file` or `torch.save`, and pass that file."
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"The checkpoint file {str(path)!r} is damaged ({error}). Save it anew.") from error
+    if not isinstance(content, Mapping):
+        raise ValueError(f"The checkpoint file {str(path)!r} holds a {type(content).__name__}. Expected a state dict.")
+    if isinstance(content.get("state_dict"), Mapping):  # the common {"state_dict": …, "epoch": …} wrapping
+        content = content["state_dict"]
+    _check_tensors(content, f"the checkpoint file {str(path)!r}")
+    return dict(content)
+
+
+def _check_tensors(state_dict: Mapping[Any, Any], where: str) -> None:
+    for name, value in state_dict.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise ValueError(
+                f"The entry {name!r} of {where} is a {type(value).__name__}. Expected names (`str`) mapped to tensors."
+            )
+
+
+def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Put the weights of a checkpoint into a model, all of them or none.
+
+    Names that safetensors files leave out because they are tied to another are filled by the tie; adapter files of
+    PEFT go into the active adapter of a `PeftModel` and leave its base model as it is. Files of transformers keep the
+    names of older versions for some architectures (ViT among them) and are converted as `from_pretrained` does.
+
+    Raises:
+        ValueError: names or shapes do not fit the model.
+    """
+    state_dict = read_state_dict(checkpoint)
+    if is_adapter(model, state_dict):
+        _check_fit(adapter_state_dict(model), state_dict, tied=set())
+        load_adapter(model, state_dict)
+        return
+    remedy = "Give the adapters as checkpoints (`save_pretrained` of the `PeftModel`), or load the model unquantized."
+    check_not_quantized(model, "The checkpoint holds weights of the whole model", remedy)
+    expected = model.state_dict()
+    if isinstance(model, PreTrainedModel) and not set(state_dict) <= set(expected):
+        state_dict = _converted(model, state_dict)
+    _check_fit(expected, state_dict, tied=_tied_names(model, expected, set(state_dict)))
+    model.load_state_dict(state_dict, strict=False)
+
+
+def _converted(model: PreTrainedModel, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under the names and in the shapes that the modules of transformers have; as given if they misfit."""
+    result: Any = type(model).from_pretrained(
+        None,
+        config=copy.deepcopy(model.config),
+        state_dict=dict(state_dict),
+        dtype=model.dtype,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    renamed, report = result
+    return state_dict if any(report.values()) else renamed.state_dict()
+
+
+def _tied_names(model: torch.nn.Module, expected: Mapping[str, Tensor], given: set[str]) -> set[str]:
+    """Names absent from a checkpoint whose tensor shares its memory with one that is present."""
+    present = {(expected[name].data_ptr(), expected[name].shape) for name in given & set(expected)}
+    return {name for name, value in expected.items() if (value.data_ptr(), value.shape) in present} - given
+
+
+def _check_fit(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], tied: set[str]) -> None:
+    missing = sorted(set(expected) - set(given) - tied)
+    unexpected = sorted(set(given) - set(expected))
+    shapes = [
+        f"{name}: {tuple(given[name].shape)} instead of {tuple(expected[name].shape)}"
+        for name in sorted(set(given) & set(expected))
+        if given[name].shape != expected[name].shape
+    ]
+    if missing or unexpected or shapes:
+        raise ValueError(
+            f"The checkpoint does not fit the model: {len(missing)} names missing (first: {missing[:3]}), "
+            f"{len(unexpected)} unexpected (first: {unexpected[:3]}), {len(shapes)} of another shape (first: "
+            f"{shapes[:3]}). Expected weights of this very architecture; pass the model that they belong to."
+        )
+
+
+def touched_tensors(
+    model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.dtype | None = None
+) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers that [`loaded`] changes, by name: all of them, those of the adapter if the checkpoint is
+    an adapter of PEFT, none without a checkpoint and a cast."""
+    if dtype is None:
+        if checkpoint is None or checkpoint is model:
+            return []
+        if is_adapter(model, read_state_dict(checkpoint)):
+            return adapter_tensors(model)
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+@contextmanager
+def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.dtype | None = None) -> Iterator[str]:
+    """The model in eval mode with the weights of a checkpoint; when the block ends it is as it was before, come
+    what may.
+
+    Args:
+        model: changed in place, restored on exit: weights, buffers, dtypes, the mode of every module.
+        checkpoint: `None` or the model itself keeps the current weights.
+        dtype: cast floating-point weights and buffers to it. `None` keeps what they are.
+
+    Yields:
+        The fingerprint of the weights in the model's own dtype, before the cast.
+    """
+    modes = {name: module.training for name, module in model.named_modules()}
+    foreign = None if checkpoint is None or checkpoint is model else read_state_dict(checkpoint)
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        check_not_quantized(model, f"`model_dtype` is {name!r}", "Leave `model_dtype` out.")
+    tensors = [value for _, value in touched_tensors(model, foreign, dtype)]
+    saved = [value.detach().to("cpu", copy=True) for value in tensors]
+    try:
+        if foreign is not None:
+            load_into(model, foreign)
+        fingerprint = fingerprint_state_dict(model.state_dict())
+        if dtype is not None:
+            for value in tensors:
+                if value.is_floating_point():
+                    value.data = value.data.to(dtype)
+        model.eval()
+        yield fingerprint
+    finally:
+        for value, before in zip(tensors, saved, strict=True):
+            value.data = value.data.to(before.dtype)
+            value.data.copy_(before)
+        for name, module in model.named_modules():
+            module.training = modes[name]
+
+
+def describe(checkpoint: Checkpoint | None, model: torch.nn.Module) -> str:
+    """One line that says where weights come from, for logs and for the store. Paths are made absolute."""
+    if checkpoint is None or checkpoint is model:
+        return "the model's current weights"
+    if isinstance(checkpoint, torch.nn.Module):
+        return f"a {type(checkpoint).__name__}"
+    if isinstance(checkpoint, Mapping):
+        return "a state dict"
+    return str(Path(checkpoint).resolve())
