@@ -15,7 +15,7 @@ from hf_trak.data.rows import Collator, row_count
 from hf_trak.featurize.featurized import FeaturizedModel, sources_of
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.last import LastResult
-from hf_trak.runtime.interruption import announced
+from hf_trak.runtime.interruption import log_on_interrupt
 from hf_trak.scores.groups import GroupBy, RowGroups, target_groups
 from hf_trak.scores.score_files import ScoreFiles
 from hf_trak.scores.scored_dataset import attach_columns
@@ -220,7 +220,9 @@ class TrakAttributor(FeaturizedModel):
         groups = target_groups(eval_dataset, aggregate, group_by)
         if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1):
             raise ValueError(f"`top_k` is {top_k!r}. Expected an integer of at least 1, or `None` for every score.")
-        with announced(lambda: "Nothing half-written was left. Run the same call again; target features are kept."):
+        with log_on_interrupt(
+            lambda: "Nothing half-written was left. Run the same call again; target features are kept."
+        ):
             return self._attributed(eval_dataset, top_k, name, per, checkpoints, model_ids, groups)
 
     def _attributed(

@@ -358,9 +358,9 @@ def test_an_interrupted_run_says_how_to_go_on(reference: Reference, tmp_path: Pa
 def test_somebody_elses_handler_of_sigterm_is_left_alone(tmp_path: Path) -> None:
     """Clusters' own requeueing installs one."""
     code = (
-        "import os, signal\nfrom hf_trak.runtime.interruption import announced\n"
+        "import os, signal\nfrom hf_trak.runtime.interruption import log_on_interrupt\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('requeued'))\n"
-        "with announced(lambda: 'never'):\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "with log_on_interrupt(lambda: 'never'):\n    os.kill(os.getpid(), signal.SIGTERM)\n"
         "print('goes on')"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

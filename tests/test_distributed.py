@@ -206,7 +206,7 @@ def test_a_job_array_over_checkpoints(tmp_path: Path) -> None:
 
 def test_parts_that_are_missing_are_counted(tmp_path: Path) -> None:
     attributor = store_jobs.make(tmp_path).featurize(part=(1, 3))
-    assert [index for index in range(6) if attributor.store.train(0).has(index)] == [2, 3]
+    assert [index for index in range(6) if attributor.store.train(0).is_written(index)] == [2, 3]
     with pytest.raises(IncompleteStoreError, match="4 shards of model_id 0 are missing"):
         attributor.attribute(store_jobs.rows(2, 2))
     for part in ((3, 3), (-1, 2), (0, 0), 1, (0.0, 2), (True, 2)):

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from hf_trak.runtime.shard_threads import each_in_order
+from hf_trak.runtime.shard_threads import map_shards
 
 
 @pytest.fixture(params=[1, 3])
@@ -22,14 +22,14 @@ def test_results_come_in_order(threads):
         time.sleep(0.05 if thing % 3 == 0 else 0)
         return thing, torch.get_num_threads()
 
-    found = list(each_in_order(slow_first, range(20)))
+    found = list(map_shards(slow_first, range(20)))
     assert found == [(thing, 1) for thing in range(20)]  # each with one core
     assert torch.get_num_threads() == threads
 
 
 def test_at_most_so_many_are_held(threads):
     begun, most = [], 0
-    for taken, _ in enumerate(each_in_order(begun.append, range(30)), 1):
+    for taken, _ in enumerate(map_shards(begun.append, range(30)), 1):
         most = max(most, len(begun) - taken)
     assert most <= threads
     assert len(begun) == 30
@@ -43,7 +43,7 @@ def test_an_error_comes_in_its_place_and_ends_it(threads):
 
     found = []
     with pytest.raises(KeyError, match="4"):
-        for thing in each_in_order(fails, range(1000)):
+        for thing in map_shards(fails, range(1000)):
             found.append(thing)
     assert found == [0, 1, 2, 3]
     assert torch.get_num_threads() == threads
@@ -51,7 +51,7 @@ def test_an_error_comes_in_its_place_and_ends_it(threads):
 
 def test_closing_it_early_leaves_no_thread(threads):
     before = threading.active_count()
-    results = each_in_order(lambda thing: thing, range(1000))
+    results = map_shards(lambda thing: thing, range(1000))
     assert next(results) == 0
     results.close()
     assert threading.active_count() == before
@@ -64,7 +64,7 @@ def test_closing_it_early_leaves_no_thread(threads):
 
 
 def test_nothing_gives_nothing(threads):
-    assert list(each_in_order(lambda thing: thing, [])) == []
+    assert list(map_shards(lambda thing: thing, [])) == []
 
 
 def test_scores_have_the_same_bits_for_any_number_of_threads(tmp_path):

@@ -44,7 +44,7 @@ def make_store(path: Path, **changes: object) -> FeatureStore:
 
 def fill(shards: ShardSet, seed: int = 0) -> None:
     grads, q = rows(shards.plan.n_rows, shards.width, seed)
-    for index in shards.missing():
+    for index in shards.unwritten():
         part = shards.plan.rows(index)
         shards.write(index, grads[part.start : part.stop], q[part.start : part.stop])
 
@@ -71,7 +71,7 @@ def test_plan_depends_on_sizes_alone():
 def test_round_trip(tmp_path, name):
     store = make_store(tmp_path, feature_dtype=name)
     shards = store.train(0)
-    assert shards.missing() == [0, 1, 2] and not shards.complete
+    assert shards.unwritten() == [0, 1, 2] and not shards.complete
     fill(shards)
     assert shards.complete
     grads, q = rows(10)
@@ -242,12 +242,12 @@ def test_truncated_shard(tmp_path, keep):
     """Trap 18: a half-written file must not count as done."""
     store, path = shard_file(tmp_path)
     path.write_bytes(path.read_bytes()[:keep])
-    for call in (store.train(0).missing, lambda: store.train(0).read(1)):
+    for call in (store.train(0).unwritten, lambda: store.train(0).read(1)):
         with pytest.raises(StoreError, match="Delete this file") as error:
             call()
         assert str(path) in str(error.value)
     path.unlink()
-    assert store.train(0).missing() == [1]
+    assert store.train(0).unwritten() == [1]
 
 
 @pytest.mark.parametrize("position", [-1, -20, -60])
@@ -270,7 +270,7 @@ def test_foreign_files(tmp_path):
     grads, q = rows(4)
     save_file({"grads": grads, "out_to_loss": q}, path)
     with pytest.raises(StoreError, match="not written by hf_trak"):
-        store.train(0).missing()
+        store.train(0).unwritten()
     # a shard of the same shape from another checkpoint, another configuration, another range of rows
     store.register_checkpoint(1, "weights-b")
     fill(store.train(1))
@@ -329,7 +329,7 @@ def test_values_that_do_not_fit_are_refused(tmp_path):
         shards.write(2, grads[8:], torch.tensor([float("nan"), 0.0]))
     with pytest.raises(ValueError, match=r"\(3, 4\)"):
         shards.write(0, grads[:3], q[:3])
-    assert shards.missing() == [0, 1, 2]
+    assert shards.unwritten() == [0, 1, 2]
     with pytest.warns(UserWarning, match="float32 instead") as record:
         shards.write(0, grads[:4] * 1e-9, q[:4])
         shards.write(1, grads[4:8] * 1e-7, q[4:8])
@@ -422,7 +422,7 @@ def test_a_killed_writer_loses_only_the_shard_in_flight(tmp_path):
     assert process.wait() == -signal.SIGKILL
     process.stdout.close()
     shards = FeatureStore.load(killed).train(0)
-    missing = shards.missing()
+    missing = shards.unwritten()
     assert 0 < len(missing) <= 180
     for index in set(range(200)) - set(missing):
         shards.read(index)  # what is there is complete

@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> None:
         "target_dataset": targets.eval_dataset_name or data.dataset_name,
     }
     if wanted.all_scores:
-        facts[SCORE_FILES] = attributor.processes.from_main(lambda: score_file_digests(scored, directory))
+        facts[SCORE_FILES] = attributor.processes.broadcast_from_main(lambda: score_file_digests(scored, directory))
     found = AttributionRun.collect(attributor, scored, distributions=counts, self_influence=influence, facts=facts)
     if attributor.processes.is_main_process:
         found.save(directory, every_train_row=wanted.save_train_dataset)

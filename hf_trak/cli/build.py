@@ -147,7 +147,7 @@ def remember(built: Built, model_args: ModelArguments, data: DataArguments, writ
         "trak": attributor.args.to_dict(),
     }
     path = Path(attributor.args.output_dir) / RECORD
-    saved = attributor.processes.from_main(lambda: _read_record(path) if path.is_file() else None)
+    saved = attributor.processes.broadcast_from_main(lambda: _read_record(path) if path.is_file() else None)
     # Rows and weights have fingerprints of their own; how images become pixels has none.
     if saved is not None and (changes := differing(saved["processing"], given["processing"] or {})):
         raise ConfigMismatchError(

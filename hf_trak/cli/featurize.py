@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> None:
     remember(built, model_args, data)
     attributor = built.attributor
     attributor.featurize(checkpoints=model_args.checkpoints, part=(part.part[0], part.part[1]))
-    missing = {i: len(attributor.store.train(i).missing()) for i in attributor.store.model_ids}
+    missing = {i: len(attributor.store.train(i).unwritten()) for i in attributor.store.model_ids}
     content = {
         "output_dir": trak.output_dir,
         "train_rows": len(attributor.train_dataset),

@@ -76,7 +76,7 @@ def _missing(shards: ShardSet, verify: bool, damaged: list[str]) -> list[int]:
     missing = []
     for index in range(len(shards)):
         try:
-            if not shards.has(index):
+            if not shards.is_written(index):
                 missing.append(index)
             elif verify:
                 shards.read(index, verify=True)

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from hf_trak.errors import IncompleteStoreError, NonFiniteError
 from hf_trak.evaluation.retraining_check import DATASET, upgrade_retraining, verify_retraining
 from hf_trak.evaluation.retraining_files import RetrainingFiles, subset_digest, training_seed
-from hf_trak.runtime.interruption import announced
+from hf_trak.runtime.interruption import log_on_interrupt
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores.scored_dataset import fixed_size_list
 from hf_trak.store.atomic import atomic_path
@@ -102,21 +102,21 @@ def retrain_on_subsets(
                 files.read(subset, repeat, subset_digest(member[subset]))
         return [i for i, there in enumerate(present) if not there]
 
-    todo = processes.from_main(missing)
+    todo = processes.broadcast_from_main(missing)
     mine = [wanted[todo[i]] for i in processes.share(len(todo))]
     done = 0
 
     def progress() -> str:
         return f"{done} of {len(mine)} trainings of this process are done and kept in {directory}; run the same again."
 
-    with processes.together(), announced(progress):
+    with processes.all_or_none(), log_on_interrupt(progress):
         files = RetrainingFiles.load(directory)
         for subset, repeat in mine:
             outputs = _checked(retrain(np.flatnonzero(member[subset]), training_seed(seed, subset, repeat)), subset)
             files.write(subset, repeat, subset_digest(member[subset]), outputs)
             done += 1
             logger.info("Training %d of %d of this process is done (subset %d).", done, len(mine), subset)
-    processes.from_main(lambda: _write_dataset(RetrainingFiles.load(directory), wanted, member))
+    processes.broadcast_from_main(lambda: _write_dataset(RetrainingFiles.load(directory), wanted, member))
     # in memory, since a later call with more subsets or repeats replaces the file
     return Dataset.from_file(os.fspath(directory / DATASET), in_memory=True)
 

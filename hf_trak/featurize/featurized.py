@@ -279,7 +279,7 @@ class FeaturizedModel:
         ids = _checked_ids(sources, model_ids)
         if self._store is not None and self.recorded_rows is None and not hasattr(self.train_dataset, "fingerprint"):
             self._train_fingerprint = None  # rows of a list, say, may have changed since the last call
-        self.processes.from_main(self._prepare_store)
+        self.processes.broadcast_from_main(self._prepare_store)
         if self.processes.is_main_process:
             logger.info("To featurize: %s", self.estimate(checkpoints=len(ids)))
         for model_id, source in zip(ids, sources, strict=True):
@@ -289,7 +289,7 @@ class FeaturizedModel:
                 stored = StoredRows.find(shards, self.train_dataset, "train")
                 self.featurizer().fill(shards, self.train_dataset, model_id, "train", description, part, stored)
             self._sources[model_id] = source
-            if left := len(self.processes.from_main(shards.missing)):
+            if left := len(self.processes.broadcast_from_main(shards.unwritten)):
                 logger.info("%s: %d shards of other parts are not there yet.", description, left)
             else:
                 self._scorer.gram(model_id)
@@ -356,7 +356,7 @@ class FeaturizedModel:
         if name is not None:
             safe_name(name, "name")
         n_targets = row_count(eval_dataset, "eval_dataset")
-        self.processes.from_main(self._prepare_store)
+        self.processes.broadcast_from_main(self._prepare_store)
         old = self.store.version == 1
         fingerprint = fingerprint_dataset_v1(eval_dataset) if old else fingerprint_dataset(eval_dataset)
         name = f"targets-{fingerprint[:12]}" if name is None else name
@@ -391,7 +391,7 @@ class FeaturizedModel:
         shards = self.store.targets(
             name, model_id, len(eval_dataset), fingerprint, {"collation": collation}, self.comparisons()
         )
-        if self.processes.from_main(shards.missing):
+        if self.processes.broadcast_from_main(shards.unwritten):
             with self.weights(model_id, self.source_of(model_id, sources)):
                 description = f"{name}, checkpoint {model_id}"
                 stored = StoredRows.find(self.store.train(model_id), self.train_dataset, "train")

@@ -21,7 +21,7 @@ from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.base import Side
 from hf_trak.modelout_functions.batches import LABEL_NAMES
 from hf_trak.projectors import BlockProjector, ProjectionSink
-from hf_trak.runtime.interruption import announced
+from hf_trak.runtime.interruption import log_on_interrupt
 from hf_trak.runtime.processes import Processes, share_of
 from hf_trak.runtime.progress import RowProgress
 from hf_trak.store.references import read_references, write_references
@@ -58,7 +58,7 @@ class StoredRows:
         """The first shard that is there; `None` if there is none, or the rows are not at hand."""
         if getattr(dataset, "absent", False):
             return None
-        index = next((index for index in range(len(shards)) if shards.there(index)), None)
+        index = next((index for index in range(len(shards)) if shards.exists(index)), None)
         return None if index is None else cls(shards, index, dataset, side)
 
 
@@ -129,19 +129,19 @@ class Featurizer:
             PeerProcessError: another process failed or died.
         """
         wanted = share_of(len(shards), *part)
-        todo = self.processes.from_main(lambda: [index for index in wanted if not shards.has(index)])
+        todo = self.processes.broadcast_from_main(lambda: [index for index in wanted if not shards.is_written(index)])
         mine = [todo[i] for i in self.processes.share(len(todo))]
-        with self.processes.together():
+        with self.processes.all_or_none():
             if mine:
-                with announced(lambda: _progress(shards, wanted, description)):
+                with log_on_interrupt(lambda: _progress(shards, wanted, description)):
                     self._fill_what_fits(mine, shards, dataset, model_id, side, description, stored)
-        self.processes.from_main(lambda: self._check_filled(shards, wanted, description))
+        self.processes.broadcast_from_main(lambda: self._check_filled(shards, wanted, description))
 
     def _check_filled(self, shards: ShardSet, wanted: range, description: str) -> None:
         # What another node has just written may take a network file system some seconds to show.
         patience = _PATIENCE_SECONDS if self.processes.num_processes > 1 else 0.0
         deadline = time.monotonic() + patience
-        while left := [index for index in wanted if not shards.has(index)]:
+        while left := [index for index in wanted if not shards.is_written(index)]:
             if time.monotonic() >= deadline:
                 raise IncompleteStoreError(
                     f"{len(left)} of {len(wanted)} shards of {description} are missing after every process has "
@@ -161,7 +161,7 @@ class Featurizer:
         stored: StoredRows | None,
     ) -> None:
         def fill(batch_size: int) -> None:
-            left = [index for index in mine if not shards.has(index)]
+            left = [index for index in mine if not shards.is_written(index)]
             self._fill(left, shards, dataset, model_id, side, description, batch_size, stored)
 
         if self.args.auto_find_batch_size:
@@ -209,7 +209,7 @@ class Featurizer:
                 if stored is not None:
                     self._compare(stored, computer, model_id)
                     stored = None
-                if not shards.has(index):  # unless a second run on this store has been faster
+                if not shards.is_written(index):  # unless a second run on this store has been faster
                     shards.write(index, grads, out_to_loss)
 
     def _computer(self) -> AbstractGradientComputer:

@@ -92,8 +92,8 @@ class RevisedShards(ShardSet):
     def path(self, index: int) -> Path:
         return self.pieces[index].shards.path(self.pieces[index].index)
 
-    def there(self, index: int) -> bool:
-        return self.pieces[index].shards.there(self.pieces[index].index)
+    def exists(self, index: int) -> bool:
+        return self.pieces[index].shards.exists(self.pieces[index].index)
 
     def write(self, index: int, grads: Tensor, out_to_loss: Tensor) -> Path:
         piece = self.pieces[index]
@@ -111,9 +111,9 @@ class RevisedShards(ShardSet):
             return Shard(rows.start, rows.stop, shard.grads, shard.out_to_loss)
         return Shard(rows.start, rows.stop, shard.grads[piece.kept], shard.out_to_loss[piece.kept])
 
-    def _header(self, index: int) -> dict[str, Any]:
+    def header(self, index: int) -> dict[str, Any]:
         piece = self.pieces[index]
-        header = piece.shards._header(piece.index)
+        header = piece.shards.header(piece.index)
         if piece.kept is None:
             return header
         content = str(header["checksum"]).encode() + piece.kept.numpy().tobytes()

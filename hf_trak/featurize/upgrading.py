@@ -62,7 +62,7 @@ def _stage(attributor: FeaturizedModel, staging: Path, sources: Mapping[int, Che
     for model_id in old.model_ids:
         shards, info = old.train(model_id), old.checkpoint_info(model_id)
         with attributor.weights(model_id, attributor.source_of(model_id, sources)):
-            present = [index for index in range(len(shards)) if shards.has(index)]
+            present = [index for index in range(len(shards)) if shards.is_written(index)]
             rows = [StoredRows(shards, index, attributor.train_dataset, "train") for index in present]
             attributor.featurizer().check(rows, model_id)
         new.register_checkpoint(model_id, info["fingerprint"], info.get("source"))
@@ -71,7 +71,7 @@ def _stage(attributor: FeaturizedModel, staging: Path, sources: Mapping[int, Che
             write_references(new, model_id, references)
         copied = new.train(model_id)
         for index in present:
-            if not copied.has(index):
+            if not copied.is_written(index):
                 shard = shards.read(index, verify=True)
                 copied.write(index, shard.grads, shard.out_to_loss)
         gram = old.read_gram(model_id)

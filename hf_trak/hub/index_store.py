@@ -69,11 +69,11 @@ class IndexShards(ShardSet):
         self._checksums = checksums
         self._checked: set[int] = set()
 
-    def has(self, index: int) -> bool:
+    def is_written(self, index: int) -> bool:
         """Whether the index has the shard: it has all of them."""
         return 0 <= index < len(self.plan)
 
-    there = has
+    exists = is_written
 
     @property
     def content_hash(self) -> str:
@@ -98,7 +98,7 @@ class IndexShards(ShardSet):
                 return super().read(index, verify, mapped)
             rows = self.plan.rows(index)
             check_file(self._files.root / path, shard_bytes(rows, self.width, self.dtype))
-            if (found := self._header(index).get("checksum")) != self._checksums[index]:
+            if (found := self.header(index).get("checksum")) != self._checksums[index]:
                 raise StoreError(f"its checksum is {found}, the manifest says {self._checksums[index]}")
             shard = super().read(index, True, mapped)
             check_finite(shard)

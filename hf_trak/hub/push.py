@@ -100,7 +100,7 @@ def push_attributor(
         )
         return {name: getattr(commit, name) for name in COMMIT_FIELDS}
 
-    return CommitInfo(**attributor.processes.from_main(push))
+    return CommitInfo(**attributor.processes.broadcast_from_main(push))
 
 
 def push_index(

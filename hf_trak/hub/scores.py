@@ -100,7 +100,7 @@ def push_scores(
         return {name: getattr(commit, name) for name in COMMIT_FIELDS}
 
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return CommitInfo(**(Processes().from_main(push) if together else push()))
+    return CommitInfo(**(Processes().broadcast_from_main(push) if together else push()))
 
 
 def _subject(scored: Dataset, columns: Mapping[str, int], per: str) -> str:

@@ -16,7 +16,7 @@ class _Terminated(BaseException):
 
 
 @contextmanager
-def announced(message: Callable[[], str]) -> Iterator[None]:
+def log_on_interrupt(message: Callable[[], str]) -> Iterator[None]:
     """Log a message when the block is interrupted, and let the interruption take its course.
 
     Ctrl-C stays a `KeyboardInterrupt`; after SIGTERM the process still dies of SIGTERM, as whoever sent it expects.

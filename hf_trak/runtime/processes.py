@@ -105,7 +105,7 @@ class Processes:
                 dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return tensor
 
-    def from_main(self, function: Callable[[], T]) -> T:
+    def broadcast_from_main(self, function: Callable[[], T]) -> T:
         """What `function` (plain JSON) gives in the main process, in every process; it is called there alone.
 
         Raises:
@@ -114,28 +114,30 @@ class Processes:
         if self.num_processes == 1:
             return function()
         value: Any = None
-        with self.together():
+        with self.all_or_none():
             if self.is_main_process:
                 value = function()
         return self.gather(value)[0]
 
-    def tensor_from_main(self, function: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def broadcast_tensor_from_main(
+        self, function: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
         """The same for a CPU tensor of known shape and dtype.
 
         Raises:
-            PeerProcessError: as `from_main`.
+            PeerProcessError: as `broadcast_from_main`.
         """
         if self.num_processes == 1:
             return function()
         tensor = torch.empty(0)
-        with self.together():
+        with self.all_or_none():
             tensor = function().to(dtype).contiguous() if self.is_main_process else torch.empty(shape, dtype=dtype)
         with self._contact():
             dist.broadcast(tensor, src=0, group=self._group)
         return tensor
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def all_or_none(self) -> Iterator[None]:
         """A block that succeeds in every process or fails in every process. It must not contain other exchanges.
 
         Raises:

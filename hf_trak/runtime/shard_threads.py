@@ -16,7 +16,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def each_in_order(function: Callable[[T], R], things: Iterable[T]) -> Iterator[R]:
+def map_shards(function: Callable[[T], R], things: Iterable[T]) -> Iterator[R]:
     """`function` of every thing, in their order, as many at a time as torch has threads (`torch.get_num_threads`).
 
     Args:

@@ -73,7 +73,7 @@ class ScoreFiles:
     def _top_k_per_target(self, blocks: Iterable[ScoreBlock], top_k: int) -> Dataset:
         """O(m · top_k) memory: each process keeps the best of its rows, and only those lists are exchanged."""
         best, worst = TopK(top_k, largest=True), TopK(top_k, largest=False)
-        with self.processes.together():
+        with self.processes.all_or_none():
             for start, _, block in blocks:
                 best.update(start, block)
                 worst.update(start, block)
@@ -93,7 +93,7 @@ class ScoreFiles:
         """All scores, one row per target, by way of a scratch file of each process."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with temporary_file(self.directory) as scratch:
-            with self.processes.together(), explained(scratch), open(scratch, "wb") as file:
+            with self.processes.all_or_none(), explained(scratch), open(scratch, "wb") as file:
                 rows = []
                 for start, stop, block in blocks:
                     file.write(np.ascontiguousarray(block.cpu().numpy().T).data)
@@ -126,7 +126,7 @@ class ScoreFiles:
         rank, world = self.processes.process_index, self.processes.num_processes
         name = f"{self.stem}.arrow" if world == 1 else f"{self.stem}-{rank:05d}-of-{world:05d}.arrow"
         written = False
-        with self.processes.together():
+        with self.processes.all_or_none():
             remaining = iter(tables)
             for first in remaining:
                 remove_stale_temporaries(self.directory)

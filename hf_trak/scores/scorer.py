@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.runtime.processes import Processes
-from hf_trak.runtime.shard_threads import each_in_order
+from hf_trak.runtime.shard_threads import map_shards
 from hf_trak.scores.gram import GramSum, column_squares
 from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
 from hf_trak.scores.scored_dataset import ScoreBlock
@@ -88,7 +88,7 @@ class Scorer:
         Raises:
             IncompleteStoreError: one is not in the store, or only in part, or there is none.
         """
-        return self.processes.from_main(lambda: self._checked_ensemble(model_ids))
+        return self.processes.broadcast_from_main(lambda: self._checked_ensemble(model_ids))
 
     def _checked_ensemble(self, model_ids: Sequence[int] | None) -> list[int]:
         known = self.store.model_ids
@@ -106,7 +106,7 @@ class Scorer:
             )
         for model_id in ids:
             shards = self.store.train(model_id)
-            if left := shards.absent():
+            if left := shards.without_file():
                 raise IncompleteStoreError(
                     f"{len(left)} shards of model_id {model_id} are missing in {directory!r} (first: "
                     f"{shards.path(left[0])}). Call `featurize()` with the same checkpoints to finish "
@@ -132,7 +132,7 @@ class Scorer:
             found = self.store.read_gram(model_id)
             return found is not None
 
-        if not self.processes.from_main(look):
+        if not self.processes.broadcast_from_main(look):
             matrix = self._sum_gram(model_id)
 
             def keep() -> None:
@@ -140,18 +140,18 @@ class Scorer:
                 self.store.write_gram(model_id, matrix, self.n)
                 found = self.store.read_gram(model_id)
 
-            self.processes.from_main(keep)
+            self.processes.broadcast_from_main(keep)
         return found
 
     def _sum_gram(self, model_id: int) -> Tensor:
         shards = self.store.train(model_id)
         mine = self.processes.share(len(shards))
         largest = torch.zeros(self.k, dtype=torch.float64)
-        with self.processes.together():
+        with self.processes.all_or_none():
             for shard in shards.part(mine):
                 torch.maximum(largest, column_squares(shard.grads, shard.start), out=largest)
         total = GramSum(self.processes.maximum(largest).to(self.device), len(shards))
-        with self.processes.together():
+        with self.processes.all_or_none():
             for shard in shards.part(mine):
                 total.add(shard.grads)
         total.integers = self.processes.add(total.integers.cpu()).to(self.device)
@@ -177,7 +177,7 @@ class Scorer:
             assert gram is not None  # only the main process comes here
             return self.system(model_id, gram).solve(targets())
 
-        rows = ScaledRows.of(self.processes.tensor_from_main(solve, (m, self.k), torch.float64))
+        rows = ScaledRows.of(self.processes.broadcast_tensor_from_main(solve, (m, self.k), torch.float64))
         return ScaledRows(rows.values.to(self.device), rows.exponents)
 
     def system(self, model_id: int, gram: Gram) -> RidgeSystem:
@@ -215,7 +215,7 @@ class Scorer:
 
         together = max(1, min(_JOINED_SCORES // (m * rows), len(mine) // (4 * torch.get_num_threads())))
         groups = (mine[first : first + together] for first in range(0, len(mine), together))
-        return chain.from_iterable(each_in_order(scores_of, groups))
+        return chain.from_iterable(map_shards(scores_of, groups))
 
     def identity(self, model_ids: Sequence[int], targets: Sequence[ShardSet]) -> dict[str, Any]:
         """What scores depend on: the features of both sides, by their checksums, λ, and what decides on rounding.
@@ -237,7 +237,7 @@ class Scorer:
             ]
 
         return {
-            "checkpoints": self.processes.from_main(describe),
+            "checkpoints": self.processes.broadcast_from_main(describe),
             "config": self.store.config_hash,
             "device": self.device.type,
             "lambda_reg": self.lambda_reg,
@@ -251,14 +251,14 @@ class Scorer:
         systems = []
         for model_id in model_ids:
             self.gram(model_id)
-            with self.processes.together():
+            with self.processes.all_or_none():
                 gram = self.store.read_gram(model_id)
                 assert gram is not None  # it has just been made sure of
                 systems.append(self.system(model_id, gram))
         shards = [self.store.train(model_id) for model_id in model_ids]
         mine = self.processes.share(len(shards[0]))
         result = torch.zeros(self.n)
-        with self.processes.together():
+        with self.processes.all_or_none():
             for start, stop, block in self_influence_blocks([one.part(mine) for one in shards], systems):
                 result[start:stop] = block
         return self.processes.add(result)  # every row comes from one process, the others add zeros

@@ -81,37 +81,37 @@ class ShardSet:
         """The file of a shard."""
         return self.directory / self.plan.file_name(index, self.prefix)
 
-    def has(self, index: int) -> bool:
+    def is_written(self, index: int) -> bool:
         """Whether a shard is there. Raises `StoreError` as `missing` does."""
-        if not self.there(index):
+        if not self.exists(index):
             return False
-        self._header(index)
+        self.header(index)
         return True
 
-    def there(self, index: int) -> bool:
+    def exists(self, index: int) -> bool:
         """Whether a shard has a file, whatever is in it: `read` checks that."""
         return self.path(index).exists()
 
-    def missing(self) -> list[int]:
+    def unwritten(self) -> list[int]:
         """Indices of the shards that are not there yet.
 
         Raises:
             StoreError: a file that is there is truncated or does not belong here. (Checksums are compared by `read`.)
         """
-        return [index for index in range(len(self.plan)) if not self.has(index)]
+        return [index for index in range(len(self.plan)) if not self.is_written(index)]
 
-    def absent(self) -> list[int]:
-        """Indices of the shards without a file: [`~ShardSet.missing`] for who is about to read all the others."""
-        return [index for index in range(len(self.plan)) if not self.there(index)]
+    def without_file(self) -> list[int]:
+        """Indices of the shards without a file: [`~ShardSet.unwritten`] for who is about to read all the others."""
+        return [index for index in range(len(self.plan)) if not self.exists(index)]
 
     @property
     def complete(self) -> bool:
         """Whether every shard is there."""
-        return not self.missing()
+        return not self.unwritten()
 
     def require_complete(self, remedy: str) -> None:
         """Raise `IncompleteStoreError`, naming the first missing shards and the remedy, unless all are there."""
-        absent = self.missing()
+        absent = self.unwritten()
         if absent:
             rows = ", ".join(f"{self.plan.rows(i).start}–{self.plan.rows(i).stop - 1}" for i in absent[:4])
             raise IncompleteStoreError(
@@ -130,7 +130,7 @@ class ShardSet:
 
     def checksums(self) -> list[str]:
         """The checksum of every shard, from their headers. Raises as [`~ShardSet.content_hash`]."""
-        return [str(self._header(index)["checksum"]) for index in range(len(self.plan))]
+        return [str(self.header(index)["checksum"]) for index in range(len(self.plan))]
 
     def write(self, index: int, grads: Tensor, out_to_loss: Tensor) -> Path:
         """Write one shard.
@@ -209,7 +209,7 @@ class ShardSet:
         """
         for index in range(len(self.plan)):
             rows, path = self.plan.rows(index), self.path(index)
-            if not self.there(index):
+            if not self.exists(index):
                 yield Finding(path, "missing", f"rows {rows.start} to {rows.stop - 1} are not computed", remedy)
                 continue
             try:
@@ -225,7 +225,7 @@ class ShardSet:
             "out_to_loss": TensorSpec((len(rows),), (torch.float32,)),
         }
 
-    def _header(self, index: int) -> dict[str, Any]:
+    def header(self, index: int) -> dict[str, Any]:
         rows = self.plan.rows(index)
         return read_header(
             self.path(index), self.identity, self._specs(rows), self.version, start=rows.start, stop=rows.stop

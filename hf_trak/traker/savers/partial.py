@@ -187,7 +187,7 @@ class RowWriter:
                 f"{self.shards.directory} lacks {len(absent)} of {len(done)} rows (first: {absent[:5].tolist()}). "
                 "Expected all. Write the missing ones first."
             )
-        for index in self.shards.missing():  # complete, but killed before the last step
+        for index in self.shards.unwritten():  # complete, but killed before the last step
             self._finish(index)
         parts = list(self.shards)
         # a copy even of a single part: products of matrices depend, in the last bit, on where a file's header ends
@@ -202,7 +202,7 @@ class RowWriter:
             self._partial_path(index).unlink(missing_ok=True)
 
     def _is_complete(self, index: int) -> bool:
-        if index not in self._complete and self.shards.has(index):
+        if index not in self._complete and self.shards.is_written(index):
             self._complete.add(index)
             self._forget(index)
         return index in self._complete

@@ -95,7 +95,7 @@ def _partials(shards: ShardSet) -> Iterator[Finding]:
         absent, damaged = int((~partial.done).sum()), partial.damaged()
         if damaged:
             yield Finding(path, "damaged", f"rows {damaged[:5]} do not match their checksums", _AGAIN)
-        elif shards.there(index):
+        elif shards.exists(index):
             yield Finding(path, "leftover", "its shard is complete", "Delete it.")
         else:
             yield Finding(path, "missing", f"{absent} of {len(partial.done)} rows are not computed", _AGAIN)

@@ -86,7 +86,7 @@ def _stage(old: FeatureStore, staging: Path) -> None:
 def _copy_rows(old: ShardSet, new: ShardSet) -> None:
     """Finished shards, and the rows of unfinished ones that match their checksums."""
     for index in range(len(old)):
-        if old.has(index):
+        if old.is_written(index):
             shard = old.read(index, verify=True)
             new.write(index, shard.grads, shard.out_to_loss)
         elif old.path(index).with_suffix(".partial").exists():
