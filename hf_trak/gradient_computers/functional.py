@@ -12,9 +12,10 @@ from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import mask_code_traceable, pass_settings, problem_type_fixed
-from hf_trak.gradient_computers.memory import free_bytes, saved_activation_bytes
+from hf_trak.gradient_computers.memory import saved_activation_bytes
 from hf_trak.gradient_computers.outputs import call_model, one_per_sample
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
+from hf_trak.runtime.memory import free_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,18 @@
-"""How many samples fit: free memory, and what one sample's forward pass keeps for its backward pass."""
+"""Memory that a forward pass keeps for its backward pass, and errors that say that memory ran out."""
 
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that memory ran out, itself or as the cause of an engine's refusal: on CUDA and other
-    accelerators, in the CPU's allocator, or as cuDNN puts it (see `accelerate.utils.find_executable_batch_size`).
+    """Tell whether an error, or one of the errors that caused it, says that memory ran out.
+
+    Recognizes the messages of CUDA and other accelerators, of the CPU's allocator and of cuDNN, as
+    `accelerate.utils.find_executable_batch_size` does.
     """
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
@@ -22,16 +23,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on `device`, including what torch's allocator holds but does not use."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(psutil.virtual_memory().available)
-
-
 def saved_activation_bytes(forward: Callable[[], Any]) -> int:
-    """Bytes that autograd saves during `forward()`; storages that several operations share count once."""
+    """Count the bytes that autograd saves during `forward()`. A storage shared by several operations counts once."""
     seen: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -46,7 +39,7 @@ def saved_activation_bytes(forward: Callable[[], Any]) -> int:
 
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors with a storage of their own that a tensor consists of."""
+    """Return the tensors that hold the storage of a tensor: itself, or the indices and values of a sparse one."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -1,0 +1,34 @@
+"""Free memory of a device."""
+
+from typing import Any
+
+import psutil
+import torch
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """Return how many bytes can still be allocated on a device.
+
+    Args:
+        device (`torch.device` or `str`): the device.
+
+    Returns:
+        `int`: for an accelerator, its free memory plus what torch's allocator holds unused; for an Apple GPU, what is
+        left of the recommended maximum; for the CPU, the memory that the system can give without swapping.
+
+    Raises:
+        ValueError: torch does not tell the free memory of this kind of device.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    backend: Any = getattr(torch, device.type, None)
+    if hasattr(backend, "mem_get_info"):
+        unused = backend.memory_reserved(device) - backend.memory_allocated(device)
+        return backend.mem_get_info(device)[0] + unused
+    raise ValueError(
+        f"The free memory of {device} is not known. Expected the CPU, an Apple GPU, or an accelerator of which torch "
+        "tells it, such as CUDA. Choose the sizes of blocks and chunks yourself."
+    )
