@@ -1,4 +1,4 @@
-"""Every public name of the seeds' API reference exists, with the documented arguments in the documented order."""
+"""Every public name of the `trak` API exists, with the documented arguments in the documented order."""
 
 import importlib
 import inspect
