@@ -13,7 +13,7 @@ _EXPORTS = {
     "TrakAttributor": "hf_trak.attributor",
     "TrakCallback": "hf_trak.callbacks",
     "TrakConfig": "hf_trak.config",
-    "estimate": "hf_trak.featurize.estimation",
+    "estimate": "hf_trak.featurize.estimate",
     "load_scores": "hf_trak.hub",
     "per_sample_gradients": "hf_trak.gradient_computers",
     "pull_index": "hf_trak.hub",
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hf_trak.config import TrakConfig
     from hf_trak.data.image_text import ImageTextCollator
     from hf_trak.data.streams import StreamedRows
-    from hf_trak.featurize.estimation import estimate
+    from hf_trak.featurize.estimate import estimate
     from hf_trak.gradient_computers import per_sample_gradients
     from hf_trak.hub import HubCheckpoint, load_scores, pull_index, push_scores, with_training_rows
     from hf_trak.traker.traker import TRAKer

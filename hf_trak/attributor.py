@@ -12,7 +12,10 @@ from torch import Tensor
 
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.data.rows import Collator, row_count
-from hf_trak.featurize.featurized import FeaturizedModel, sources_of
+from hf_trak.featurize.checkpoint_arguments import sources_of
+from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.revising import revise
+from hf_trak.featurize.upgrading import upgrade_store
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.last import LastResult
 from hf_trak.runtime.interruption import log_on_interrupt
@@ -236,7 +239,7 @@ class TrakAttributor(FeaturizedModel):
         groups: RowGroups | None,
     ) -> HFDataset:
         """[`~TrakAttributor.attribute`] with checked arguments."""
-        plan = self._plan_scores(eval_dataset, name, checkpoints, model_ids, groups, everywhere=False)
+        plan = self.plan_scores(eval_dataset, name, checkpoints, model_ids, groups, everywhere=False)
         n_targets = len(eval_dataset)
         rows = self.train_dataset if per == "train" else eval_dataset if groups is None else groups.table()
         n_targets = n_targets if groups is None else len(groups)
@@ -323,7 +326,7 @@ class TrakAttributor(FeaturizedModel):
             As [`~TrakAttributor.attribute`].
             TypeError: the task has one label per sample.
         """
-        singles = single_labels(self, eval_dataset)
+        singles = single_labels(self.task, self.featurizer().batches(eval_dataset), eval_dataset)
         scored = self.attribute(eval_dataset, top_k=top_k, name=name, **kwargs)
         parts = self.attribute(singles, top_k=None, name=None if name is None else f"{name}-tokens", **kwargs)
         return with_token_scores(scored, parts)
@@ -355,7 +358,7 @@ class TrakAttributor(FeaturizedModel):
         """
         groups = target_groups(eval_dataset, aggregate, group_by)
         train_groups = RowGroups.of(self.train_dataset, train_group_by, "train_group_by")
-        _, blocks = self._score_blocks(eval_dataset, name, checkpoints, model_ids, groups)
+        _, blocks = self.score_blocks(eval_dataset, name, checkpoints, model_ids, groups)
         columns = group_score_columns(train_groups.sums(blocks), train_groups)
         return attach_columns(eval_dataset if groups is None else groups.table(), columns)
 
@@ -395,7 +398,7 @@ class TrakAttributor(FeaturizedModel):
         strata = check_strata(self.train_dataset, stratify_by)
         aggregate = "mean" if criterion == "most_helpful" else None
         groups = target_groups(eval_dataset, aggregate, group_by)
-        _, blocks = self._score_blocks(eval_dataset, name, checkpoints, model_ids, groups)
+        _, blocks = self.score_blocks(eval_dataset, name, checkpoints, model_ids, groups)
         scores = row_scores(blocks, self._train_size, criterion)
         return selected(self.train_dataset, best_rows(scores, n, strata), scores)
 
@@ -406,7 +409,7 @@ class TrakAttributor(FeaturizedModel):
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
         """
-        return self._scorer.self_influence(self._scorer.ensemble(model_ids))
+        return self.scorer.self_influence(self.scorer.ensemble(model_ids))
 
     def upgrade_store(self, checkpoints: Checkpoint | Sequence[Checkpoint] | None = None) -> "TrakAttributor":
         """Bring a store of format 1 up to date: one row of every shard is computed again and compared, and the same
@@ -421,8 +424,6 @@ class TrakAttributor(FeaturizedModel):
             CheckpointMismatchError: the weights are others.
             IncompleteStoreError: the training rows are not at hand.
         """
-        from hf_trak.featurize.upgrading import upgrade_store  # which few need
-
         upgrade_store(self, sources_of(self.store.model_ids, checkpoints))
         return self
 
@@ -441,8 +442,6 @@ class TrakAttributor(FeaturizedModel):
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             HfTrakError: the task's features depend on the training dataset as a whole (CLIP).
         """
-        from hf_trak.featurize.revised import revise  # which imports this module
-
         return revise(self, exclude=rows)
 
     def extend(self, new_rows: Any, checkpoints: Checkpoint | Sequence[Checkpoint] | None = None) -> "TrakAttributor":
@@ -458,8 +457,6 @@ class TrakAttributor(FeaturizedModel):
         Raises:
             As `exclude` and `featurize`; ValueError if `checkpoints` are not as many as the featurized ones.
         """
-        from hf_trak.featurize.revised import revise
-
         return revise(self, added_rows=new_rows, sources=sources_of(self.store.model_ids, checkpoints))
 
     def push_to_hub(

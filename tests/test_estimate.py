@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_trak
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.featurize.estimation import estimate
+from hf_trak.featurize.estimate import estimate
 
 N_TRAIN = 61
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hf_trak import TrakAttributor
 from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
 from hf_trak.featurize.featurizer import Featurizer
-from hf_trak.featurize.revised import _ranges
+from hf_trak.featurize.revising import _ranges
 
 N_TRAIN, SHARD = 61, 16
 DROPPED = [0, 5, 6, *range(16, 32), 60]
@@ -159,7 +159,7 @@ def test_the_gram_matrix_is_corrected_not_summed_anew(original, monkeypatch):
 @given(data=st.data())
 def test_any_rows_of_any_shards(data, tmp_path_factory):
     """Stores without a model: shards of random numbers, any cut, any rows left out, any number added."""
-    from hf_trak.featurize.revised import RevisedStore
+    from hf_trak.store.revised import RevisedStore
     from hf_trak.store.store import FeatureStore
 
     n = data.draw(st.integers(1, 30), "n")

@@ -118,7 +118,8 @@ def test_the_breakdown_of_a_span_covers_the_span(attributor, rows):
 
 
 def test_single_labels_repeat_rows_with_the_weight_of_each_label(attributor, rows):
-    singles = single_labels(attributor, rows.select([5, 1]))
+    chosen = rows.select([5, 1])
+    singles = single_labels(attributor.task, attributor.featurizer().batches(chosen), chosen)
     weight = 1.0 if attributor.task.aggregation == "sum" else 1 / 4
     assert singles["trak_target"][:] == [0] * 4 + [1] * 5
     assert singles["trak_position"][:] == [1, 2, 3, 4, 1, 2, 3, 4, 5]

@@ -10,7 +10,7 @@ from hf_trak.cli.models import load_model
 from hf_trak.cli.output import answer
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.config import TrakConfig
-from hf_trak.featurize.estimation import estimate
+from hf_trak.featurize.estimate import estimate
 
 
 @dataclass

@@ -1,22 +1,14 @@
 """What an attribution will take, before it is run: parameters, disk, memory, time."""
 
 import math
-import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import Subset
 
-from hf_trak.config import TrakConfig, checked_args
-from hf_trak.data.rows import Collator
+from hf_trak.config import TrakConfig
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
-from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.runtime.progress import duration
 from hf_trak.store.atomic import json_bytes
 from hf_trak.store.shards import ShardPlan
@@ -98,50 +90,35 @@ class Estimate:
         return "\n".join(lines)
 
 
-def estimate(
+def estimate_sizes(
     model: torch.nn.Module,
     train_dataset: Any,
-    args: TrakConfig | None = None,
+    args: TrakConfig,
     *,
     checkpoints: int = 1,
     eval_dataset: Any = 0,
     processes: int = 1,
-    measure: bool = False,
-    data_collator: Collator | None = None,
-    processing_class: Any = None,
-    task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
+    rows_per_second: float | None = None,
 ) -> Estimate:
-    """What an attribution will take.
+    """Work out what an attribution takes from the numbers of rows, parameters and features.
 
     Args:
         model: the model.
-        train_dataset: the training rows, or just their number.
+        train_dataset: the training rows, or their number.
         args: the configuration.
         checkpoints: number of checkpoints.
-        eval_dataset: the targets, or just their number.
+        eval_dataset: the targets, or their number.
         processes: number of processes.
-        measure: featurize the first few batches, in a temporary directory, to project the time. Needs
-            the rows themselves.
-        data_collator, processing_class, task: as `TrakAttributor` takes them; only for `measure`.
+        rows_per_second: rows that one process featurizes per second, where it was measured.
 
     Raises:
-        ValueError: a number is out of range, a parameter name unknown, or rows are needed and a number is given.
-        TypeError: `args` is no `TrakConfig`.
+        ValueError: a number is out of range, or a parameter name unknown.
     """
-    args = checked_args(args)
-    n, m = _count(train_dataset, "train_dataset", 1), _count(eval_dataset, "eval_dataset", 0)
+    n, m = count_of(train_dataset, "train_dataset", 1), count_of(eval_dataset, "eval_dataset", 0)
     for name, value in (("checkpoints", checkpoints), ("processes", processes)):
-        _count(value, name, 1)
+        count_of(value, name, 1)
     layout = ParameterLayout.from_model(model, args.grad_wrt)
     k = layout.total if args.proj_type == "none" else args.proj_dim
-    rate = None
-    if measure:
-        if isinstance(train_dataset, int):
-            raise ValueError(
-                f"`measure` is set, but `train_dataset` is the number {n}. Expected the rows, some of which are "
-                "featurized to see how long it takes."
-            )
-        rate = _measured_rate(model, train_dataset, args, data_collator, processing_class, task)
     weights = _weight_bytes(model, args.model_dtype)
     copies = 2 if checkpoints > 1 or args.model_dtype is not None else 1
     shard_rows = min(args.shard_size, max(n, m))
@@ -166,11 +143,16 @@ def estimate(
         + checkpoints * _CHECKPOINT_JSON_BYTES,
         featurize_memory=copies * weights + 4 * (shard_rows * (k + 1) + batch * (k + largest)),
         score_memory=3 * 8 * k * k + groups * k * 12 + shard_rows * k * _STORAGE_BYTES[args.feature_dtype],
-        rows_per_second=rate,
+        rows_per_second=rows_per_second,
     )
 
 
-def _count(value: Any, name: str, least: int) -> int:
+def count_of(value: Any, name: str, least: int) -> int:
+    """The number of rows of a dataset, or a number of rows that is given as such.
+
+    Raises:
+        ValueError: it is neither, or below `least`.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         count = value
     elif hasattr(value, "__len__"):
@@ -197,45 +179,16 @@ def _weight_bytes(model: torch.nn.Module, dtype: str | None) -> int:
     )
 
 
-def _measured_rate(
-    model: torch.nn.Module,
-    train_dataset: Any,
-    args: TrakConfig,
-    data_collator: Collator | None,
-    processing_class: Any,
-    task: Any,
-) -> float:
-    """Rows per second of this process, without the first batch, which pays for the engine's choice and its check."""
-    from hf_trak.attributor import TrakAttributor  # which imports this module
+def measured_batches(n: int, args: TrakConfig) -> tuple[int, int]:
+    """Batch size and number of batches that are featurized to measure the time.
 
-    n = len(train_dataset)
+    Raises:
+        ValueError: there are fewer than 3 training rows.
+    """
     size = min(args.per_device_batch_size, n // 3)
     if size == 0:
         raise ValueError(f"`measure` is set, but there are only {n} training rows. Expected at least 3.")
-    batches = min(1 + _MEASURED_BATCHES, n // size)
-    rows = list(range(batches * size))
-    part = train_dataset.select(rows) if hasattr(train_dataset, "select") else Subset(train_dataset, rows)
-    with tempfile.TemporaryDirectory(prefix="hf_trak-estimate-") as directory:
-        options = replace(
-            args,
-            output_dir=str(Path(directory) / "store"),
-            per_device_batch_size=size,
-            shard_size=len(rows),
-            dataloader_num_workers=0,
-            disable_tqdm=True,
-        )
-        attributor = TrakAttributor(model, options, part, data_collator, processing_class, task)
-        collate, calls = attributor.data_collator, []
-
-        def timed(chosen: list[Any]) -> Any:
-            calls.append(time.perf_counter())
-            return collate(chosen)
-
-        attributor.data_collator = timed
-        attributor.featurize()
-    # Rows are collated when the batch before is done. Earlier calls are those of the task's references, if any.
-    first, *_, last = calls[-batches:][1:]
-    return size * (batches - 2) / (last - first)
+    return size, min(1 + _MEASURED_BATCHES, n // size)
 
 
 def _size(count: float) -> str:

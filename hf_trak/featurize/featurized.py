@@ -1,24 +1,28 @@
 """A model, its training rows, and their features in a store: what attribution asks its questions of."""
 
 import logging
-import os
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
-from accelerate.state import AcceleratorState
 from torch import Tensor
+from torch.utils.data import Subset
 
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.data.rows import Collator, RowBatches, default_collator, row_count
 from hf_trak.errors import CheckpointMismatchError
-from hf_trak.featurize.estimation import Estimate, estimate
+from hf_trak.featurize.checkpoint_arguments import as_list, check_part, checked_ids, sources_of
+from hf_trak.featurize.comparisons import COMPARISONS, mixed_precision
+from hf_trak.featurize.definition import collation_of_rows, feature_settings
+from hf_trak.featurize.estimation import Estimate, estimate_sizes, measured_batches
 from hf_trak.featurize.featurizer import Featurizer, StoredRows, row_batches
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.identity.collation import check_repeatable, collation_changes, collation_of, probe_rows
-from hf_trak.identity.function_identity import same_function
-from hf_trak.identity.model_identity import model_changes, model_identity, version_changes
+from hf_trak.identity.model_identity import model_identity
 from hf_trak.identity.row_digest import fingerprint_dataset, fingerprint_dataset_v1
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
 from hf_trak.modelout_functions.identity import task_identity, task_identity_v1
@@ -27,20 +31,35 @@ from hf_trak.runtime.processes import Processes
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.scorer import PlannedScores, Scorer
-from hf_trak.store.atomic import differing, safe_name
+from hf_trak.store.atomic import safe_name
 from hf_trak.store.leftovers import remove_stale
 from hf_trak.store.shard_set import ShardSet
-from hf_trak.store.store import Comparison, FeatureStore
-from hf_trak.version import __version__
+from hf_trak.store.store import FeatureStore
 from hf_trak.weights.checkpoints import Checkpoint, describe, loaded
 from hf_trak.weights.placement import check_placement
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Revision:
+    """A training dataset that came out of another one by leaving out or adding rows.
+
+    Attributes:
+        original: the featurized model of the dataset before.
+        change: the entries in which the configuration of the revised store differs from the original's.
+    """
+
+    original: "FeaturizedModel"
+    change: Mapping[str, Any]
+
+
 class FeaturizedModel:
-    """Everything that [`TrakAttributor`] does before the first question: `featurize`, and what follows from features
-    alone."""
+    """A model, its training rows, and the features of these rows in a store.
+
+    [`TrakAttributor`] adds the questions that users ask. This class computes the features and plans scores; reports,
+    published indexes and the evaluation build on it.
+    """
 
     def __init__(
         self,
@@ -50,16 +69,35 @@ class FeaturizedModel:
         data_collator: Collator | None = None,
         processing_class: Any = None,
         task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
+        *,
+        store: FeatureStore | None = None,
+        sources: Mapping[int, Checkpoint | None] | None = None,
+        recorded_rows: Mapping[str, Any] | None = None,
+        revision: Revision | None = None,
     ) -> None:
         """
         Args:
-            model: the trained model, as `Trainer` takes it. Left in place, as it was, after every call.
-            args: the configuration; `None` takes the defaults.
-            train_dataset: the training rows, map-style. Indices in results count its rows from 0.
-            data_collator: turns rows into a batch; `None` chooses as `Trainer` does.
-            processing_class: tokenizer, image processor, feature extractor or processor, for that choice.
-            task: the model output function: a name, an `AbstractModelOutput`, or a function
-                `output_fn(model_output, batch) -> (B,)`. `None` infers it from the class of the model.
+            model (`torch.nn.Module`):
+                The trained model, as `Trainer` takes it. Every call leaves it as it was.
+            args (`TrakConfig`, *optional*):
+                The configuration. The default configuration is used if it is left out.
+            train_dataset (`Dataset`):
+                The training rows, by index. Indices in results count its rows from 0.
+            data_collator (`Callable`, *optional*):
+                Turns a list of rows into a batch. The default is the one that `Trainer` would choose.
+            processing_class (`PreTrainedTokenizerBase` or another processor, *optional*):
+                Tokenizer, image processor, feature extractor or processor, for that choice.
+            task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
+                The model output function: a name, an `AbstractModelOutput`, or a function
+                `output_fn(model_output, batch) -> (B,)`. By default it follows from the class of the model.
+            store (`FeatureStore`, *optional*):
+                An open store to use instead of the one in `args.output_dir`, such as a published index.
+            sources (`dict`, *optional*):
+                Weights of featurized checkpoints, by model id. `None` stands for the model's own weights.
+            recorded_rows (`dict`, *optional*):
+                What an index records of its training rows, where the rows are not at hand.
+            revision (`Revision`, *optional*):
+                What [`~hf_trak.featurize.revising.revise`] changed, for a revised training dataset.
 
         Raises:
             ValueError: unknown task or parameter name, empty dataset, a model whose task cannot be inferred, or one
@@ -77,11 +115,11 @@ class FeaturizedModel:
         self.data_collator = data_collator or default_collator(train_dataset, processing_class)
         self.layout = ParameterLayout.from_model(model, self.args.grad_wrt)
         self.processes = Processes(self.args.use_cpu)
-        self._sources: dict[int, Checkpoint | None] = {}
-        self.recorded_rows: dict[str, Any] | None = None
-        """What an index says of its training rows, where they are not at hand."""
+        self.sources = dict(sources or {})
+        self.recorded_rows = None if recorded_rows is None else dict(recorded_rows)
+        self.revision = revision
         self._train_fingerprint: str | None = None
-        self._store: FeatureStore | None = None
+        self._store = store
         if getattr(model, "hf_device_map", None) is None:
             model.to(self.device)
 
@@ -101,9 +139,7 @@ class FeaturizedModel:
     def store(self) -> FeatureStore:
         """The feature store, created on first use. Raises `ConfigMismatchError` if it was made otherwise."""
         if self._store is None:
-            self._store = FeatureStore.open(
-                self.args.output_dir, self.store_config(), self.first_format, self.comparisons()
-            )
+            self._store = FeatureStore.open(self.args.output_dir, self.store_config(), self.first_format, COMPARISONS)
         return self._store
 
     def reopen_store(self) -> None:
@@ -121,10 +157,12 @@ class FeaturizedModel:
             _ = self.store  # which compares
             return
         config = self.store_config() if self._store.version > 1 else self.first_format()
-        self._store.require_same(config, self.comparisons())
+        self._store.require_same(config, COMPARISONS)
 
     def store_config(self) -> dict[str, Any]:
         """Everything that defines the features: the content of the store's `trak_config.json`."""
+        if self.revision is not None:
+            return {**self.revision.original.store_config(), **self.revision.change}
         return {
             **self._settings(),
             **self._row_identity(),
@@ -134,7 +172,9 @@ class FeaturizedModel:
         }
 
     def first_format(self) -> dict[str, Any]:
-        """[`~FeaturizedModel._store_config`] as stores of format 1 have it."""
+        """The configuration as stores of format 1 record it."""
+        if self.revision is not None:
+            return {**self.revision.original.first_format(), **self.revision.change}
         recorded = self.recorded_rows
         fingerprint = fingerprint_dataset_v1(self.train_dataset) if recorded is None else recorded["train_fingerprint"]
         return {**self._settings(), "task": task_identity_v1(self.task), "train_fingerprint": fingerprint}
@@ -148,58 +188,17 @@ class FeaturizedModel:
         return {"train_fingerprint": self._train_fingerprint, "collation": self.collation(self.train_dataset)}
 
     def collation(self, dataset: Any) -> dict[str, Any]:
-        """What dataset, transforms, tokenizer and collator make of a few rows, each collated alone, since rows of
-        different sizes need not fit into one batch; or together, if the collator takes no single row.
+        """Describe what dataset, transforms, tokenizer and collator make of a few rows.
 
         Raises:
             ValueError: it is not the same each time.
         """
-        batches = self._row_batches(dataset)
-
-        def alone(rows: list[int]) -> dict[str, Any]:
-            return {f"row {row}": batches.collated([row]) for row in rows}
-
-        rows = probe_rows(len(dataset), sequential=getattr(dataset, "sequential", False))
-        collate: Callable[[list[int]], Any] = alone
-        if len(rows) > 1:
-            try:
-                alone(rows[:1])
-            except (
-                Exception
-            ) as error:  # anything that a user's collator may raise; if it takes no rows, it raises again
-                logger.debug("The collator takes no single row (%r): probed rows are collated together.", error)
-                collate = batches.collated
-        check_repeatable(collate, rows)
-        return collation_of(collate, rows)
-
-    def comparisons(self) -> dict[str, Comparison]:
-        """How to compare what need not be equal to the bit."""
-        return {
-            "collation": collation_changes,
-            "mixed_precision": _precision_changes,
-            "model": _model_changes,
-            "task": _task_changes,
-        }
+        return collation_of_rows(self._row_batches(dataset), dataset)
 
     def _settings(self) -> dict[str, Any]:
-        """What defines features besides model, task and rows."""
-        config = getattr(self.model, "config", None)
-        return {
-            "hf_trak_version": __version__,
-            "projection": self._projector().algorithm,
-            "proj_dim": self.proj_dim,
-            "proj_nonzeros": self.args.proj_nonzeros,
-            "seed": self.args.seed,
-            "parameters": self.layout.to_list(),
-            "parameters_fingerprint": self.layout.fingerprint,
-            "feature_dtype": self.args.feature_dtype,
-            "model_dtype": self.args.model_dtype,
-            "shard_size": self.args.shard_size,
-            "train_size": self._train_size,
-            "model_class": type(self.model).__name__,
-            "model_name": getattr(config, "_name_or_path", None) or None,
-            "model_revision": getattr(config, "_commit_hash", None),
-        }
+        return feature_settings(
+            self.model, self.args, self.layout, self._projector().algorithm, self.proj_dim, self._train_size
+        )
 
     def _projector(self) -> BlockProjector:
         return make_projector(
@@ -228,23 +227,65 @@ class FeaturizedModel:
         )
 
     def estimate(self, eval_dataset: Any = 0, checkpoints: int = 1, measure: bool = False) -> Estimate:
-        """What it takes to featurize and score: parameters, disk, memory, and time if a few batches may be run.
+        """Tell what it takes to featurize and score: parameters, disk, memory, and time if it is measured.
 
         Args:
-            eval_dataset, checkpoints, measure: see [`hf_trak.estimate`].
+            eval_dataset (`Dataset` or `int`, *optional*, defaults to 0):
+                The targets, or their number.
+            checkpoints (`int`, *optional*, defaults to 1):
+                Number of checkpoints.
+            measure (`bool`, *optional*, defaults to `False`):
+                Featurize a few batches in a temporary directory, to project the time.
+
+        Returns:
+            [`Estimate`]: sizes in bytes, times in seconds.
+
+        Raises:
+            ValueError: a number is out of range, or there are fewer than 3 training rows to measure with.
         """
-        return estimate(
+        return estimate_sizes(
             self.model,
             self.train_dataset,
             self.args,
             checkpoints=checkpoints,
             eval_dataset=eval_dataset,
             processes=self.processes.num_processes,
-            measure=measure,
-            data_collator=self.data_collator,
-            processing_class=self.processing_class,
-            task=self.task,
+            rows_per_second=self.measured_rate() if measure else None,
         )
+
+    def measured_rate(self) -> float:
+        """Featurize a few batches in a temporary directory, and return the training rows per second of this process.
+
+        The first batch does not count: it pays for the choice of the engine and its check.
+
+        Raises:
+            ValueError: there are fewer than 3 training rows.
+        """
+        size, batches = measured_batches(len(self.train_dataset), self.args)
+        rows = list(range(batches * size))
+        dataset = self.train_dataset
+        part = dataset.select(rows) if hasattr(dataset, "select") else Subset(dataset, rows)
+        calls: list[float] = []
+
+        def timed(chosen: list[Any]) -> Any:
+            calls.append(time.perf_counter())
+            return self.data_collator(chosen)
+
+        with tempfile.TemporaryDirectory(prefix="hf_trak-estimate-") as directory:
+            options = replace(
+                self.args,
+                output_dir=str(Path(directory) / "store"),
+                per_device_batch_size=size,
+                shard_size=len(rows),
+                dataloader_num_workers=0,
+                disable_tqdm=True,
+            )
+            measured = FeaturizedModel(self.model, options, part, self.data_collator, self.processing_class, self.task)
+            measured.data_collator = timed
+            measured.featurize()
+        # Rows are collated when the batch before is done. Earlier calls are those of the task's references, if any.
+        first, *_, last = calls[-batches:][1:]
+        return size * (batches - 2) / (last - first)
 
     def featurize(
         self,
@@ -276,7 +317,7 @@ class FeaturizedModel:
         """
         check_part(part)
         sources = as_list(checkpoints)
-        ids = _checked_ids(sources, model_ids)
+        ids = checked_ids(sources, model_ids)
         if self._store is not None and self.recorded_rows is None and not hasattr(self.train_dataset, "fingerprint"):
             self._train_fingerprint = None  # rows of a list, say, may have changed since the last call
         self.processes.broadcast_from_main(self._prepare_store)
@@ -288,11 +329,11 @@ class FeaturizedModel:
                 shards = self.store.train(model_id)
                 stored = StoredRows.find(shards, self.train_dataset, "train")
                 self.featurizer().fill(shards, self.train_dataset, model_id, "train", description, part, stored)
-            self._sources[model_id] = source
+            self.sources[model_id] = source
             if left := len(self.processes.broadcast_from_main(shards.unwritten)):
                 logger.info("%s: %d shards of other parts are not there yet.", description, left)
             else:
-                self._scorer.gram(model_id)
+                self.scorer.gram(model_id)
         return self
 
     def _prepare_store(self) -> None:
@@ -326,10 +367,11 @@ class FeaturizedModel:
             yield
 
     @property
-    def _scorer(self) -> Scorer:
+    def scorer(self) -> Scorer:
+        """Gram matrices, ridge systems and score blocks of the store."""
         return Scorer(self.store, self.processes, self.device, self.args.lambda_reg, self.args.lambda_relative)
 
-    def _score_blocks(
+    def score_blocks(
         self,
         eval_dataset: Any,
         name: str | None,
@@ -338,11 +380,11 @@ class FeaturizedModel:
         groups: RowGroups | None = None,
         everywhere: bool = True,
     ) -> tuple[str, Iterator[ScoreBlock]]:
-        """Name and blocks of [`~FeaturizedModel._plan_scores`]."""
-        plan = self._plan_scores(eval_dataset, name, checkpoints, model_ids, groups, everywhere)
+        """Name and blocks of [`~FeaturizedModel.plan_scores`]."""
+        plan = self.plan_scores(eval_dataset, name, checkpoints, model_ids, groups, everywhere)
         return plan.name, plan.blocks
 
-    def _plan_scores(
+    def plan_scores(
         self,
         eval_dataset: Any,
         name: str | None,
@@ -361,7 +403,7 @@ class FeaturizedModel:
         fingerprint = fingerprint_dataset_v1(eval_dataset) if old else fingerprint_dataset(eval_dataset)
         name = f"targets-{fingerprint[:12]}" if name is None else name
         collation = self.collation(eval_dataset)
-        scorer = self._scorer
+        scorer = self.scorer
         ids = scorer.ensemble(model_ids)
         sources = sources_of(ids, checkpoints)
         targets, features_of_targets = [], []
@@ -389,7 +431,7 @@ class FeaturizedModel:
     ) -> ShardSet:
         """t of one checkpoint, `(m, k)`, computed if it is not in the store."""
         shards = self.store.targets(
-            name, model_id, len(eval_dataset), fingerprint, {"collation": collation}, self.comparisons()
+            name, model_id, len(eval_dataset), fingerprint, {"collation": collation}, COMPARISONS
         )
         if self.processes.broadcast_from_main(shards.unwritten):
             with self.weights(model_id, self.source_of(model_id, sources)):
@@ -400,104 +442,8 @@ class FeaturizedModel:
 
     def source_of(self, model_id: int, given: Mapping[int, Checkpoint | None]) -> Checkpoint | None:
         """Where the weights of a featurized checkpoint are: given now, remembered, or at the path in the store."""
-        for known in (given, self._sources):
+        for known in (given, self.sources):
             if model_id in known:
                 return known[model_id]
         path = self.store.checkpoint_info(model_id)["source"]
         return path if isinstance(path, str) and path.startswith("/") else None
-
-
-def mixed_precision(model: torch.nn.Module) -> str:
-    """The precision of the autocast context that `Accelerator.prepare` has put around `forward`, or `"no"`."""
-    if not hasattr(model, "_original_forward") or not AcceleratorState._shared_state:
-        return "no"
-    return str(AcceleratorState().mixed_precision)
-
-
-def _precision_changes(saved: str, given: str) -> list[str]:
-    """An index says how its rows were computed, and whoever loads it may have no such context: that is said, no error.
-    What half precision rounds is some thousandths of a gradient."""
-    logger.warning(
-        "The features were computed with mixed precision %r, and the model at hand runs with %r. Gradients then "
-        "differ by what half precision rounds, some thousandths of their norm.",
-        saved,
-        given,
-    )
-    return []
-
-
-def _task_changes(saved: Any, given: Any) -> list[str]:
-    """A task that differs. The code of functions can be compared within one version of Python only."""
-    same = same_function(saved, given)
-    if same is None:
-        logger.warning(
-            "The functions of the task were compiled by another version of Python than this one, and cannot be "
-            "compared with those that the features were computed with. Rows whose features are computed again, where "
-            "rows are at hand, show whether they are the same."
-        )
-    return differing({"task": saved}, {"task": given}) if same is False else []
-
-
-def _model_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Settings of the model that differ. Other versions of packages may have other settings of the same model: then
-    they are only named, and rows that are computed again show whether features have changed."""
-    lines = model_changes(saved, given)
-    packages = version_changes(saved["versions"], given["versions"])
-    if lines and packages:
-        logger.warning(
-            "The model has other settings than when its features were computed (%s), with other versions of packages "
-            "(%s). Rows whose features are computed again, where rows are at hand, show whether that matters.",
-            "; ".join(lines),
-            "; ".join(packages),
-        )
-        return []
-    return lines
-
-
-def as_list(checkpoints: Checkpoint | Sequence[Checkpoint] | None) -> list[Checkpoint | None]:
-    """One checkpoint, or several, as a list; `None`, the model's own weights, is one."""
-    if checkpoints is None or isinstance(checkpoints, str | os.PathLike | Mapping | torch.nn.Module):
-        return [checkpoints]
-    return list(checkpoints)
-
-
-def sources_of(
-    model_ids: Sequence[int], checkpoints: Checkpoint | Sequence[Checkpoint] | None
-) -> dict[int, Checkpoint | None]:
-    """The checkpoints by model id, in the order of the ids; nothing where none are given.
-
-    Raises:
-        ValueError: they are not as many.
-    """
-    if checkpoints is None:
-        return {}
-    sources = as_list(checkpoints)
-    if len(sources) != len(model_ids):
-        raise ValueError(
-            f"`checkpoints` has {len(sources)} entries for the model_ids {list(model_ids)}. Expected one for each, in "
-            "this order: the weights that were featurized under these ids. Pass all of them, or leave `checkpoints` "
-            "out where they are files that still lie where `featurize` found them."
-        )
-    return dict(zip(model_ids, sources, strict=True))
-
-
-def _checked_ids(sources: Sequence[Checkpoint | None], model_ids: Sequence[int] | None) -> list[int]:
-    ids = list(range(len(sources))) if model_ids is None else list(model_ids)
-    if not sources:
-        raise ValueError(
-            "`checkpoints` is an empty list. Expected at least one checkpoint, or `None` for the current weights."
-        )
-    whole = all(isinstance(model_id, int) and not isinstance(model_id, bool) and model_id >= 0 for model_id in ids)
-    if not whole or len(ids) != len(sources) or len(set(ids)) != len(ids):
-        raise ValueError(
-            f"`model_ids` is {ids} for {len(sources)} checkpoints. Expected one distinct integer of at "
-            f"least 0 for each."
-        )
-    return ids
-
-
-def check_part(part: tuple[int, int]) -> None:
-    """Raise `ValueError` unless `part` is `(index, count)` with 0 ≤ index < count."""
-    whole = isinstance(part, tuple | list) and len(part) == 2
-    if not whole or any(isinstance(v, bool) or not isinstance(v, int) for v in part) or not 0 <= part[0] < part[1]:
-        raise ValueError(f"`part` is {part!r}. Expected `(index, count)` with 0 ≤ index < count, such as (2, 8).")

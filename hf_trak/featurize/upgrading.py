@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hf_trak.errors import IncompleteStoreError
+from hf_trak.featurize.comparisons import COMPARISONS
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.featurizer import StoredRows
 from hf_trak.store.atomic import create_bytes
@@ -58,7 +59,7 @@ def upgrade_store(attributor: FeaturizedModel, sources: Mapping[int, Checkpoint 
 def _stage(attributor: FeaturizedModel, staging: Path, sources: Mapping[int, Checkpoint | None]) -> None:
     """Compare all shards with the model, and write them anew in the current format."""
     old = attributor.store
-    new = FeatureStore.open(staging, attributor.store_config(), compare=attributor.comparisons())
+    new = FeatureStore.open(staging, attributor.store_config(), compare=COMPARISONS)
     for model_id in old.model_ids:
         shards, info = old.train(model_id), old.checkpoint_info(model_id)
         with attributor.weights(model_id, attributor.source_of(model_id, sources)):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from huggingface_hub import constants
@@ -13,6 +13,8 @@ from hf_trak.config import TrakConfig
 from hf_trak.data.model_inputs import check_rows
 from hf_trak.data.rows import Collator, default_collator
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, IncompleteStoreError
+from hf_trak.featurize.comparisons import COMPARISONS
+from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.hub.files import LocalFiles, access_errors, hub_api
 from hf_trak.hub.foreign_json import shown
@@ -26,8 +28,7 @@ from hf_trak.modelout_functions.identity import task_identity
 from hf_trak.store.store import FeatureStore
 from hf_trak.weights.checkpoints import Checkpoint, fingerprint_state_dict
 
-if TYPE_CHECKING:
-    from hf_trak.attributor import TrakAttributor
+F = TypeVar("F", bound=FeaturizedModel)
 
 RUN_OPTIONS = (
     "auto_find_batch_size",
@@ -74,7 +75,7 @@ class AbsentRows:
 
 
 def load_attributor(
-    cls: "type[TrakAttributor]",
+    cls: type[F],
     repo_or_path: str,
     model: torch.nn.Module | str | None = None,
     *,
@@ -87,7 +88,7 @@ def load_attributor(
     task: Any = None,
     checkpoints: Checkpoint | Sequence[Checkpoint] | Mapping[int, Checkpoint] | None = None,
     **options: Any,
-) -> "TrakAttributor":
+) -> F:
     """What [`TrakAttributor.from_pretrained`] does: see there for the arguments.
 
     Args:
@@ -117,10 +118,12 @@ def load_attributor(
     elif isinstance(train_dataset, str):
         train_dataset = _train_dataset(train_dataset, manifest, token)
     arguments = _arguments(config, manifest, model, name, str(store.output_dir), options)
-    attributor = cls(model, arguments, train_dataset, data_collator, processing_class, task)
+    recorded: dict[str, Any] | None = None
     if isinstance(train_dataset, AbsentRows):
-        keys = ("train_fingerprint", "collation")
-        attributor.recorded_rows = {key: config[key] for key in keys if key in config}
+        recorded = {key: config[key] for key in ("train_fingerprint", "collation") if key in config}
+    attributor = cls(
+        model, arguments, train_dataset, data_collator, processing_class, task, store=store, recorded_rows=recorded
+    )
     _check_same(attributor, store, name)
     if manifest is not None and attributor.task.reference_rows(config["train_size"]):
         for model_id, published in manifest.checkpoints.items():
@@ -128,7 +131,6 @@ def load_attributor(
                 raise refused(
                     f"The index {name}", f"its task needs references, and checkpoint {model_id} comes without them"
                 )
-    attributor._store = store
     _assign_checkpoints(attributor, manifest, checkpoints, name, token, local_files_only)
     return attributor
 
@@ -304,11 +306,11 @@ def _attributed(config: Mapping[str, Any], model: torch.nn.Module, name: str) ->
     return [str(entry[0]) for entry in pairs]
 
 
-def _check_same(attributor: "TrakAttributor", store: FeatureStore, name: str) -> None:
+def _check_same(attributor: FeaturizedModel, store: FeatureStore, name: str) -> None:
     """Everything that defines features has to come out as the index records it."""
     given = attributor.store_config() if store.version > 1 else attributor.first_format()
     try:
-        changes = store.changes(given, attributor.comparisons())
+        changes = store.changes(given, COMPARISONS)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         if not isinstance(store, IndexStore):
             raise
@@ -326,7 +328,7 @@ def _check_same(attributor: "TrakAttributor", store: FeatureStore, name: str) ->
 
 
 def _assign_checkpoints(
-    attributor: "TrakAttributor",
+    attributor: FeaturizedModel,
     manifest: IndexManifest | None,
     given: Checkpoint | Sequence[Checkpoint] | Mapping[int, Checkpoint] | None,
     name: str,
@@ -348,7 +350,7 @@ def _assign_checkpoints(
             sources[model_id] = HubCheckpoint(published.repo_id, published.revision, token, local_files_only)
         elif attributor.source_of(model_id, {}) is not None:
             continue  # a path of this machine, in the output directory of a run
-    attributor._sources.update(sources)
+    attributor.sources.update(sources)
     if not any(model_id in sources or attributor.source_of(model_id, {}) is not None for model_id in prints):
         called = getattr(getattr(attributor.model, "config", None), "_name_or_path", None)
         raise CheckpointMismatchError(

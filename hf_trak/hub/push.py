@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete
 
 from hf_trak.config import TrakConfig
-from hf_trak.errors import IncompleteStoreError
+from hf_trak.errors import HfTrakError, IncompleteStoreError
 from hf_trak.featurize.batch_size import BatchSizeFinder
+from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.hub.cards import card_operations, render_card
 from hf_trak.hub.files import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.index_files import INDEX_FILE, checksums_of, references_checksum, tensor_files
@@ -27,11 +28,9 @@ from hf_trak.hub.manifest import (
 )
 from hf_trak.hub.models import HubCheckpoint
 from hf_trak.hub.origins import copied_manifest, given_source, known_sources, recorded_model, train_source
+from hf_trak.store.revised import RevisedStore
 from hf_trak.store.sealed import sealed, sealed_bytes
 from hf_trak.store.store import FeatureStore
-
-if TYPE_CHECKING:
-    from hf_trak.attributor import TrakAttributor
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ COMMIT_FIELDS = ("commit_url", "commit_message", "commit_description", "oid", "p
 
 
 def push_attributor(
-    attributor: "TrakAttributor",
+    attributor: FeaturizedModel,
     repo_id: str,
     *,
     private: bool | None = None,
@@ -61,6 +60,7 @@ def push_attributor(
     Raises:
         ValueError: the index is a published one, or an argument is no name of a repo or revision, or the repo is
             public against `private=True`.
+        HfTrakError: the attributor came from `exclude` or `extend`, whose features lie in several stores.
         IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
         HubAccessError: the repo cannot be written to, or the connection broke; the same call goes on.
         PeerProcessError: the main process failed.
@@ -70,12 +70,17 @@ def push_attributor(
             f"The index {attributor.store.files.name} is published already. Expected features of your own. To publish "
             "it elsewhere, copy it with `pull_index` and pass the directory to `push_index` as a `FeatureStore`."
         )
-    for model_id in attributor._scorer.ensemble(None):
-        attributor._scorer.gram(model_id)
+    if isinstance(attributor.store, RevisedStore):
+        raise HfTrakError(
+            "A revised index refers to the store that it revises, and cannot be published by itself. Featurize "
+            "`attributor.train_dataset` in an output directory of its own, and push that."
+        )
+    for model_id in attributor.scorer.ensemble(None):
+        attributor.scorer.gram(model_id)
 
     def push() -> dict[str, Any]:
         sources: dict[int, str | HubCheckpoint | HubSource] = {
-            model_id: source for model_id, source in attributor._sources.items() if isinstance(source, HubCheckpoint)
+            model_id: source for model_id, source in attributor.sources.items() if isinstance(source, HubCheckpoint)
         }
         args = attributor.args
         if args.auto_find_batch_size:

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
 
-if TYPE_CHECKING:
-    from hf_trak.report.distributions import ScoreDistributions
+from hf_trak.report.distributions import ScoreDistributions
 
 
 @dataclass
@@ -18,5 +17,5 @@ class LastResult:
     eval_dataset: Any
     name: str
     model_ids: Sequence[int] | None
-    distributions: "ScoreDistributions | None" = None
+    distributions: ScoreDistributions | None = None
     """Counted when they are first needed."""

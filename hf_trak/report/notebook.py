@@ -2,19 +2,17 @@
 
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
 
+from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.last import LastResult
 from hf_trak.report.page import target_page
 from hf_trak.report.run import AttributionRun, score_distributions
 from hf_trak.report.views import RunViews, TargetView
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
-
-if TYPE_CHECKING:
-    from hf_trak.attributor import TrakAttributor
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class TargetDisplay:
 
 
 def show_target(
-    attributor: "TrakAttributor",
+    attributor: FeaturizedModel,
     scored: Dataset,
     index: int,
     *,
@@ -72,7 +70,7 @@ def show_target(
     return TargetDisplay(target_page(view, views.book.pictures), _text(view))
 
 
-def show_last(attributor: "TrakAttributor", last: LastResult | None, index: int, **options: Any) -> TargetDisplay:
+def show_last(attributor: FeaturizedModel, last: LastResult | None, index: int, **options: Any) -> TargetDisplay:
     """What `TrakAttributor.show` returns. Raises `ValueError` if there is no result yet."""
     if last is None:
         raise ValueError("There is nothing to show yet. Expected a call of `attribute` before, with `per='target'`.")

@@ -21,13 +21,14 @@ the save before are kept until the next one, because datasets in memory may refe
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
 
 from hf_trak.errors import StoreError
+from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.report.content import raw
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.run_checks import (
@@ -47,9 +48,6 @@ from hf_trak.report.run_rows import as_dataset, beside, from_full
 from hf_trak.report.run_verification import verify_run
 from hf_trak.report.run_writing import write_run
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
-
-if TYPE_CHECKING:
-    from hf_trak.attributor import TrakAttributor
 
 __all__ = ["AttributionRun", "find_run", "score_distributions", "top_k_range", "verify_run"]
 
@@ -83,7 +81,7 @@ class AttributionRun:
     @classmethod
     def collect(
         cls,
-        attributor: "TrakAttributor",
+        attributor: FeaturizedModel,
         scored: Dataset,
         eval_dataset: Any = None,
         *,
@@ -272,7 +270,7 @@ def top_k_range(scored: Dataset) -> tuple[np.ndarray, np.ndarray]:
 
 
 def score_distributions(
-    attributor: "TrakAttributor",
+    attributor: FeaturizedModel,
     scored: Dataset,
     eval_dataset: Any,
     name: str | None = None,
@@ -286,5 +284,5 @@ def score_distributions(
         eval_dataset: the targets.
         name, model_ids: those given to `attribute`.
     """
-    _, blocks = attributor._score_blocks(eval_dataset, name, None, model_ids)
+    _, blocks = attributor.score_blocks(eval_dataset, name, None, model_ids)
     return ScoreDistributions.from_blocks(blocks, *top_k_range(scored))

@@ -5,17 +5,15 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.version import __version__
-
-if TYPE_CHECKING:
-    from hf_trak.attributor import TrakAttributor
 
 _SPARE_DEPTH = 50  # what can just be written here could not be read from deeper in the stack
 
 
-def known_facts(attributor: "TrakAttributor") -> dict[str, Any]:
+def known_facts(attributor: FeaturizedModel) -> dict[str, Any]:
     """What the store and the configuration say about the scores."""
     config = attributor.store.config
     args = attributor.args

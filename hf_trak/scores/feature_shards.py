@@ -3,15 +3,32 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hf_trak.runtime.transfers import CopyEngine, copy_engine, uploaded
 
-if TYPE_CHECKING:
-    from hf_trak.scores.streaming import FeatureShard
+
+class FeatureShard(Protocol):
+    """Rows `start … stop` of the features of one checkpoint."""
+
+    @property
+    def start(self) -> int:
+        """Index of the first row."""
+
+    @property
+    def stop(self) -> int:
+        """One past the index of the last row."""
+
+    @property
+    def grads(self) -> Tensor:
+        """`(stop - start, k)`."""
+
+    @property
+    def out_to_loss(self) -> Tensor:
+        """`(stop - start,)`."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +42,8 @@ class DeviceShard:
 
 
 def uploaded_shards(
-    shards: Iterable["FeatureShard"], device: torch.device, engine: CopyEngine | None = None
-) -> Iterator["FeatureShard"]:
+    shards: Iterable[FeatureShard], device: torch.device, engine: CopyEngine | None = None
+) -> Iterator[FeatureShard]:
     """Shards with their features on a device, in order, each on its way while the one before it is worked on.
 
     Args:

@@ -10,16 +10,15 @@ Both are columns of the target dataset, one entry per label: `labels` where the 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, List, Value, concatenate_datasets
 from torch import Tensor
 
+from hf_trak.data.rows import RowBatches
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
-
-if TYPE_CHECKING:
-    from hf_trak.attributor import TrakAttributor
+from hf_trak.modelout_functions.base import AbstractModelOutput
 
 TOKEN_POSITIONS = "trak_token_positions"
 TOKEN_SCORES = "trak_token_scores"
@@ -103,8 +102,13 @@ def span_targets(
     return kept.add_column(TARGET_MASK, masks)
 
 
-def single_labels(attributor: "TrakAttributor", dataset: Dataset) -> Dataset:
-    """One row per label of every target, with the weight that the label has in the target's f.
+def single_labels(task: AbstractModelOutput, batches: RowBatches, dataset: Dataset) -> Dataset:
+    """Repeat every target once per label, each time with the weight of that one label in the target's f.
+
+    Args:
+        task: the model output function, which aggregates over labels.
+        batches: collates rows of `dataset`.
+        dataset: the targets.
 
     Returns:
         The rows of `dataset`, each as often as it has labels that count, with `target_weights`, `trak_target` (row of
@@ -114,14 +118,13 @@ def single_labels(attributor: "TrakAttributor", dataset: Dataset) -> Dataset:
         TypeError: the task does not aggregate over labels, or `dataset` is no `datasets.Dataset`.
     """
     _require_dataset(dataset)
-    task = attributor.task
     if not isinstance(task, AggregatedModelOutput):
         raise TypeError(
             f"The task is a {type(task).__name__}, which has one label per sample. Expected one that aggregates over "
             "labels, such as 'causal_lm' or 'token_classification'. Use `attribute`."
         )
     columns: dict[str, list[Any]] = {"trak_target": [], "trak_position": [], TARGET_WEIGHTS: []}
-    for target, weights in enumerate(label_weights(attributor, dataset)):
+    for target, weights in enumerate(label_weights(task, batches, dataset)):
         for position in np.flatnonzero(weights).tolist():
             alone = np.zeros(len(weights))
             alone[position] = weights[position]
@@ -135,10 +138,8 @@ def single_labels(attributor: "TrakAttributor", dataset: Dataset) -> Dataset:
     return repeated
 
 
-def label_weights(attributor: "TrakAttributor", dataset: Dataset) -> Iterator[np.ndarray]:
-    """For every row the weights of its labels in f, as many as it has: those that the task sees in its batch."""
-    task, batches = attributor.task, attributor.featurizer().batches(dataset)
-    assert isinstance(task, AggregatedModelOutput)
+def label_weights(task: AggregatedModelOutput, batches: RowBatches, dataset: Dataset) -> Iterator[np.ndarray]:
+    """Yield for every row the weights of its labels in f, as many as it has: those that the task sees in its batch."""
     has_tokens = task.beside is not None and task.beside in dataset.column_names
     plain = dataset.with_format(None)
     for (row,), batch in batches.iterate([[row] for row in range(len(dataset))]):

@@ -8,37 +8,16 @@ the mean of the products times the mean of the q's (TRAK paper, Section 3.4). Me
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hf_trak.errors import StoreError
-from hf_trak.scores.feature_shards import uploaded_shards
+from hf_trak.scores.feature_shards import FeatureShard, uploaded_shards
 from hf_trak.scores.ridge import RidgeSystem, check_finite_rows
 
 _PLAIN_EXPONENT = 32
 """Powers of two up to which float32 holds a row as it is, with room for entries far smaller than its largest."""
-
-
-class FeatureShard(Protocol):
-    """Rows `start … stop` of the features of one checkpoint."""
-
-    @property
-    def start(self) -> int:
-        """Index of the first row."""
-
-    @property
-    def stop(self) -> int:
-        """One past the index of the last row."""
-
-    @property
-    def grads(self) -> Tensor:
-        """`(stop - start, k)`."""
-
-    @property
-    def out_to_loss(self) -> Tensor:
-        """`(stop - start,)`."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""Leaving out training rows or adding some, with the features that are there already: `exclude` and `extend`."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from datasets import Dataset as HFDataset
+from datasets import concatenate_datasets
+from torch.utils.data import ConcatDataset, Subset
+
+from hf_trak.data.rows import row_count
+from hf_trak.errors import HfTrakError
+from hf_trak.featurize.featurized import FeaturizedModel, Revision
+from hf_trak.identity.row_digest import fingerprint_dataset
+from hf_trak.store.atomic import json_bytes
+from hf_trak.store.revised import RevisedStore
+from hf_trak.store.store import FeatureStore
+from hf_trak.weights.checkpoints import Checkpoint
+
+F = TypeVar("F", bound=FeaturizedModel)
+
+
+def revise(
+    attributor: F,
+    exclude: Iterable[int] = (),
+    added_rows: Any = None,
+    sources: Mapping[int, Checkpoint | None] | None = None,
+) -> F:
+    """The same kind of featurized model, for the training dataset less some rows and with others below them.
+
+    Args:
+        attributor: featurized, and left as it is.
+        exclude: numbers of the rows to leave out.
+        added_rows: rows with the columns of the training dataset, or `None`.
+        sources: where the weights of the featurized checkpoints are, for added rows.
+
+    Raises:
+        ValueError: a row number is out of range, no row is left, or columns are missing.
+        IncompleteStoreError: the original is not featurized, or only in part.
+        HfTrakError: the task's features depend on the training dataset as a whole.
+    """
+    n, store = len(attributor.train_dataset), attributor.store
+    excluded = _checked_rows(exclude, n)
+    if len(attributor.task.reference_rows(n)) > 0:
+        raise HfTrakError(
+            f"The features of {type(attributor.task).__name__} depend on examples drawn from the whole training "
+            "dataset (its simulated negatives), so those of the unchanged rows cannot be used again. Featurize the "
+            "changed dataset in an output directory of its own."
+        )
+    for model_id in attributor.scorer.ensemble(None):
+        store.train(model_id).require_complete("Call `featurize` on the original dataset first.")
+    config = store.config
+    fingerprint = None if added_rows is None else fingerprint_dataset(added_rows)
+    change: dict[str, Any] = {"revision_of": store.config_hash, "excluded": _ranges(excluded), "added": fingerprint}
+    digest = hashlib.sha256(json_bytes(change)).hexdigest()
+    directory = store.output_dir / "revisions" / digest[:12]
+    n_added = 0 if added_rows is None else row_count(added_rows, "new_rows")
+    train_dataset = _changed(attributor.train_dataset, excluded, added_rows)
+    change |= {"train_size": n - len(excluded) + n_added, "train_fingerprint": digest[:32]}
+    opened = FeatureStore.open(directory, {**config, **change})
+    added = None
+    if added_rows is not None:
+        added_config = {**config, "train_size": n_added, "train_fingerprint": fingerprint}
+        if "collation" in config:
+            added_config["collation"] = attributor.collation(added_rows)
+        added = FeatureStore.open(directory / "added", added_config)
+    revised = type(attributor)(
+        attributor.model,
+        replace(attributor.args, output_dir=str(directory)),
+        train_dataset=train_dataset,
+        data_collator=attributor.data_collator,
+        processing_class=attributor.processing_class,
+        task=attributor.task,
+        store=RevisedStore(directory, opened.config, store, excluded, added),
+        sources=attributor.sources,
+        revision=Revision(attributor, change),
+    )
+    if added is not None:
+        found = {model_id: attributor.source_of(model_id, sources or {}) for model_id in store.model_ids}
+        revised.featurize(list(found.values()), model_ids=list(found))  # type: ignore[arg-type]  # None: current weights
+    return revised
+
+
+def _checked_rows(exclude: Iterable[int], n: int) -> list[int]:
+    rows = exclude.tolist() if hasattr(exclude, "tolist") else list(exclude)
+    bad = [row for row in rows if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < n]
+    if bad:
+        raise ValueError(
+            f"`rows` has {bad[:5]}. Expected row numbers of the training dataset, from 0 to {n - 1}. For a boolean "
+            "mask, pass the positions where it is true."
+        )
+    if len(set(rows)) == n:
+        raise ValueError(f"All {n} training rows are excluded. Expected at least one to be left.")
+    return sorted(set(rows))
+
+
+def _ranges(rows: Sequence[int]) -> str:
+    """Ascending numbers, runs of them shortened: `3, 17-20`."""
+    parts: list[list[int]] = []
+    for row in rows:
+        if parts and row == parts[-1][-1] + 1:
+            parts[-1][1:] = [row]
+        else:
+            parts.append([row])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def _changed(train_dataset: Any, excluded: Sequence[int], added_rows: Any) -> Any:
+    """The rows that are kept, and the added ones below them, in the format that is set on the training dataset."""
+    gone = set(excluded)
+    kept = [row for row in range(len(train_dataset)) if row not in gone]
+    if not isinstance(train_dataset, HFDataset):
+        parts = [Subset(train_dataset, kept)] if gone else [train_dataset]
+        return ConcatDataset([*parts, added_rows]) if added_rows is not None else parts[0]
+    chosen = train_dataset.select(kept) if gone else train_dataset
+    if added_rows is None:
+        return chosen
+    if not isinstance(added_rows, HFDataset) or set(chosen.column_names) - set(added_rows.column_names):
+        given = added_rows.column_names if isinstance(added_rows, HFDataset) else type(added_rows).__name__
+        raise ValueError(
+            f"The new rows have {given}. Expected a `datasets.Dataset` with the columns of the training dataset, "
+            f"{chosen.column_names}."
+        )
+    new = added_rows.with_format(None).select_columns(chosen.column_names).cast(chosen.features)
+    both = concatenate_datasets([chosen.with_format(None), new])
+    kept_format = train_dataset.format
+    if kept_format["type"] is None:
+        return both
+    return both.with_format(
+        kept_format["type"], kept_format["columns"], kept_format["output_all_columns"], **kept_format["format_kwargs"]
+    )
