@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hf_trak.identity.bytecode import attribute_names, stored_attributes
+from hf_trak.identity.recorded_names import recorded_name
 
 BUILT_IN = (
     types.BuiltinFunctionType,
@@ -97,7 +98,7 @@ def name_of(value: Any) -> str:
         owner = value.__self__ if isinstance(value.__self__, type) else type(value.__self__)
         return f"{name_of(owner)}.{value.__func__.__name__}"
     if isinstance(value, types.ModuleType):
-        return _module_name(value.__name__)
+        return recorded_name(_module_name(value.__name__))
     if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return f"torch.ops.{value}"
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
@@ -105,8 +106,8 @@ def name_of(value: Any) -> str:
         owner = getattr(value, "__objclass__", None) or type(getattr(value, "__self__", None))
         return f"{owner.__module__}.{name}"
     if isinstance(name, str) and isinstance(module, str) and (callable(value) or isinstance(value, np.ufunc)):
-        return f"{_module_name(module)}.{name}"
-    return f"{_module_name(type(value).__module__)}.{type(value).__qualname__}"
+        return recorded_name(f"{_module_name(module)}.{name}")
+    return recorded_name(f"{_module_name(type(value).__module__)}.{type(value).__qualname__}")
 
 
 @functools.cache
