@@ -1,4 +1,4 @@
-"""The front door: from a `Trainer`, or from what a `Trainer` takes, to scores as columns of a dataset."""
+"""`TrakAttributor`: from a `Trainer`, or from what a `Trainer` takes, to scores as columns of a dataset."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class TrakAttributor(FeaturizedModel):
-    """Which training examples made a model do this: TRAK (arXiv 2303.14186) for models of the Hugging Face ecosystem.
+    """Find the training examples that made a model do what it did, with TRAK (arXiv 2303.14186).
 
     ```python
     attributor = TrakAttributor.from_trainer(trainer, args=TrakConfig(output_dir="trak"))
@@ -50,9 +50,12 @@ class TrakAttributor(FeaturizedModel):
     scored = attributor.attribute(eval_dataset, top_k=20)
     ```
 
-    With one row per target, `scored[j]["trak_indices"][r]` is the row of the training dataset that helped target j
-    r-th most, `scored[j]["trak_scores"][r]` its score; `trak_opponent_indices` and `trak_opponent_scores` are the
-    most harmful ones. A positive score says that training on the example raised the model output of the target.
+    The result has one row per target. `scored[j]["trak_indices"][r]` is the row of the training dataset that helped
+    target j r-th most, and `scored[j]["trak_scores"][r]` is its score. `trak_opponent_indices` and
+    `trak_opponent_scores` are the most harmful rows. A positive score says that training on the example raised the
+    model output of the target.
+
+    The constructor takes what `Trainer` takes; see [`~hf_trak.featurize.featurized.FeaturizedModel`].
     """
 
     _last: LastResult | None = None
@@ -67,11 +70,14 @@ class TrakAttributor(FeaturizedModel):
         """Take model, training dataset, collator and processing class from a `transformers.Trainer`.
 
         Args:
-            trainer: before or after training; its model is attributed as it is.
-            args: the configuration; `None` takes the defaults. `remove_unused_columns` and `label_names` are the
-                trainer's, those in `args` are not looked at.
-            task: the model output function: a name, an `AbstractModelOutput`, or a function
-                `output_fn(model_output, batch) -> (B,)`. `None` infers it from the class of the model.
+            trainer (`transformers.Trainer`):
+                The trainer, before or after training. Its model is attributed as it is.
+            args (`TrakConfig`, *optional*):
+                The configuration. `remove_unused_columns` and `label_names` are those of the trainer; the values in
+                `args` are ignored.
+            task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
+                The model output function: a name, an `AbstractModelOutput`, or a function
+                `output_fn(model_output, batch) -> (B,)`. By default it follows from the class of the model.
 
         Raises:
             TypeError: `trainer` is no `Trainer`, or `args` no `TrakConfig`.
@@ -136,21 +142,30 @@ class TrakAttributor(FeaturizedModel):
         feature shards are downloaded when a call needs them, and only those.
 
         Args:
-            repo_or_path: a dataset repo, a copy of one, or the output directory of a run.
-            model: the model that the index was made with: a module, a directory or a model repo. `None` takes the repo
-                and revision that the index records. Its weights are compared with the recorded fingerprints.
-            revision: branch, tag or commit of the index.
-            token: as in `huggingface_hub`; passed on, never written anywhere.
-            local_files_only: use what is in the Hub's cache, as does `HF_HUB_OFFLINE`.
-            train_dataset: the training rows, or their repo, if they are at hand: `per="train"` then returns them.
-            data_collator, processing_class: as for `TrakAttributor`; without training rows, collates mappings of
-                tensors or numbers, and tuples.
-            task: the model output function, where it is one of yours.
-            checkpoints: the weights of every model id (in their order, or by id) that neither the model nor a recorded
-                repo has.
-            options: fields of `TrakConfig` that do not define features, such as `per_device_batch_size`, `use_cpu`, or
-                `output_dir`, where target features and scores are kept (default: beside the Hub's cache). The ridge
-                and the batch size are those of the index unless given.
+            repo_or_path (`str`):
+                A dataset repo, a copy of one, or the output directory of a run.
+            model (`torch.nn.Module` or `str`, *optional*):
+                The model that the index was made with: a module, a directory or a model repo. By default the repo and
+                revision that the index records. Its weights are compared with the recorded fingerprints.
+            revision (`str`, *optional*):
+                Branch, tag or commit of the index.
+            token (`str` or `bool`, *optional*):
+                As in `huggingface_hub`. It is passed on and never written anywhere.
+            local_files_only (`bool`, *optional*, defaults to `False`):
+                Use what is in the Hub's cache, as `HF_HUB_OFFLINE` does.
+            train_dataset (`Dataset` or `str`, *optional*):
+                The training rows, or their repo, if they are at hand. `per="train"` then returns them.
+            data_collator, processing_class (*optional*):
+                As for `TrakAttributor`. Without training rows, the default collates mappings of tensors or numbers,
+                and tuples.
+            task (*optional*):
+                The model output function, where it is one of your own.
+            checkpoints (*optional*):
+                The weights of every model id, in their order or by id, that neither the model nor a recorded repo has.
+            options:
+                Fields of `TrakConfig` that do not define features, such as `per_device_batch_size`, `use_cpu`, or
+                `output_dir`, where target features and scores are kept (by default beside the Hub's cache). The ridge
+                and the batch size are those of the index unless they are given.
 
         Raises:
             HubAccessError: repo, revision or file does not exist or cannot be reached.
@@ -159,7 +174,7 @@ class TrakAttributor(FeaturizedModel):
             CheckpointMismatchError: the model has none of the weights that the index was made with.
             ValueError: the index names no model, or an option cannot be chosen.
         """
-        from hf_trak.hub.loading import load_attributor  # the Hub's room is not needed otherwise
+        from hf_trak.hub.loading import load_attributor  # loaded by those who publish or use indexes
 
         return load_attributor(
             cls,
@@ -190,18 +205,25 @@ class TrakAttributor(FeaturizedModel):
         """Score every training row against every target, over the ensemble of featurized checkpoints.
 
         Args:
-            eval_dataset: the targets, with the columns of the training dataset.
-            top_k: how many training rows to return per target, from either end. `None` returns every score.
-            name: name of the experiment, under which target features are kept. By default one that
-                identifies the dataset.
-            per: `"target"` for one row per target; `"train"` for one row per training row, whose indices and scores
+            eval_dataset (`Dataset`):
+                The targets, with the columns of the training dataset.
+            top_k (`int` or `None`, *optional*, defaults to 20):
+                Number of training rows to return per target, from either end. `None` returns every score.
+            name (`str`, *optional*):
+                Name of the experiment, under which target features are kept. The default identifies the dataset.
+            per (`str`, *optional*, defaults to `"target"`):
+                `"target"` for one row per target, or `"train"` for one row per training row, whose indices and scores
                 then refer to targets.
-            checkpoints: the featurized weights, in the order of `model_ids`; needed where they cannot be found
-                again (state dicts or modules of another process).
-            model_ids: the checkpoints to average over. `None` takes all in the store.
-            aggregate: `"mean"` scores the mean output over all targets, which is the mean of their scores, at the
-                cost of one target.
-            group_by: the same for each group of targets: the name of a column, or one value per target.
+            checkpoints (*optional*):
+                The featurized weights, in the order of `model_ids`. They are needed where they cannot be found again:
+                state dicts or modules of another process.
+            model_ids (`Sequence[int]`, *optional*):
+                The checkpoints to average over. By default all in the store.
+            aggregate (`str`, *optional*):
+                `"mean"` scores the mean output over all targets, which is the mean of their scores, at the cost of
+                one target.
+            group_by (`str` or a sequence, *optional*):
+                Scores the mean output of each group of targets: the name of a column, or one value per target.
 
         Returns:
             The rows (as stored, without a transform set on them, if they are a `datasets.Dataset`) with the columns
@@ -238,7 +260,7 @@ class TrakAttributor(FeaturizedModel):
         model_ids: Sequence[int] | None,
         groups: RowGroups | None,
     ) -> HFDataset:
-        """[`~TrakAttributor.attribute`] with checked arguments."""
+        """Score with arguments that have been checked, see [`~TrakAttributor.attribute`]."""
         plan = self.plan_scores(eval_dataset, name, checkpoints, model_ids, groups, everywhere=False)
         n_targets = len(eval_dataset)
         rows = self.train_dataset if per == "train" else eval_dataset if groups is None else groups.table()
@@ -255,14 +277,16 @@ class TrakAttributor(FeaturizedModel):
         return scored
 
     def show(self, target: int, **options: Any) -> "TargetDisplay":
-        """The view that a report has of one target of the last `attribute(..., per="target")`, for a notebook.
+        """Display one target of the last `attribute(..., per="target")` in a notebook, as a report shows it.
 
         The first call counts the scores of all targets for their distributions, which costs as much as `attribute`.
 
         Args:
-            target: row of the targets.
-            options: `examples`, training examples from either end, 5 by default; `image_column`, `text_columns`,
-                `label_column`, `label_names`, where they are not found out.
+            target (`int`):
+                Row of the targets.
+            options:
+                `examples`, the number of training examples from either end, 5 by default; `image_column`,
+                `text_columns`, `label_column`, `label_names`, where the defaults do not find them.
 
         Raises:
             IndexError: there is no such target.
@@ -284,12 +308,15 @@ class TrakAttributor(FeaturizedModel):
         ids_column: str = "input_ids",
         **kwargs: Any,
     ) -> HFDataset:
-        """Which training rows made the model say *this* part of each target.
+        """Score every training row against *one part* of each target, such as one word of an answer.
 
         Args:
-            eval_dataset: the targets, for a task that aggregates over labels.
-            tokens, chars, words, mask_column, text_column, ids_column: the part, see [`spans.span_targets`].
-            kwargs: those of [`~TrakAttributor.attribute`].
+            eval_dataset (`Dataset`):
+                The targets, for a task that aggregates over labels.
+            tokens, chars, words, mask_column, text_column, ids_column:
+                The part, see [`~hf_trak.scores.spans.span_targets`].
+            kwargs:
+                Arguments of [`~TrakAttributor.attribute`].
 
         Returns:
             As [`~TrakAttributor.attribute`], with the column `target_mask` of the part.
@@ -312,9 +339,13 @@ class TrakAttributor(FeaturizedModel):
     def attribute_tokens(
         self, eval_dataset: HFDataset, top_k: int = 20, name: str | None = None, **kwargs: Any
     ) -> HFDataset:
-        """[`~TrakAttributor.attribute`] with every score broken down by the label tokens of its target.
+        """Score as [`~TrakAttributor.attribute`] does, and break every score down by the label tokens of its target.
 
-        Costs one gradient per label token, and a file of all scores of all of them.
+        This costs one gradient per label token, and a file of all their scores.
+
+        Args:
+            eval_dataset, top_k, name, kwargs:
+                As in [`~TrakAttributor.attribute`].
 
         Returns:
             As [`~TrakAttributor.attribute`], with `trak_token_positions`, `trak_token_scores` and
@@ -341,12 +372,15 @@ class TrakAttributor(FeaturizedModel):
         aggregate: Literal["mean"] | None = None,
         group_by: GroupBy | None = None,
     ) -> HFDataset:
-        """Scores of whole groups of training rows (a class, a source): Σ_{i ∈ group} τ_ij for every target j.
+        """Score whole groups of training rows (a class, a source): Σ_{i ∈ group} τ_ij for every target j.
 
         Args:
-            eval_dataset: the targets.
-            train_group_by: a column of the training dataset, or one value per training row.
-            name, checkpoints, model_ids, aggregate, group_by: as in [`~TrakAttributor.attribute`].
+            eval_dataset (`Dataset`):
+                The targets.
+            train_group_by (`str` or a sequence):
+                A column of the training dataset, or one value per training row.
+            name, checkpoints, model_ids, aggregate, group_by:
+                As in [`~TrakAttributor.attribute`].
 
         Returns:
             The targets, or groups of them, with the columns `trak_groups`, `trak_group_scores` and
@@ -373,18 +407,24 @@ class TrakAttributor(FeaturizedModel):
         checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
         model_ids: Sequence[int] | None = None,
     ) -> Any:
-        """The training subset that serves the targets best, ready to train on.
+        """Choose the training rows that serve the targets best, ready to train on.
 
         Args:
-            n: how many rows, or which fraction of them.
-            eval_dataset: the targets.
-            criterion: what rows are ranked by: `"most_helpful"`, the mean of their scores over the targets, or
-                `"least_harmful"`, the minimum, so that a row is left out if it harms any target much.
-            group_by: first average the scores over groups of targets, so that each group counts the same: the name of
-                a column, or one value per target.
-            stratify_by: let each group of training rows keep its share of the rows: a column of the training
-                dataset, or one value per training row.
-            name, checkpoints, model_ids: as in [`~TrakAttributor.attribute`].
+            n (`int` or `float`):
+                Number of rows, or the fraction of them.
+            eval_dataset (`Dataset`):
+                The targets.
+            criterion (`str`, *optional*, defaults to `"most_helpful"`):
+                `"most_helpful"` ranks rows by the mean of their scores over the targets, `"least_harmful"` by the
+                minimum, so that a row is left out if it harms any target much.
+            group_by (`str` or a sequence, *optional*):
+                First average the scores over groups of targets, so that each group counts the same: the name of a
+                column, or one value per target.
+            stratify_by (`str` or a sequence, *optional*):
+                Let each group of training rows keep its share of the rows: a column of the training dataset, or one
+                value per training row.
+            name, checkpoints, model_ids:
+                As in [`~TrakAttributor.attribute`].
 
         Returns:
             A `datasets.Dataset` of n rows, best first, with two more columns: `trak_index`, the row in the training
@@ -403,8 +443,14 @@ class TrakAttributor(FeaturizedModel):
         return selected(self.train_dataset, best_rows(scores, n, strata), scores)
 
     def self_influence(self, model_ids: Sequence[int] | None = None) -> Tensor:
-        """τ(z_i, z_i) of every training row, shape `(n_train,)`: high for rows that only they themselves explain,
-        such as mislabelled ones and outliers (TRAK paper, Section 2, with the row as its own target).
+        """Score every training row against itself: τ(z_i, z_i), shape `(n_train,)`.
+
+        The score is high for rows that only they themselves explain, such as mislabelled ones and outliers (TRAK
+        paper, Section 2, with the row as its own target).
+
+        Args:
+            model_ids (`Sequence[int]`, *optional*):
+                The checkpoints to average over. By default all in the store.
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
@@ -412,12 +458,15 @@ class TrakAttributor(FeaturizedModel):
         return self.scorer.self_influence(self.scorer.ensemble(model_ids))
 
     def upgrade_store(self, checkpoints: Checkpoint | Sequence[Checkpoint] | None = None) -> "TrakAttributor":
-        """Bring a store of format 1 up to date: one row of every shard is computed again and compared, and the same
-        features are written with the identities and checksums of the current format. Target features are dropped,
-        and computed again when they are asked for. The same call goes on after an interruption.
+        """Bring a store of format 1 up to date.
+
+        One row of every shard is computed again and compared, and the same features are written with the identities
+        and checksums of the current format. Target features are dropped, and computed again when they are asked for.
+        The same call after an interruption goes on.
 
         Args:
-            checkpoints: the featurized weights, in the order of their ids; needed where they cannot be found again.
+            checkpoints (*optional*):
+                The featurized weights, in the order of their ids, where they cannot be found again.
 
         Raises:
             ConfigMismatchError: model, task, rows or settings are not those of the store, which is left as it was.
@@ -428,10 +477,11 @@ class TrakAttributor(FeaturizedModel):
         return self
 
     def exclude(self, rows: Iterable[int]) -> "TrakAttributor":
-        """The attributor of the training dataset without some rows; nothing is computed again, XᵀX is corrected.
+        """Leave rows out of the training dataset. Nothing is computed again; XᵀX is corrected.
 
         Args:
-            rows: numbers of the rows to leave out.
+            rows (`Iterable[int]`):
+                Numbers of the rows to leave out.
 
         Returns:
             A new attributor. Row numbers in its results are those of its `train_dataset`, in which rows move up. This
@@ -445,11 +495,13 @@ class TrakAttributor(FeaturizedModel):
         return revise(self, exclude=rows)
 
     def extend(self, new_rows: Any, checkpoints: Checkpoint | Sequence[Checkpoint] | None = None) -> "TrakAttributor":
-        """The attributor of the training dataset with more rows at its end; only those are featurized.
+        """Add rows at the end of the training dataset. Only those are featurized.
 
         Args:
-            new_rows: rows with the columns of the training dataset.
-            checkpoints: the featurized weights, in the order of their ids; needed where they cannot be found again.
+            new_rows (`Dataset`):
+                Rows with the columns of the training dataset.
+            checkpoints (*optional*):
+                The featurized weights, in the order of their ids, where they cannot be found again.
 
         Returns:
             A new attributor, as [`~TrakAttributor.exclude`] gives it. The same call after an interruption goes on.
@@ -471,27 +523,35 @@ class TrakAttributor(FeaturizedModel):
     ) -> CommitInfo:
         """Publish the index as a dataset repo, with a card: see [`hf_trak.hub.push_index`].
 
-        Resumes after an interruption, uploads only what the repo lacks, and keeps what others wrote into its card. All
-        processes call this, the main process pushes. Think first of who may see gradients of your training data.
+        The call goes on after an interruption, uploads only what the repo lacks, and keeps what others wrote into its
+        card. All processes call it, and the main process pushes. Think first of who may see gradients of your
+        training data.
 
         Args:
-            repo_id: the dataset repo, created if need be.
-            private: visibility of a new repo; `True` with a public one is refused.
-            token: as in `huggingface_hub`; passed on, never written anywhere.
-            revision: the branch, created if need be.
-            create_pr: open a pull request instead.
-            facts: `model_name` and `model_revision` (the model repo), `checkpoints` (model ids to
+            repo_id (`str`):
+                The dataset repo, created if need be.
+            private (`bool`, *optional*):
+                Visibility of a new repo. `True` with a public one is refused.
+            token (`str` or `bool`, *optional*):
+                As in `huggingface_hub`. It is passed on and never written anywhere.
+            revision (`str`, *optional*):
+                The branch, created if need be.
+            create_pr (`bool`, *optional*, defaults to `False`):
+                Open a pull request instead.
+            facts:
+                `model_name` and `model_revision` (the model repo), `checkpoints` (model ids to
                 `"hf://user/model@revision"`), `lds`, `commit_message`.
 
         Returns:
-            The commit.
+            `huggingface_hub.CommitInfo`: the commit.
 
         Raises:
+            HfTrakError: the attributor came from `exclude` or `extend`.
             IncompleteStoreError: features are missing.
             HubAccessError: the repo cannot be written to, or the connection broke; the same call goes on.
             PeerProcessError: the main process failed.
         """
-        from hf_trak.hub.push import push_attributor  # the Hub's room is not needed otherwise
+        from hf_trak.hub.push import push_attributor  # loaded by those who publish or use indexes
 
         return push_attributor(
             self, repo_id, private=private, token=token, revision=revision, create_pr=create_pr, **facts
