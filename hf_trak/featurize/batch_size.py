@@ -1,4 +1,4 @@
-"""The largest batch that fits into memory, found by failing (`auto_find_batch_size`, as `Trainer` names it)."""
+"""Finding the largest batch that fits into memory by trying (`auto_find_batch_size`, as `Trainer` names it)."""
 
 import logging
 from collections.abc import Callable
@@ -17,11 +17,11 @@ _FACTOR = 0.9
 
 
 class BatchSizeFinder:
-    """Runs a function of the batch size, again with a smaller one whenever it runs out of memory.
+    """Call a function of the batch size, again with a smaller one whenever it runs out of memory.
 
-    The size is multiplied by 0.9 after each failure, as `accelerate.utils.find_executable_batch_size` does. What was
-    found is kept in `<output_dir>/batch_size.json` and is where later calls, checkpoints, processes and runs begin: a
-    run that is interrupted afterwards and resumed cuts its batches as it would have done without the interruption.
+    The size is multiplied by 0.9 after each failure, as `accelerate.utils.find_executable_batch_size` does. The size
+    found is kept in `<output_dir>/batch_size.json`, where later calls, checkpoints, processes and runs begin: a run
+    that is interrupted afterwards and resumed cuts its batches as it would have done without the interruption.
     Shards are computed with one batch size each; those that were finished before the first failure stay as they
     are, since batches change features by rounding only. To search again, delete the file.
     """

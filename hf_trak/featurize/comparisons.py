@@ -17,15 +17,17 @@ logger = logging.getLogger(__name__)
 
 
 def mixed_precision(model: torch.nn.Module) -> str:
-    """The precision of the autocast context that `Accelerator.prepare` has put around `forward`, or `"no"`."""
+    """Return the precision of the autocast context that `Accelerator.prepare` has put around `forward`, or `"no"`."""
     if not hasattr(model, "_original_forward") or not AcceleratorState._shared_state:
         return "no"
     return str(AcceleratorState().mixed_precision)
 
 
 def _precision_changes(saved: str, given: str) -> list[str]:
-    """An index says how its rows were computed, and whoever loads it may have no such context: that is said, no error.
-    What half precision rounds is some thousandths of a gradient."""
+    """Warn, and list no change: whoever loads an index may have no such context.
+
+    Half precision rounds some thousandths of a gradient.
+    """
     logger.warning(
         "The features were computed with mixed precision %r, and the model at hand runs with %r. Gradients then "
         "differ by what half precision rounds, some thousandths of their norm.",
@@ -36,7 +38,7 @@ def _precision_changes(saved: str, given: str) -> list[str]:
 
 
 def _task_changes(saved: Any, given: Any) -> list[str]:
-    """A task that differs. The code of functions can be compared within one version of Python only."""
+    """List how tasks differ. The code of functions can be compared within one version of Python only."""
     same = same_function(saved, given)
     if same is None:
         logger.warning(
@@ -48,8 +50,11 @@ def _task_changes(saved: Any, given: Any) -> list[str]:
 
 
 def _model_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Settings of the model that differ. Other versions of packages may have other settings of the same model: then
-    they are only named, and rows that are computed again show whether features have changed."""
+    """List the settings of the model that differ.
+
+    Other versions of packages may have other settings for the same model. Then they are only named in a warning, and
+    rows that are computed again show whether features have changed.
+    """
     lines = model_changes(saved, given)
     packages = version_changes(saved["versions"], given["versions"])
     if lines and packages:

@@ -1,4 +1,4 @@
-"""What an attribution will take, before it is run: parameters, disk, memory, time."""
+"""Arithmetic of what an attribution takes: parameters, disk, memory, time."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _MEASURED_BATCHES = 4
 
 @dataclass(frozen=True)
 class Estimate:
-    """What n training rows, m targets and C checkpoints take, with P attributed parameters and k features.
+    """Cost of an attribution of n training rows, m targets and C checkpoints, with P parameters and k features.
 
     Sizes are in bytes, times in seconds. `str(estimate)` says it in a few lines.
     """

@@ -1,4 +1,4 @@
-"""A model, its training rows, and their features in a store: what attribution asks its questions of."""
+"""`FeaturizedModel`: a model, its training rows, and the features of these rows in a store."""
 
 import logging
 import tempfile
@@ -143,7 +143,7 @@ class FeaturizedModel:
         return self._store
 
     def reopen_store(self) -> None:
-        """Read the store's configuration again, which has been brought up to date."""
+        """Read the store's configuration again after it was brought up to date."""
         self._store = None
 
     def require_same_inputs(self) -> None:
@@ -160,7 +160,7 @@ class FeaturizedModel:
         self._store.require_same(config, COMPARISONS)
 
     def store_config(self) -> dict[str, Any]:
-        """Everything that defines the features: the content of the store's `trak_config.json`."""
+        """Describe everything that defines the features: the content of the store's `trak_config.json`."""
         if self.revision is not None:
             return {**self.revision.original.store_config(), **self.revision.change}
         return {
@@ -180,7 +180,7 @@ class FeaturizedModel:
         return {**self._settings(), "task": task_identity_v1(self.task), "train_fingerprint": fingerprint}
 
     def _row_identity(self) -> dict[str, Any]:
-        """What identifies the training rows, and what becomes of them on the way to the model."""
+        """Describe the training rows, and what becomes of them on the way to the model."""
         if self.recorded_rows is not None:  # an index without its rows
             return self.recorded_rows
         if self._train_fingerprint is None:
@@ -214,6 +214,7 @@ class FeaturizedModel:
         return row_batches(self.model, self.task, self.data_collator, dataset, self.args, self.device)
 
     def featurizer(self) -> Featurizer:
+        """Build what computes features of the model as it is now."""
         return Featurizer(
             self.model,
             self.task,
@@ -299,11 +300,14 @@ class FeaturizedModel:
         The weights of the model are the same afterwards as before.
 
         Args:
-            checkpoints: one checkpoint or a list: modules, state dicts, `checkpoint-N` directories, `.safetensors`, or
-                `.pt` files of tensors. `None` takes the model's current weights.
-            model_ids: the ids under which they are kept; 0, 1, … by default.
-            part: `(index, count)` computes part `index` of `count` of the shards, for independent jobs that share
-                `output_dir`, such as a job array. Whichever finishes last computes the Gram matrices.
+            checkpoints (*optional*):
+                One checkpoint or a list: modules, state dicts, `checkpoint-N` directories, `.safetensors`, or `.pt`
+                files of tensors. By default the model's current weights.
+            model_ids (`Sequence[int]`, *optional*):
+                The ids under which they are kept, 0, 1, … by default.
+            part (`tuple[int, int]`, *optional*, defaults to `(0, 1)`):
+                `(index, count)` computes part `index` of `count` of the shards, for independent jobs that share
+                `output_dir`, such as a job array. The job that finishes last computes the Gram matrices.
 
         Returns:
             The attributor itself.
@@ -344,7 +348,7 @@ class FeaturizedModel:
 
     @contextmanager
     def weights(self, model_id: int, source: Checkpoint | None, register: bool = False) -> Iterator[None]:
-        """The model with the weights of a checkpoint, which must be those that `model_id` stands for.
+        """Load the weights of a checkpoint into the model for a while. They must be those that `model_id` stands for.
 
         Args:
             model_id: the checkpoint.
@@ -380,7 +384,7 @@ class FeaturizedModel:
         groups: RowGroups | None = None,
         everywhere: bool = True,
     ) -> tuple[str, Iterator[ScoreBlock]]:
-        """Name and blocks of [`~FeaturizedModel.plan_scores`]."""
+        """Return name and blocks of [`~FeaturizedModel.plan_scores`]."""
         plan = self.plan_scores(eval_dataset, name, checkpoints, model_ids, groups, everywhere)
         return plan.name, plan.blocks
 
@@ -393,8 +397,18 @@ class FeaturizedModel:
         groups: RowGroups | None = None,
         everywhere: bool = True,
     ) -> PlannedScores:
-        """Scores of training rows for m targets, or for G groups of them: of all rows, or (`everywhere=False`) of
-        those that fall to this process. Features of the targets are computed here where they are not in the store."""
+        """Prepare the scores of training rows for m targets, or for G groups of them.
+
+        Features of the targets are computed here where they are not in the store. Scores are computed block by block
+        when the blocks of the result are read.
+
+        Args:
+            eval_dataset: the targets.
+            name: name of the experiment; `None` takes one that identifies the dataset.
+            checkpoints, model_ids: see [`~hf_trak.attributor.TrakAttributor.attribute`].
+            groups: groups of targets that are scored by their mean.
+            everywhere: all training rows in every process, rather than those that fall to this one.
+        """
         if name is not None:
             safe_name(name, "name")
         n_targets = row_count(eval_dataset, "eval_dataset")
@@ -429,7 +443,7 @@ class FeaturizedModel:
         collation: Mapping[str, Any],
         sources: Mapping[int, Checkpoint | None],
     ) -> ShardSet:
-        """t of one checkpoint, `(m, k)`, computed if it is not in the store."""
+        """Find the features of the targets for one checkpoint, `(m, k)`, and compute those that are missing."""
         shards = self.store.targets(
             name, model_id, len(eval_dataset), fingerprint, {"collation": collation}, COMPARISONS
         )
@@ -441,7 +455,7 @@ class FeaturizedModel:
         return shards
 
     def source_of(self, model_id: int, given: Mapping[int, Checkpoint | None]) -> Checkpoint | None:
-        """Where the weights of a featurized checkpoint are: given now, remembered, or at the path in the store."""
+        """Find the weights of a featurized checkpoint: given now, remembered, or at the path in the store."""
         for known in (given, self.sources):
             if model_id in known:
                 return known[model_id]

@@ -1,4 +1,9 @@
-"""From rows to features on disk: the life of a batch, for one set of weights."""
+"""From rows to features on disk, for one set of weights.
+
+For every shard that is missing: collate a batch of its rows, stream the per-sample gradients of the batch into the
+projection, and write the shard when its last batch is projected. Shards are divided among processes; a shard has the
+same bits whichever process computes it.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -43,9 +48,9 @@ class StoredRows:
 
     Attributes:
         shards: the feature matrix.
-        index: of a shard that is there.
-        dataset: its rows.
-        side: of those rows.
+        index: a shard that exists.
+        dataset: the rows of the matrix.
+        side: training rows or targets.
     """
 
     shards: ShardSet
@@ -55,7 +60,7 @@ class StoredRows:
 
     @classmethod
     def find(cls, shards: ShardSet, dataset: Any, side: Side) -> "StoredRows | None":
-        """The first shard that is there; `None` if there is none, or the rows are not at hand."""
+        """Return the first shard that exists, or `None` if there is none or its rows are not at hand."""
         if getattr(dataset, "absent", False):
             return None
         index = next((index for index in range(len(shards)) if shards.exists(index)), None)
@@ -63,7 +68,7 @@ class StoredRows:
 
 
 class Featurizer:
-    """Fills the missing shards of a feature matrix with projected per-sample gradients of a model as it is now."""
+    """Fill the missing shards of a feature matrix with projected per-sample gradients of a model as it is now."""
 
     def __init__(
         self,
@@ -180,6 +185,7 @@ class Featurizer:
         batch_size: int,
         stored: StoredRows | None,
     ) -> None:
+        """Compute shards one after the other, with batches of one size."""
         computer = self._computer()
         self._prepare_task(model_id, batch_size)
         batches = self.batches(dataset)
@@ -196,6 +202,7 @@ class Featurizer:
             announce=main,
         ) as progress:
             for index, shard_rows in zip(indices, ranges, strict=True):
+                # Project the shard batch by batch.
                 grads = torch.empty(len(shard_rows), self.projector.proj_dim)
                 out_to_loss = torch.empty(len(shard_rows))
                 filled = 0
@@ -206,10 +213,13 @@ class Featurizer:
                     grads[part], out_to_loss[part] = self._features(rows, batch, computer, model_id, side)
                     filled += len(rows)
                     progress.update(len(rows))
+                # Before the first shard is written, features that are stored already are compared with those that the
+                # same code gives now. The engine has been chosen and checked on the batches above.
                 if stored is not None:
                     self._compare(stored, computer, model_id)
                     stored = None
-                if not shards.is_written(index):  # unless a second run on this store has been faster
+                # A second run on the same store may have been faster.
+                if not shards.is_written(index):
                     shards.write(index, grads, out_to_loss)
 
     def _computer(self) -> AbstractGradientComputer:
@@ -223,10 +233,14 @@ class Featurizer:
         )
 
     def check(self, stored: Sequence[StoredRows], model_id: int) -> None:
-        """Compute some rows of shards again, and compare.
+        """Compute some rows of shards again, and compare them with the stored features.
+
+        Args:
+            stored: for each shard to check, where it is and which rows it has.
+            model_id: the checkpoint.
 
         Raises:
-            ConfigMismatchError: they have other features now.
+            ConfigMismatchError: rows have other features now.
         """
         self._prepare_task(model_id, self.args.per_device_batch_size)
         computer = self._computer()
@@ -234,14 +248,14 @@ class Featurizer:
             self._compare(one, computer, model_id)
 
     def _compare(self, stored: StoredRows, computer: AbstractGradientComputer, model_id: int) -> None:
-        """[`~Featurizer.check`] with an engine that has been checked."""
+        """Compare the first rows of one shard with an engine that has been chosen, see [`~Featurizer.check`]."""
         shard = stored.shards.read(stored.index)
         rows = range(shard.start, min(shard.stop, shard.start + _COMPARED_ROWS))
         checking = computer.self_check if isinstance(computer, AutoGradientComputer) else None
         if isinstance(computer, AutoGradientComputer):
             computer.self_check = computer.engine is None
         try:
-            # each alone, so that rows of different sizes need not fit into one batch
+            # Each row is computed alone, so that rows of different sizes need not fit into one batch.
             for row, (_, batch) in zip(
                 rows, self.batches(stored.dataset).iterate([[row] for row in rows]), strict=True
             ):
@@ -261,18 +275,26 @@ class Featurizer:
                 computer.self_check = bool(checking)
 
     def _tolerance(self, storage: torch.dtype, seen: bool) -> float:
-        """Of features stored in a dtype; `seen`: whether half precision was seen within `forward` (autocast)."""
+        """Return the change of a row, relative to its norm, that rounding explains.
+
+        Args:
+            storage: dtype of the stored features.
+            seen: half precision was seen within `forward` (autocast).
+        """
         kinds = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
         half = seen or torch.is_autocast_enabled(self.device.type) or not kinds <= set(_FEATURE_TOLERANCE)
         return (_HALF_TOLERANCE if half else _FEATURE_TOLERANCE[torch.float32]) + torch.finfo(storage).eps
 
     def batches(self, dataset: Any) -> RowBatches:
-        """Rows as the model and the task get them."""
+        """Collate rows of a dataset as the model and the task get them."""
         return row_batches(self.model, self.task, self.collator, dataset, self.args, self.device)
 
     def _prepare_task(self, model_id: int, batch_size: int) -> None:
-        """Let the task learn what it has to know about this checkpoint: computed once, the same bits for every process
-        and every run, for training rows and for targets."""
+        """Give the task what it has to know about this checkpoint (CLIP: simulated negatives).
+
+        It is computed once and kept in the store, so that every process and every run, for training rows and for
+        targets, uses the same bits.
+        """
         self.task.bind(self.model)
         references = read_references(self.store, model_id)
         if references is None:
@@ -290,7 +312,7 @@ class Featurizer:
     def _features(
         self, rows: Sequence[int], batch: Any, computer: AbstractGradientComputer, model_id: int, side: Side
     ) -> tuple[Tensor, Tensor]:
-        """Projected gradients `(B, k)`, scaled so that inner products are preserved, and q `(B,)`, both on the CPU."""
+        """Return projected gradients `(B, k)`, scaled to preserve inner products, and q `(B,)`, both on the CPU."""
         sink = self.projector.sink(len(rows), model_id, self.device)
         batch = self._in_dtype_of_model(batch)
         try:
@@ -311,8 +333,10 @@ class Featurizer:
     def _let_collate_alone(
         self, computer: AbstractGradientComputer, batches: RowBatches, rows: Sequence[int], batch: Any
     ) -> None:
-        """Let the check of an engine compare rows of this batch with the same rows collated without company. A batch
-        of another number of samples than rows is refused elsewhere, by what is wrong with it."""
+        """Let the check of an engine compare rows of this batch with the same rows, each collated alone.
+
+        A batch that has another number of samples than rows is refused elsewhere, with an error that says so.
+        """
         if isinstance(computer, AutoGradientComputer):
             fits = SplitBatch.of(batch).size == len(rows)
             computer.collated_alone = (
@@ -320,7 +344,7 @@ class Featurizer:
             )
 
     def _in_dtype_of_model(self, batch: Any) -> Any:
-        """Where the model is cast by `model_dtype`, its inputs (pixels, sound) have to be, too; labels stay."""
+        """Cast floating-point inputs (pixels, sound) to the dtype of a model cast by `model_dtype`. Labels stay."""
         if self.args.model_dtype is None:
             return batch
         dtype = getattr(torch, self.args.model_dtype)
@@ -344,8 +368,19 @@ def row_batches(
     args: TrakConfig,
     device: torch.device,
 ) -> RowBatches:
-    """Rows as a model and a task get them: the columns that they take, collated, checked against what the model can
-    take, and on the device."""
+    """Collate rows of a dataset as a model and a task get them.
+
+    Only columns that model or task take are kept. Batches are compared with what the model can take before they go to
+    the device.
+
+    Args:
+        model: the model.
+        task: the model output function.
+        collator: turns rows into a batch.
+        dataset: the rows.
+        args: the configuration.
+        device: where batches go.
+    """
     columns = [*forward_columns(model, args.label_names), *task.batch_columns]
     return RowBatches(
         dataset,
@@ -359,7 +394,7 @@ def row_batches(
 
 
 class _SamplePerRow:
-    """Passes blocks on to a sink if they have as many samples as there are rows."""
+    """Pass blocks on to a sink if they have as many samples as there are rows."""
 
     def __init__(self, sink: ProjectionSink, rows: int) -> None:
         self.sink = sink
