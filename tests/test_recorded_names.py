@@ -38,7 +38,8 @@ INTERNAL = {
 """Recorded names of what no package exports, by present import path."""
 
 SOURCE = (
-    "from hf_trak.utils import vectorize\nimport hf_trak\nimport hf_trak.utils\nfrom hf_trak import ImageTextCollator\n"
+    "from hf_trak.utils import vectorize\nimport hf_trak\nimport hf_trak.utils\n"
+    "from hf_trak import ImageTextCollator\n"
     "from hf_trak.modelout_functions import BatchedModelOutput, FunctionModelOutput\ndef f(out, batch):\n"
     "    return vectorize(out) + hf_trak.ImageTextCollator(batch) + hf_trak.utils.get_free_memory()\n"
     "class C(BatchedModelOutput):\n    def output(self, b): return ImageTextCollator\n"

@@ -1,9 +1,9 @@
 """Names under which identities record functions, classes and modules of hf_trak that have moved since.
 
-Code of a library is identified by its name alone. A store that was written before a module moved holds the old name, so
-the old one goes on being recorded: otherwise a task whose function calls `hf_trak.utils.vectorize`, say, would seem to
-be another task, and the store could not be resumed. Add a line whenever something moves that code of users may refer
-to.
+Code of a library is identified by its name alone. A store that was written before a module moved holds the old name,
+so the old one goes on being recorded: otherwise a task whose function calls `hf_trak.utils.vectorize`, say, would seem
+to be another task, and the store could not be resumed. Add a line whenever something moves that code of users may
+refer to.
 """
 
 RECORDED_NAMES = {
