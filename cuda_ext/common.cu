@@ -1,6 +1,6 @@
 // What every kernel needs: the generator, the input types, loads from rows of any alignment.
 
-// ---- Philox4x32-10 (Salmon et al. 2011) with the counter layout of hf_trak/projectors/philox.py ----
+// ---- Philox4x32-10 (Salmon et al. 2011) with the counter layout of hf_trak/kernels/philox.py ----
 
 enum class Stream : uint32 { rademacher = 1, normal = 2, sjlt_signs = 3, sjlt_places = 4, sjlt_folds = 5 };
 

@@ -46,7 +46,7 @@ def test_cuda_projector_says_what_is_wrong(arguments, error, message):
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Lets the chunked projector take CPU tensors."""
-    monkeypatch.setattr(cuda, "_require_cuda", lambda cls, device: None)
+    monkeypatch.setattr(cuda, "check_cuda", lambda cls, device: None)
 
 
 def chunks(sizes, dtype=torch.float32, batch=4):

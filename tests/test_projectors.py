@@ -1,6 +1,9 @@
 """Every map against its entry-by-entry definition, in any cut, dtype and position; and the errors."""
 
+import json
 import math
+import subprocess
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -190,3 +193,42 @@ def test_sink_is_used_up_by_its_result():
         sink.result()
     with pytest.raises(ValueError, match="columns 45 to 55"):
         SparseProjector(50, 6).sink(2, 0, "cpu")(45, torch.zeros(2, 10))
+
+
+@pytest.mark.parametrize("where", ["class", "inner method", "object"])
+@pytest.mark.parametrize("name", ["rademacher", "sjlt"])
+def test_sinks_respect_an_overridden_accumulate(name, where):
+    """A sink adds blocks as the projector does, not as its base class would."""
+    base = {"rademacher": RademacherProjector, "sjlt": SparseProjector}[name]
+    method = "_accumulate" if where == "inner method" else "accumulate"
+
+    class Doubled(base):
+        pass
+
+    def doubled(self, out, block, start, model_id):
+        getattr(base, method)(self, out, 2 * block, start, model_id)
+
+    grads = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    expected = 2 * base(50, 6).project(grads, 3)
+    projector = Doubled(50, 6)
+    if where == "object":
+        projector.accumulate = lambda *arguments: doubled(projector, *arguments)
+    else:
+        setattr(Doubled, method, doubled)
+    assert torch.allclose(projector.project(grads, 3), expected, rtol=1e-6)
+    sink = projector.sink(2, 3, "cpu")
+    sink(20, grads[:, 20:])
+    sink(0, grads[:, :20])
+    assert torch.allclose(sink.result(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_operators_need_no_projectors():
+    """`_ops` stands below the projectors, and alone computes what they compute."""
+    program = (
+        "import sys, torch; import hf_trak._ops; out = torch.zeros(1, 4)\n"
+        "torch.ops.hf_trak.rademacher_accumulate(out, torch.ones(1, 1), 3, 0, 0, 2)\n"
+        "assert 'hf_trak.projectors' not in sys.modules\n"
+        "print(out.flatten().tolist())"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) == [reference.rademacher_entry(3, j, 0, 0) for j in range(4)]

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_trak.projectors import RademacherProjector, SparseProjector, make_projector, reference, sparse
-from hf_trak.projectors.philox import Stream, philox_words
+from hf_trak.kernels import torch_sparse
+from hf_trak.kernels.philox import Stream, philox_words
+from hf_trak.projectors import RademacherProjector, SparseProjector, make_projector, reference
 
 MAPS = [("rademacher", 1), ("normal", 1), ("sjlt", 1), ("sjlt", 3)]
 
@@ -199,15 +200,15 @@ def test_matrices_of_other_seeds_models_and_positions_are_unrelated(name):
 
 def test_cache_of_the_sparse_map_is_bounded_and_harmless(monkeypatch):
     grads = torch.randn(1, 3 * 2**13, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(sparse, "_SLICE", 2**13)
-    monkeypatch.setattr(sparse, "_REGION", 2**13)
+    monkeypatch.setattr(torch_sparse, "_SLICE", 2**13)
+    monkeypatch.setattr(torch_sparse, "_REGION", 2**13)
     expected = SparseProjector(3 * 2**13, 50).project(grads, 0)
-    monkeypatch.setattr(sparse, "_CACHE_BYTES", 2**11)
+    monkeypatch.setattr(torch_sparse, "_CACHE_BYTES", 2**11)
     projector = SparseProjector(3 * 2**13, 50)
     for model_id in (0, 1, 0):
         features = projector.project(grads, model_id)
     assert torch.equal(features, expected)
-    assert sum(region.nbytes for region in projector._regions.values()) <= 2**11
+    assert sum(region.nbytes for region in projector._map._regions.values()) <= 2**11
 
 
 def test_block_larger_than_32_bits_can_count():

@@ -17,6 +17,8 @@ from hf_trak.kernels.dense import Distribution, Instruction, accumulate_dense, f
 from hf_trak.kernels.outer import accumulate_outer, tokens_of_instance
 from hf_trak.kernels.runtime import Runtime
 from hf_trak.kernels.sparse import accumulate_sjlt
+from hf_trak.kernels.torch_dense import NormalMap, RademacherMap
+from hf_trak.kernels.torch_sparse import SparseMap, sum_of_outer_products
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ def require_right_sjlt(runtime: Runtime, dtype: torch.dtype, device: torch.devic
         accumulate_sjlt(runtime, out, block, start, _SEED, _MODEL_ID, [(0, out.shape[1])])
 
     def reference(out: Tensor, block: Tensor) -> None:
-        torch.ops.hf_trak.sjlt_accumulate(out, block, start, _SEED, _MODEL_ID, 1)
+        SparseMap(start + block.shape[1], out.shape[1], _SEED, 1).accumulate(out, block, start, _MODEL_ID)
 
     # One tile and two; chunks inside of the row and on its ends, and for two tiles more than a stage has.
     for outputs in (3000, 8000):
@@ -67,7 +69,8 @@ def require_right_outer(runtime: Runtime, dtype: torch.dtype, tokens: int, devic
         accumulate_outer(runtime, out, *factors(block), start, _SEED, _MODEL_ID, [(0, outputs)])
 
     def reference(out: Tensor, block: Tensor) -> None:
-        torch.ops.hf_trak.sjlt_accumulate_outer(out, *factors(block), start, _SEED, _MODEL_ID, 1)
+        product = sum_of_outer_products(*factors(block))
+        SparseMap(start + height * width, out.shape[1], _SEED, 1).accumulate(out, product, start, _MODEL_ID)
 
     key, shape = ("outer", dtype, instance, device), (3, instance * (height + width))
     _require("outer", key, shape, outputs, dtype, device, run, reference, 0.0)
@@ -94,10 +97,8 @@ def require_right_dense(
         accumulate_dense(runtime, distribution, out, block, start, _SEED, _MODEL_ID, terms, instruction)
 
     def reference(out: Tensor, block: Tensor) -> None:
-        if distribution == "normal":
-            torch.ops.hf_trak.normal_accumulate(out, block, start, _SEED, _MODEL_ID)
-        else:
-            torch.ops.hf_trak.rademacher_accumulate(out, block, start, _SEED, _MODEL_ID, terms)
+        kind = NormalMap if distribution == "normal" else RademacherMap
+        kind(out.shape[1], _SEED).accumulate(out, block, start, _MODEL_ID)
 
     tolerance = _NORMAL_TOLERANCE if distribution == "normal" else 0.0
     # More than a chain of float32 products in two terms. Other chains end in longer splits than a check in passing

@@ -11,12 +11,11 @@ from torch import Tensor
 from hf_trak.kernels.arguments import Destination, Generator, SjltArguments
 from hf_trak.kernels.runtime import Launch, Runtime, reduce, workspace
 from hf_trak.kernels.sources import sjlt_kernel
+from hf_trak.kernels.torch_sparse import ACCUMULATORS, CHUNK, RUN
 
-CHUNK = 8192
 TILE = 12288
 """Accumulators that a block of threads holds, as in `accumulators.cu`."""
 
-_ACCUMULATORS, _RUN = 10240, 512
 _MIN_CHUNKS, _MAX_CHUNKS = 8, 128  # per split: short ones cost a fold each, long ones leave processors idle
 _SPLITS_WANTED, _MAX_SPLITS = 64, 4096
 # A split costs 8 bytes per output in the workspace, and twice that where two tiles add to the same outputs. So many
@@ -58,7 +57,7 @@ class SjltPlan:
 
 def plan_tiles(outputs: int) -> Tiling:
     """Cut the accumulators of a segment of `outputs` outputs."""
-    groups = -(-_ACCUMULATORS // outputs)
+    groups = -(-ACCUMULATORS // outputs)
     if outputs > TILE:  # one group, cut into tiles of its outputs: each output belongs to one tile
         tiles = -(-outputs // TILE)
         return Tiling(groups, -(-outputs // tiles), tiles, 1)
@@ -86,7 +85,7 @@ def plan_sjlt(start: int, columns: int, outputs: int) -> SjltPlan:
 def shared_bytes(element_size: int) -> int:
     """sizeof(SjltShared): bits of 8 chunks, places of 16, and the padded accumulators with their margins."""
     per_vector = 16 // element_size
-    size = 8 * CHUNK // 8 + 16 * 8 + 4 * per_vector * ((TILE + 2 * _RUN) // per_vector + 32 // per_vector)
+    size = 8 * CHUNK // 8 + 16 * 8 + 4 * per_vector * ((TILE + 2 * RUN) // per_vector + 32 // per_vector)
     return -(-size // 16) * 16
 
 

@@ -1,6 +1,13 @@
-"""Random projections of gradients: one linear map each, the same on every device (see `reference.py`)."""
+"""Random projections of gradients: one linear map R ∈ R^{P × k} each, the same on every device.
 
-from hf_trak.projectors import cuda_ops  # noqa: F401 - registers the operators
+Start with `base` (the contract, `BlockProjector`), then `sparse` and `dense` (the maps `sjlt`, `rademacher` and
+`normal`) and `noop` (the identity). `factory` builds one from its name, `reference` defines the maps entry by entry in
+plain Python. `basic`, `cuda` and `cuda_fast_jl` have the names and signatures of the `trak` package.
+
+May import `hf_trak._ops` and `hf_trak.kernels`, which compute the maps, and the checks in `hf_trak.runtime`. Knows no
+models, tasks or files.
+"""
+
 from hf_trak.projectors.base import AbstractProjector, BlockProjector, ProjectionSink, ProjectionType
 from hf_trak.projectors.basic import BasicProjector, BasicSingleBlockProjector
 from hf_trak.projectors.checks import require_finite

@@ -20,18 +20,18 @@ from hf_trak.projectors.checks import (
 )
 
 _PRODUCT_BYTES = 32 * 2**20
-"""Of a product of factors that is formed at a time."""
+"""Memory budget for one materialized product of factors."""
 
 
 class ProjectionType(StrEnum):
-    """Distribution of the entries of R (seed API: `normal`, `rademacher`)."""
+    """Distribution of the entries of R, by the names of the `trak` API."""
 
     normal = "normal"
     rademacher = "rademacher"
 
 
 class AbstractProjector(ABC):
-    """Base class of the seeds: anything with `project(grads, model_id)`."""
+    """Base class of projectors in the `trak` API: anything with `project(grads, model_id)`."""
 
     def __init__(
         self,
@@ -43,11 +43,16 @@ class AbstractProjector(ABC):
     ) -> None:
         """
         Args:
-            grad_dim: P, length of a gradient vector.
-            proj_dim: k, length of a projected one.
-            seed: seed of the random matrix, an integer ≥ 0.
-            proj_type: distribution of its entries.
-            device: where projected gradients are wanted. Not touched before the first batch.
+            grad_dim (`int`):
+                P, length of a gradient vector.
+            proj_dim (`int`):
+                k, length of a projected gradient.
+            seed (`int`):
+                Seed of the random matrix, at least 0.
+            proj_type (`str` or `ProjectionType`):
+                Distribution of the entries of the matrix.
+            device (`str` or `torch.device`):
+                Device on which projected gradients are wanted. Not touched before the first batch.
         """
         self.grad_dim = grad_dim
         self.proj_dim = proj_dim
@@ -60,11 +65,14 @@ class AbstractProjector(ABC):
         """Project a batch of gradients.
 
         Args:
-            grads: `(B, P)`, or a mapping of parameter names to `(B, *shape)` in the order of the concatenation.
-            model_id: id of the checkpoint; each has a random matrix of its own.
+            grads (`torch.Tensor` of shape `(B, P)` or `Mapping[str, torch.Tensor]`):
+                Gradients, or a mapping of parameter names to `(B, *parameter shape)` in the order of the
+                concatenation.
+            model_id (`int`):
+                Id of the checkpoint; each has a random matrix of its own.
 
         Returns:
-            `(B, k)`, equal to `grads @ R` with the unscaled R of this class.
+            `torch.Tensor` of shape `(B, k)`: `grads @ R` with the unscaled R of this class.
         """
 
     def free_memory(self) -> None:  # noqa: B027 - a projector without caches has nothing to drop
@@ -74,14 +82,14 @@ class AbstractProjector(ABC):
 class BlockProjector(AbstractProjector):
     """A projector that also takes gradients block by block, in any order and any cut.
 
-    `scale` is the factor that makes inner products come out right in expectation:
-    E⟨scale · xR, scale · yR⟩ = ⟨x, y⟩. [`~AbstractProjector.project`] and `accumulate` leave it out, as the seeds do.
+    `scale` is the factor that preserves inner products in expectation: E⟨scale · xR, scale · yR⟩ = ⟨x, y⟩.
+    [`~AbstractProjector.project`] and `accumulate` leave it out, as the `trak` API does.
 
     Subclasses implement `scale` and `_accumulate`, which gets checked arguments, or override `accumulate` itself.
     """
 
     algorithm: str
-    """Id and version of the map, such as `"rademacher-1"`: with seed, model_id and k it determines R to the bit."""
+    """Name and version of the map, such as `"rademacher-1"`: with seed, model_id and k it determines R to the bit."""
 
     def __init__(
         self,
@@ -93,16 +101,21 @@ class BlockProjector(AbstractProjector):
     ) -> None:
         """
         Args:
-            grad_dim: P, 1 ≤ P < 2⁶³.
-            proj_dim: k, 1 ≤ k ≤ 2²⁴.
-            seed: 0 ≤ seed < 2⁶³.
-            proj_type: name of the distribution, for the record.
-            device: where [`~BlockProjector.project`] expects gradients. Not touched before the first batch;
-                `accumulate` works wherever its tensors are.
+            grad_dim (`int`):
+                P, length of a gradient vector, 1 ≤ P < 2⁶³.
+            proj_dim (`int`):
+                k, length of a projected gradient, 1 ≤ k ≤ 2²⁴.
+            seed (`int`):
+                Seed of the random matrix, 0 ≤ seed < 2⁶³.
+            proj_type (`str` or `ProjectionType`):
+                Name of the distribution, for the record.
+            device (`str` or `torch.device`):
+                Device on which [`~BlockProjector.project`] expects gradients. Not touched before the first batch;
+                `accumulate` works on the device of its tensors.
 
         Raises:
-            TypeError: a float, bool or other non-integer where an integer is expected.
-            ValueError: a number outside its range.
+            TypeError: a number is a float, a bool or anything else that is not an integer.
+            ValueError: a number is outside its range.
         """
         super().__init__(check_grad_dim(grad_dim), check_proj_dim(proj_dim), check_seed(seed), proj_type, device)
 
@@ -112,7 +125,7 @@ class BlockProjector(AbstractProjector):
         """The factor that preserves inner products in expectation."""
 
     def accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
-        """`out += block @ R[start : start + n]`, accumulated in fp32.
+        """Add the projection of some columns of the gradients: `out += block @ R[start : start + n]`, in float32.
 
         Any cut of a gradient gives the same sum to rounding; the same cut gives the same bits on every run. Values are
         not inspected here, since that would read the block twice (and stall a GPU once per layer): NaN and infinity
@@ -120,10 +133,14 @@ class BlockProjector(AbstractProjector):
         [`~BlockProjector.project`] does.
 
         Args:
-            out: `(B, k)`, float32, changed in place.
-            block: `(B, n)`, float32, bfloat16 or float16, on the device of `out`.
-            start: position of the block's first column in the gradient vector.
-            model_id: id of the checkpoint, 0 ≤ model_id < 2³².
+            out (`torch.Tensor` of shape `(B, k)`):
+                Sums, float32, changed in place.
+            block (`torch.Tensor` of shape `(B, n)`):
+                Columns of the gradients, float32, bfloat16 or float16, on the device of `out`.
+            start (`int`):
+                Position of the block's first column in the gradient vector.
+            model_id (`int`):
+                Id of the checkpoint, 0 ≤ model_id < 2³².
 
         Raises:
             TypeError: `start` or `model_id` is not an integer.
@@ -139,23 +156,38 @@ class BlockProjector(AbstractProjector):
             run(out.detach(), block.detach(), start, model_id)
 
     def takes_outer(self, left: Tensor, right: Tensor) -> bool:
-        """Whether [`~BlockProjector.accumulate_outer`] is faster here than forming the product and projecting it."""
+        """Tell whether [`~BlockProjector.accumulate_outer`] beats forming the product and projecting it.
+
+        Args:
+            left (`torch.Tensor` of shape `(B, T, I)`):
+                Factors of a linear layer's gradients, as for `accumulate_outer`.
+            right (`torch.Tensor` of shape `(B, T, J)`):
+                The other factors.
+        """
         return False
 
     def accumulate_outer(self, out: Tensor, left: Tensor, right: Tensor, start: int, model_id: int) -> None:
-        """`out[b] += vec(Σ_t left[b, t] ⊗ right[b, t]) @ R[start : start + I · J]`, accumulated in fp32.
+        """Add the projection of a linear layer's gradients, given as factors, accumulated in float32.
 
-        The block of a linear layer, from its factors. Equal to the block's projection to rounding: where the map takes
-        factors ([`~BlockProjector.takes_outer`]) the elements of the block are not rounded to the factors' dtype.
+        `out[b] += vec(Σ_t left[b, t] ⊗ right[b, t]) @ R[start : start + I · J]`. Equal to the projection of the formed
+        block to rounding: where the map takes factors ([`~BlockProjector.takes_outer`]), the elements of the block are
+        not rounded to the dtype of the factors.
 
         Args:
-            out: `(B, k)`, float32, changed in place.
-            left: `(B, T, I)`, float32, bfloat16 or float16, on the device of `out`.
-            right: `(B, T, J)`, like `left`.
-            start, model_id: as in [`~BlockProjector.accumulate`].
+            out (`torch.Tensor` of shape `(B, k)`):
+                Sums, float32, changed in place.
+            left (`torch.Tensor` of shape `(B, T, I)`):
+                Factors, float32, bfloat16 or float16, on the device of `out`.
+            right (`torch.Tensor` of shape `(B, T, J)`):
+                The other factors, of the same dtype and device.
+            start (`int`):
+                Position of the block's first column in the gradient vector.
+            model_id (`int`):
+                Id of the checkpoint, 0 ≤ model_id < 2³².
 
         Raises:
-            TypeError, ValueError: as [`~BlockProjector.accumulate`].
+            TypeError: `start` or `model_id` is not an integer.
+            ValueError: the block does not lie in [0, P), or shapes, dtypes or devices do not fit.
         """
         start = check_factors(out, left, right, start, self.grad_dim, self.proj_dim)
         model_id = check_model_id(model_id)
@@ -165,6 +197,7 @@ class BlockProjector(AbstractProjector):
             self._accumulate_outer(out.detach(), left.detach(), right.detach(), start, model_id)
 
     def _accumulate_outer(self, out: Tensor, left: Tensor, right: Tensor, start: int, model_id: int) -> None:
+        # Form the product a few rows at a time, and project each part like any other block.
         width = right.shape[2]
         rows = max(1, _PRODUCT_BYTES // (right.shape[0] * width * right.element_size()))
         for first in range(0, left.shape[2], rows):
@@ -172,31 +205,36 @@ class BlockProjector(AbstractProjector):
             self.accumulate(out, block, start + first * width, model_id)
 
     def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> "ProjectionSink":
-        """The block form for a whole batch: a callable `(start, block)` with a `result()`.
+        """Open the block form for a whole batch: a callable `(start, block)` with a `result()`.
 
-        The same features as from `accumulate` on zeros, to rounding. Maps that keep more than `(B, k)` between the
-        blocks of a batch do so here, which pays off for models with many small parameters.
+        It gives the same features as `accumulate` on zeros, to rounding. Maps that keep more than `(B, k)` between the
+        blocks of a batch do so here, which pays off for models with many small parameters. A subclass that overrides
+        `accumulate` gets every block through it.
 
         Args:
-            batch_size: B of every block.
-            model_id: id of the checkpoint.
-            device: device of the blocks.
+            batch_size (`int`):
+                B of every block.
+            model_id (`int`):
+                Id of the checkpoint.
+            device (`str` or `torch.device`):
+                Device of the blocks.
         """
         return ProjectionSink(self, batch_size, model_id, device)
 
     def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
-        """[`~BlockProjector.accumulate`] on checked arguments and a block of at least one element."""
+        """Do the work of [`~BlockProjector.accumulate`] on checked arguments and a block of at least one element."""
         raise NotImplementedError(f"{type(self).__name__} implements neither `accumulate` nor `_accumulate`.")
 
     def _accumulate_with_kernels(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
-        """The same by CUDA kernels, for maps that have them."""
+        """Do the same by CUDA kernels, for maps that have them."""
         self._accumulate(out, block, start, model_id)
 
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
         """Project whole gradients, see [`AbstractProjector.project`]. A mapping is not concatenated first.
 
         Raises:
-            ValueError: the gradients do not have P columns, or are not on `device`.
+            TypeError: `model_id` is not an integer.
+            ValueError: the gradients do not have P columns, or are not on `device`; `model_id` is out of range.
             NonFiniteError: a gradient holds NaN or infinity, or its projection overflows; names the row.
         """
         blocks = blocks_of(grads)
@@ -223,9 +261,20 @@ class BlockProjector(AbstractProjector):
 
 
 class ProjectionSink:
-    """Takes the blocks of one batch in any order, gives their unscaled projection. See [`BlockProjector.sink`]."""
+    """Takes the blocks of one batch in any order and gives their unscaled projection, see [`BlockProjector.sink`]."""
 
     def __init__(self, projector: BlockProjector, batch_size: int, model_id: int, device: str | torch.device) -> None:
+        """
+        Args:
+            projector: the projector whose `accumulate` gets the blocks.
+            batch_size: B of every block.
+            model_id: id of the checkpoint.
+            device: device of the blocks.
+
+        Raises:
+            TypeError: `model_id` is not an integer.
+            ValueError: `model_id` is out of range.
+        """
         self.projector = projector
         self.model_id = check_model_id(model_id)
         self._out = torch.zeros(batch_size, projector.proj_dim, dtype=torch.float32, device=device)
@@ -235,6 +284,8 @@ class ProjectionSink:
         """Add columns `start … start + n`; arguments and errors as in [`BlockProjector.accumulate`].
 
         Raises:
+            TypeError: `start` is not an integer.
+            ValueError: the block does not lie in [0, P), or shapes, dtypes or devices do not fit.
             RuntimeError: the result has been taken already.
         """
         self._require_open()
@@ -244,7 +295,7 @@ class ProjectionSink:
                 self._add(start, block.detach())
 
     def takes_outer(self, left: Tensor, right: Tensor) -> bool:
-        """Whether [`~ProjectionSink.add_outer`] is the faster way for a block with these factors."""
+        """Tell whether [`~ProjectionSink.add_outer`] is the faster way for a block with these factors."""
         return self.projector.takes_outer(left, right)
 
     def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
@@ -257,7 +308,11 @@ class ProjectionSink:
         self.projector.accumulate_outer(self._out, left, right, start, self.model_id)
 
     def result(self) -> Tensor:
-        """The features `(B, k)`, float32, unscaled and not checked for NaN and infinity ([`require_finite`] does).
+        """Close the sink and return the features.
+
+        Returns:
+            `torch.Tensor` of shape `(B, k)`: float32, unscaled, not checked for NaN and infinity ([`require_finite`]
+            does that).
 
         Raises:
             RuntimeError: the result has been taken already.
@@ -272,7 +327,7 @@ class ProjectionSink:
         self.projector.accumulate(self._out, block, start, self.model_id)
 
     def _finish(self) -> None:
-        """Whatever has to be done after the last block."""
+        """Do what is left to do after the last block."""
 
     def _require_open(self) -> None:
         if self._finished:
@@ -280,10 +335,19 @@ class ProjectionSink:
 
 
 def blocks_of(grads: Mapping[str, Tensor] | Tensor) -> list[Tensor]:
-    """Gradients as a list of `(B, n)` blocks in the order of the concatenation."""
+    """Turn gradients into a list of `(B, n)` blocks in the order of the concatenation.
+
+    Args:
+        grads: `(B, P)`, or a mapping of parameter names to `(B, *parameter shape)`.
+
+    Raises:
+        ValueError: there are no gradients, or they have no batch dimension, or different batch sizes.
+    """
     if isinstance(grads, Tensor):
         if grads.ndim != 2:
-            raise ValueError(f"Expected gradients of shape (batch size, P), got {tuple(grads.shape)}.")
+            raise ValueError(
+                f"The gradients have shape {tuple(grads.shape)}. Expected (batch size, P): flatten them per sample."
+            )
         return [grads]
     blocks = []
     for name, grad in grads.items():
@@ -294,5 +358,5 @@ def blocks_of(grads: Mapping[str, Tensor] | Tensor) -> list[Tensor]:
         raise ValueError("The mapping of gradients is empty: there is nothing to project.")
     sizes = {name: grad.shape[0] for name, grad in grads.items()}
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"The gradients have different batch sizes: {sizes}. Expected one.")
+        raise ValueError(f"The gradients have different batch sizes: {sizes}. Expected the same for every parameter.")
     return blocks

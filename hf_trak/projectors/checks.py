@@ -1,12 +1,16 @@
-"""Checks of what users hand to projectors, with errors that say what was given and what to do."""
+"""Checks of the arguments of projectors."""
 
-import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hf_trak.errors import NonFiniteError
-from hf_trak.projectors.philox import MODEL_ID_LIMIT, SEED_LIMIT
+from hf_trak.kernels.philox import MODEL_ID_LIMIT, SEED_LIMIT
+from hf_trak.runtime.checks import checked_int
+from hf_trak.runtime.finite import check_finite_rows
+
+MAX_GRAD_DIM = 2**63 - 1
+"""Largest P: positions fill 63 bits of the counter."""
 
 MAX_PROJ_DIM = 2**24
 """Largest k: the columns of the dense normal map are numbered with 24 bits of the counter."""
@@ -14,43 +18,46 @@ MAX_PROJ_DIM = 2**24
 BLOCK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_integer(name: str, value: object, low: int, high: int) -> int:
-    """`value` as an `int` in [low, high).
-
-    Raises:
-        TypeError: `value` is not an integer (a bool and a float with an integral value are not).
-        ValueError: it is outside the range.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}). Expected an integer.")
-    number = operator.index(value)
-    if not low <= number < high:
-        raise ValueError(f"`{name}` is {number}. Expected {low} <= {name} < {high}.")
-    return number
-
-
 def check_seed(seed: object) -> int:
-    """`seed` as an `int` in [0, 2⁶³)."""
-    return check_integer("seed", seed, 0, SEED_LIMIT)
+    """Return `seed` as an `int` in [0, 2⁶³). Raises as [`checked_int`]."""
+    return checked_int(seed, "seed", 0, SEED_LIMIT - 1)
 
 
 def check_model_id(model_id: object) -> int:
-    """`model_id` as an `int` in [0, 2³²)."""
-    return check_integer("model_id", model_id, 0, MODEL_ID_LIMIT)
+    """Return `model_id` as an `int` in [0, 2³²). Raises as [`checked_int`]."""
+    return checked_int(model_id, "model_id", 0, MODEL_ID_LIMIT - 1)
 
 
 def check_grad_dim(grad_dim: object) -> int:
-    """`grad_dim` as an `int` in [1, 2⁶³)."""
-    return check_integer("grad_dim", grad_dim, 1, 2**63)
+    """Return `grad_dim` as an `int` in [1, 2⁶³). Raises as [`checked_int`]."""
+    return checked_int(grad_dim, "grad_dim", 1, MAX_GRAD_DIM)
 
 
 def check_proj_dim(proj_dim: object) -> int:
-    """`proj_dim` as an `int` in [1, 2²⁴]."""
-    return check_integer("proj_dim", proj_dim, 1, MAX_PROJ_DIM + 1)
+    """Return `proj_dim` as an `int` in [1, 2²⁴]. Raises as [`checked_int`]."""
+    return checked_int(proj_dim, "proj_dim", 1, MAX_PROJ_DIM)
+
+
+def check_proj_type(cls: type, given: object, expected: Sequence[str]) -> None:
+    """Raise `ValueError` unless `given` is one of the names of maps that a class has."""
+    if given not in expected:
+        raise ValueError(
+            f"`proj_type` is {str(given)!r}. Expected {' or '.join(repr(str(name)) for name in expected)} for a "
+            f"{cls.__name__}. Pass that name, or use the class of another map."
+        )
+
+
+def check_cuda(cls: type, device: str | torch.device) -> None:
+    """Raise `ValueError` unless `device` is a CUDA device."""
+    if torch.device(device).type != "cuda":
+        raise ValueError(
+            f"`device` is '{device}', but {cls.__name__} needs a CUDA device. Use `SparseProjector` or "
+            "`BasicProjector`, which work on any device."
+        )
 
 
 def check_block(out: Tensor, block: Tensor, start: object, grad_dim: int, proj_dim: int) -> int:
-    """Check the arguments of `accumulate`; returns `start` as an `int`.
+    """Check the arguments of `accumulate` and return `start` as an `int`.
 
     Raises:
         TypeError: `start` is not an integer.
@@ -72,7 +79,7 @@ def check_block(out: Tensor, block: Tensor, start: object, grad_dim: int, proj_d
         )
     if block.device != out.device:
         raise ValueError(f"`block` is on {block.device} and `out` on {out.device}. Expected one device.")
-    first = check_integer("start", start, 0, 2**63)
+    first = checked_int(start, "start", 0, MAX_GRAD_DIM)
     if first + block.shape[1] > grad_dim:
         raise ValueError(
             f"The block covers columns {first} to {first + block.shape[1]}, which do not lie in [0, {grad_dim}), "
@@ -82,7 +89,7 @@ def check_block(out: Tensor, block: Tensor, start: object, grad_dim: int, proj_d
 
 
 def check_factors(out: Tensor, left: Tensor, right: Tensor, start: object, grad_dim: int, proj_dim: int) -> int:
-    """Check the arguments of `accumulate_outer`; returns `start` as an `int`.
+    """Check the arguments of `accumulate_outer` and return `start` as an `int`.
 
     Raises:
         TypeError: `start` is not an integer.
@@ -97,13 +104,13 @@ def check_factors(out: Tensor, left: Tensor, right: Tensor, start: object, grad_
             f"`left` is {left.dtype} on {left.device} and `right` {right.dtype} on {right.device}. Expected one dtype "
             "and one device."
         )
-    # nothing of this shape is made: it stands for the product, with the dtype and the device of its factors
+    # An expanded view stands for the product, with the dtype and the device of its factors; no memory is taken for it.
     product = left.new_empty(1).expand(left.shape[0], left.shape[2] * right.shape[2])
     return check_block(out, product, start, grad_dim, proj_dim)
 
 
 def same_device(actual: torch.device, wanted: str | torch.device) -> bool:
-    """Whether a tensor's device is the wanted one; `cuda` without an index means any CUDA device."""
+    """Tell whether a tensor's device is the wanted one; `cuda` without an index means any CUDA device."""
     wanted = torch.device(wanted)
     return actual.type == wanted.type and (wanted.index is None or actual.index in (None, wanted.index))
 
@@ -115,18 +122,18 @@ def require_finite(features: Tensor, rows: str = "row") -> None:
     is under additions, so a non-finite gradient always shows.
 
     Args:
-        features: `(B, k)`.
-        rows: what a row is called in the error message.
+        features (`torch.Tensor` of shape `(B, k)`):
+            Projected gradients.
+        rows (`str`, *optional*, defaults to `"row"`):
+            What a row is called in the error message.
 
     Raises:
-        NonFiniteError: naming the rows that hold NaN or infinity.
+        NonFiniteError: a feature is NaN or infinite; names the first such row.
     """
-    finite = torch.isfinite(features).all(dim=1)
-    if not finite.all():
-        bad = (~finite).nonzero().flatten().tolist()
-        shown = ", ".join(map(str, bad[:8])) + (", …" if len(bad) > 8 else "")
-        raise NonFiniteError(
-            f"{len(bad)} of {features.shape[0]} projected gradients hold NaN or infinity ({rows} {shown}). "
-            "The gradients themselves are not finite, or too large for float32. Look at the loss of these "
-            "examples, or take gradients in float32 instead of float16."
-        )
+    check_finite_rows(
+        features,
+        "projected gradient",
+        unit=rows,
+        remedy="The gradient itself is not finite, or too large for float32: look at the loss of this example, or "
+        "take gradients in float32 instead of float16.",
+    )

@@ -1,4 +1,4 @@
-"""`CudaProjector` and `ChunkedCudaProjector` of the seeds, over this library's dense maps and CUDA kernels.
+"""`CudaProjector` and `ChunkedCudaProjector` of the `trak` API, over this library's dense maps and CUDA kernels.
 
 They give the features of [`RademacherProjector`] or [`NormalProjector`] with the same seed, model id and k. Those run
 on CUDA kernels too, without limits on the size of a gradient; the classes here are for scripts that name them.
@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 
 from hf_trak.projectors.base import AbstractProjector, BlockProjector, ProjectionType, blocks_of
-from hf_trak.projectors.checks import check_integer, require_finite, same_device
-from hf_trak.projectors.dense import NormalProjector, RademacherProjector
+from hf_trak.projectors.checks import check_cuda, check_proj_type, require_finite, same_device
+from hf_trak.projectors.dense import dense_projector
+from hf_trak.runtime.checks import checked_int
 
 
 class CudaProjector(BlockProjector):
-    """Projection by a CUDA kernel for compute capability ≥ 7.5, with CUDA 12 ≥ 7.0 (seed API)."""
+    """Dense projection by CUDA kernels (`trak` API).
+
+    Runs on GPUs of compute capability 7.5 and later, with CUDA 12 of 7.0 and later.
+    """
 
     def __init__(
         self,
@@ -31,38 +35,42 @@ class CudaProjector(BlockProjector):
     ) -> None:
         """
         Args:
-            grad_dim: P.
-            proj_dim: k, any number ≥ 1.
-            seed: seed of the random matrix.
-            proj_type: `rademacher` or `normal`.
-            device: a CUDA device. Not touched before the first batch.
-            max_batch_size: kept as in the seeds, at least 1. The kernels take batches of any size at once.
+            grad_dim (`int`):
+                P, length of a gradient vector, 1 ≤ P < 2⁶³.
+            proj_dim (`int`):
+                k, length of a projected gradient, 1 ≤ k ≤ 2²⁴; it need not be a multiple of anything.
+            seed (`int`):
+                Seed of the random matrix, 0 ≤ seed < 2⁶³.
+            proj_type (`str` or `ProjectionType`):
+                Distribution of the entries, `"rademacher"` or `"normal"`.
+            device (`str` or `torch.device`):
+                A CUDA device. Not touched before the first batch.
+            max_batch_size (`int`):
+                At least 1, and without effect: the kernels take batches of any size at once. An argument of the
+                `trak` API.
 
         Raises:
-            TypeError, ValueError: as [`BlockProjector`]; `device` is not a CUDA device, an unknown `proj_type`.
+            TypeError: a number is not an integer.
+            ValueError: a number is outside its range, `device` is not a CUDA device, or `proj_type` is unknown.
         """
-        _require_cuda(type(self), device)
+        check_cuda(type(self), device)
         super().__init__(grad_dim, proj_dim, seed, proj_type, device)
-        if proj_type not in tuple(ProjectionType):
-            raise ValueError(f"`proj_type` is '{proj_type}'. Expected 'rademacher' or 'normal'.")
-        self.max_batch_size = check_integer("max_batch_size", max_batch_size, 1, 2**31)
-        dense = RademacherProjector if proj_type == ProjectionType.rademacher else NormalProjector
-        self._map: RademacherProjector | NormalProjector = dense(
-            self.grad_dim, self.proj_dim, self.seed, device=device
-        )
-        self.algorithm = self._map.algorithm
+        check_proj_type(type(self), proj_type, (ProjectionType.rademacher, ProjectionType.normal))
+        self.max_batch_size = checked_int(max_batch_size, "max_batch_size", 1)
+        self._dense = dense_projector(proj_type, self.grad_dim, self.proj_dim, self.seed, device)
+        self.algorithm = self._dense.algorithm
 
     @property
     def scale(self) -> float:
         """1/√k, see [`BlockProjector`]."""
-        return self._map.scale
+        return self._dense.scale
 
     def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
-        self._map.accumulate(out, block, start, model_id)
+        self._dense.accumulate(out, block, start, model_id)
 
 
 class ChunkedCudaProjector:
-    """Projection in chunks of parameters, each by a projector of its own; the results add up (seed API).
+    """Projection in chunks of parameters, each by a projector of its own, whose results are added (`trak` API).
 
     [`CudaProjector`] takes gradients of any size, so that chunks are needed only for projectors with limits, such as
     [`FastJlProjector`].
@@ -79,17 +87,24 @@ class ChunkedCudaProjector:
     ) -> None:
         """
         Args:
-            projector_per_chunk: one projector per chunk, all with the same k.
-            max_chunk_size: upper limit of the parameters per chunk.
-            params_per_chunk: number of parameters of every chunk, as from `utils.get_parameter_chunk_sizes`.
-            feat_bs: largest batch size.
-            device: a CUDA device. Not touched before the first batch.
-            dtype: dtype of the buffer that a chunk is copied into for a projector that takes no blocks.
+            projector_per_chunk (`Sequence[AbstractProjector]`):
+                One projector per chunk, all with the same k.
+            max_chunk_size (`int`):
+                Largest number of parameters of a chunk.
+            params_per_chunk (`Sequence[int]`):
+                Number of parameters of every chunk, as from `utils.get_parameter_chunk_sizes`.
+            feat_bs (`int`):
+                Largest batch size.
+            device (`str` or `torch.device`):
+                A CUDA device. Not touched before the first batch.
+            dtype (`torch.dtype`):
+                Dtype of the buffer that a chunk is copied into for a projector that takes no blocks.
 
         Raises:
+            TypeError: `feat_bs` is not an integer.
             ValueError: `device` is not a CUDA device, or the chunks do not fit the projectors or the limit.
         """
-        _require_cuda(type(self), device)
+        check_cuda(type(self), device)
         if len(projector_per_chunk) != len(params_per_chunk) or not params_per_chunk:
             raise ValueError(
                 f"There are {len(projector_per_chunk)} projectors for {len(params_per_chunk)} chunks. Expected one "
@@ -98,8 +113,8 @@ class ChunkedCudaProjector:
         for index, (projector, size) in enumerate(zip(projector_per_chunk, params_per_chunk, strict=True)):
             if not 1 <= size <= max_chunk_size or projector.grad_dim != size:
                 raise ValueError(
-                    f"Chunk {index} has {size} parameters, its projector was made for {projector.grad_dim}. Expected "
-                    f"the same number, at most max_chunk_size={max_chunk_size}."
+                    f"Chunk {index} has {size} parameters, but its projector was made for {projector.grad_dim}. "
+                    f"Expected the same number, at most max_chunk_size={max_chunk_size}."
                 )
         if len({projector.proj_dim for projector in projector_per_chunk}) > 1:
             raise ValueError("The projectors have different `proj_dim`. Expected one, since their results are added.")
@@ -109,7 +124,7 @@ class ChunkedCudaProjector:
         self.grad_dim = sum(params_per_chunk)
         self.max_chunk_size = max_chunk_size
         self.params_per_chunk = list(params_per_chunk)
-        self.feat_bs = check_integer("feat_bs", feat_bs, 1, 2**31)
+        self.feat_bs = checked_int(feat_bs, "feat_bs", 1)
         self.device = device
         self.dtype = dtype
         self._buffer: Tensor | None = None
@@ -124,17 +139,17 @@ class ChunkedCudaProjector:
         return self._buffer
 
     def free_memory(self) -> None:
-        """Drop that buffer and the caches of the projectors. The next `project` works as before."""
+        """Drop the buffer and the caches of the projectors. The next `project` works as before."""
         self._buffer = None
         for projector in self.projector_per_chunk:
             projector.free_memory()
 
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """See [`AbstractProjector.project`]; the result is float32.
+        """Project whole gradients, see [`AbstractProjector.project`]; the result is float32.
 
         Raises:
-            ValueError: the gradients are not `(B ≤ feat_bs, P)` on `device`.
-            NonFiniteError: as [`BlockProjector.project`].
+            ValueError: the gradients are not `(B, P)` on `device` with B ≤ `feat_bs`.
+            NonFiniteError: a gradient holds NaN or infinity, or its projection overflows; names the row.
         """
         blocks = blocks_of(grads)
         batch_size, total = blocks[0].shape[0], sum(block.shape[1] for block in blocks)
@@ -146,6 +161,8 @@ class ChunkedCudaProjector:
         out = torch.zeros(batch_size, self.proj_dim, dtype=torch.float32, device=blocks[0].device)
         pending = list(reversed(blocks))
         for projector, size in zip(self.projector_per_chunk, self.params_per_chunk, strict=True):
+            # Take columns from the blocks until the chunk is full. A block projector gets each piece as it is; for
+            # any other one, the pieces are gathered in the buffer.
             filled = 0
             while filled < size:
                 block = pending.pop()
@@ -161,11 +178,3 @@ class ChunkedCudaProjector:
                 out += projector.project(self._input()[:batch_size, :size].contiguous(), model_id)
         require_finite(out)
         return out
-
-
-def _require_cuda(cls: type, device: str | torch.device) -> None:
-    if torch.device(device).type != "cuda":
-        raise ValueError(
-            f"`device` is '{device}', but {cls.__name__} needs a CUDA device. Use `SparseProjector` or "
-            "`BasicProjector`, which work on any device."
-        )

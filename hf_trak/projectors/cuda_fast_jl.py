@@ -9,14 +9,22 @@ import torch
 from torch import Tensor
 
 from hf_trak.projectors.base import AbstractProjector, ProjectionType, blocks_of
-from hf_trak.projectors.checks import check_grad_dim, check_integer, check_model_id, check_proj_dim, check_seed
+from hf_trak.projectors.checks import (
+    check_cuda,
+    check_grad_dim,
+    check_model_id,
+    check_proj_dim,
+    check_proj_type,
+    check_seed,
+)
+from hf_trak.runtime.checks import checked_int
 
 _BATCH_SIZES = (8, 16, 32)
 _SEEDS_PER_MODEL = 10_000  # as the `trak` package calls fast_jl
 
 
 class FastJlProjector(AbstractProjector):
-    """Projection by `fast_jl` (extra `fast-jl`). Used only where it is named.
+    """Projection by the package `fast_jl` (extra `fast-jl`). Used only where it is named.
 
     It is not the map of the other projectors, and not even one map: its random matrix depends on the number of
     multiprocessors of the GPU, so that features made on two GPU models cannot be used together.
@@ -35,25 +43,33 @@ class FastJlProjector(AbstractProjector):
     ) -> None:
         """
         Args:
-            grad_dim: P.
-            proj_dim: k, a multiple of 512.
-            seed: seed of the random matrix.
-            proj_type: `rademacher` or `normal`.
-            device: a CUDA device.
-            max_batch_size: 8, 16 or 32: what the GPU's shared memory allows.
+            grad_dim (`int`):
+                P, length of a gradient vector, at least 1.
+            proj_dim (`int`):
+                k, a multiple of 512.
+            seed (`int`):
+                Seed of the random matrix, at least 0.
+            proj_type (`str` or `ProjectionType`):
+                Distribution of the entries, `"rademacher"` or `"normal"`.
+            device (`str` or `torch.device`):
+                A CUDA device.
+            max_batch_size (`int`, *optional*, defaults to 32):
+                8, 16 or 32, whatever the GPU's shared memory allows.
 
         Raises:
             ModuleNotFoundError: `fast_jl` is not installed.
-            ValueError: one of the arguments is not as above.
+            TypeError: a number is not an integer.
+            ValueError: an argument is not one of those described above.
         """
         super().__init__(check_grad_dim(grad_dim), check_proj_dim(proj_dim), check_seed(seed), proj_type, device)
-        if torch.device(device).type != "cuda":
-            raise ValueError(f"`device` is '{device}', but fast_jl needs a CUDA device. Use another projector.")
-        if proj_type not in tuple(ProjectionType):
-            raise ValueError(f"`proj_type` is '{proj_type}'. Expected 'rademacher' or 'normal'.")
+        check_cuda(type(self), device)
+        check_proj_type(type(self), proj_type, (ProjectionType.rademacher, ProjectionType.normal))
         if self.proj_dim % 512:
-            raise ValueError(f"`proj_dim` is {proj_dim}. fast_jl takes multiples of 512; the other projectors any.")
-        self.max_batch_size = check_integer("max_batch_size", max_batch_size, 1, 2**31)
+            raise ValueError(
+                f"`proj_dim` is {proj_dim}. fast_jl takes multiples of 512: pass one, or use a projector that takes any "
+                "number."
+            )
+        self.max_batch_size = checked_int(max_batch_size, "max_batch_size", 1)
         if self.max_batch_size not in _BATCH_SIZES:
             raise ValueError(f"`max_batch_size` is {max_batch_size}. Expected one of {_BATCH_SIZES}.")
         self._module = _fast_jl()
@@ -64,10 +80,11 @@ class FastJlProjector(AbstractProjector):
         )
 
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """See [`AbstractProjector.project`]; a mapping is concatenated first.
+        """Project whole gradients, see [`AbstractProjector.project`]; a mapping is concatenated first.
 
         Raises:
-            ValueError: the gradients do not have P columns.
+            TypeError: `model_id` is not an integer.
+            ValueError: the gradients do not have P columns, or `model_id` is out of range.
         """
         blocks = blocks_of(grads)
         whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)

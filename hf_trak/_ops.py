@@ -1,27 +1,43 @@
-"""The projections as operators of torch: `torch.ops.hf_trak.*_accumulate(out, block, …)`, each `out += block @ R`, and
-`sjlt_accumulate_outer` for blocks in factored form.
+"""The operators that hf_trak registers with torch: `torch.ops.hf_trak.*_accumulate`.
 
-On CUDA tensors they run the kernels of `hf_trak.kernels`, on the CPU the torch implementation of the same map, which
-is the reference. Only `out` is changed. Arguments have been checked by [`BlockProjector.accumulate`]; there are no
-gradients through a projection.
+Each adds `block @ R` for one random map to `out`, in place; `sjlt_accumulate_outer` takes the block as factors. On
+CUDA tensors they launch the kernels of `hf_trak.kernels`, on the CPU they run the same map in torch operators, which
+is what the kernels are compared with.
+
+This module is the only one that registers operators. It stands above `hf_trak.kernels` and below `hf_trak.projectors`,
+which check the arguments and call the functions here. There are no gradients through a projection.
 """
-
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hf_trak.projectors.dense import NormalProjector, RademacherProjector
-from hf_trak.projectors.sparse import SparseProjector, segment_bounds
+from hf_trak.kernels.dense import Distribution, accumulate_dense
+from hf_trak.kernels.outer import accumulate_outer
+from hf_trak.kernels.runtime import CUDA
+from hf_trak.kernels.self_check import checked_instruction, require_right_outer, require_right_sjlt
+from hf_trak.kernels.sparse import accumulate_sjlt
+from hf_trak.kernels.torch_dense import NormalMap, RademacherMap
+from hf_trak.kernels.torch_sparse import SparseMap, segment_bounds, sum_of_outer_products
 
 
 @torch.library.custom_op("hf_trak::sjlt_accumulate", mutates_args=("out",), device_types="cuda")
 def sjlt_accumulate(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, nonzeros: int) -> None:
-    """The map `sjlt-1`; arguments as in [`SparseProjector`] and [`BlockProjector.accumulate`]."""
-    from hf_trak.kernels.runtime import CUDA
-    from hf_trak.kernels.self_check import require_right_sjlt
-    from hf_trak.kernels.sparse import accumulate_sjlt
+    """Add a block's projection by the map `sjlt-1`.
 
+    Args:
+        out (`torch.Tensor` of shape `(B, k)`):
+            Sums, float32, changed in place.
+        block (`torch.Tensor` of shape `(B, n)`):
+            Columns of the gradients, float32, bfloat16 or float16, on the device of `out`.
+        start (`int`):
+            Position of the first column in the gradient vector.
+        seed (`int`):
+            Seed of the random matrix.
+        model_id (`int`):
+            Id of the checkpoint.
+        nonzeros (`int`):
+            Number of entries ±1 in a row of R.
+    """
     require_right_sjlt(CUDA, block.dtype, block.device)
     target = _rows(out)
     accumulate_sjlt(CUDA, target, _rows(block), start, seed, model_id, segment_bounds(out.shape[1], nonzeros))
@@ -31,8 +47,7 @@ def sjlt_accumulate(out: Tensor, block: Tensor, start: int, seed: int, model_id:
 
 @sjlt_accumulate.register_kernel("cpu")
 def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, nonzeros: int) -> None:
-    projector = SparseProjector(start + block.shape[1], out.shape[1], seed, nonzeros=nonzeros)
-    projector.accumulate(out, block, start, model_id)
+    SparseMap(start + block.shape[1], out.shape[1], seed, nonzeros).accumulate(out, block, start, model_id)
 
 
 @sjlt_accumulate.register_fake
@@ -44,14 +59,18 @@ def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, nonzeros
 def sjlt_accumulate_outer(
     out: Tensor, left: Tensor, right: Tensor, start: int, seed: int, model_id: int, nonzeros: int
 ) -> None:
-    """The map `sjlt-1` of Σ_t left[b, t, :] ⊗ right[b, t, :], flattened, which is never formed on a GPU.
+    """Add the projection of Σ_t left[b, t, :] ⊗ right[b, t, :], flattened, by the map `sjlt-1`.
 
-    `left` is `(B, T, I)`, `right` `(B, T, J)`, of one dtype. The elements of the sum are float32, whatever that is.
+    The sum is never formed on a GPU. Its elements are float32, whatever the dtype of the factors.
+
+    Args:
+        out (`torch.Tensor` of shape `(B, k)`):
+            Sums, float32, changed in place.
+        left (`torch.Tensor` of shape `(B, T, I)`), right (`torch.Tensor` of shape `(B, T, J)`):
+            The factors, of one dtype.
+        start, seed, model_id, nonzeros (`int`):
+            As in `sjlt_accumulate`.
     """
-    from hf_trak.kernels.outer import accumulate_outer
-    from hf_trak.kernels.runtime import CUDA
-    from hf_trak.kernels.self_check import require_right_outer
-
     require_right_outer(CUDA, left.dtype, left.shape[1], left.device)
     target = _rows(out)
     accumulate_outer(CUDA, target, left, right, start, seed, model_id, segment_bounds(out.shape[1], nonzeros))
@@ -61,9 +80,8 @@ def sjlt_accumulate_outer(
 
 @sjlt_accumulate_outer.register_kernel("cpu")
 def _(out: Tensor, left: Tensor, right: Tensor, start: int, seed: int, model_id: int, nonzeros: int) -> None:
-    block = torch.bmm(left.float().transpose(1, 2), right.float()).flatten(1)
-    projector = SparseProjector(start + block.shape[1], out.shape[1], seed, nonzeros=nonzeros)
-    projector.accumulate(out, block, start, model_id)
+    block = sum_of_outer_products(left, right)
+    SparseMap(start + block.shape[1], out.shape[1], seed, nonzeros).accumulate(out, block, start, model_id)
 
 
 @sjlt_accumulate_outer.register_fake
@@ -73,13 +91,20 @@ def _(out: Tensor, left: Tensor, right: Tensor, start: int, seed: int, model_id:
 
 @torch.library.custom_op("hf_trak::rademacher_accumulate", mutates_args=("out",), device_types="cuda")
 def rademacher_accumulate(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, terms: int) -> None:
-    """The map `rademacher-1`; `terms` is 2, or 1 to round float32 gradients to bfloat16 (without effect on a CPU)."""
+    """Add a block's projection by the map `rademacher-1`.
+
+    Args:
+        out, block, start, seed, model_id:
+            As in `sjlt_accumulate`.
+        terms (`int`):
+            Number of bfloat16 terms of a float32 gradient: 2, or 1 to round it. Without effect on a CPU.
+    """
     _dense("rademacher", out, block, start, seed, model_id, terms)
 
 
 @rademacher_accumulate.register_kernel("cpu")
 def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, terms: int) -> None:
-    RademacherProjector(start + block.shape[1], out.shape[1], seed).accumulate(out, block, start, model_id)
+    RademacherMap(out.shape[1], seed).accumulate(out, block, start, model_id)
 
 
 @rademacher_accumulate.register_fake
@@ -89,13 +114,13 @@ def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, terms: i
 
 @torch.library.custom_op("hf_trak::normal_accumulate", mutates_args=("out",), device_types="cuda")
 def normal_accumulate(out: Tensor, block: Tensor, start: int, seed: int, model_id: int) -> None:
-    """The map `normal-1`."""
+    """Add a block's projection by the map `normal-1`; arguments as in `sjlt_accumulate`."""
     _dense("normal", out, block, start, seed, model_id, 2)
 
 
 @normal_accumulate.register_kernel("cpu")
 def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int) -> None:
-    NormalProjector(start + block.shape[1], out.shape[1], seed).accumulate(out, block, start, model_id)
+    NormalMap(out.shape[1], seed).accumulate(out, block, start, model_id)
 
 
 @normal_accumulate.register_fake
@@ -104,7 +129,7 @@ def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int) -> None:
 
 
 def _dense(
-    distribution: Literal["rademacher", "normal"],
+    distribution: Distribution,
     out: Tensor,
     block: Tensor,
     start: int,
@@ -112,11 +137,6 @@ def _dense(
     model_id: int,
     terms: int,
 ) -> None:
-    # Imported when there is a CUDA tensor to project, not with the package.
-    from hf_trak.kernels.dense import accumulate_dense
-    from hf_trak.kernels.runtime import CUDA
-    from hf_trak.kernels.self_check import checked_instruction
-
     instruction = checked_instruction(CUDA, distribution, block.dtype, block.shape[0], block.device, terms)
     target = _rows(out)
     accumulate_dense(CUDA, distribution, target, _rows(block), start, seed, model_id, terms, instruction)
@@ -125,5 +145,5 @@ def _dense(
 
 
 def _rows(matrix: Tensor) -> Tensor:
-    """The matrix itself if the elements of its rows lie side by side, as kernels expect, or else a copy."""
+    """Return the matrix itself if the elements of its rows lie side by side, as kernels expect, or else a copy."""
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
