@@ -17,7 +17,7 @@ import torch
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.main import main
 from hf_trak.errors import ConfigMismatchError, StoreError
-from hf_trak.store import store
+from hf_trak.store import format_1
 from hf_trak.store.store import FeatureStore
 from hf_trak.store.verification import verify_store
 
@@ -30,7 +30,7 @@ _spec.loader.exec_module(golden)
 
 @pytest.fixture(autouse=True)
 def _no_warnings_yet() -> Iterator[None]:
-    store._warned_directories.clear()
+    format_1.warned_directories.clear()
     yield
 
 

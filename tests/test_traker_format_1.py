@@ -16,7 +16,7 @@ from torch import Tensor
 from traker_runs import SAVERS, findings
 
 from hf_trak.errors import ConfigMismatchError, StoreError
-from hf_trak.store import store
+from hf_trak.store import format_1
 from hf_trak.traker import TRAKer
 from hf_trak.traker.savers import mmap_directory
 from hf_trak.traker.savers.mmap_saver import read_scores, upgrade_mmap
@@ -29,7 +29,7 @@ NAMES = {"mmap": "traker-mmap", "safetensors": "traker-safetensors"}
 
 @pytest.fixture
 def golden(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    for warned in (mmap_directory._warned, store._warned_directories):
+    for warned in (mmap_directory._warned, format_1.warned_directories):
         warned.clear()
     name = NAMES[request.getfixturevalue("kind")]
     shutil.copytree(GOLDEN / name, tmp_path / name)
@@ -99,7 +99,7 @@ def test_upgrading(golden: Path, kind: str, caplog: Any) -> None:
     upgrade(golden)
     assert {one.state for one in findings(golden, kind)} == {"intact", "missing"}  # of model id 2 rows are missing
     files = {path: path.read_bytes() for path in golden.rglob("*") if path.is_file()}
-    for warned in (mmap_directory._warned, store._warned_directories):
+    for warned in (mmap_directory._warned, format_1.warned_directories):
         warned.clear()
     caplog.clear()
     with caplog.at_level(logging.WARNING, "hf_trak"):

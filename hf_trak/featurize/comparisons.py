@@ -11,7 +11,7 @@ from hf_trak.identity.collation import collation_changes
 from hf_trak.identity.function_identity import same_function
 from hf_trak.identity.model_identity import model_changes, version_changes
 from hf_trak.store.atomic import differing
-from hf_trak.store.store import Comparison
+from hf_trak.store.configuration import Comparison
 
 logger = logging.getLogger(__name__)
 

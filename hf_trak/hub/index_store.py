@@ -1,6 +1,6 @@
-"""A feature store whose training side is a published index: read-only, and fetched file by file as it is needed.
+"""A published index as a feature store: its training features are read-only, and are fetched when they are read.
 
-What this machine computes itself (features of targets, scores) goes into a directory of its own.
+Features of targets and scores, which this machine computes, are kept in a directory outside of the index.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from hf_trak.hub.index_files import (
     check_finite,
     gram_bytes,
     references_checksum,
-    refusing,
+    refused_if_damaged,
     shard_bytes,
     tensor_files,
 )
@@ -32,22 +32,24 @@ from hf_trak.hub.manifest import (
     read_index_json,
     refused,
 )
+from hf_trak.store.configuration import Comparison, normalized
+from hf_trak.store.gram_file import Gram
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
 from hf_trak.store.sealed import check_seal
 from hf_trak.store.shard_set import Shard, ShardSet, content_hash
 from hf_trak.store.shards import FORMAT_VERSION, READABLE_VERSIONS, Identity, ShardPlan
-from hf_trak.store.store import Comparison, FeatureStore, Gram
+from hf_trak.store.store import FeatureStore
 
 JSON_FILES = (FeatureStore.CONFIG_FILE, MANIFEST_FILE)
 
 _CONFIG_BYTES_PER_VALUE = 4
 _MANIFEST_BYTES = 64 << 10
 _MANIFEST_BYTES_PER_FILE = 1 << 10
-"""What a manifest says besides the digests, and per file; a digest takes 44 bytes."""
+"""Bounds on a manifest: a fixed part, and a part per file, of which the digest takes 44 bytes."""
 _MAX_FEATURES = 1 << 24
 _MAX_PARAMETERS = 1 << 17
-"""Parameters of a model; one of a million million weights in 23,000 separate experts has 70,000."""
+"""Maximum number of parameter tensors. A model of 10¹² weights in 23,000 separate experts has 70,000."""
 
 
 class IndexShards(ShardSet):
@@ -56,10 +58,10 @@ class IndexShards(ShardSet):
     def __init__(self, local: ShardSet, files: IndexFiles, folder: str, checksums: tuple[str, ...]) -> None:
         """
         Args:
-            local: the same shards as the store sees them.
-            files: where they come from.
-            folder: their directory in the index.
-            checksums: of every shard, from the manifest.
+            local: the same shards, read without any check of an index.
+            files: the files of the index.
+            folder: directory of the shards in the index.
+            checksums: the checksum of every shard, from the manifest.
         """
         super().__init__(
             local.directory, local.prefix, local.plan, local.width, local.dtype, local.identity, local.version
@@ -70,30 +72,30 @@ class IndexShards(ShardSet):
         self._checked: set[int] = set()
 
     def is_written(self, index: int) -> bool:
-        """Whether the index has the shard: it has all of them."""
+        """Return `True` for every shard: a published index is complete."""
         return 0 <= index < len(self.plan)
 
     exists = is_written
 
     @property
     def content_hash(self) -> str:
-        """Digest of the checksums of all shards, from the manifest. No shard is read."""
+        """Digest of the checksums of all shards, from the manifest. Reads no shard."""
         return content_hash(self._checksums)
 
     def write(self, index: int, grads: torch.Tensor, out_to_loss: torch.Tensor) -> NoReturn:
-        """Nothing is written into an index."""
+        """Raise `StoreError`: an index is read-only."""
         _refuse_writing(self._files.name)
 
     def read(self, index: int, verify: bool | None = None, mapped: bool = True) -> Shard:
-        """Read one shard, fetching it first where it is not on this machine.
+        """Read one shard, downloading it first if need be.
 
         Raises:
-            HubAccessError: it cannot be fetched.
-            RefusedIndexError: it is not what the index promises: another shape, dtype, checkpoint or checksum, no
-                safetensors file, or with values that are not finite.
+            HubAccessError: the shard cannot be downloaded.
+            RefusedIndexError: the shard has another shape, dtype, checkpoint or checksum than the index says, is not a
+                safetensors file, or has values that are not finite.
         """
         path = self._fetch(index)
-        with refusing(self._files, path):
+        with refused_if_damaged(self._files, path):
             if index in self._checked:
                 return super().read(index, verify, mapped)
             rows = self.plan.rows(index)
@@ -112,10 +114,16 @@ class IndexShards(ShardSet):
 
 
 class IndexStore(FeatureStore):
-    """See the module's docstring."""
+    """A feature store over the files of a published index. Make one with [`open_index`]."""
 
     def __init__(self, output_dir: Path, config: dict[str, Any], files: IndexFiles, manifest: IndexManifest) -> None:
-        """Use [`open_index`]."""
+        """
+        Args:
+            output_dir: directory for features of targets and for scores.
+            config: the checked configuration of the index.
+            files: the files of the index.
+            manifest: the checked manifest of the index.
+        """
         super().__init__(output_dir, config)
         self.files = files
         self.manifest = manifest
@@ -123,11 +131,11 @@ class IndexStore(FeatureStore):
 
     @property
     def config_hash(self) -> str:
-        """Hex digest of all keys that define the features; taken once, since nothing of an index changes."""
+        """Hex digest of all keys that define the features. Computed once, since an index does not change."""
         return self._config_hash
 
     def checkpoint_dir(self, model_id: int) -> Path:
-        """Directory of the files of a checkpoint, as far as they are fetched."""
+        """Directory of the fetched files of a checkpoint."""
         return self.files.root / super().checkpoint_dir(model_id).name
 
     @property
@@ -136,15 +144,17 @@ class IndexStore(FeatureStore):
         return sorted(self.manifest.checkpoints)
 
     def checkpoint_info(self, model_id: int) -> dict[str, Any]:
-        """As for any store. `source` is a repo of the Hub or `None`, never a path, which could only mislead here.
+        """Return `model_id`, `fingerprint`, `source` and `config_hash` of a checkpoint.
+
+        `source` is a repo of the Hub or `None`, never a path, which would be one of another machine.
 
         Raises:
-            IncompleteStoreError: the index has no such checkpoint.
+            IncompleteStoreError: the index has no checkpoint of this id.
         """
         published = self.manifest.checkpoints.get(model_id)
         if published is None:
             raise IncompleteStoreError(
-                f"Model id {model_id} is not in the index {self.files.name}, which has {self.model_ids}. Choose among "
+                f"Model id {model_id} is not in the index {self.files.name}, which has {self.model_ids}. Use one of "
                 "those."
             )
         return {
@@ -155,21 +165,21 @@ class IndexStore(FeatureStore):
         }
 
     def register_checkpoint(self, model_id: int, fingerprint: str, source: str | None = None) -> None:
-        """Nothing is added to an index."""
+        """Raise `StoreError`: an index is read-only."""
         _refuse_writing(self.files.name)
 
     def write_gram(self, model_id: int, gram: torch.Tensor, n: int) -> None:
-        """Nothing is written into an index."""
+        """Raise `StoreError`: an index is read-only."""
         _refuse_writing(self.files.name)
 
-    def _shard_set(self, directory: Path, prefix: str, plan: ShardPlan, identity: Identity) -> ShardSet:
-        if directory.parent == self.files.root:  # where nothing is ever removed
-            width = self._config["proj_dim"]
+    def shard_set(self, directory: Path, prefix: str, plan: ShardPlan, identity: Identity) -> ShardSet:
+        if directory.parent == self.files.root:  # a shard set that never removes files
+            width = self.proj_dim
             return ShardSet(directory, prefix, plan, width, self.feature_dtype, identity, self.version)
-        return super()._shard_set(directory, prefix, plan, identity)
+        return super().shard_set(directory, prefix, plan, identity)
 
     def train(self, model_id: int) -> IndexShards:
-        """The training features under one checkpoint; none is fetched yet."""
+        """Return the training features of one checkpoint, without fetching any."""
         local = super().train(model_id)
         folder = self.checkpoint_dir(model_id).name
         return IndexShards(local, self.files, folder, self.manifest.checkpoints[model_id].shards)
@@ -183,19 +193,23 @@ class IndexStore(FeatureStore):
         extra: Mapping[str, Any] | None = None,
         compare: Mapping[str, Comparison] | None = None,
     ) -> ShardSet:
-        """As for any store; what the task needs to compute them is fetched first."""
+        """Open the targets of an experiment; see [`FeatureStore.targets`]. Fetches the task's references first."""
         self.fetch_references(model_id)
         return super().targets(experiment, model_id, n_targets, dataset_fingerprint, extra, compare)
 
     def fetch_references(self, model_id: int) -> None:
-        """Fetch and check what the task computed before its first batch, if it did. Raises as [`IndexShards.read`]."""
+        """Fetch and check the tensors that the task computed before its first batch, if any.
+
+        Raises:
+            As [`IndexShards.read`].
+        """
         self.checkpoint_info(model_id)
         published = self.manifest.checkpoints[model_id]
         if published.references is None:
             return
         path = f"{self.checkpoint_dir(model_id).name}/{REFERENCES_FILE}"
         self.files.fetch(path)
-        with refusing(self.files, path):
+        with refused_if_damaged(self.files, path):
             check_file(self.files.root / path, REFERENCE_BYTES)
             found = references_checksum(self, model_id)
             if found != published.references:
@@ -205,29 +219,29 @@ class IndexStore(FeatureStore):
                     raise StoreError(f"`{name}` holds NaN or infinite values")
 
     def read_gram(self, model_id: int) -> Gram:
-        """XᵀX of a checkpoint, fetched if need be. Raises as [`IndexShards.read`]."""
+        """Return XᵀX of a checkpoint, downloading it if need be. Raises as [`IndexShards.read`]."""
         self.checkpoint_info(model_id)
         path = f"{self.checkpoint_dir(model_id).name}/gram.safetensors"
         self.files.fetch(path)
-        with refusing(self.files, path):
-            check_file(self.files.root / path, gram_bytes(self._config["proj_dim"]))
+        with refused_if_damaged(self.files, path):
+            check_file(self.files.root / path, gram_bytes(self.proj_dim))
             gram = super().read_gram(model_id)
             if gram is None:
-                raise StoreError("it vanished while it was read")
+                raise StoreError("it was removed while it was read")
             if not bool(torch.isfinite(gram.matrix).all()):
                 raise StoreError("the Gram matrix holds NaN or infinite values")
             return gram
 
 
 def open_index(files: IndexFiles, output_dir: Path) -> IndexStore:
-    """Check an index that may come from anybody, and open it. Only the two JSON files are fetched.
+    """Check an index from an untrusted source, and open it. Fetches only the two JSON files.
 
     Args:
-        files: where it is.
-        output_dir: where features of targets and scores are kept.
+        files: the files of the index.
+        output_dir: directory for features of targets and for scores.
 
     Raises:
-        RefusedIndexError: it is of another format, or anything does not fit: sizes, names, counts, digests, values.
+        RefusedIndexError: the index is of another format, or its sizes, names, counts, digests or values do not fit.
         HubAccessError: a file cannot be fetched.
     """
     try:
@@ -257,7 +271,7 @@ def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
     check_json_size(where, files.size(MANIFEST_FILE), most)
     content = read_index_json(files.fetch(MANIFEST_FILE), where, most, MANIFEST_BYTES_PER_VALUE)
     if config["format_version"] > 1 and content.get("format_version") == 1:
-        raise refused(where, "it has format version 1, and the configuration beside it a later one")
+        raise refused(where, "it has format version 1, and the configuration beside it has a later one")
     try:
         manifest = IndexManifest.from_json(content, plan)
     except ValueError as error:
@@ -273,7 +287,7 @@ def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
 
 
 def _checked_config(files: IndexFiles) -> dict[str, Any]:
-    """The configuration of an index, of a size, a version and with values that there can be."""
+    """Read the configuration of an index, and check its size, version, checksum and values."""
     where = f"{FeatureStore.CONFIG_FILE} of {files.name}"
     check_json_size(where, files.size(FeatureStore.CONFIG_FILE))
     config = read_index_json(files.fetch(FeatureStore.CONFIG_FILE), where, MAX_JSON_BYTES, _CONFIG_BYTES_PER_VALUE)
@@ -285,19 +299,19 @@ def _checked_config(files: IndexFiles) -> dict[str, Any]:
     try:
         check_seal(config, where)
     except StoreError as error:
-        raise refused(where, "its content has another checksum than it says") from error
+        raise refused(where, "its content has another checksum than the one that it records") from error
     try:
         check_bounds(config)
-        return FeatureStore._normalize(config)
+        return normalized(config)
     except (TypeError, ValueError) as error:
         raise refused(where, str(error)) from error
 
 
 def check_bounds(config: Mapping[str, Any]) -> None:
-    """Refuse a configuration with more features or parameters than an index is read with.
+    """Refuse a configuration with more features or parameters than readers accept.
 
     Raises:
-        ValueError: it is.
+        ValueError: a number is larger.
     """
     features, parameters = config.get("proj_dim"), config.get("parameters")
     if isinstance(features, int) and features > _MAX_FEATURES:
@@ -307,11 +321,11 @@ def check_bounds(config: Mapping[str, Any]) -> None:
 
 
 def _check_listing(store: IndexStore) -> None:
-    """Refuse an index whose files are absent or of a size that they cannot have, before any of them is fetched."""
+    """Refuse an index with missing files, or files of impossible sizes, before any of them is fetched."""
     files = store.files
     names = files.names()
     if names is None:
-        return  # opened from the cache: what is there is checked when it is read
+        return  # opened from the cache, whose files are checked when they are read
     for model_id in store.model_ids:
         for path, (least, most) in tensor_files(store, model_id, store.manifest.checkpoints[model_id]).items():
             if path not in names:
@@ -323,6 +337,6 @@ def _check_listing(store: IndexStore) -> None:
 
 def _refuse_writing(name: str) -> NoReturn:
     raise StoreError(
-        f"The index {name} was published and is only read here. To add checkpoints or rows, featurize into an output "
-        "directory of your own with `TrakAttributor(...)`, and publish that."
+        f"The index {name} was published and is only read here. To add checkpoints or rows, featurize into another "
+        "output directory with `TrakAttributor(...)`, and publish that."
     )

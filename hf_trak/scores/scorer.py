@@ -1,8 +1,8 @@
-"""Scores from the shards of a store, computed where the shards are, by all processes together.
+"""Scores of a feature store, computed by all processes together.
 
-Each process reads its own contiguous part of the shards, whatever their number; what travels is one Gram matrix per
-checkpoint, the preconditioned targets (m, k), and top-k lists. All results have the same bits for any number of
-processes with the same device type and number of threads.
+Each process reads its own contiguous part of the shards. Processes exchange only one Gram matrix per checkpoint, the
+preconditioned targets `(m, k)`, and top-k lists. All results have the same bits for any number of processes, provided
+that the type of device and the number of threads are the same.
 """
 
 import logging
@@ -21,32 +21,36 @@ from hf_trak.scores.gram import GramSum, column_squares
 from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.streaming import ScaledRows, joined, score_blocks, self_influence_blocks
+from hf_trak.store.gram_file import Gram
 from hf_trak.store.shard_set import Shard, ShardSet
-from hf_trak.store.store import FeatureStore, Gram
+from hf_trak.store.store import FeatureStore
 
 logger = logging.getLogger(__name__)
 
 _BLOCK_SCORES = 1 << 24
-"""Scores that are held at a time, unless one training row alone has more."""
+"""Number of scores computed at a time, unless a single training row has more."""
 
 _SHARD_SCORES = 1 << 22
-"""Scores of one shard up to which shards are worked on side by side; larger products use all cores themselves."""
+"""Shards with at most this many scores are multiplied in parallel. A larger product uses all cores by itself."""
 
 SCORES_VERSION = 2
-"""Rises when scores of the same features change, and with them the names of result files."""
+"""Raised whenever the scores of the same features change. It is part of the identity of a result."""
 
 _JOINED_SCORES = 1 << 20
-"""Scores of small shards that are worked on together."""
+"""Small shards are joined to blocks of at least this many scores."""
 
 
 @dataclass(frozen=True)
 class PlannedScores:
-    """Scores that are about to be computed.
+    """Scores that are computed when their blocks are iterated over.
 
     Attributes:
-        name: of the experiment.
-        identity: all that the numbers depend on, as plain JSON: results of equal identities have equal bits.
-        blocks: see [`score_blocks`].
+        name (`str`):
+            Name of the experiment.
+        identity (`dict`):
+            Everything that the numbers depend on, as plain JSON. Results of equal identities have equal bits.
+        blocks (`Iterator[ScoreBlock]`):
+            The scores, see [`score_blocks`].
     """
 
     name: str
@@ -55,9 +59,9 @@ class PlannedScores:
 
 
 class Scorer:
-    """Gram matrices, ridge systems and score blocks of one store.
+    """Computes Gram matrices, ridge systems and scores of one feature store.
 
-    Methods have to be called by all processes in the same order, except [`~Scorer.blocks`].
+    All processes have to call its methods in the same order, except for [`~Scorer.blocks`].
     """
 
     def __init__(
@@ -71,9 +75,10 @@ class Scorer:
         """
         Args:
             store: the features.
-            processes: among which shards are divided.
-            device: where products are computed, if it is a CUDA device; the CPU otherwise.
-            lambda_reg, lambda_relative: see [`ridge_lambda`].
+            processes: the processes that share the shards.
+            device: products are computed on this device if it is a CUDA device, and on the CPU otherwise.
+            lambda_reg: absolute ridge, see [`ridge_lambda`].
+            lambda_relative: relative ridge, see [`ridge_lambda`].
         """
         self.store = store
         self.processes = processes
@@ -83,10 +88,16 @@ class Scorer:
         self.n, self.k = store.config["train_size"], store.config["proj_dim"]
 
     def ensemble(self, model_ids: Sequence[int] | None) -> list[int]:
-        """The checkpoints to average over; `None` takes all in the store.
+        """Check the checkpoints to average over.
+
+        Args:
+            model_ids: ids of checkpoints. `None` takes all in the store.
+
+        Returns:
+            The ids, each of which has all its shards.
 
         Raises:
-            IncompleteStoreError: one is not in the store, or only in part, or there is none.
+            IncompleteStoreError: a checkpoint is not in the store or lacks shards, or there is none.
         """
         return self.processes.broadcast_from_main(lambda: self._checked_ensemble(model_ids))
 
@@ -101,28 +112,28 @@ class Scorer:
             )
         if not ids or set(ids) - set(known) or len(set(ids)) < len(ids):
             raise IncompleteStoreError(
-                f"Asked to score with the model_ids {ids}; featurized in {directory!r} are {known}. Expected one or "
-                "more of those, each once. Call `featurize()` first."
+                f"`model_ids` is {ids}; featurized in {directory!r} are {known}. Expected one or more of the latter, "
+                "each once. Call `featurize()` for checkpoints that are missing."
             )
         for model_id in ids:
             shards = self.store.train(model_id)
             if left := shards.without_file():
                 raise IncompleteStoreError(
                     f"{len(left)} shards of model_id {model_id} are missing in {directory!r} (first: "
-                    f"{shards.path(left[0])}). Call `featurize()` with the same checkpoints to finish "
-                    "them, or leave this id out of `model_ids`."
+                    f"{shards.path(left[0])}). Expected all shards of every checkpoint. Call `featurize()` with the "
+                    "same checkpoints to finish them, or leave this id out of `model_ids`."
                 )
         return ids
 
     def gram(self, model_id: int) -> Gram | None:
-        """XᵀX of a checkpoint, from the store, or computed from its shards and kept there.
+        """Read XᵀX of a checkpoint from the store. If it is not there, compute it from the shards and write it.
 
         Returns:
-            The matrix in the main process, `None` in the others.
+            The matrix `(k, k)` with its trace in the main process, `None` in the others.
 
         Raises:
             IncompleteStoreError: shards are missing.
-            StoreError: a shard, or the matrix, is damaged.
+            StoreError: a shard or the matrix is damaged.
             NonFiniteError: a feature is not finite; names its row.
         """
         found: Gram | None = None
@@ -144,6 +155,7 @@ class Scorer:
         return found
 
     def _sum_gram(self, model_id: int) -> Tensor:
+        """Sum XᵀX over the shards of all processes, in two passes: the first finds the scale, see [`GramSum`]."""
         shards = self.store.train(model_id)
         mine = self.processes.share(len(shards))
         largest = torch.zeros(self.k, dtype=torch.float64)
@@ -158,15 +170,15 @@ class Scorer:
         return total.result().cpu()
 
     def precondition(self, model_id: int, targets: Callable[[], Tensor], m: int) -> ScaledRows:
-        """A = t (XᵀX + λI)⁻¹ of one checkpoint, solved in the main process alone.
+        """Compute the preconditioned targets A = t (XᵀX + λI)⁻¹ of one checkpoint, in the main process alone.
 
         Args:
             model_id: the checkpoint.
-            targets: gives t `(m, k)`.
+            targets: returns t `(m, k)`. Called in the main process.
             m: number of targets.
 
         Returns:
-            `(m, k)`, float32 up to powers of two, in every process.
+            A `(m, k)` with scaled float32 rows, in every process.
 
         Raises:
             SingularGramError: the ridge is too small for these features.
@@ -174,14 +186,18 @@ class Scorer:
         gram = self.gram(model_id)
 
         def solve() -> Tensor:
-            assert gram is not None  # only the main process comes here
+            assert gram is not None  # this runs in the main process only
             return self.system(model_id, gram).solve(targets())
 
         rows = ScaledRows.of(self.processes.broadcast_tensor_from_main(solve, (m, self.k), torch.float64))
         return ScaledRows(rows.values.to(self.device), rows.exponents)
 
     def system(self, model_id: int, gram: Gram) -> RidgeSystem:
-        """The factorized ridge system; logs λ and the condition number."""
+        """Factorize XᵀX + λI of a checkpoint, and log λ and the condition number.
+
+        Raises:
+            SingularGramError: the ridge is too small for these features.
+        """
         lam = ridge_lambda(gram.trace, self.n, self.k, self.lambda_reg, self.lambda_relative)
         system = RidgeSystem(gram.matrix, lam)
         logger.info(
@@ -192,22 +208,27 @@ class Scorer:
     def blocks(
         self, model_ids: Sequence[int], targets: Sequence[Tensor | ScaledRows], everywhere: bool = False
     ) -> Iterator[ScoreBlock]:
-        """Scores of training rows, in order, block by block.
+        """Compute the scores of training rows, in order, block by block.
 
         Args:
             model_ids: the checkpoints.
-            targets: for each of them its preconditioned targets `(m, k)`.
-            everywhere: all rows in every process, rather than those that fall to this one.
+            targets: preconditioned targets `(m, k)` of every checkpoint.
+            everywhere: compute all rows in every process, instead of this process's share.
+
+        Returns:
+            An iterator of blocks `(start, stop, block)`, see [`score_blocks`].
         """
         shards = [self.store.train(model_id) for model_id in model_ids]
         first = targets[0].values if isinstance(targets[0], ScaledRows) else targets[0]
         count, m = len(shards[0]), first.shape[0]
         mine = range(count) if everywhere else self.processes.share(count)
         rows = shards[0].plan.shard_size
+        # On a GPU, or with many targets, products run one after the other, in slices that bound the memory.
         if self.device.type != "cpu" or m * rows > _SHARD_SCORES:
             rows = max(1, _BLOCK_SCORES // max(1, m))
             return joined(score_blocks([_sliced(one.part(mine), rows) for one in shards], targets), _JOINED_SCORES)
 
+        # With few targets on the CPU, a thread per core multiplies small groups of shards.
         def scores_of(indices: Sequence[int]) -> list[ScoreBlock]:
             return list(
                 joined(score_blocks([one.part(indices, mapped=False) for one in shards], targets), _JOINED_SCORES)
@@ -218,11 +239,16 @@ class Scorer:
         return chain.from_iterable(map_shards(scores_of, groups))
 
     def identity(self, model_ids: Sequence[int], targets: Sequence[ShardSet]) -> dict[str, Any]:
-        """What scores depend on: the features of both sides, by their checksums, λ, and what decides on rounding.
+        """Describe everything that scores depend on.
+
+        That is: the features of training rows and targets (by their checksums), λ, and what decides on rounding.
 
         Args:
             model_ids: the checkpoints.
-            targets: for each of them the features of the targets.
+            targets: the target features of every checkpoint.
+
+        Returns:
+            Plain JSON. Scores with equal identities have equal bits.
         """
 
         def describe() -> list[dict[str, Any]]:
@@ -247,13 +273,20 @@ class Scorer:
         }
 
     def self_influence(self, model_ids: Sequence[int]) -> Tensor:
-        """τ(z_i, z_i) of every training row, `(n,)` float32, in every process."""
+        """Compute τ(z_i, z_i) of every training row, see [`self_influence_blocks`].
+
+        Returns:
+            `(n,)`, float32, in every process.
+
+        Raises:
+            SingularGramError: the ridge is too small for these features.
+        """
         systems = []
         for model_id in model_ids:
             self.gram(model_id)
             with self.processes.all_or_none():
                 gram = self.store.read_gram(model_id)
-                assert gram is not None  # it has just been made sure of
+                assert gram is not None  # `self.gram` has written it
                 systems.append(self.system(model_id, gram))
         shards = [self.store.train(model_id) for model_id in model_ids]
         mine = self.processes.share(len(shards[0]))
@@ -265,7 +298,7 @@ class Scorer:
 
 
 def _sliced(shards: Iterator[Shard], rows: int) -> Iterator[Shard]:
-    """The same rows in pieces of at most `rows`, cut at places that depend on the shards alone."""
+    """Cut shards into pieces of at most `rows` rows. The cuts depend on the shards and `rows` alone."""
     for shard in shards:
         for start in range(shard.start, shard.stop, rows):
             stop = min(start + rows, shard.stop)

@@ -5,13 +5,13 @@ they were projected under, and the configuration. `checkpoint-<model_id>.json` s
 that has vanished is missed: an average without it would be another result.
 """
 
-import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError, StoreError
+from hf_trak.runtime.checks import checked_int
 from hf_trak.store.atomic import create_bytes, differing, json_bytes, remove_stale_temporaries
 from hf_trak.store.sealed import read_sealed, sealed_bytes, unsealed
 
@@ -149,14 +149,19 @@ def encoded(content: Mapping[str, Any], version: int) -> bytes:
 
 
 def checked_model_id(model_id: Any) -> int:
-    """`model_id` as an `int` ≥ 0. Raises `ValueError` if it is not one."""
-    if isinstance(model_id, bool) or not hasattr(model_id, "__index__") or operator.index(model_id) < 0:
-        raise ValueError(f"`model_id` is {model_id!r}; expected an integer ≥ 0, a different one for every checkpoint.")
-    return operator.index(model_id)
+    """Return `model_id` as an `int`.
+
+    Raises:
+        ValueError: it is not an integer of at least 0.
+    """
+    remedy = "Give every checkpoint an id of its own."
+    return checked_int(model_id, "model_id", 0, remedy=remedy, type_error=ValueError)
 
 
 def checked_count(value: Any, name: str) -> int:
-    """`value` as an `int` ≥ 1. Raises `ValueError` if it is not one."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
-        raise ValueError(f"`{name}` is {value!r}; expected an integer of at least 1.")
-    return operator.index(value)
+    """Return `value`, the argument `name`, as an `int`.
+
+    Raises:
+        ValueError: it is not an integer of at least 1.
+    """
+    return checked_int(value, name, 1, type_error=ValueError)

@@ -27,9 +27,12 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import CheckpointMismatchError, StoreError
+from hf_trak.store.configuration import Comparison
+from hf_trak.store.experiments import ExperimentRecords
+from hf_trak.store.gram_file import Gram
 from hf_trak.store.shard_set import Shard, ShardSet
 from hf_trak.store.shards import ShardPlan
-from hf_trak.store.store import Comparison, FeatureStore, Gram
+from hf_trak.store.store import FeatureStore
 
 
 @dataclass(frozen=True)
@@ -144,11 +147,8 @@ class RevisedStore(FeatureStore):
         return self.base.model_ids
 
     @property
-    def experiments(self) -> list[str]:
-        return self.base.experiments
-
-    def experiment_dir(self, experiment: str) -> Path:
-        return self.base.experiment_dir(experiment)
+    def experiment_records(self) -> ExperimentRecords:
+        return self.base.experiment_records
 
     def checkpoint_info(self, model_id: int) -> dict[str, Any]:
         return self.base.checkpoint_info(model_id)
@@ -216,7 +216,7 @@ class RevisedStore(FeatureStore):
         for shard in self.added.train(model_id) if self.added is not None else ():
             rows = shard.grads.to(torch.float64)
             matrix.addmm_(rows.T, rows)
-        self.write_gram(model_id, matrix, self._config["train_size"])
+        self.write_gram(model_id, matrix, self.train_size)
         return super().read_gram(model_id)
 
     def _excluded_in(self, rows: range) -> Tensor:

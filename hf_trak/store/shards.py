@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_trak.errors import StoreError
+from hf_trak.runtime.checks import checked_int
 from hf_trak.store.atomic import atomic_path, differing
 from hf_trak.store.sealed import content_digest, sealed
 from hf_trak.store.whole_file import DTYPES, WholeFile
@@ -52,9 +53,7 @@ class ShardPlan:
 
     def __post_init__(self) -> None:
         for name in ("n_rows", "shard_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"`{name}` is {value!r}; expected an integer of at least 1.")
+            object.__setattr__(self, name, checked_int(getattr(self, name), name, 1, type_error=ValueError))
 
     def __len__(self) -> int:
         """Number of shards."""
