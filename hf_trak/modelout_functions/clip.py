@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_trak.errors import HfTrakError
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, call_model
 from hf_trak.modelout_functions.clip_embeddings import ClipEmbeddings, clip_inputs, draw_rows, embed, read_output
-from hf_trak.weights.stamp import WeightsStamp, model_tensors
+from hf_trak.weights.watch import WeightsStamp, model_tensors
 
 DEFAULT_SIMULATED_BATCH_SIZE = 300
 

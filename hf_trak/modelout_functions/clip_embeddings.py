@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_trak.errors import NonFiniteError
 from hf_trak.modelout_functions.batches import LABEL_NAMES, as_sequence
-from hf_trak.weights.stamp import WeightsStamp, model_tensors
+from hf_trak.weights.watch import WeightsStamp, model_tensors
 
 
 @dataclass(frozen=True)

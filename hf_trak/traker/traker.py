@@ -35,7 +35,7 @@ from hf_trak.traker.savers.run_metadata import RunMetadata
 from hf_trak.traker.score_computers import AbstractScoreComputer, BasicScoreComputer
 from hf_trak.version import __version__
 from hf_trak.weights.checkpoints import Checkpoint, load_into
-from hf_trak.weights.loaded import LoadedWeights
+from hf_trak.weights.watch import LoadedWeights
 
 logger = logging.getLogger(__name__)
 
