@@ -1,163 +1,79 @@
-"""The README's Python examples run as they are printed."""
+"""The README: its length, its picture, the command that CI takes from it, and its examples."""
 
-import re
+import importlib.util
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from datasets import Dataset, load_dataset
+from doc_examples import sentences, trained_trainer, write_reviews
+from doc_pages import ROOT, blocks_of, hf_trak_command, run_page
 from hub_server import TOKEN, Hub, client, hub
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
-
-from hf_trak import TrakAttributor, TrakConfig
 
 __all__ = ["client", "hub"]  # fixtures
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), flags=re.DOTALL)
+README = ROOT / "README.md"
 
 
-def block(marker: str) -> str:
-    """The one example that holds a piece of code."""
-    (found,) = [code for code in BLOCKS if marker in code]
-    return found
+def test_it_is_short() -> None:
+    """As `wc -w` counts: code, tables and links included."""
+    assert len(README.read_text(encoding="utf-8").split()) <= 900
 
 
-def tiny_bert() -> BertForSequenceClassification:
-    config = BertConfig(
-        vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=2
-    )
-    return BertForSequenceClassification(config)
+def test_the_picture_is_small() -> None:
+    picture = ROOT / "docs/images/digits.png"
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert picture.stat().st_size < 150_000
 
 
-def sentences(n: int) -> Dataset:
-    return Dataset.from_dict(
-        {
-            "input_ids": [[i % 29 + 1] * 5 for i in range(n)],
-            "labels": [i % 2 for i in range(n)],
-            "label": [i % 2 for i in range(n)],
-            "source": ["book" if i % 3 else "web" for i in range(n)],
-            "text": [f"sentence {i}" for i in range(n)],
-        }
-    )
+def test_ci_finds_the_test_command() -> None:
+    """By the very program of .ci/run."""
+    line = next(line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("command=$(awk"))
+    script = f'{line}\nprintf "%s\\n" "$command"'
+    found = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    marked = [block.code.strip() for block in blocks_of(README) if "pytest" in block.code]
+    assert [found] == marked
+    assert found.startswith("python3 -m venv .venv && ")
 
 
-def tiny_trainer() -> Trainer:
-    """As the README's reader has it, with checkpoints at steps 100 and 200."""
-    arguments = TrainingArguments(
-        output_dir="out", max_steps=200, save_steps=100, use_cpu=True, report_to="none", disable_tqdm=True
-    )
-    return Trainer(model=tiny_bert(), args=arguments, train_dataset=sentences(40))
-
-
-def test_every_block_is_tested() -> None:
-    assert len(BLOCKS) == 7
-
-
-def test_three_lines_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    trainer = tiny_trainer()
-    trainer.train()
-    namespace = {"trainer": trainer, "eval_dataset": sentences(6)}
-    exec(block("featurize(checkpoints=["), namespace)
+def after_three_lines(namespace: dict[str, Any]) -> None:
     scored = namespace["scored"]
     assert len(scored) == 6
     assert len(scored[0]["trak_indices"]) == 20
     assert scored[0]["trak_scores"][0] >= scored[0]["trak_scores"][1]
 
 
-def test_callback_and_more_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    namespace = {
-        "trainer": tiny_trainer(),
-        "eval_dataset": sentences(6),
-        "new_rows": sentences(4),
-        "TrakConfig": TrakConfig,
-        "TrakAttributor": TrakAttributor,
-    }
-    exec(block("TrakCallback("), namespace)
-    assert [Path(path).name for path in namespace["callback"].checkpoints] == ["checkpoint-100", "checkpoint-200"]
-    exec(block("group_scores("), namespace)
-
-
-def test_publishing(hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    model = tiny_bert().eval()
-    model.save_pretrained("model")
-    hub.put("model", "me/my-model", {path.name: path.read_bytes() for path in Path("model").iterdir()}, private=True)
-    config = TrakConfig(output_dir="trak", proj_dim=16, use_cpu=True, disable_tqdm=True)
-    namespace = {
-        "attributor": TrakAttributor(model, config, sentences(40)).featurize(),
-        "my_examples": sentences(5),
-        "train_dataset": sentences(40),
-        "TrakAttributor": TrakAttributor,
-    }
-    exec(block("push_to_hub("), namespace)
+def after_publishing(namespace: dict[str, Any]) -> None:
     assert len(namespace["scored"]) == 5
     assert len(namespace["scored"][0]["trak_indices"]) == 10
-    assert len(load_dataset("me/my-scores", split="train")) == 5
 
 
-def test_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples(hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = sentences(12)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    write_reviews(tmp_path)
+    trainer = trained_trainer()
+    for step in (100, 200):
+        files = {path.name: path.read_bytes() for path in Path(f"out/checkpoint-{step}").iterdir()}
+        kept = {name: files[name] for name in ("config.json", "model.safetensors")}
+        hub.put("model", "me/my-model", kept, private=True).commit(f"step-{step}", kept)
+    ran = []
 
-    def make_trainer(chosen: Dataset, seed: int) -> Trainer:
-        arguments = TrainingArguments(
-            output_dir="out",
-            max_steps=1,
-            seed=seed,
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        return Trainer(model=tiny_bert(), args=arguments, train_dataset=chosen)
+    def command(argv: list[str]) -> None:
+        if argv[0] == ".venv/bin/python":  # the recipe has a test of its own that runs it
+            assert argv[1:] == ["recipes/image_classification/run.py"]
+            assert importlib.util.spec_from_file_location("run", ROOT / argv[1]) is not None
+            assert (ROOT / argv[1]).is_file()
+        else:
+            hf_trak_command(argv)
+        ran.append(argv[:2])
 
-    namespace = {
-        "make_trainer": make_trainer,
-        "train_dataset": rows,
-        "targets": sentences(4),
-        "scores": torch.randn(12, 4).numpy(),
+    namespace = {"trainer": trainer, "eval_dataset": sentences(6), "my_examples": sentences(5)}
+    checks = {"featurize(checkpoints=[": after_three_lines, "push_to_hub(": after_publishing}
+    smaller = {  # systems of 4096 equations take most of a minute
+        'TrakConfig(output_dir="trak")': 'TrakConfig(output_dir="trak", proj_dim=512)',
+        "reviews.jsonl --output_dir": "reviews.jsonl --proj_dim 512 --output_dir",
     }
-    exec(block("TrainerRetraining(").replace("100", "8"), namespace)  # the README's hundred take most of a minute
-    assert namespace["retrained"].num_rows == 8
-    assert re.search(r"-?\d\.\d+ \[-?\d\.\d+, -?\d\.\d+\]", capsys.readouterr().out)
-
-
-def test_trak_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    data = load_digits()
-    images, labels = torch.tensor(data.images / 16.0, dtype=torch.float32), torch.tensor(data.target)
-
-    def network() -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-
-    train_set, test_set = (
-        TensorDataset(images[:1100], labels[:1100]),
-        TensorDataset(images[1100:1120], labels[1100:1120]),
-    )
-    namespace = {
-        "model": network(),
-        "checkpoints": [network().state_dict() for _ in range(2)],
-        "train_set": train_set,
-        "test_set": test_set,
-        "train_loader": DataLoader(train_set, batch_size=100),
-        "test_loader": DataLoader(test_set, batch_size=8),
-    }
-    exec(block("TRAKer("), namespace)
-    assert namespace["scores"].shape == (1100, 20)
-    assert namespace["scores"].isfinite().all()
-
-
-def test_per_sample_gradients() -> None:
-    batch: dict[str, Tensor] = {"input_ids": torch.randint(1, 30, (4, 7)), "attention_mask": torch.ones(4, 7)}
-    model = tiny_bert()
-    namespace = {"model": model, "batch": batch}
-    exec(block("per_sample_gradients("), namespace)
-    assert {name: tuple(grad.shape) for name, grad in namespace["grads"].items()} == {
-        name: (4, *parameter.shape) for name, parameter in model.named_parameters()
-    }
+    run_page("README.md", namespace, command, smaller, checks)
+    assert [argv[1] for argv in ran[1:]] == ["featurize", "attribute", "report"]
+    assert (tmp_path / "reviews-trak/scores/mine/report.html").is_file()
