@@ -1,7 +1,8 @@
-"""What a model can take: a tokenizer or image processor that is not its own shows in the first batch that is not.
+"""Checks of batches against the sizes that are fixed in a model's weights.
 
-An index past the end of an embedding is an error without a name on the CPU, and on CUDA one that ends the process; so
-batches are looked at before they leave the CPU.
+They find a tokenizer or image processor that does not belong to the model. An index beyond the end of an embedding
+raises an error without any names on the CPU, and on CUDA it ends the process; so batches are checked while they are
+still on the CPU.
 """
 
 import inspect
@@ -20,36 +21,39 @@ IMAGE_NAMES = ("pixel_values", "image")
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Sizes that are fixed in a model's weights; `None` where a model has no such limit, or none that is known."""
+    """Sizes that are fixed in a model's weights. `None` stands for no limit, or none that is known."""
 
     model: str = ""
     vocabulary: int | None = None
-    """Rows of the token embedding."""
+    """Number of rows of the token embedding."""
     positions: int | None = None
-    """Rows of a learned position embedding of the text."""
+    """Number of tokens for which the text has learned position embeddings."""
     image: tuple[int, int, int] | None = None
-    """Channels, height and width that a position embedding of the image is made for."""
+    """Channels, height and width of the images that the position embedding is made for."""
     inputs: tuple[str, ...] = ()
-    """Names of which a batch has to have one, see [`input_names`]."""
+    """Names of inputs, one of which every batch has to have, see [`input_names`]."""
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "BatchLimits":
-        """The limits of a model of `transformers` or open_clip, through PEFT's wrapper; none for any other."""
+        """Read the limits of a model of `transformers` or open_clip, also one wrapped by PEFT.
+
+        Any other model has no limits.
+        """
         wrapper: Any = model
         inner: Any = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
         vocabulary, positions = _text_limits(inner)
         return cls(type(inner).__name__, vocabulary, positions, _image_limits(inner), input_names(inner))
 
     def check(self, batch: Any, columns: str = "") -> None:
-        """Look at a batch on the CPU.
+        """Check a batch on the CPU.
 
         Args:
-            batch: what the collator made.
-            columns: what it was made of, see [`stored_columns`], for the error message.
+            batch: a batch from the collator.
+            columns: the columns that it was made from, see [`stored_columns`], for the error message.
 
         Raises:
-            ValueError: no input of the model is there, or a token id, the length of the texts or the size of the
-                images is beyond the limits.
+            ValueError: the batch has no input of the model, or a token id, the length of the texts or the size of the
+                images exceeds the limits.
         """
         check_inputs(batch, self.inputs, self.model, columns)
         items = batch if isinstance(batch, Mapping) else {}
@@ -70,14 +74,14 @@ class BatchLimits:
             row = int((tokens >= self.vocabulary).any(dim=1).nonzero()[0])
             raise ValueError(
                 f"`{name}` of sample {row} of the batch holds the token {highest}, but the token embedding of "
-                f"{self.model} has {self.vocabulary} rows. Expected tokens 0 … {self.vocabulary - 1}. Tokenizer and "
-                "model do not belong together: load both from the same checkpoint, or resize the embedding with "
-                "`model.resize_token_embeddings(len(tokenizer))` as for the training."
+                f"{self.model} has {self.vocabulary} rows. Expected tokens 0 … {self.vocabulary - 1}. Load tokenizer "
+                "and model from the same checkpoint, or resize the embedding as for the training "
+                "(`model.resize_token_embeddings(len(tokenizer))`)."
             )
         if self.positions is not None and name != "decoder_input_ids" and tokens.shape[1] > self.positions:
             raise ValueError(
                 f"`{name}` has {tokens.shape[1]} tokens per sample, but {self.model} has {self.positions} positions. "
-                "Expected at most as many. Tokenize with `truncation=True` and "
+                "Expected at most as many tokens. Tokenize with `truncation=True` and "
                 f"`max_length={self.positions}`, as for the training."
             )
 
@@ -87,7 +91,7 @@ class BatchLimits:
             return
         raise ValueError(
             f"`{name}` has images of the shape (channels, height, width) = {given}; {self.model} takes {self.image}. "
-            "Image processor and model do not belong together: load both from the same checkpoint, or set the "
+            "Expected images of that shape. Load image processor and model from the same checkpoint, or set the "
             "processor's size to the model's."
         )
 

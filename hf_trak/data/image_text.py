@@ -1,4 +1,4 @@
-"""From rows with an image and a caption to the batches of CLIP models."""
+"""A data collator that makes the batches of CLIP models from rows with an image and a caption."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,16 +10,45 @@ from torch import Tensor
 
 
 class ImageTextCollator:
-    """A data collator for datasets with an image and a caption column.
+    """A data collator for datasets with a column of images and a column of captions.
 
-    With a processor of `transformers`, batches are what it returns:
-    `ImageTextCollator("image", "caption", processor=AutoProcessor.from_pretrained(…))`. With the transform and the
-    tokenizer of open_clip, batches are `{"image": …, "text": …}`: `ImageTextCollator("image", "caption",
-    image_transform=preprocess_val, tokenizer=open_clip.get_tokenizer(…))`. Take transforms without randomness, so that
-    a row is the same each time.
+    With a processor of `transformers`, batches are what the processor returns:
+
+    ```python
+    ImageTextCollator("image", "caption", processor=AutoProcessor.from_pretrained(...))
+    ```
+
+    With the transform and the tokenizer of open_clip, batches are `{"image": ..., "text": ...}`:
+
+    ```python
+    ImageTextCollator("image", "caption", image_transform=preprocess_val, tokenizer=open_clip.get_tokenizer(...))
+    ```
+
+    Use transforms without randomness, so that a row gives the same inputs every time.
+
+    Args:
+        image_column (`str`, *optional*, defaults to `"image"`):
+            Name of the column of images.
+        text_column (`str`, *optional*, defaults to `"text"`):
+            Name of the column of captions, one text per row.
+        processor (`ProcessorMixin`, *optional*):
+            A processor of images and texts, from `transformers`.
+        image_transform (`Callable`, *optional*):
+            Maps a PIL image to a tensor `(C, H, W)`. Given together with `tokenizer`, instead of `processor`.
+        tokenizer (`Callable`, *optional*):
+            Maps a list of B texts to token ids `(B, context_length)`.
+        padding (`bool` or `str`, *optional*):
+            Passed to the processor. By default texts are padded to the longest one of the batch or, for SigLIP, to
+            the length that the model was trained with, because its text tower reads the last position.
 
     Attributes:
-        columns: the dataset columns that it reads, kept whatever `remove_unused_columns` says.
+        columns (`tuple[str, str]`):
+            The dataset columns that the collator reads. They are kept whatever `remove_unused_columns` says.
+
+    Raises:
+        ValueError: neither a processor nor both a transform and a tokenizer are given, or a processor together with
+            one of them.
+        TypeError: the processor does not take images and texts.
     """
 
     def __init__(
@@ -32,20 +61,6 @@ class ImageTextCollator:
         tokenizer: Callable[[list[str]], Tensor] | None = None,
         padding: bool | str | None = None,
     ) -> None:
-        """
-        Args:
-            image_column: column of images.
-            text_column: column of captions, one text per row.
-            processor: of images and texts, from `transformers`.
-            image_transform: maps an image to a tensor `(C, H, W)`; with `tokenizer`, instead of `processor`.
-            tokenizer: maps a list of texts to token ids `(B, context length)`.
-            padding: given to the processor. `None` pads to the longest text of the batch, for SigLIP to the length
-                that it was trained with, since its text tower reads the last position.
-
-        Raises:
-            ValueError: neither a processor nor both a transform and a tokenizer, or all of them.
-            TypeError: the processor does not take images and texts.
-        """
         pair = (image_transform, tokenizer)
         if (processor is None) == (None in pair) or (processor is not None and any(part is not None for part in pair)):
             given = [
@@ -75,14 +90,14 @@ class ImageTextCollator:
 
     @property
     def columns(self) -> tuple[str, str]:
-        """The image and the caption column."""
+        """Names of the image column and the caption column."""
         return self.image_column, self.text_column
 
     def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The batch of some rows.
+        """Make the batch of some rows.
 
         Raises:
-            ValueError: a row lacks a column, its image is no image or its caption no text.
+            ValueError: a row lacks a column, its image is no image, or its caption is no text.
         """
         images = [as_image(self._value(row, self.image_column), self.image_column) for row in rows]
         texts = [_as_text(self._value(row, self.text_column), self.text_column) for row in rows]
@@ -98,22 +113,26 @@ class ImageTextCollator:
         if not isinstance(row, Mapping) or column not in row:
             given = list(row) if isinstance(row, Mapping) else f"a {type(row).__name__}"
             raise ValueError(
-                f"A row has {given}, not {column!r}. Expected the columns {list(self.columns)}. Name the ones that "
-                "hold the image and the caption in `ImageTextCollator(image_column, text_column, …)`."
+                f"A row has {given}, not {column!r}. Expected the columns {list(self.columns)}. Name the columns with "
+                "the image and the caption in `ImageTextCollator(image_column, text_column, ...)`."
             )
         return row[column]
 
 
 def as_image(value: Any, column: str) -> Image.Image:
-    """An RGB image from a PIL image, an array of bytes `(H, W)` or `(H, W, C)`, or a tensor of them, `(C, H, W)`.
+    """Convert a value of an image column to an RGB image.
+
+    Args:
+        value: a PIL image, a uint8 array `(H, W)` or `(H, W, C)`, or a uint8 tensor `(H, W)` or `(C, H, W)`.
+        column: name of the column, for the error message.
 
     Raises:
-        ValueError: it is neither; names the column, what it holds, and the cast that makes images of it.
+        ValueError: the value is none of these; names the column, its value, and the cast that makes images of it.
     """
     if isinstance(value, Image.Image):
         return value.convert("RGB")
     if isinstance(value, Tensor):
-        # As `datasets` gives images in the format "torch": channels first.
+        # `datasets` returns images channels first in the format "torch".
         value = (value.movedim(0, 2) if value.ndim == 3 else value).numpy(force=True)
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3):
         return Image.fromarray(value.squeeze(2) if value.ndim == 3 and value.shape[2] == 1 else value).convert("RGB")
@@ -122,8 +141,8 @@ def as_image(value: Any, column: str) -> Image.Image:
         shown = f"an array of {value.dtype} of the shape {value.shape}"
     raise ValueError(
         f"The column {column!r} holds {shown if len(shown) < 80 else f'{shown[:77]}…'} (a {type(value).__name__}), "
-        "which is no image. Expected a PIL image, or an array of bytes (height, width, 3). For paths or encoded "
-        f"bytes: `dataset.cast_column({column!r}, datasets.Image())`; otherwise name the right column."
+        "which is no image. Expected a PIL image, or an array of bytes (height, width, 3). Cast paths or encoded "
+        f"bytes with `dataset.cast_column({column!r}, datasets.Image())`, or name another column."
     )
 
 
@@ -133,6 +152,6 @@ def _as_text(value: Any, column: str) -> str:
     shown = repr(value)
     raise ValueError(
         f"The column {column!r} holds {shown if len(shown) < 80 else f'{shown[:77]}…'} (a {type(value).__name__}). "
-        "Expected one caption, a text. For several captions per image give each a row of its own, or choose one with "
-        "`dataset.map`."
+        "Expected one caption, a text. If an image has several captions, give each a row of its own, or choose one "
+        "with `dataset.map`."
     )

@@ -1,8 +1,8 @@
-"""Rows of text as token rows with labels: chats, prompts with completions, masked tokens.
+"""Tokenization of chats, prompts with completions, and masked tokens, with labels.
 
-Each function takes one row and returns the columns that the language model tasks read; use them with `Dataset.map`.
-Text beyond `max_length` is cut off on the right, and the labels with it: a row that loses all of them scores 0 as
-training data and is refused as a target.
+Each function takes one row and returns the columns that the language model tasks read. Use them with `Dataset.map`.
+Tokens beyond `max_length` are cut off on the right, together with their labels. A row that loses all its labels
+scores 0 as training data and is refused as a target.
 """
 
 import hashlib
@@ -17,28 +17,33 @@ from hf_trak.modelout_functions.tokens import IGNORED
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Messages = Sequence[Mapping[str, Any]]
-"""A conversation: `{"role": …, "content": …}`, one per turn."""
+"""A conversation: one `{"role": …, "content": …}` per turn."""
 
 
 def tokenize_chat(
     messages: Messages, tokenizer: Any, max_length: int | None = None, tools: Sequence[Any] | None = None
 ) -> dict[str, list[int]]:
-    """A conversation through the tokenizer's chat template. Labels are the tokens that the assistant produces.
+    """Tokenize a conversation with the tokenizer's chat template. Labels are the tokens that the assistant produces.
 
-    Where the template marks them with `{% generation %}`, those; otherwise, for every assistant turn, what the
-    template adds between the generation prompt and the end of the turn.
+    These are the tokens that the template marks with `{% generation %}`. If it marks none, they are what the template
+    adds between the generation prompt and the end of every assistant turn.
 
     Args:
-        messages: the turns.
-        tokenizer: a fast tokenizer with a chat template.
-        max_length: tokens to keep.
-        tools: passed on to the template.
+        messages (`Sequence[Mapping]`):
+            The turns, each with `role` and `content`.
+        tokenizer (`PreTrainedTokenizerFast`):
+            A fast tokenizer with a chat template.
+        max_length (`int`, *optional*):
+            Number of tokens to keep. By default all.
+        tools (`Sequence`, *optional*):
+            Tools, passed on to the template.
 
     Returns:
-        `input_ids`, `attention_mask`, `labels` and `assistant_masks`, lists of one length.
+        `dict[str, list[int]]`: `input_ids`, `attention_mask`, `labels` and `assistant_masks`, lists of equal length.
 
     Raises:
-        ValueError: no assistant turn; no template; a template that rewrites earlier turns and marks nothing.
+        ValueError: there is no assistant turn or no template, or the template marks nothing and renders a turn
+            differently once more turns follow.
     """
     ids, mask = _chat(messages, tokenizer, tools, first=0)
     return _labelled(ids, mask, "assistant_masks", max_length)
@@ -47,14 +52,15 @@ def tokenize_chat(
 def _chat(
     messages: Messages, tokenizer: Any, tools: Sequence[Any] | None, first: int
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """The tokens of a conversation, and which of them the assistant produces in turn `first` or later."""
+    """Tokenize a conversation, and mark the tokens that the assistant produces in turn `first` or later."""
     turns = [turn for turn, message in enumerate(messages) if message.get("role") == "assistant"]
     wanted = [turn for turn in turns if turn >= first]
     if not wanted:
         raise ValueError(
             f"The conversation has the roles {[message.get('role') for message in messages]}. Expected an 'assistant' "
-            f"turn (from turn {first} on), which is what a model learns to produce."
+            f"turn (from turn {first} on), which is what a model learns to produce. Leave such rows out."
         )
+    # A template with {% generation %} marks the assistant's tokens itself.
     if _GENERATION.search(tokenizer.get_chat_template(tools=tools)):
         encoded = tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -64,12 +70,14 @@ def _chat(
         if len(wanted) < len(turns):
             if len(runs) != len(turns):
                 raise ValueError(
-                    f"The chat template marks {len(runs)} parts in {len(turns)} assistant turns. Expected one "
-                    "each, to tell those of the prompt from those of the completion."
+                    f"The chat template marks {len(runs)} parts in {len(turns)} assistant turns. Expected one per "
+                    "turn, so that the turns of the prompt can be told from those of the completion. Correct the "
+                    "template."
                 )
             mask = [entry if i >= runs[-len(wanted)] else 0 for i, entry in enumerate(mask)]
         return encoded["input_ids"], mask
 
+    # Otherwise, compare the text up to each turn, with a generation prompt, to the text that includes the turn.
     def rendered(part: Messages, prompt: bool = False) -> str:
         return tokenizer.apply_chat_template(list(part), tools=tools, tokenize=False, add_generation_prompt=prompt)
 
@@ -78,8 +86,8 @@ def _chat(
         before, after = rendered(messages[:turn], prompt=True), rendered(messages[: turn + 1])
         if not (after.startswith(before) and text.startswith(after)):
             raise ValueError(
-                f"The chat template renders turn {turn} differently once more turns follow, so what the assistant "
-                "produced cannot be told from the text. Expected a template that marks it: put the assistant's part "
+                f"The chat template renders turn {turn} differently once more turns follow, so that the assistant's "
+                "part cannot be found in the text. Expected a template that marks it. Put the assistant's part "
                 "between {% generation %} and {% endgeneration %}."
             )
         spans.append((len(before), len(after)))
@@ -90,22 +98,33 @@ def _chat(
 def tokenize_prompt_completion(
     prompt: str | Messages, completion: str | Messages, tokenizer: Any, max_length: int | None = None
 ) -> dict[str, list[int]]:
-    """A prompt and what is to follow it, as in TRL's datasets: two texts, or two parts of a conversation.
+    """Tokenize a prompt and its completion, as in TRL's datasets. Labels are the tokens of the completion.
 
-    Two texts are tokenized together, with the tokenizer's end token behind them; a token belongs to the completion
-    if it holds one of its characters. Of conversations, the assistant's turns in the completion count.
+    Two texts are tokenized together, followed by the tokenizer's end token. A token belongs to the completion if it
+    contains one of its characters. In two parts of a conversation, labels are the tokens that the assistant produces
+    in the completion.
+
+    Args:
+        prompt (`str` or `Sequence[Mapping]`):
+            The prompt, a text or messages.
+        completion (`str` or `Sequence[Mapping]`):
+            The completion, of the same kind.
+        tokenizer (`PreTrainedTokenizerFast`):
+            A fast tokenizer; with a chat template if messages are given.
+        max_length (`int`, *optional*):
+            Number of tokens to keep. By default all.
 
     Returns:
-        `input_ids`, `attention_mask`, `labels` and `completion_mask`, lists of one length.
+        `dict[str, list[int]]`: `input_ids`, `attention_mask`, `labels` and `completion_mask`, lists of equal length.
 
     Raises:
-        TypeError: one is a text and the other a conversation.
-        ValueError: all of [`tokenize_chat`].
+        TypeError: one of the two is a text and the other a conversation.
+        ValueError: as in [`tokenize_chat`].
     """
     if isinstance(prompt, str) != isinstance(completion, str):
         raise TypeError(
             f"The prompt is a {type(prompt).__name__}, the completion a {type(completion).__name__}. Expected two "
-            "texts, or two lists of messages."
+            "texts, or two lists of messages. Convert one to the kind of the other."
         )
     if not isinstance(prompt, str):
         assert not isinstance(completion, str)
@@ -123,15 +142,25 @@ def tokenize_prompt_completion(
 def mask_tokens(
     input_ids: Sequence[int], tokenizer: Any, mlm_probability: float = 0.15, seed: int = 0
 ) -> dict[str, list[int]]:
-    """Mask tokens for a masked language model, always the same ones of the same row.
+    """Mask tokens for a masked language model, always the same tokens of the same row.
 
-    `DataCollatorForLanguageModeling` draws anew for every batch; a training example whose gradient is to be
-    attributed needs a fixed mask. Which tokens are masked follows from `seed` and the ids; every token that is not
-    special is drawn with the same probability, at least one is; of those drawn, 80 % become the mask token, 10 % a
-    random one, and 10 % stay (BERT, arXiv 1810.04805, Section 3.1).
+    `DataCollatorForLanguageModeling` draws a new mask for every batch, but the gradient of a training row is only
+    defined for a fixed mask. Here, `seed` and the ids determine the mask. Every token that is not special is chosen
+    with the same probability, and at least one token is. Of the chosen tokens, 80 % become the mask token, 10 % a
+    random token, and 10 % stay (BERT, arXiv 1810.04805, Section 3.1).
+
+    Args:
+        input_ids (`Sequence[int]`):
+            Token ids of the row.
+        tokenizer (`PreTrainedTokenizerBase`):
+            The tokenizer, with a mask token.
+        mlm_probability (`float`, *optional*, defaults to 0.15):
+            Probability that a token is chosen.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the mask.
 
     Returns:
-        `input_ids` and `labels`, lists of the same length.
+        `dict[str, list[int]]`: `input_ids` and `labels`, lists of equal length.
 
     Raises:
         ValueError: the tokenizer has no mask token, the probability is not in (0, 1], or all tokens are special.
@@ -139,19 +168,24 @@ def mask_tokens(
     if tokenizer.mask_token_id is None or not 0 < mlm_probability <= 1:
         raise ValueError(
             f"`mlm_probability` is {mlm_probability} and the mask token {tokenizer.mask_token_id!r}. Expected a "
-            "number in (0, 1] and a tokenizer of a masked language model."
+            "number in (0, 1], and the tokenizer of a masked language model."
         )
     ids = torch.as_tensor(list(input_ids))
     special = torch.tensor(
         tokenizer.get_special_tokens_mask(list(input_ids), already_has_special_tokens=True), dtype=torch.bool
     )
     if bool(special.all()):
-        raise ValueError(f"The row has {len(ids)} tokens, all of them special. Expected one that can be masked.")
+        raise ValueError(
+            f"The row has {len(ids)} tokens, all of them special. Expected one that can be masked. Leave such rows "
+            "out."
+        )
+    # Choose the tokens. The one with the smallest draw is always chosen.
     digest = hashlib.blake2b(f"{seed}:{list(input_ids)}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
     draw = torch.rand(len(ids), generator=generator).masked_fill(special, 2.0)
     chosen = draw < mlm_probability
     chosen[draw.argmin()] = True
+    # Of the chosen tokens, mask 80 %, replace 10 %, and keep 10 %.
     fate = torch.rand(len(ids), generator=generator)
     random_ids = torch.randint(len(tokenizer), (len(ids),), generator=generator)
     labels = ids.masked_fill(~chosen, IGNORED)
@@ -161,6 +195,7 @@ def mask_tokens(
 
 
 def _labelled(ids: Sequence[int], mask: Sequence[int], name: str, max_length: int | None) -> dict[str, list[int]]:
+    """Make the columns of a row whose labels are the tokens in the mask."""
     ids, mask = list(ids)[:max_length], list(mask)[:max_length]
     labels = [token if counts else IGNORED for token, counts in zip(ids, mask, strict=True)]
     return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels, name: mask}

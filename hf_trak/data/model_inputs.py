@@ -1,7 +1,7 @@
-"""From columns of a dataset to inputs of a model: what is missing, said in terms of the dataset before either fails.
+"""Checks that rows and batches contain what the model takes, with errors that name columns of the dataset.
 
-A column that the collator drops (text), or that never was there (tokens, pixels), otherwise shows as an error from
-deep inside the model.
+Without them, a column that the collator drops (text), or that does not exist (tokens, pixels), shows up as an error
+from inside the model.
 """
 
 import inspect
@@ -21,26 +21,32 @@ INPUT_NAMES = (
     "input_ids", "inputs_embeds", "encoder_outputs", "pixel_values", "pixel_values_videos", "input_values",
     "input_features", "inputs", "audio_values", "hidden_states", "flattened_patches", "past_values",
 )  # fmt: skip
-"""Arguments of models of `transformers` that carry a sample itself, not something beside it."""
+"""Arguments of `transformers` models that carry the sample itself, as opposed to masks, positions or labels."""
 
-_BESIDE = frozenset({*LABEL_NAMES, "label_ids", *TOKEN_COLUMNS, "attention_mask", "token_type_ids", "position_ids"})
+_NOT_SAMPLES = frozenset(
+    {*LABEL_NAMES, "label_ids", *TOKEN_COLUMNS, "attention_mask", "token_type_ids", "position_ids"}
+)
 _LABELS = (*LABEL_NAMES, "label_ids")
-_TOKENIZE = "`dataset.map(lambda rows: tokenizer(rows['text'], truncation=True), batched=True)` makes it of texts"
+_TOKENIZE = "`dataset.map(lambda rows: tokenizer(rows['text'], truncation=True), batched=True)` makes it from texts"
 _PROCESS = (
     "`dataset.set_transform(lambda rows: {**image_processor(rows['image'], return_tensors='pt'), 'labels': "
-    "rows['label']})` makes it of images"
+    "rows['label']})` makes it from images"
 )
 LABEL_REMEDY = (
-    "Expected class numbers, those that the model was trained with; data collators drop text. Map names to them: "
-    "`dataset.map(lambda row: {'labels': model.config.label2id[row['labels']]})`, or `class_encode_column` where the "
-    "training did so."
+    "Expected the class numbers that the model was trained with, since data collators drop text. Map names to them: "
+    "`dataset.map(lambda row: {'labels': model.config.label2id[row['labels']]})`, or `class_encode_column` if the "
+    "training used it."
 )
-"""For labels that are texts."""
+"""The end of error messages about labels that are texts."""
 _REMEDIES = {"input_ids": _TOKENIZE, "pixel_values": _PROCESS}
 
 
 def input_names(model: torch.nn.Module) -> tuple[str, ...]:
-    """Arguments by which a model of `transformers` can be given a sample, its main input first; none for any other."""
+    """List the arguments through which a `transformers` model can be given a sample, its main input first.
+
+    Returns:
+        The names; empty for any other model.
+    """
     main = getattr(model, "main_input_name", None)
     if main is None:
         return ()
@@ -50,33 +56,33 @@ def input_names(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def check_inputs(batch: Any, names: Sequence[str], model: str, columns: str) -> None:
-    """Refuse a batch that holds labels and masks alone.
+    """Refuse a batch that contains only labels and masks.
 
     Args:
-        batch: what the collator made. One that is no mapping, or holds something of another name that a task may make
-            inputs of, is left alone.
+        batch: a batch from the collator. It passes if it is no mapping, or has an entry of another name with more
+            than one dimension, from which a task may make inputs.
         names: see [`input_names`].
-        model: the class of the model.
-        columns: see [`stored_columns`].
+        model: name of the model's class, for the error message.
+        columns: see [`stored_columns`], for the error message.
 
     Raises:
-        ValueError: none of the names is there.
+        ValueError: the batch has none of the names.
     """
     if not names or not isinstance(batch, Mapping) or any(batch.get(name) is not None for name in names):
         return
-    if any(name not in _BESIDE and getattr(value, "ndim", 2) > 1 for name, value in batch.items()):
+    if any(name not in _NOT_SAMPLES and getattr(value, "ndim", 2) > 1 for name, value in batch.items()):
         return
     either = f" (or {', '.join(f'`{name}`' for name in names[1:])})" if names[1:] else ""
-    made = _REMEDIES.get(names[0], "the processor of the model makes it")
+    made = _REMEDIES.get(names[0], "The processor of the model makes it")
     raise ValueError(
         f"The data collator made a batch of {list(batch)}, in which {model} finds no input. {columns} Expected "
-        f"`{names[0]}`{either} as numbers; columns of text or images do not reach the model by themselves. {made}; or "
+        f"`{names[0]}`{either} as numbers, since columns of text or images do not reach the model. {made}; otherwise "
         "make it in a `data_collator` of your own, with `remove_unused_columns=False`."
     )
 
 
 def stored_columns(dataset: Any) -> str:
-    """One sentence that says which columns a dataset has, and of what type."""
+    """Describe the columns of a dataset and their types in one sentence, for error messages."""
     if not isinstance(dataset, HFDataset):
         return f"The dataset is a {type(dataset).__name__}."
     kinds = (f"{name} ({getattr(kind, 'dtype', type(kind).__name__)})" for name, kind in dataset.features.items())
@@ -84,23 +90,23 @@ def stored_columns(dataset: Any) -> str:
 
 
 def check_rows(rows: Sequence[Any], collator: Callable[[list[Any]], Any], columns: str = "") -> None:
-    """Refuse rows that the collators of `transformers` which are chosen by default cannot make a batch of.
+    """Refuse rows of which the default collators of `transformers` cannot make a batch.
 
     Args:
-        rows: of one batch.
-        collator: any; others than those are trusted to know their rows.
-        columns: see [`stored_columns`].
+        rows: the rows of one batch.
+        collator: the collator. Rows for a collator other than the default ones are not checked.
+        columns: see [`stored_columns`], for the error message.
 
     Raises:
-        ValueError: labels are texts, values are images, lists differ in length, or there are no tokens to pad; names
-            the column and the remedy.
+        ValueError: labels are texts, values are images, lists differ in length, or there are no tokens to pad. The
+            error names the column and the remedy.
     """
-    wrapped = hasattr(collator, "collator")  # carries columns of tokens itself
+    wrapped = hasattr(collator, "collator")  # a wrapper that adds the token columns itself
     inner = getattr(collator, "collator", collator)
     padding = isinstance(inner, DataCollatorWithPadding)
     if not (padding or inner is default_data_collator) or not rows or not isinstance(rows[0], Mapping):
         return
-    # The default collator passes over `labels` of text, which not every task needs, and fails on those of `label`.
+    # The default collator ignores texts in `labels`, which not every task needs, but fails on texts in `label`.
     for name in _LABELS if padding else ("label",):
         if isinstance(rows[0].get(name), str):
             raise ValueError(f"`{name}` of the first row is {rows[0][name]!r}, a text. {LABEL_REMEDY}")
@@ -130,10 +136,10 @@ def _check_sizes(name: str, values: Sequence[Any]) -> None:
         if size != sizes[0]:
             raise ValueError(
                 f"`{name}` has the size {sizes[0]} in the first row of a batch and {size} in row {row} of it, and "
-                "nothing pads them. Expected rows of one size. Of texts or audio, pass the tokenizer or feature "
-                "extractor as `processing_class=`, or a `data_collator=` that pads "
-                "(`DataCollatorWithPadding(tokenizer)`; `DataCollatorForTokenClassification(tokenizer)` where each "
-                "token has a label). Images need one size from the start."
+                "nothing pads them. Expected rows of one size, which images need to have from the start. For texts or "
+                "audio, pass the tokenizer or feature extractor as `processing_class=`, or a `data_collator=` that "
+                "pads (`DataCollatorWithPadding(tokenizer)`, or `DataCollatorForTokenClassification(tokenizer)` if "
+                "each token has a label)."
             )
 
 

@@ -1,4 +1,4 @@
-"""Datasets: which columns of one reach the model, and how rows become batches in a fixed order."""
+"""Batches of dataset rows in a fixed order, with the columns that reach the model."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,11 +22,15 @@ Collator = Callable[[list[Any]], Any]
 
 
 def row_count(dataset: Any, name: str) -> int:
-    """Number of rows of a map-style dataset.
+    """Count the rows of a map-style dataset.
+
+    Args:
+        dataset: the dataset. Rows are identified by their position in it.
+        name: name of the argument, for error messages.
 
     Raises:
-        TypeError: the dataset has no length, as a stream has not, for rows are identified by their position; or it is
-            a mapping, of splits or a single row, or a text.
+        TypeError: the dataset has no length or no rows by index, as a stream; or it is a mapping (of splits, or a
+            single row), or a text.
         ValueError: the dataset is empty.
     """
     if isinstance(dataset, Mapping | str | bytes):
@@ -39,18 +43,22 @@ def row_count(dataset: Any, name: str) -> int:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"`{name}` is a {type(dataset).__name__}, which has no length or no rows by index. Expected a "
-            "map-style dataset, since scores refer to row numbers. Give a stream a length and a fixed order with "
-            "`hf_trak.data.streams.StreamedRows(stream, num_rows)`, or store its rows with `Dataset.from_generator`."
+            "map-style dataset, since scores refer to row numbers. Wrap a stream as `hf_trak.StreamedRows(stream, "
+            "num_rows)`, or store its rows with `Dataset.from_generator`."
         )
     if len(dataset) == 0:
-        raise ValueError(f"`{name}` is empty. Expected at least one row.")
+        raise ValueError(f"`{name}` is empty. Expected at least one row. Check how it was loaded or filtered.")
     return len(dataset)
 
 
 def forward_columns(model: torch.nn.Module, label_names: Sequence[str] | None = None) -> list[str]:
-    """Names of the dataset columns that `Trainer` would keep for this model: arguments of `forward`, and labels.
+    """List the dataset columns that `Trainer` would keep for a model: the arguments of `forward`, and labels.
 
-    `labels` is kept even if `forward` does not take it, since tasks need it and do not pass it on.
+    `labels` is always in the list, because tasks read labels even if `forward` does not take them.
+
+    Args:
+        model: the model, possibly wrapped by PEFT.
+        label_names: names of label columns. By default those that `Trainer` infers from the class of the model.
     """
     wrapper: Any = model
     base = wrapper.get_base_model() if hasattr(model, "get_base_model") else model
@@ -61,7 +69,12 @@ def forward_columns(model: torch.nn.Module, label_names: Sequence[str] | None = 
 
 
 def default_collator(dataset: Any, processing_class: Any = None) -> Collator:
-    """The collator that `Trainer` would choose; for datasets of tuples, the one of `torch.utils.data`."""
+    """Choose the collator that `Trainer` would choose or, for a dataset of tuples, that of `torch.utils.data`.
+
+    Args:
+        dataset: a map-style dataset.
+        processing_class: a tokenizer or feature extractor, which then pads the batches.
+    """
     if isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor):
         return DataCollatorWithPadding(processing_class)  # type: ignore[arg-type]  # as Trainer does
     if not isinstance(dataset, HFDataset) and isinstance(dataset[0], tuple | list):
@@ -70,9 +83,10 @@ def default_collator(dataset: Any, processing_class: Any = None) -> Collator:
 
 
 class RowBatches:
-    """Batches of given rows in a given order, collated and moved to a device.
+    """Loads batches of given rows in a given order, collates them, and moves them to a device.
 
-    The order is that of `batches`, whatever the number of workers, so that row numbers need no column of their own.
+    Batches come in the order in which they were asked for, whatever the number of workers, so that rows need no column
+    with their number.
     """
 
     def __init__(
@@ -89,12 +103,12 @@ class RowBatches:
         """
         Args:
             dataset: a map-style dataset.
-            collator: turns a list of rows into a batch. Columns that it names in an attribute `columns` reach it, too.
-            columns: the columns that reach the collator; `None` keeps all.
-            device: where batches are wanted.
-            num_workers: processes that load rows.
-            pin_memory: whether batches pass through pinned memory.
-            limits: what the model can take; batches are checked against it.
+            collator: turns a list of rows into a batch. If it has an attribute `columns`, these columns are kept, too.
+            columns: names of the columns that are passed to the collator. `None` keeps all.
+            device: the device that batches are moved to.
+            num_workers: number of processes that load rows.
+            pin_memory: pass batches through pinned memory.
+            limits: sizes that the model is limited to. Every batch is checked against them.
 
         Raises:
             ValueError: the dataset has none of the columns.
@@ -103,7 +117,7 @@ class RowBatches:
         if columns is not None:
             columns = [*columns, *getattr(collator, "columns", ())]
         if columns is not None and isinstance(dataset, HFDataset) and dataset.format["type"] != "custom":
-            # Unused columns are dropped before they are decoded; a transform, however, may need them.
+            # Drop unused columns before they are decoded, unless the dataset has a transform, which may need them.
             kept = [name for name in dataset.column_names if name in columns]
             _check_columns(kept, dataset.column_names, columns)
             dataset = dataset.select_columns(kept)
@@ -127,16 +141,16 @@ class RowBatches:
         return batch
 
     def alone(self, row: int) -> Any:
-        """The batch of one row, on the device."""
+        """Load the batch of a single row, on the device."""
         return send_to_device(self.collated([row]), self.device)
 
     def collated(self, rows: Sequence[int]) -> Any:
-        """The batch of some rows, as it is before [`~RowBatches.iterate`] sends it to the device."""
+        """Load and collate the batch of some rows, without moving it to the device."""
         fetch: Any = getattr(self.dataset, "__getitems__", None)
         return self._collate(fetch(list(rows)) if fetch is not None else [self.dataset[row] for row in rows])
 
     def iterate(self, batches: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
-        """Yield `(row numbers, batch)` for each list of row numbers in `batches`."""
+        """Yield `(row numbers, batch)` for every list of row numbers in `batches`, the batch on the device."""
         cuts = [list(rows) for rows in batches]
         loader: DataLoader[Any] = DataLoader(
             self.dataset,
@@ -159,6 +173,6 @@ def _check_columns(kept: Collection[str], given: Collection[str], columns: Colle
 
 
 def batch_rows(start: int, stop: int, batch_size: int) -> Iterator[range]:
-    """Cut the rows `start … stop` into batches; the cut depends on these three numbers alone."""
+    """Divide the rows `start … stop - 1` into batches. The division depends on the three arguments alone."""
     for first in range(start, stop, batch_size):
         yield range(first, min(first + batch_size, stop))

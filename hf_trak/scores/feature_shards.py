@@ -1,4 +1,4 @@
-"""Shards on their way to the device that multiplies them."""
+"""Feature shards, and their upload to the device that multiplies them."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from hf_trak.runtime.transfers import CopyEngine, copy_engine, uploaded
 
 
 class FeatureShard(Protocol):
-    """Rows `start … stop` of the features of one checkpoint."""
+    """The features of rows `start … stop` of one checkpoint, `stop` not included."""
 
     @property
     def start(self) -> int:
@@ -24,16 +24,16 @@ class FeatureShard(Protocol):
 
     @property
     def grads(self) -> Tensor:
-        """`(stop - start, k)`."""
+        """Projected gradients g(z_i), `(stop - start, k)`."""
 
     @property
     def out_to_loss(self) -> Tensor:
-        """`(stop - start,)`."""
+        """Weights q_i, `(stop - start,)`."""
 
 
 @dataclass(frozen=True)
 class DeviceShard:
-    """A [`FeatureShard`] whose `grads` are on a device."""
+    """A [`FeatureShard`] whose `grads` have been copied to a device."""
 
     start: int
     stop: int
@@ -44,12 +44,16 @@ class DeviceShard:
 def uploaded_shards(
     shards: Iterable[FeatureShard], device: torch.device, engine: CopyEngine | None = None
 ) -> Iterator[FeatureShard]:
-    """Shards with their features on a device, in order, each on its way while the one before it is worked on.
+    """Copy the features of shards to a device, each shard while the one before it is being processed.
 
     Args:
-        shards: read one ahead of what has been asked for.
-        device: where the features are wanted. Nothing is done, or read ahead, for one that copies at once.
-        engine: the device's own by default, see [`hf_trak.runtime.transfers.uploaded`].
+        shards: shards in order. One shard is read ahead of the one that was asked for.
+        device: the device that the features are copied to. For a device without asynchronous copies (the CPU), shards
+            pass through as they are, without reading ahead.
+        engine: performs the copies, see [`hf_trak.runtime.transfers.uploaded`]. By default the engine of the device.
+
+    Yields:
+        The shards in the same order, `out_to_loss` where it was.
     """
     engine = engine or copy_engine(device)
     if engine is None:
@@ -65,4 +69,4 @@ def uploaded_shards(
     for tensor in uploaded(grads(), device, engine):
         shard = read.popleft()
         yield DeviceShard(shard.start, shard.stop, tensor, shard.out_to_loss)
-        del tensor, shard  # not kept while the next one is waited for
+        del tensor, shard  # free this shard before waiting for the next one

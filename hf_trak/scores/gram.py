@@ -1,23 +1,34 @@
-"""XᵀX with the same bits for any number of processes and any order of shards.
+"""Reproducible sums of XᵀX: the same bits for any number of processes and any order of shards.
 
-Floating-point addition depends on its order, integer addition does not. So every shard's XᵀX is scaled by powers of
-two until it fits, rounded to integers, and those are added: float64 holds integers up to 2⁵³ exactly. With c_i a
-power of two above √(Σ_s ‖x_i‖²), the Cauchy–Schwarz inequality bounds every entry, and every partial sum, of
-(X/c)ᵀ(X/c) by 1; times 2⁵² it stays below 2⁵³. Each shard is rounded by at most c_i c_j 2⁻⁵³, about what adding in
-float64 rounds. (This is the pre-rounding of Demmel & Nguyen, Fast Reproducible Floating-Point Summation, ARITH 2013,
-with one fold.)
+The result of a floating-point sum depends on the order of its terms; the result of an integer sum does not. So the
+XᵀX of every shard is scaled by powers of two and rounded to integers, which are then added. float64 holds integers up
+to 2⁵³ exactly.
+
+Scale: let c_i be a power of two above √(S · max_s ‖x_i‖²), where x_i is column i, s runs over the S shards, and the
+norm is that of the column within a shard. Then Σ_s ‖x_i‖² ≤ c_i², and by the Cauchy–Schwarz inequality every entry,
+and every partial sum, of (X/c)ᵀ(X/c) is at most 1 in size; multiplied by 2⁵² it stays below 2⁵³.
+
+Error: every shard adds at most c_i c_j 2⁻⁵³ to the error of entry (i, j), about as much as a float64 addition does.
+This is the pre-rounding of Demmel & Nguyen, Fast Reproducible Floating-Point Summation, ARITH 2013, with one fold.
 """
 
 import torch
 from torch import Tensor
 
-from hf_trak.scores.ridge import check_finite_rows
+from hf_trak.runtime.finite import check_finite_rows
 
 _HALF_BITS = 26
 
 
 def column_squares(features: Tensor, start: int = 0) -> Tensor:
-    """‖x_i‖² of every column of a shard `(rows, k)`. Shape `(k,)`, float64.
+    """Squared norms ‖x_i‖² of the columns of a shard.
+
+    Args:
+        features: the shard, `(rows, k)`.
+        start: index of its first row, for the error message.
+
+    Returns:
+        `(k,)`, float64.
 
     Raises:
         NonFiniteError: a row is not finite; names it.
@@ -27,14 +38,17 @@ def column_squares(features: Tensor, start: int = 0) -> Tensor:
 
 
 class GramSum:
-    """The sum of XᵀX over shards. Sums of different processes may be added to each other, in any order."""
+    """Accumulates XᵀX over shards in integers.
+
+    The `integers` of several processes with the same `scale` may be added in any order.
+    """
 
     def __init__(self, largest_squares: Tensor, shards: int) -> None:
         """
         Args:
-            largest_squares: for each column the largest [`column_squares`] of any shard `(k,)`, the same in all
-                processes. Its device is the one that products are computed on.
-            shards: number of all shards.
+            largest_squares: maximum over all shards of [`column_squares`], `(k,)`, the same in all processes. Products
+                are computed on its device.
+            shards: number of shards in all processes together.
         """
         _, exponents = torch.frexp((largest_squares * shards).sqrt())
         powers = ((exponents.long() + 1023) << 52).view(torch.float64)  # 2**exponents; `torch.pow` may be off by a bit
@@ -44,12 +58,12 @@ class GramSum:
         self._product = torch.empty_like(self.integers)
 
     def add(self, features: Tensor) -> None:
-        """Take in a shard `(rows, k)`."""
+        """Add XᵀX of a shard `(rows, k)`."""
         wide = features.to(device=self.scale.device, dtype=torch.float64) * (2.0**_HALF_BITS / self.scale)
         torch.mm(wide.T, wide, out=self._product)
         self.integers += self._product.round_()
 
     def result(self) -> Tensor:
-        """XᵀX `(k, k)`, float64. Call it once, last."""
+        """Scale the integers back to XᵀX `(k, k)`, float64. This overwrites them, so call it once, at the end."""
         unit = self.scale * 2.0**-_HALF_BITS
         return self.integers.mul_(unit.unsqueeze(1)).mul_(unit)

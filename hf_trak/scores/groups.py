@@ -1,11 +1,12 @@
-"""Rows in groups: the mean of targets, and the sum over training rows, by the values of a column.
+"""Groups of rows: mean scores over groups of targets, and summed scores over groups of training rows.
 
-Scores are linear in the target. With t̄_g = (1 / |g|) Σ_{j ∈ g} t_j, for every training row i
+Scores are linear in the features of the target. With the mean target t̄_g = (1 / |g|) Σ_{j ∈ g} t_j of group g, every
+training row i satisfies
 
-    (1 / |g|) Σ_{j ∈ g} τ_ij = (mean_c x_ci A_c t̄_gᵀ) · mean_c q_ci,        A_c = (X_cᵀX_c + λ_c I)⁻¹
+    (1 / |g|) Σ_{j ∈ g} τ_ij = (mean_c x_ci A_c t̄_cgᵀ) · mean_c q_ci,        A_c = (X_cᵀX_c + λ_c I)⁻¹
 
-because q belongs to the training row alone (TRAK paper, Section 3.4). So the mean of an evaluation set costs as much
-as one target, and is exact.
+because q depends on the training row alone (TRAK paper, arXiv 2303.14186, Section 3.4). So the mean score over an
+evaluation set is exact and costs as much as a single target.
 """
 
 import hashlib
@@ -20,32 +21,43 @@ from torch import Tensor
 from hf_trak.scores.scored_dataset import ScoreBlock
 
 GroupBy = str | Sequence[Any]
-"""The name of a column of a `datasets.Dataset`, or one value per row."""
+"""How rows are grouped: by a column of a `datasets.Dataset`, given by name, or by one value per row."""
 
 COUNT_COLUMN = "n_targets"
-"""Number of targets in a group, beside the group's value."""
+"""Column with the number of targets in each group."""
 
 
 class RowGroups:
-    """The division of rows 0 … n into groups: row i is in group `member[i]`, and group g has `sizes[g]` rows.
+    """A partition of the rows 0 … n - 1 into groups, in ascending order of the groups' values, `None` last.
 
-    Groups are in ascending order of their values, rows without a value (`None`) last.
+    Attributes:
+        member (`torch.Tensor` of shape `(n,)`):
+            The group of every row.
+        sizes (`torch.Tensor` of shape `(G,)`):
+            Number of rows in every group.
+        values (`list`):
+            The value of every group.
+        column (`str`):
+            Name of the values. Empty for [`~RowGroups.whole`].
     """
 
     def __init__(self, values: Sequence[Any], column: str = "group", table: HFDataset | None = None) -> None:
-        """See [`~RowGroups.of`] and [`~RowGroups.whole`].
+        """Group rows by their values. Use [`~RowGroups.of`] for a dataset, [`~RowGroups.whole`] for a single group.
 
         Args:
-            values: the value of every row.
-            column: what the values are called.
-            table: the dataset that has this column, whose feature type is kept.
+            values (`Sequence`):
+                The value of every row.
+            column (`str`, *optional*, defaults to `"group"`):
+                Name of the values.
+            table (`datasets.Dataset`, *optional*):
+                A dataset with this column, whose feature type [`~RowGroups.table`] keeps.
 
         Raises:
-            TypeError: a value cannot be compared for equality (a list, an image).
-            ValueError: a value is NaN, which equals nothing, or there are no rows.
+            TypeError: a value is not hashable (a list, an image).
+            ValueError: a value is NaN, which is equal to no value, or there are no rows.
         """
         if len(values) == 0:
-            raise ValueError(f"The groups of {column!r} have no rows. Expected one value for each row of a dataset.")
+            raise ValueError(f"`{column}` has no values. Expected one value for each row of a dataset.")
         first: dict[Any, int] = {}
         for row, value in enumerate(values):
             if not isinstance(value, Hashable):
@@ -54,7 +66,10 @@ class RowGroups:
                     "numbers, strings, booleans or `None`."
                 )
             if value != value:
-                raise ValueError(f"Row {row} of {column!r} is NaN, which equals nothing. Expected values, or `None`.")
+                raise ValueError(
+                    f"Row {row} of {column!r} is NaN, which is equal to no value, not even itself. Expected a value "
+                    "that forms groups. Use `None` for rows without one."
+                )
             first.setdefault(value, row)
         self.column = column
         self.values = _ascending(first)
@@ -65,26 +80,31 @@ class RowGroups:
 
     @classmethod
     def of(cls, dataset: Any, by: GroupBy, what: str = "group_by") -> "RowGroups":
-        """Groups of the rows of a dataset.
+        """Group the rows of a dataset.
 
         Args:
-            dataset: a map-style dataset.
-            by: the name of one of its columns, or one value per row.
-            what: the argument that `by` came from, for errors.
+            dataset (`Dataset`):
+                A map-style dataset.
+            by (`str` or `Sequence`):
+                The name of one of its columns, or one value per row.
+            what (`str`, *optional*, defaults to `"group_by"`):
+                Name of the argument that `by` came from, for error messages.
 
         Raises:
-            ValueError: there is no such column, or not one value per row.
-            TypeError: a column is named, but the dataset is no `datasets.Dataset`; or values cannot form groups.
+            ValueError: there is no such column, or the number of values is not the number of rows.
+            TypeError: a column is named, but the dataset is no `datasets.Dataset`; or a value is not hashable.
         """
         if not isinstance(by, str):
             values = by.tolist() if isinstance(by, np.ndarray | Tensor) else list(by)
             if len(values) != len(dataset):
-                raise ValueError(f"`{what}` has {len(values)} values for {len(dataset)} rows. Expected one for each.")
+                raise ValueError(
+                    f"`{what}` has {len(values)} values for {len(dataset)} rows. Expected one value per row."
+                )
             return cls(values)
         if not isinstance(dataset, HFDataset):
             raise TypeError(
                 f"`{what}` is the column {by!r}, but the dataset is a {type(dataset).__name__}, which has no columns. "
-                f"Expected a `datasets.Dataset`; or pass one value per row as `{what}`."
+                f"Expected a `datasets.Dataset`. Otherwise pass one value per row as `{what}`."
             )
         if by not in dataset.column_names:
             raise ValueError(f"`{what}` is {by!r}. Expected one of the columns {dataset.column_names}.")
@@ -93,25 +113,26 @@ class RowGroups:
 
     @classmethod
     def whole(cls, n: int) -> "RowGroups":
-        """All of n rows as one group, without a value."""
+        """Put all n rows into one group, whose value is `None` and whose column has no name."""
         groups = cls([None] * n)
         groups.column = ""
         return groups
 
     def __len__(self) -> int:
-        """G, the number of groups."""
+        """Number of groups, G."""
         return len(self.values)
 
     @property
     def tag(self) -> str:
-        """12 hex digits that identify the division, for file names."""
+        """A digest of the partition, 12 hex digits, for file names."""
         return hashlib.sha256(self.member.numpy().tobytes()).hexdigest()[:12]
 
     def means(self, parts: Iterable[tuple[int, Tensor]]) -> Tensor:
-        """The mean row of every group.
+        """Average the rows of a matrix within every group.
 
         Args:
-            parts: `(start, rows)` with the rows `start …` of a matrix (n, k), each of which comes once.
+            parts: the matrix `(n, k)` in pieces `(start, rows)`, where `rows` are its rows from `start` on. Every row
+                occurs in exactly one piece.
 
         Returns:
             `(G, k)`, float64.
@@ -129,15 +150,16 @@ class RowGroups:
         return total / self.sizes.unsqueeze(1)
 
     def sums(self, blocks: Iterable[ScoreBlock]) -> Tensor:
-        """Sums of scores over groups of training rows: element (j, g) is Σ_{i ∈ g} τ_ij.
+        """Add up the scores of the training rows of every group.
 
-        What the group as a whole does to the output on target j, in the additive model behind TRAK (paper, Section 2).
+        The additive model behind TRAK (paper, Section 2) predicts that the group as a whole changes the output on
+        target j by this sum.
 
         Args:
-            blocks: `(start, stop, (stop - start, m))`.
+            blocks: scores as `(start, stop, block)`, `block` of shape `(stop - start, m)`.
 
         Returns:
-            `(m, G)`, float64.
+            `(m, G)`, float64: element (j, g) is Σ_{i ∈ g} τ_ij.
 
         Raises:
             ValueError: `blocks` is empty.
@@ -145,7 +167,11 @@ class RowGroups:
         return self.means((start, block) for start, _, block in blocks).mul_(self.sizes.unsqueeze(1)).T.contiguous()
 
     def table(self) -> HFDataset:
-        """One row per group: its value, under the name of the column (none for the whole), and [`COUNT_COLUMN`]."""
+        """Make a dataset with one row per group: the group's value and, as [`COUNT_COLUMN`], its size.
+
+        Values keep the name and the feature type of the column that they came from. [`~RowGroups.whole`] has no such
+        column.
+        """
         counts = self.sizes.tolist()
         if self._table is not None:
             kept = self._table.remove_columns([COUNT_COLUMN]) if self.column == COUNT_COLUMN else self._table
@@ -155,7 +181,7 @@ class RowGroups:
 
 
 def _ascending(values: Iterable[Any]) -> list[Any]:
-    """Sorted, `None` last; in the order given where values cannot be compared."""
+    """Sort values, `None` last. Values of types that cannot be compared keep their order."""
     present = [value for value in values if value is not None]
     absent = [value for value in values if value is None]
     try:
@@ -165,13 +191,25 @@ def _ascending(values: Iterable[Any]) -> list[Any]:
 
 
 def target_groups(dataset: Any, aggregate: str | None = None, group_by: GroupBy | None = None) -> RowGroups | None:
-    """The groups that `aggregate="mean"` or `group_by=` ask for, or `None` where targets stay single.
+    """Make the groups of targets that the arguments of `attribute` ask for.
+
+    Args:
+        dataset (`Dataset`):
+            The targets.
+        aggregate (`str`, *optional*):
+            `"mean"` makes one group of all targets, unless `group_by` is given.
+        group_by (`str` or `Sequence`, *optional*):
+            See [`RowGroups.of`].
+
+    Returns:
+        `RowGroups` or `None`: the groups, or `None` if each target is scored by itself.
 
     Raises:
-        ValueError: `aggregate` is unknown, and all of [`RowGroups.of`].
+        ValueError: `aggregate` is unknown, or as in [`RowGroups.of`].
+        TypeError: as in [`RowGroups.of`].
     """
     if aggregate not in (None, "mean"):
-        raise ValueError(f"`aggregate` is {aggregate!r}. Expected 'mean', or `None` for single targets.")
+        raise ValueError(f"`aggregate` is {aggregate!r}. Expected 'mean', or `None` to score each target.")
     if group_by is not None:
         return RowGroups.of(dataset, group_by)
     return RowGroups.whole(len(dataset)) if aggregate else None

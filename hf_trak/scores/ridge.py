@@ -1,4 +1,9 @@
-"""The ridge regression of TRAK: G = XᵀX, λ, and (G + λI) A = tᵀ solved by Cholesky factorization in float64."""
+"""The ridge regression of TRAK: the Gram matrix G = XᵀX, the ridge λ, and the solution of (G + λI) aᵀ = tᵀ.
+
+The system is solved by a Cholesky factorization in float64. See Sections 3.2 and 3.4 of the TRAK paper, arXiv
+2303.14186, whose formula has no λ; it is added because G is singular or badly conditioned unless n is much larger
+than k.
+"""
 
 import math
 from typing import NoReturn
@@ -7,44 +12,29 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import NonFiniteError, SingularGramError
-
-
-def check_finite_rows(values: Tensor, what: str, start: int = 0) -> None:
-    """Raise `NonFiniteError` that names the first row of `values` `(rows, …)` with a NaN or an infinity.
-
-    Args:
-        values: the rows.
-        what: what a row is, for the message.
-        start: number of the first row.
-    """
-    # A NaN or an infinity makes the sum one; so may large finite numbers, which are then looked at one by one.
-    if math.isfinite(values.sum().item()) or bool(values.isfinite().all()):
-        return
-    finite = values.isfinite().reshape(values.shape[0], -1).all(dim=1)
-    row = int((~finite).nonzero()[0])
-    raise NonFiniteError(
-        f"The {what} of row {start + row} is NaN or infinite. Expected finite numbers: inspect that example, take "
-        "gradients in float32 (float16 overflows above 65504), or leave the example out."
-    )
+from hf_trak.runtime.finite import check_finite_rows as check_finite_rows
 
 
 def gram_update(gram: Tensor, features: Tensor, start: int = 0) -> Tensor:
-    """`gram += featuresᵀ · features`, in place, in the precision of `gram`.
+    """Add the Gram matrix of some rows in place: `gram += featuresᵀ · features`, in the precision of `gram`.
 
     Args:
-        gram: `(k, k)`, float64 (or float32).
+        gram: `(k, k)`, float64 or float32.
         features: `(rows, k)`, any floating dtype.
-        start: index of the first row, for messages.
+        start: index of the first row, for error messages.
 
     Returns:
-        `gram`.
+        `gram` itself.
 
     Raises:
         ValueError: shapes do not fit, or `gram` is of lower precision than float32.
         NonFiniteError: a row of `features` is not finite; names it. `gram` is unchanged.
     """
     if gram.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"`gram` has dtype {gram.dtype}, which overflows. Expected torch.float64 or torch.float32.")
+        raise ValueError(
+            f"`gram` has dtype {gram.dtype}, which overflows or rounds too coarsely. Expected torch.float64 or "
+            "torch.float32."
+        )
     if features.ndim != 2 or gram.shape != (features.shape[1], features.shape[1]):
         raise ValueError(
             f"`features` has shape {tuple(features.shape)}, `gram` {tuple(gram.shape)}. Expected (rows, k) and (k, k)."
@@ -55,17 +45,24 @@ def gram_update(gram: Tensor, features: Tensor, start: int = 0) -> Tensor:
 
 
 def ridge_lambda(trace: float, n: int, k: int, lambda_reg: float | None, lambda_relative: float) -> float:
-    """λ: absolute where it is given, else relative to the mean of the eigenvalues of XᵀX that can be nonzero.
+    """Compute the ridge λ from its absolute or relative setting.
 
-    λ = `lambda_reg`, or `lambda_relative` · trace(XᵀX) / min(n, k) where `lambda_reg` is `None`. The latter does not
-    depend on the scale of gradients or features.
+    λ = `lambda_reg` if that is given, and otherwise
+
+        λ = lambda_relative · trace(XᵀX) / min(n, k),
+
+    a multiple of the mean of the min(n, k) eigenvalues of XᵀX that can be nonzero. The relative value does not depend
+    on the scale of gradients or features.
 
     Args:
         trace: trace(XᵀX).
         n: number of training examples.
         k: number of features.
-        lambda_reg: absolute value, or `None`.
-        lambda_relative: the relative one.
+        lambda_reg: the absolute value, or `None`.
+        lambda_relative: the relative value, a pure number.
+
+    Returns:
+        λ, in the units of XᵀX.
 
     Raises:
         ValueError: n or k is not positive, or the value that is used is negative or not finite.
@@ -73,45 +70,49 @@ def ridge_lambda(trace: float, n: int, k: int, lambda_reg: float | None, lambda_
     """
     if n < 1 or k < 1:
         raise ValueError(
-            f"λ for {n} train example(s) and {k} feature(s) is not defined. Expected at least one of each."
+            f"λ is not defined for {n} training example(s) and {k} feature(s). Expected at least one of each."
         )
     for name, value in (("lambda_reg", lambda_reg), ("lambda_relative", lambda_relative)):
         if value is not None and not (value >= 0 and math.isfinite(value)):
             raise ValueError(
-                f"`{name}` is {value}. Expected a finite number ≥ 0; 0.1 relative to the trace is a good one."
+                f"`{name}` is {value}. Expected a finite number of at least 0. `lambda_relative=0.1` is a good start."
             )
     if lambda_reg is not None:
         return float(lambda_reg)
     if not math.isfinite(trace):
         raise NonFiniteError(
-            f"The trace of XᵀX is {trace}. Expected a finite number: some feature is NaN or infinite."
+            f"The trace of XᵀX is {trace}, so some feature is NaN or infinite. Expected finite features. Featurize "
+            "again with gradients in float32."
         )
     return lambda_relative * trace / min(n, k)
 
 
 class RidgeSystem:
-    """A = G + λI, factorized once for any number of right-hand sides.
+    """The matrix A = G + λI, factorized once and applied to any number of right-hand sides.
 
     Attributes:
-        condition (`float`): estimate of the condition number of A in the 1-norm (a lower bound, usually within a
-            factor of 3), by the method of Higham (1988, ACM TOMS 14:381).
+        lam (`float`):
+            λ.
+        condition (`float`):
+            Estimate of the condition number of A in the 1-norm: a lower bound, usually within a factor of 3 (Higham
+            1988, ACM TOMS 14:381).
     """
 
     def __init__(self, gram: Tensor, lam: float) -> None:
         """
         Args:
-            gram: G `(k, k)`, symmetric; float64, or float32 where it was accumulated or stored so.
+            gram: G `(k, k)`, symmetric, in the dtype in which it was accumulated: float64 or float32.
             lam: λ ≥ 0.
 
         Raises:
             ValueError: G is not square, or λ is negative or not finite.
-            SingularGramError: A holds NaN or infinities, is not positive definite, or cannot be told from a singular
-                matrix at the precision of `gram`.
+            SingularGramError: A contains NaN or infinities, is not positive definite, or cannot be distinguished from
+                a singular matrix at the precision of `gram`.
         """
         if gram.ndim != 2 or gram.shape[0] != gram.shape[1] or gram.shape[0] == 0:
             raise ValueError(f"`gram` has shape {tuple(gram.shape)}. Expected (k, k) with k ≥ 1.")
         if not (lam >= 0 and math.isfinite(lam)):
-            raise ValueError(f"λ is {lam}. Expected a finite number ≥ 0.")
+            raise ValueError(f"λ is {lam}. Expected a finite number of at least 0.")
         self.lam = float(lam)
         if not bool(gram.isfinite().all()):
             self._raise_singular("it contains NaN or infinities, so some feature does (or the matrix overflowed)")
@@ -129,17 +130,17 @@ class RidgeSystem:
 
     @property
     def k(self) -> int:
-        """Number of features."""
+        """Number of features, k."""
         return self._cholesky.shape[0]
 
     def solve(self, targets: Tensor) -> Tensor:
-        """Preconditioned targets, the rows of which are (G + λI)⁻¹ t.
+        """Precondition targets: solve (G + λI) aᵀ = tᵀ for every row t.
 
         Args:
-            targets: `(m, k)`, any floating dtype.
+            targets: t, `(m, k)`, any floating dtype.
 
         Returns:
-            `(m, k)`, float64, on the device of `gram`.
+            The rows t (G + λI)⁻¹, `(m, k)`, float64, on the device of `gram`.
 
         Raises:
             ValueError: the shape does not fit.
@@ -149,12 +150,24 @@ class RidgeSystem:
         return torch.cholesky_solve(wide.T, self._cholesky).T.contiguous()
 
     def quadratic(self, features: Tensor, start: int = 0) -> Tensor:
-        """xᵀ (G + λI)⁻¹ x for every row x of `features` `(rows, k)`. Shape `(rows,)`, float64, never negative."""
+        """Compute x (G + λI)⁻¹ xᵀ for every row x. With the Cholesky factor L of A this is ‖L⁻¹xᵀ‖².
+
+        Args:
+            features: the rows x, `(rows, k)`, any floating dtype.
+            start: index of the first row, for error messages.
+
+        Returns:
+            `(rows,)`, float64, never negative.
+
+        Raises:
+            ValueError: the shape does not fit.
+            NonFiniteError: a row is not finite; names it.
+        """
         wide = self._check_rows(features, "feature vector", start)
         return torch.linalg.solve_triangular(self._cholesky, wide.T, upper=False).square().sum(dim=0)
 
     def inverse(self) -> Tensor:
-        """(G + λI)⁻¹ `(k, k)`, float64. Prefer [`~RidgeSystem.solve`]."""
+        """Compute (G + λI)⁻¹, `(k, k)`, float64. Prefer [`~RidgeSystem.solve`] to multiplying by it."""
         return torch.cholesky_inverse(self._cholesky)
 
     def _check_rows(self, rows: Tensor, what: str, start: int = 0) -> Tensor:
@@ -166,13 +179,13 @@ class RidgeSystem:
     def _raise_singular(self, reason: str) -> NoReturn:
         raise SingularGramError(
             f"XᵀX + λI with λ = {self.lam:g} is singular: {reason}. Expected a positive definite matrix, which λ = 0 "
-            "gives only for clearly more train examples than features. Set a positive λ, about 0.1 · trace(XᵀX) / "
-            "min(n, k), or lower the projection dimension."
+            "gives only if there are clearly more training examples than features. Set a positive λ, about 0.1 · "
+            "trace(XᵀX) / min(n, k), or lower the projection dimension."
         )
 
 
 def _uncertainty(gram: Tensor) -> float:
-    """Relative size of an eigenvalue that rounding alone can make out of zero."""
+    """Bound the eigenvalue, relative to the largest, that rounding alone can turn a zero eigenvalue into."""
     if gram.dtype == torch.float64:
         return gram.shape[0] * torch.finfo(torch.float64).eps
     return 2 * torch.finfo(gram.dtype).eps
@@ -183,13 +196,21 @@ def _norm1(matrix: Tensor) -> float:
 
 
 def _inverse_norm1(cholesky: Tensor, max_iterations: int = 5) -> float:
-    """Lower bound of ‖A⁻¹‖₁ by maximizing the convex ‖A⁻¹x‖₁ over the unit ball, vertex by vertex (A = LLᵀ)."""
+    """Estimate ‖A⁻¹‖₁ from below for A = LLᵀ (Higham 1988, ACM TOMS 14:381).
+
+    ‖A⁻¹x‖₁ is convex in x, so its maximum over the unit ball of the 1-norm is at a vertex ±e_i. The method goes from
+    vertex to vertex along the gradient until the value no longer rises.
+
+    Args:
+        cholesky: L, `(k, k)`.
+        max_iterations: vertices to visit at most.
+    """
     k = cholesky.shape[0]
 
     def apply(vector: Tensor) -> Tensor:
         return torch.cholesky_solve(vector.unsqueeze(1), cholesky).squeeze(1)
 
-    # Besides the gradient ascent, an alternating vector that catches the matrices on which the ascent stops at once.
+    # A fixed alternating vector covers the matrices on which the ascent stops at its first point.
     index = torch.arange(k, dtype=torch.float64, device=cholesky.device)
     alternating = torch.where(index % 2 == 0, 1.0, -1.0) * (1 + index / max(k - 1, 1))
     best = 2 * float(apply(alternating).abs().sum()) / (3 * k)

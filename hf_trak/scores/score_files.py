@@ -1,10 +1,12 @@
-"""Scores as Arrow files: rows are written block by block, each process its own part of them.
+"""Scores in Arrow files, written block by block, with each process writing its own rows.
 
-With one process a result is one file, `<stem>.arrow`; with W it is up to W, `<stem>-<rank>-of-<W>.arrow`, whose rows
-follow each other. Files appear when they are complete. The stem holds a digest of all that the scores depend on, so
-that processes with other settings write other files, and those with the same settings the same bytes.
+A single process writes one file, `<stem>.arrow`. W processes write up to W files, `<stem>-<rank>-of-<W>.arrow`, whose
+rows follow each other. A file appears under its name when it is complete. The stem contains a digest of everything
+that the scores depend on: runs with different settings write different files, and runs with equal settings write
+equal bytes.
 """
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -28,16 +30,16 @@ _GROUP_BYTES = 64 << 20
 
 
 class ScoreFiles:
-    """Where the columns of one result go. Every method has to be called by all processes."""
+    """Writes the score columns of one result. All processes have to call every method."""
 
     def __init__(self, directory: Path, stem: str, processes: Processes, n_train: int, n_targets: int) -> None:
         """
         Args:
-            directory: of the files.
+            directory: where files are written.
             stem: first part of their names.
-            processes: each of which has the blocks of its own training rows, in order.
-            n_train: n.
-            n_targets: m.
+            processes: the processes of the run. Each has the blocks of its own training rows, in order.
+            n_train: number of training rows, n.
+            n_targets: number of targets, m.
         """
         self.directory = directory
         self.stem = stem
@@ -46,17 +48,17 @@ class ScoreFiles:
         self.n_targets = n_targets
 
     def columns(self, blocks: Iterable[ScoreBlock], top_k: int | None, per: Literal["target", "train"]) -> Dataset:
-        """The score columns, one row per target or per training row.
+        """Make the score columns, with one row per target or per training row.
 
         Args:
-            blocks: the scores of the training rows that fall to this process, in order, see [`score_blocks`].
-            top_k: how many of the highest and lowest scores of a row to keep: the columns [`TOP_K_COLUMNS`]. `None`
-                keeps all, in the column `trak_scores`.
-            per: what a row of the result is.
+            blocks: scores of the training rows of this process, in order, see [`score_blocks`].
+            top_k: number of highest and of lowest scores to keep per row, in the columns [`TOP_K_COLUMNS`]. `None`
+                keeps all scores, in the column `trak_scores`.
+            per: `"target"` for m rows, `"train"` for n rows.
 
         Returns:
-            A dataset of m or n rows, memory-mapped unless it is m top-k lists. Opponents come most harmful first.
-            Among equal scores the lower index comes first.
+            The rows, memory-mapped from files, except for top-k lists per target, which are in memory. Opponents are
+            sorted from the lowest score up. Among equal scores, the lower index comes first.
 
         Raises:
             StoreError: a file cannot be written.
@@ -68,10 +70,10 @@ class ScoreFiles:
         if per == "train":
             tables = (_scores_table(block.cpu().numpy()) for _, _, block in blocks)
             return self._write(tables, _score_features(self.n_targets))
-        return self._turned_over(blocks)
+        return self._transposed(blocks)
 
     def _top_k_per_target(self, blocks: Iterable[ScoreBlock], top_k: int) -> Dataset:
-        """O(m · top_k) memory: each process keeps the best of its rows, and only those lists are exchanged."""
+        """Keep the best rows of each process and merge these lists, with memory O(m · top_k)."""
         best, worst = TopK(top_k, largest=True), TopK(top_k, largest=False)
         with self.processes.all_or_none():
             for start, _, block in blocks:
@@ -80,6 +82,7 @@ class ScoreFiles:
         return Dataset(_top_k_table(*(self._merged(top) for top in (best, worst))))
 
     def _merged(self, top: TopK) -> TopK:
+        """Merge the lists of all processes. Lists with fewer than k rows are padded, so that all have one shape."""
         kept = torch.full((self.n_targets, top.k), PADDING)
         if not top.empty:
             keys = top.keys().cpu()
@@ -89,8 +92,12 @@ class ScoreFiles:
             merged.merge(keys)
         return merged
 
-    def _turned_over(self, blocks: Iterable[ScoreBlock]) -> Dataset:
-        """All scores, one row per target, by way of a scratch file of each process."""
+    def _transposed(self, blocks: Iterable[ScoreBlock]) -> Dataset:
+        """Write all scores with one row per target.
+
+        Each process writes its transposed blocks to a scratch file, from which all processes then read the targets
+        that they write.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         with temporary_file(self.directory) as scratch:
             with self.processes.all_or_none(), explained(scratch), open(scratch, "wb") as file:
@@ -102,7 +109,7 @@ class ScoreFiles:
             return self._write(self._target_rows(parts), _score_features(self.n_train))
 
     def _target_rows(self, parts: list[dict[str, Any]]) -> Iterator[pa.Table]:
-        """The targets that fall to this process, some at a time."""
+        """Assemble the rows of this process's targets from the scratch files, a group of targets at a time."""
         mine = self.processes.share(self.n_targets)
         group = max(1, _GROUP_BYTES // (4 * self.n_train))
         for first in range(mine.start, mine.stop, group):
@@ -122,7 +129,7 @@ class ScoreFiles:
             yield _scores_table(matrix)
 
     def _write(self, tables: Iterable[pa.Table], features: Features) -> Dataset:
-        """Write the rows of this process; return those of all."""
+        """Write the rows of this process, and return the rows of all processes."""
         rank, world = self.processes.process_index, self.processes.num_processes
         name = f"{self.stem}.arrow" if world == 1 else f"{self.stem}-{rank:05d}-of-{world:05d}.arrow"
         written = False
@@ -143,22 +150,34 @@ class ScoreFiles:
 
 
 SCORE_FILES = "score_files"
-"""The fact of a run that names its files of all scores."""
+"""Key of the facts of a run under which its files with all scores are listed."""
 
 
 def score_file_digests(scored: Dataset, directory: Path) -> dict[str, str]:
-    """The files in `directory` that hold the scores of a result, in order, with their xxh3-128."""
+    """List the files in `directory` that hold all scores of a result.
+
+    Args:
+        scored: the result of `attribute(..., top_k=None, per="target")`.
+        directory: the directory of the run.
+
+    Returns:
+        Names of the files, in the order of their rows, with their xxh3-128 digests.
+    """
     paths = dict.fromkeys(Path(entry["filename"]) for entry in scored.cache_files)
     found = [path for path in paths if path.parent.resolve() == directory.resolve()]
     return {path.name: _digest(path) for path in found if path.name.startswith("per-target-")}
 
 
 def read_score_files(directory: Path, files: Mapping[str, str | None]) -> Dataset:
-    """All scores of a run, one row per target.
+    """Read all scores of a run, one row per target.
 
     Args:
-        directory: of the run.
-        files: their names and xxh3-128 digests, see [`score_file_digests`]; `None` for files of format 1.
+        directory: the directory of the run.
+        files: names of the files with their xxh3-128 digests, see [`score_file_digests`]. A digest of `None`, as in
+            runs of format 1, is not compared.
+
+    Returns:
+        The column `trak_scores`, memory-mapped.
 
     Raises:
         StoreError: a file is missing or damaged.
@@ -168,26 +187,23 @@ def read_score_files(directory: Path, files: Mapping[str, str | None]) -> Datase
         path = directory / safe_name(name, "score file")
         remedy = "Run `hf-trak attribute --all_scores` again."
         if not path.is_file():
-            raise StoreError(f"{path} is missing. {remedy}")
+            raise StoreError(f"{path} is missing. Expected a file with the scores of the run. {remedy}")
         if digest is not None and (found := _digest(path)) != digest:
-            raise StoreError(f"{path} is damaged: its checksum is {found}, the run says {digest}. {remedy}")
+            raise StoreError(f"{path} is damaged: its checksum is {found}. Expected {digest}. {remedy}")
         try:
             parts.append(Dataset.from_file(os.fspath(path)))
         except (pa.ArrowInvalid, OSError) as error:
-            raise StoreError(f"{path} is damaged ({error}). {remedy}") from error
+            raise StoreError(f"{path} is damaged ({error}). Expected an Arrow file of scores. {remedy}") from error
     return concatenate_datasets(parts)
 
 
 def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _extremes(block: torch.Tensor, top_k: int) -> pa.Table:
-    """The best and the worst targets of every training row of a block."""
+    """Make top-k columns with the best and the worst targets of every training row of a block."""
     chosen = []
     for largest in (True, False):
         top = TopK(top_k, largest=largest)

@@ -8,24 +8,30 @@ from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 
 ScoreBlock = tuple[int, int, Tensor]
-"""`(start, stop, block)`: `block` of shape `(stop - start, m)` scores these training rows against m targets."""
+"""`(start, stop, block)`: `block`, of shape `(stop - start, m)`, holds the scores of training rows `start … stop - 1`
+for m targets."""
 
 TOP_K_COLUMNS = ("trak_indices", "trak_scores", "trak_opponent_indices", "trak_opponent_scores")
-"""Columns of a top-k result. A full result has `trak_scores` alone."""
+"""Columns of a top-k result. A result with all scores has `trak_scores` alone."""
 
 
 def fixed_size_list(values: np.ndarray) -> pa.FixedSizeListArray:
-    """A 2-D array `(rows, n)` as one Arrow fixed-size list per row, without a copy if it is contiguous."""
+    """Convert an array `(rows, n)` to one Arrow fixed-size list per row, without a copy if it is contiguous."""
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
 def attach_columns(rows: Any, columns: Dataset) -> Dataset:
-    """Put score columns beside the rows they belong to; earlier score columns of the same name are replaced.
+    """Add score columns to the rows that they belong to. They replace score columns of an earlier call.
 
     Args:
-        rows: a dataset of as many rows. Its columns are kept as stored if it is a `datasets.Dataset`, and left out
-            otherwise.
-        columns: the score columns.
+        rows (`Dataset`):
+            A dataset with as many rows as `columns`.
+        columns (`datasets.Dataset`):
+            The score columns.
+
+    Returns:
+        `datasets.Dataset`: the columns of `rows` as stored, without a transform set on them, followed by the score
+        columns; `columns` alone if `rows` is no `datasets.Dataset`.
     """
     if not isinstance(rows, Dataset):
         return columns

@@ -1,4 +1,4 @@
-"""Which training rows to keep: the most helpful ones for an evaluation set, or those that harm none of it."""
+"""Selection of training rows by their scores for an evaluation set."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
@@ -9,41 +9,58 @@ from datasets import Features, List, Value
 from torch import Tensor
 from torch.utils.data import Subset
 
+from hf_trak.runtime.checks import is_int
 from hf_trak.scores.groups import GroupBy, RowGroups
 from hf_trak.scores.scored_dataset import ScoreBlock
 
 Criterion = Literal["most_helpful", "least_harmful"]
-"""How the scores of a training row for several targets become one number: their mean, or their minimum."""
+"""How training rows are ranked: by the mean of their scores over all targets (`"most_helpful"`), or by the minimum
+(`"least_harmful"`)."""
 
 SELECTION_COLUMNS = ("trak_index", "trak_score")
-"""Columns of a selected dataset: the row's number in the training dataset, and the number it is ranked by."""
+"""Columns of a selected dataset: the row's index in the training dataset, and the score by which it is ranked."""
 
 GROUP_COLUMNS = ("trak_groups", "trak_group_scores", "trak_group_sizes")
 """Columns of scores by groups of training rows."""
 
 
 def selection_size(n: int | float, available: int) -> int:
-    """The number of rows that `n` asks for: itself, or that fraction of the available rows, rounded.
+    """Convert the argument `n` of `select` to a number of rows.
+
+    Args:
+        n (`int` or `float`):
+            A number of rows, or a fraction of the available rows, which is rounded to at least one row.
+        available (`int`):
+            Number of training rows.
 
     Raises:
-        ValueError: it is not a whole number from 1 to `available`, nor a fraction between 0 and 1.
+        ValueError: `n` is neither an integer from 1 to `available` nor a fraction between 0 and 1.
     """
     if isinstance(n, float) and 0 < n < 1:
         return max(1, round(n * available))
-    if isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= available:
-        return n
+    if is_int(n, 1, available):
+        return int(n)
     raise ValueError(
         f"`n` is {n!r}. Expected a number of training rows from 1 to {available}, or a fraction between 0 and 1."
     )
 
 
 def row_scores(blocks: Iterable[ScoreBlock], n_train: int, criterion: Criterion) -> Tensor:
-    """One number for each training row, `(n_train,)`, float32: the mean, or the minimum, of its scores.
+    """Reduce the scores of every training row over all targets to one number.
 
     Args:
-        blocks: `(start, stop, (stop - start, m))`, every row once.
-        n_train: n.
-        criterion: see [`Criterion`].
+        blocks (`Iterable[ScoreBlock]`):
+            Scores `(start, stop, block)`, `block` of shape `(stop - start, m)`, with every row once.
+        n_train (`int`):
+            Number of training rows.
+        criterion (`str`):
+            `"most_helpful"` for the mean over the m targets, `"least_harmful"` for the minimum.
+
+    Returns:
+        `torch.Tensor` of shape `(n_train,)`, float32.
+
+    Raises:
+        ValueError: the criterion is unknown.
     """
     check_criterion(criterion)
     result = torch.empty(n_train)
@@ -53,27 +70,39 @@ def row_scores(blocks: Iterable[ScoreBlock], n_train: int, criterion: Criterion)
 
 
 def check_criterion(criterion: str) -> None:
-    """Raises `ValueError` unless it is a [`Criterion`]."""
+    """Check that `criterion` is a [`Criterion`].
+
+    Raises:
+        ValueError: it is not.
+    """
     if criterion not in get_args(Criterion):
         raise ValueError(f"`criterion` is {criterion!r}. Expected one of {list(get_args(Criterion))}.")
 
 
 def best_rows(scores: Tensor, n: int, strata: RowGroups | None = None) -> list[int]:
-    """The n rows of the highest scores, best first; among equal ones the lower row comes first.
+    """Find the n rows with the highest scores, best first. Among equal scores, the lower row comes first.
 
     Args:
-        scores: `(n_train,)`.
-        n: how many.
-        strata: groups of training rows which are to keep their shares: each gives n · (its size / n_train) rows,
-            rounded so that the sum is n (the largest remainders are rounded up).
+        scores (`torch.Tensor` of shape `(n_train,)`):
+            One score per training row.
+        n (`int`):
+            Number of rows to choose.
+        strata (`RowGroups`, *optional*):
+            Groups of training rows that keep their shares: group g gives n · sizes[g] / n_train rows, rounded by the
+            method of largest remainders so that the sum is n.
+
+    Returns:
+        `list[int]`: the rows.
     """
     order = scores.argsort(descending=True, stable=True)
     if strata is None:
         return order[:n].tolist()
+    # Largest remainders: round all quotas down, and give the rows that are left to the largest fractional parts.
     exact = strata.sizes.double() * n / strata.sizes.sum()
     quota = exact.floor().long()
     remainders = (exact - quota).argsort(descending=True, stable=True)
     quota[remainders[: n - int(quota.sum())]] += 1
+    # From every group take as many of its best rows as its quota says; keep the overall order.
     member = strata.member[order]
     taken = torch.zeros(len(order), dtype=torch.bool)
     for group, size in enumerate(quota.tolist()):
@@ -82,34 +111,47 @@ def best_rows(scores: Tensor, n: int, strata: RowGroups | None = None) -> list[i
 
 
 def selected(train_dataset: Any, rows: list[int], scores: Tensor) -> Any:
-    """Those rows of the training dataset, with the columns [`SELECTION_COLUMNS`] if it is a `datasets.Dataset`.
+    """Select rows of the training dataset.
 
-    Any other dataset gives a `torch.utils.data.Subset`, whose `indices` are the rows.
+    Args:
+        train_dataset (`Dataset`):
+            The training dataset.
+        rows (`list[int]`):
+            Indices of the rows.
+        scores (`torch.Tensor` of shape `(n_train,)`):
+            One score per training row.
+
+    Returns:
+        For a `datasets.Dataset` its rows, with its format and the columns [`SELECTION_COLUMNS`]. For any other
+        dataset a `torch.utils.data.Subset`, whose `indices` are the rows.
     """
     if not isinstance(train_dataset, HFDataset):
         return Subset(train_dataset, rows)
     stale = [name for name in SELECTION_COLUMNS if name in train_dataset.column_names]
     wide = train_dataset.remove_columns(stale)
     kept = wide.format
-    # The columns are added before rows are chosen: `add_column` after `select` would copy every chosen row.
+    # Columns are added before rows are selected: `add_column` after `select` would copy every selected row.
     wide = wide.with_format(None)
     for name, values in zip(SELECTION_COLUMNS, (torch.arange(len(scores)), scores), strict=True):
         wide = wide.add_column(name, values.numpy())
-    if kept["type"] is not None:  # a format or transform set on the dataset stays, over the new columns too
+    if kept["type"] is not None:  # keep the format or transform of the dataset, and extend it to the new columns
         columns = [*kept["columns"], *SELECTION_COLUMNS]
         wide = wide.with_format(kept["type"], columns, kept["output_all_columns"], **kept["format_kwargs"])
     return wide.select(rows)
 
 
 def group_score_columns(sums: Tensor, groups: RowGroups) -> HFDataset:
-    """Scores by groups of training rows as columns, every group in every row, in ascending order of values.
+    """Make columns of the scores of groups of training rows.
 
     Args:
-        sums: `(m, G)`, see [`RowGroups.sums`].
-        groups: the groups of training rows.
+        sums (`torch.Tensor` of shape `(m, G)`):
+            Scores of the groups, see [`RowGroups.sums`].
+        groups (`RowGroups`):
+            The groups of training rows.
 
     Returns:
-        m rows with [`GROUP_COLUMNS`]: `np.stack(result["trak_group_scores"])` is the matrix `(m, G)`.
+        `datasets.Dataset`: m rows with [`GROUP_COLUMNS`]. Every row lists all groups, in ascending order of their
+        values, so that `np.stack(result["trak_group_scores"])` is the matrix `(m, G)`.
     """
     table = groups.table()
     value = table.features[groups.column] if groups.column in table.column_names else Value("null")
@@ -128,5 +170,9 @@ def group_score_columns(sums: Tensor, groups: RowGroups) -> HFDataset:
 
 
 def check_strata(train_dataset: Any, stratify_by: GroupBy | None) -> RowGroups | None:
-    """The groups of training rows that keep their shares, or `None`. Raises as [`RowGroups.of`]."""
+    """Make the groups of training rows that `stratify_by` asks for, or `None` if it is `None`.
+
+    Raises:
+        TypeError, ValueError: as in [`RowGroups.of`].
+    """
     return None if stratify_by is None else RowGroups.of(train_dataset, stratify_by, "stratify_by")

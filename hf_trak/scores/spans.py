@@ -1,12 +1,16 @@
-"""Parts of a target: a span of its labels as a target of its own, and a score broken down by label.
+"""Attribution of parts of a target: spans of its labels, and scores broken down by label.
 
-The model output of a language model is a sum over label tokens, f = Σ_t w_t m_t, and a score is linear in the gradient
-of the target's f. So
+The model output of a language model is a sum over label tokens, f = Σ_t w_t m_t with margins m_t and weights w_t
+(TRAK paper, arXiv 2303.14186, Section 3.3, per token). A score is linear in the gradient of the target's f, hence
 
-* a *span* is the same target with the other labels left out (`target_mask`): "which documents made it say this word";
-* the scores of the single labels, each with its own weight (`target_weights`), add up to the score of the whole.
+    τ(z_i, target) = Σ_t τ(z_i, target restricted to label t)
 
-Both are columns of the target dataset, one entry per label: `labels` where the row has them, else `input_ids`.
+* A *span* is a target restricted to some of its labels by the column `target_mask`. It answers questions such as
+  "which documents made the model write this word?".
+* The scores of the single labels, each with its own weight in the column `target_weights`, add up to the score of the
+  whole target.
+
+Both columns have one entry per label: per entry of `labels` if the row has them, and of `input_ids` otherwise.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +29,7 @@ TOKEN_SCORES = "trak_token_scores"
 OPPONENT_TOKEN_SCORES = "trak_opponent_token_scores"
 
 Range = tuple[int, int]
-"""`(start, stop)`, stop not included; negative numbers count from the end."""
+"""`(start, stop)`, `stop` not included. Negative numbers count from the end."""
 
 
 def span_targets(
@@ -39,71 +43,64 @@ def span_targets(
     text_column: str = "text",
     ids_column: str = "input_ids",
 ) -> Dataset:
-    """Targets that consist of a part of each row's labels.
+    """Restrict every target to a part of its labels.
 
     Exactly one of `tokens`, `chars`, `words` and `mask_column` says which part. A token belongs to a span of
     characters if it shares at least one character with it.
 
     Args:
-        dataset: tokenized targets.
-        tokens: range of token positions: one for all rows, one per row, or the name of a column that holds them.
-        chars: the same in characters of `text_column`.
-        words: a piece of text that occurs exactly once in `text_column`: one for all rows, or one per row.
-        mask_column: column of lists of 0 and 1, one entry per token.
-        tokenizer: a fast tokenizer, for `chars` and `words`; not needed if the dataset has a column `offset_mapping`.
-        text_column: the text that was tokenized.
-        ids_column: the column of token ids that came out of it: `labels` for sequence to sequence.
+        dataset (`datasets.Dataset`):
+            Tokenized targets.
+        tokens (`tuple[int, int]`, a sequence of them, or `str`, *optional*):
+            Ranges of token positions: one for all rows, one per row, or the name of a column that holds them.
+        chars (`tuple[int, int]`, a sequence of them, or `str`, *optional*):
+            Ranges of characters of `text_column`, given in the same ways.
+        words (`str` or `Sequence[str]`, *optional*):
+            A piece of text that occurs exactly once in `text_column`: one for all rows, or one per row.
+        mask_column (`str`, *optional*):
+            Name of a column of lists of 0 and 1, with one entry per token.
+        tokenizer (`PreTrainedTokenizerFast`, *optional*):
+            A fast tokenizer, for `chars` and `words`. Not needed if the dataset has a column `offset_mapping`.
+        text_column (`str`, *optional*, defaults to `"text"`):
+            Name of the column with the text that was tokenized.
+        ids_column (`str`, *optional*, defaults to `"input_ids"`):
+            Name of the column with its token ids: `labels` for sequence-to-sequence models.
 
     Returns:
-        The dataset with a column `target_mask`.
+        `datasets.Dataset`: the dataset with a column `target_mask`.
 
     Raises:
-        TypeError: it is no `datasets.Dataset`.
-        ValueError: not exactly one way is given; a range is empty or holds no token of its row (for example, since
-            the row was truncated before it); the words occur not once; the tokenizer gives other ids.
+        TypeError: the targets are no `datasets.Dataset`.
+        ValueError: none or several of the four arguments are given; a range is empty or contains no token of its row
+            (because the row was truncated before it, for example); the words do not occur exactly once; the tokenizer
+            gives other ids than the row has; or a column does not exist.
     """
     _require_dataset(dataset)
     given = {"tokens": tokens, "chars": chars, "words": words, "mask_column": mask_column}
     if len(chosen := [name for name, value in given.items() if value is not None]) != 1:
         raise ValueError(
-            f"Given {chosen or 'none'} of {list(given)}. Expected exactly one: each says what the span is."
+            f"Given {chosen or 'none'} of {list(given)}. Expected exactly one of them, which says what the span is."
         )
     plain = dataset.with_format(None)
-    count = len(dataset)
     if mask_column is not None:
         masks = [[int(bool(entry)) for entry in mask] for mask in _column(plain, mask_column)]
     elif tokens is not None:
-        lengths = [len(ids) for ids in _column(plain, ids_column)]
-        spans = [_inside(span, n) for span, n in zip(_ranges(plain, tokens, "tokens"), lengths, strict=True)]
-        masks = [[int(a <= i < b) for i in range(n)] for (a, b), n in zip(spans, lengths, strict=True)]
+        masks = _masks_of_positions(plain, tokens, ids_column)
     else:
-        texts = list(_column(plain, text_column))
-        if words is not None:
-            per_row = [words] * count if isinstance(words, str) else list(words)
-            places = [_only_place(text, word, i) for i, (text, word) in enumerate(zip(texts, per_row, strict=True))]
-        else:
-            assert chars is not None
-            places = [
-                _inside(span, len(text)) for span, text in zip(_ranges(plain, chars, "chars"), texts, strict=True)
-            ]
-        offsets = _offsets(plain, texts, tokenizer, ids_column)
-        masks = [
-            [int(start < b and stop > a and stop > start) for start, stop in row]
-            for (a, b), row in zip(places, offsets, strict=True)
-        ]
+        masks = _masks_of_characters(plain, chars, words, tokenizer, text_column, ids_column)
     for index, mask in enumerate(masks):
         if not any(mask):
             raise ValueError(
                 f"The span of row {index} ({', '.join(f'{k}={v!r}' for k, v in given.items() if v is not None)}) "
-                f"holds none of its {len(mask)} tokens. Expected at least one. Was the row truncated before it? "
-                "Tokenize with a larger `max_length`, or leave the row out."
+                f"holds none of its {len(mask)} tokens. Expected at least one. Was the row truncated before it? Then "
+                "tokenize with a larger `max_length`, or leave the row out."
             )
     kept = dataset.remove_columns([TARGET_MASK]) if TARGET_MASK in dataset.column_names else dataset
     return kept.add_column(TARGET_MASK, masks)
 
 
 def single_labels(task: AbstractModelOutput, batches: RowBatches, dataset: Dataset) -> Dataset:
-    """Repeat every target once per label, each time with the weight of that one label in the target's f.
+    """Repeat every target once per label, restricted to that label with the weight w_t that it has in f.
 
     Args:
         task: the model output function, which aggregates over labels.
@@ -111,8 +108,8 @@ def single_labels(task: AbstractModelOutput, batches: RowBatches, dataset: Datas
         dataset: the targets.
 
     Returns:
-        The rows of `dataset`, each as often as it has labels that count, with `target_weights`, `trak_target` (row of
-        `dataset`) and `trak_position` (position of the label in the row).
+        The rows of `dataset`, each as many times as it has labels of nonzero weight, with the columns
+        `target_weights`, `trak_target` (row of `dataset`) and `trak_position` (position of the label in the row).
 
     Raises:
         TypeError: the task does not aggregate over labels, or `dataset` is no `datasets.Dataset`.
@@ -139,12 +136,21 @@ def single_labels(task: AbstractModelOutput, batches: RowBatches, dataset: Datas
 
 
 def label_weights(task: AggregatedModelOutput, batches: RowBatches, dataset: Dataset) -> Iterator[np.ndarray]:
-    """Yield for every row the weights of its labels in f, as many as it has: those that the task sees in its batch."""
+    """Yield the weights w_t of the labels of every row in its model output f = Σ_t w_t m_t.
+
+    Args:
+        task: the model output function.
+        batches: collates rows of `dataset`.
+        dataset: the rows.
+
+    Yields:
+        `(labels,)` for every row, without entries for padding.
+    """
     has_tokens = task.beside is not None and task.beside in dataset.column_names
     plain = dataset.with_format(None)
     for (row,), batch in batches.iterate([[row] for row in range(len(dataset))]):
         weights = task.label_weights(batch)[0].cpu().numpy()
-        if has_tokens and (count := len(plain[row][task.beside])) < len(weights):  # padded to some multiple
+        if has_tokens and (count := len(plain[row][task.beside])) < len(weights):  # the row is padded
             mask = batch.get("attention_mask")
             left = isinstance(mask, Tensor) and task.beside == "input_ids" and int(mask[0, 0]) == 0
             weights = weights[-count:] if left else weights[:count]
@@ -155,8 +161,8 @@ def with_token_scores(scored: Dataset, singles: Dataset) -> Dataset:
     """Break the scores of a top-k result down by label.
 
     Args:
-        scored: result of `attribute(dataset, top_k=k)`.
-        singles: result of `attribute(single_labels(dataset), top_k=None)`.
+        scored: the result of `attribute(dataset, top_k=k)`.
+        singles: the result of `attribute(single_labels(...), top_k=None)` for the same targets.
 
     Returns:
         `scored` with `trak_token_positions`, and with `trak_token_scores` and `trak_opponent_token_scores`: for
@@ -184,20 +190,52 @@ def with_token_scores(scored: Dataset, singles: Dataset) -> Dataset:
 def _require_dataset(dataset: Any) -> None:
     if not isinstance(dataset, Dataset):
         raise TypeError(
-            f"The targets are a {type(dataset).__name__}. Expected a `datasets.Dataset`, to which columns can be "
-            "added. Make one with `Dataset.from_list` or `Dataset.from_generator`."
+            f"The targets are a {type(dataset).__name__}. Expected a `datasets.Dataset`, which can take new columns. "
+            "Make one with `Dataset.from_list` or `Dataset.from_generator`."
         )
 
 
 def _column(dataset: Dataset, name: str) -> Iterable[Any]:
     if name not in dataset.column_names:
         raise ValueError(
-            f"The targets have the columns {dataset.column_names}, not {name!r}. Expected it for the span."
+            f"The targets have the columns {dataset.column_names}, not {name!r}. Expected the column that the span "
+            "refers to. Name one that exists."
         )
     return dataset[name]
 
 
+def _masks_of_positions(dataset: Dataset, tokens: Any, ids_column: str) -> list[list[int]]:
+    """Mark the tokens whose positions are in the range of their row."""
+    lengths = [len(ids) for ids in _column(dataset, ids_column)]
+    spans = [_resolved(span, n) for span, n in zip(_ranges(dataset, tokens, "tokens"), lengths, strict=True)]
+    return [[int(a <= i < b) for i in range(n)] for (a, b), n in zip(spans, lengths, strict=True)]
+
+
+def _masks_of_characters(
+    dataset: Dataset,
+    chars: Any,
+    words: str | Sequence[str] | None,
+    tokenizer: Any,
+    text_column: str,
+    ids_column: str,
+) -> list[list[int]]:
+    """Mark the tokens that share a character with the range `chars`, or with `words` where those are given."""
+    texts = list(_column(dataset, text_column))
+    if words is not None:
+        per_row = [words] * len(dataset) if isinstance(words, str) else list(words)
+        spans = [_only_place(text, word, i) for i, (text, word) in enumerate(zip(texts, per_row, strict=True))]
+    else:
+        given = _ranges(dataset, chars, "chars")
+        spans = [_resolved(span, len(text)) for span, text in zip(given, texts, strict=True)]
+    offsets = _offsets(dataset, texts, tokenizer, ids_column)
+    return [
+        [int(start < b and stop > a and stop > start) for start, stop in row]
+        for (a, b), row in zip(spans, offsets, strict=True)
+    ]
+
+
 def _ranges(dataset: Dataset, given: Any, name: str) -> list[Range]:
+    """Read ranges given for all rows, per row, or as a column: one per row."""
     if isinstance(given, str):
         ranges = [tuple(span) for span in _column(dataset, given)]
     elif len(given) == 2 and all(isinstance(end, int) for end in given):
@@ -212,8 +250,8 @@ def _ranges(dataset: Dataset, given: Any, name: str) -> list[Range]:
     return ranges
 
 
-def _inside(span: Range, length: int) -> Range:
-    """The range with negative ends resolved, as slices do."""
+def _resolved(span: Range, length: int) -> Range:
+    """Resolve negative and excessive ends of a range as slices do."""
     start, stop, _ = slice(*span).indices(length)
     return start, stop
 
@@ -222,30 +260,32 @@ def _only_place(text: str, word: str, row: int) -> Range:
     found = text.count(word) if word else 0
     if found != 1:
         raise ValueError(
-            f"{word!r} occurs {found} times in the text of row {row}. Expected once. Give the place with `chars`."
+            f"{word!r} occurs {found} times in the text of row {row}. Expected it to occur once. Give the place with "
+            "`chars` instead."
         )
     start = text.index(word)
     return start, start + len(word)
 
 
 def _offsets(dataset: Dataset, texts: list[str], tokenizer: Any, ids_column: str) -> list[list[Range]]:
-    """The characters of every token; (0, 0) for those that stand for none."""
+    """Find the range of characters of every token; (0, 0) for tokens without characters."""
     if "offset_mapping" in dataset.column_names:
         return [[tuple(pair) for pair in row] for row in dataset["offset_mapping"]]
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"`tokenizer` is {type(tokenizer).__name__}, and the targets have no column `offset_mapping`. Expected a "
-            "fast tokenizer, which knows the characters of its tokens, or that column. Or give the span in `tokens`."
+            "fast tokenizer, which knows the characters of its tokens, or that column. Otherwise, give the span as "
+            "`tokens`."
         )
     result = []
     for index, (text, ids) in enumerate(zip(texts, _column(dataset, ids_column), strict=True)):
         encoded = tokenizer(text, return_offsets_mapping=True)
-        same = min(len(ids), len(encoded["input_ids"]))  # a row may be truncated, or have an end token more
+        same = min(len(ids), len(encoded["input_ids"]))  # the row may be truncated, or have an extra end token
         if list(ids[:same]) != encoded["input_ids"][:same]:
             raise ValueError(
                 f"The tokenizer makes other tokens of the text of row {index} than the row has in `{ids_column}`. "
-                "Expected the tokenizer, the text column and the options with which it was tokenized. Or keep "
-                "`return_offsets_mapping=True` in the dataset."
+                "Expected the tokenizer, the text column and the options with which the row was tokenized. Otherwise, "
+                "tokenize with `return_offsets_mapping=True` and keep that column."
             )
         offsets = [tuple(pair) for pair in encoded["offset_mapping"][: len(ids)]]
         result.append(offsets + [(0, 0)] * (len(ids) - len(offsets)))

@@ -1,9 +1,13 @@
-"""Scores from shards on disk, row block by row block.
+"""TRAK scores from feature shards, one block of training rows at a time.
 
-    τ = (mean_c X_c A_cᵀ) ∘ (mean_c q_c),      A_c = t_c (X_cᵀX_c + λ_c I)⁻¹   (rows: preconditioned targets)
+With features X_c `(n, k)`, preconditioned targets A_c `(m, k)` and weights q_c `(n,)` of checkpoint c,
 
-the mean of the products times the mean of the q's (TRAK paper, Section 3.4). Memory is one shard of one checkpoint
-(on a GPU two of each) plus one block of scores; neither X (n, k) nor τ (n, m) is ever held.
+    τ = (mean_c X_c A_cᵀ) ∘ (mean_c q_c),      A_c = t_c (X_cᵀX_c + λ_c I)⁻¹        (n, m)
+
+which is the mean of the products times the mean of the weights, not the mean of their products (TRAK paper, arXiv
+2303.14186, Section 3.4). ∘ multiplies every row of the left matrix by its entry of the right vector.
+
+At any time, memory holds one shard of one checkpoint (two on a GPU) and one block of scores, never all of X or τ.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,19 +17,26 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import StoreError
+from hf_trak.runtime.finite import check_finite_rows
 from hf_trak.scores.feature_shards import FeatureShard, uploaded_shards
-from hf_trak.scores.ridge import RidgeSystem, check_finite_rows
+from hf_trak.scores.ridge import RidgeSystem
 
 _PLAIN_EXPONENT = 32
-"""Powers of two up to which float32 holds a row as it is, with room for entries far smaller than its largest."""
+"""Rows whose largest entry is between 2⁻³² and 2³² are kept unscaled: far smaller entries still fit into float32."""
 
 
 @dataclass(frozen=True)
 class ScaledRows:
-    """A matrix `(m, k)` as float32 rows and powers of two: row j is `values[j] · 2^exponents[j]`.
+    """A float32 matrix with a power of two per row: row j is `values[j] · 2^exponents[j]`.
 
-    A = t (XᵀX + λI)⁻¹ is of the size 1 / ‖x‖ while t is of the size ‖x‖, so that with gradients of 10²² or 10⁻²² one
-    of them leaves the range of float32. Scaling by powers of two is exact.
+    t is of the size of the features ‖x‖, and A = t (XᵀX + λI)⁻¹ of the size 1 / ‖x‖. With gradients of size 10²² or
+    10⁻²², products of features with A would therefore leave the range of float32. Scaling by powers of two is exact.
+
+    Attributes:
+        values (`torch.Tensor` of shape `(m, k)`):
+            float32.
+        exponents (`torch.Tensor` of shape `(m,)`, *optional*):
+            Integers. `None` stands for zeros.
     """
 
     values: Tensor
@@ -33,7 +44,7 @@ class ScaledRows:
 
     @classmethod
     def of(cls, matrix: Tensor) -> "ScaledRows":
-        """Rows of a float64 matrix `(m, k)`, without exponents where float32 holds them as they are."""
+        """Convert a float64 matrix `(m, k)`. It gets exponents only if a row is too large or small for float32."""
         largest = matrix.abs().amax(dim=1)
         _, exponents = torch.frexp(largest)
         exponents = torch.where(largest > 0, exponents, 0)
@@ -42,7 +53,14 @@ class ScaledRows:
         return cls(torch.ldexp(matrix, -exponents.unsqueeze(1)).float(), exponents)
 
     def unscaled(self, products: Tensor) -> Tensor:
-        """Products `(rows, m)` of something with `values` as products with the matrix. In place."""
+        """Multiply products with `values` by the powers of two, in place.
+
+        Args:
+            products: X · valuesᵀ, `(rows, m)`.
+
+        Returns:
+            `products`, which now holds the products with the matrix itself.
+        """
         if self.exponents is None:
             return products
         wide = torch.ldexp(products.double(), self.exponents.to(products.device))
@@ -53,29 +71,30 @@ def score_blocks(
     checkpoints: Sequence[Iterable[FeatureShard]],
     preconditioned_targets: Sequence["Tensor | ScaledRows"],
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """TRAK scores of all train examples for m targets.
+    """Compute τ = (mean_c X_c A_cᵀ) ∘ (mean_c q_c) for m targets, one shard at a time.
 
     Args:
-        checkpoints: for each checkpoint its shards, in the same order with the same row ranges for all. Read once,
-            lazily.
-        preconditioned_targets: for each checkpoint A_c `(m, k)`, see [`RidgeSystem.solve`], or its float32 rows with
-            powers of two that they are to be multiplied by. Products are computed on the device of A_c, in float32.
+        checkpoints: the shards of every checkpoint, with the same row ranges in the same order for all. They are read
+            once, and lazily.
+        preconditioned_targets: A_c `(m, k)` of every checkpoint, see [`RidgeSystem.solve`], plain or scaled. Products
+            are computed on the device of A_c, in float32.
 
     Returns:
-        an iterator of `(start, stop, block)`, one for each row range: `block[i, j]`, float32, is the score of train
-        example `start + i` for target j.
+        An iterator of `(start, stop, block)`, one per shard. `block[i, j]`, float32, is the score of training row
+        `start + i` for target j.
 
     Raises:
-        ValueError: there is no checkpoint, their number differs from that of the targets, or shapes do not fit.
-        StoreError: checkpoints are cut into shards differently.
-        NonFiniteError: a score is not finite; names the train row.
+        ValueError: there is no checkpoint, or not one matrix of targets per checkpoint, or shapes do not fit.
+        StoreError: the checkpoints are cut into shards differently.
+        NonFiniteError: a score is not finite; names the training row.
     """
     _check_counts(checkpoints, preconditioned_targets, "preconditioned target matrices")
     rows = [one if isinstance(one, ScaledRows) else ScaledRows(one.float()) for one in preconditioned_targets]
     targets = [one.values for one in rows]
     if len({matrix.shape[0] for matrix in targets}) != 1:
         raise ValueError(
-            f"The checkpoints have {[matrix.shape[0] for matrix in targets]} targets. Expected one number for all."
+            f"The checkpoints have {[matrix.shape[0] for matrix in targets]} targets. Expected the same number for "
+            "each. Take the features of the same targets for every checkpoint."
         )
 
     columns = [matrix.T.contiguous() for matrix in targets]
@@ -85,17 +104,21 @@ def score_blocks(
         _check_columns(grads, matrix.shape[0], checkpoint)
         return rows[checkpoint].unscaled(grads.to(device=matrix.device, dtype=torch.float32) @ matrix)
 
-    # a shard is on its way to the device while the one before it is multiplied
+    # The next shard is copied to the device while this one is multiplied.
     shards = [uploaded_shards(one, matrix.device) for one, matrix in zip(checkpoints, columns, strict=True)]
     return _checked(_average(shards, product))
 
 
 def joined(blocks: Iterable[tuple[int, int, Tensor]], least: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Blocks put together, so that whoever works on them does so in fewer, larger operations.
+    """Concatenate adjacent blocks of scores, so that whatever consumes them runs fewer and larger operations.
 
     Args:
-        blocks: `(start, stop, block)`, see [`score_blocks`].
-        least: scores that a block has to have, except the last one and those before a gap in the rows.
+        blocks: blocks `(start, stop, block)`, see [`score_blocks`].
+        least: minimum number of scores in a block. The last block, and a block before a gap in the rows, may have
+            fewer.
+
+    Yields:
+        The same scores, in the same order.
     """
     held: list[tuple[int, int, Tensor]] = []
     scores = 0
@@ -120,20 +143,22 @@ def joined(blocks: Iterable[tuple[int, int, Tensor]], least: int) -> Iterator[tu
 def self_influence_blocks(
     checkpoints: Sequence[Iterable[FeatureShard]], systems: Sequence[RidgeSystem]
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Score of every train example for itself: mean_c(x_cᵀ (G_c + λ_c I)⁻¹ x_c) · mean_c q_c.
+    """Compute the score of every training row for itself.
 
-    High values mark examples that the model can fit only by themselves, among them mislabelled ones. The features of
-    the train side stand in for both sides, also for tasks that distinguish the sides.
+        τ(z_i, z_i) = mean_c(x_ci (X_cᵀX_c + λ_c I)⁻¹ x_ciᵀ) · mean_c q_ci
+
+    High values mark rows that the model fits only because of themselves, among them mislabelled ones. Training
+    features are used on both sides, also for tasks whose target features are other gradients.
 
     Args:
         checkpoints: as in [`score_blocks`].
-        systems: for each checkpoint its factorized Gram matrix.
+        systems: the factorized Gram matrix of every checkpoint.
 
     Returns:
-        an iterator of `(start, stop, block)`, `block` of shape `(stop - start,)`, float32.
+        An iterator of `(start, stop, block)`, `block` of shape `(stop - start,)`, float32.
 
     Raises:
-        As [`score_blocks`].
+        ValueError, StoreError, NonFiniteError: as in [`score_blocks`].
     """
     _check_counts(checkpoints, systems, "ridge systems")
 
@@ -145,6 +170,7 @@ def self_influence_blocks(
 
 
 def _checked(blocks: Iterable[tuple[int, int, Tensor]]) -> Iterator[tuple[int, int, Tensor]]:
+    """Pass blocks on, and raise `NonFiniteError` at the first score that is not finite."""
     for start, stop, block in blocks:
         check_finite_rows(block, "score", start)
         yield start, stop, block
@@ -153,20 +179,26 @@ def _checked(blocks: Iterable[tuple[int, int, Tensor]]) -> Iterator[tuple[int, i
 def _average(
     checkpoints: Sequence[Iterable[FeatureShard]], product: Callable[[int, Tensor, int], Tensor]
 ) -> Iterator[tuple[int, int, Tensor]]:
+    """Average products and weights over the checkpoints, and multiply the two means, shard by shard.
+
+    Args:
+        checkpoints: as in [`score_blocks`].
+        product: `product(checkpoint, grads, start)` gives the products of a shard, `(stop - start, m)`.
+    """
     iterators = [iter(shards) for shards in checkpoints]
     count = len(iterators)
     for first in iterators[0]:
         start, stop = first.start, first.stop
         total = product(0, _grads(first), start)
         weight = first.out_to_loss.to(device=total.device, dtype=torch.float32)
-        del first  # one shard at a time
+        del first  # hold one shard at a time
         for checkpoint in range(1, count):
             shard = next(iterators[checkpoint], None)
             if shard is None or (shard.start, shard.stop) != (start, stop):
                 found = "nothing" if shard is None else f"rows {shard.start} … {shard.stop}"
                 raise StoreError(
                     f"Checkpoint number {checkpoint} has {found} where checkpoint number 0 has rows {start} … {stop}. "
-                    "Expected the same shards in each: featurize them with one shard size and one train dataset."
+                    "Expected the same shards in each. Featurize them with one shard size on one training dataset."
                 )
             total += product(checkpoint, _grads(shard), start).to(total.device)
             weight = weight + shard.out_to_loss.to(weight)
@@ -178,7 +210,7 @@ def _average(
         if (shard := next(iterators[checkpoint], None)) is not None:
             raise StoreError(
                 f"Checkpoint number {checkpoint} has rows {shard.start} … {shard.stop}, which checkpoint number 0 "
-                "lacks. Featurize all checkpoints on the same train dataset."
+                "lacks. Expected the same shards in each. Featurize all checkpoints on the same training dataset."
             )
 
 
@@ -196,12 +228,13 @@ def _check_columns(grads: Tensor, k: int, checkpoint: int) -> None:
     if grads.shape[1] != k:
         raise ValueError(
             f"The features of checkpoint number {checkpoint} have {grads.shape[1]} columns, its targets {k}. Expected "
-            "the same: project both with the same projector."
+            "the same number. Project both with the same projector."
         )
 
 
 def _check_counts(checkpoints: Sequence[object], others: Sequence[object], what: str) -> None:
     if not checkpoints or len(checkpoints) != len(others):
         raise ValueError(
-            f"Given {len(checkpoints)} checkpoint(s) and {len(others)} {what}. Expected one for each, and ≥ 1."
+            f"Given {len(checkpoints)} checkpoint(s) and {len(others)} {what}. Expected at least one checkpoint, and "
+            "as many of the latter."
         )

@@ -1,41 +1,41 @@
-"""The k highest (or lowest) scores of every target, from blocks of scores."""
+"""Top-k selection from a stream of score blocks: the k highest or lowest scores of every target."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trak.scores.ridge import check_finite_rows
+from hf_trak.runtime.finite import check_finite_rows
 
 PADDING = -(2**63)
-"""A key below that of every finite score, for tables whose rows are of different lengths."""
+"""A key below that of every finite score. It fills up tables whose rows have different lengths."""
 
 _MAX_ROWS = 2**32
 _FEW = 8
-"""A block of which less than one score in so many matters is picked from instead of sorted."""
+"""If fewer than one score in 8 of a block can be in the result, those are picked out instead of sorting the block."""
 
 
 class TopK:
-    """Running top-k over row blocks; memory is m · k plus one block.
+    """The k best training rows of every target, updated block by block. Memory is O(m · k) plus one block.
 
-    Only scores that reach the k-th best of their target so far are looked at more closely, which soon are few: a block
-    then costs about one comparison per score.
+    Equal scores are ordered by row index, lower index first, so the result is the same for any division into blocks,
+    any order of blocks, and any device. (`torch.topk` alone promises no order.) To this end, a score and its row
+    index are packed into one 64-bit integer key. Keys are ordered as the pairs are, and no two of them are equal.
 
-    Equal scores are ordered by row index, lower first, so the result is the same for any cut into blocks, any order of
-    blocks, and any device. (`torch.topk` alone promises no order.) To that end a score and its row index are packed
-    into one 64-bit integer whose order is that of the pair, which leaves no ties.
+    Only scores that reach the k-th best score of their target so far are packed. There soon are few of them, so that
+    a block costs about one comparison per score.
     """
 
     def __init__(self, k: int, largest: bool = True) -> None:
         """
         Args:
-            k: scores to keep for each target; with fewer rows than k, all are kept.
-            largest: keep the highest, sorted from high to low; otherwise the lowest, from low to high.
+            k: number of scores to keep per target. If there are fewer rows, all are kept.
+            largest: keep the highest scores, sorted from high to low; otherwise the lowest, from low to high.
 
         Raises:
             ValueError: k is not positive.
         """
         if k < 1:
-            raise ValueError(f"`k` is {k}. Expected a number of examples ≥ 1.")
+            raise ValueError(f"`k` is {k}. Expected a number of rows to keep, at least 1.")
         self.k = k
         self.largest = largest
         self._m: int | None = None
@@ -45,10 +45,14 @@ class TopK:
         self._n_waiting = 0
 
     def update(self, start: int, block: Tensor) -> None:
-        """Take in the scores `(rows, m)`, float32 or narrower, of rows `start … start + rows`.
+        """Add a block of scores.
+
+        Args:
+            start: index of its first row.
+            block: scores of the rows from `start` on, `(rows, m)`, float32 or narrower.
 
         Raises:
-            ValueError: the shape does not fit, or a row index is beyond 2³² − 1.
+            ValueError: the shape or dtype does not fit, or a row index is above 2³² − 1.
             NonFiniteError: a score is not finite; names its row.
         """
         if block.ndim != 2 or self._m not in (None, block.shape[1]):
@@ -56,12 +60,17 @@ class TopK:
             raise ValueError(f"The block of scores has shape {tuple(block.shape)}. Expected (rows, {expected}).")
         self._m = block.shape[1]
         if start < 0 or start + block.shape[0] > _MAX_ROWS:
-            raise ValueError(f"Rows {start} … {start + block.shape[0]} lie outside of 0 … {_MAX_ROWS}.")
+            raise ValueError(
+                f"Rows {start} … {start + block.shape[0]} lie outside of 0 … {_MAX_ROWS}. Expected row indices that "
+                "fit into 32 bits."
+            )
         if block.dtype == torch.float64:
             raise ValueError(
-                "The block of scores is float64. Expected float32: convert it, so that the rounding is yours."
+                "The block of scores is float64. Expected float32 or narrower, since scores are kept in float32. "
+                "Convert it with `block.float()`."
             )
         check_finite_rows(block, "score", start)
+        # The floor is the k-th best score of every target so far, or, in a first large block, of the block itself.
         floor = self._floor
         if floor is None and block.shape[0] >= _FEW * self.k:
             floor = block.float().topk(self.k, dim=0, largest=self.largest).values[-1]
@@ -71,49 +80,58 @@ class TopK:
             if count == 0:
                 return
             if count <= block.numel() // _FEW:
+                # Pack the few that reach the floor, and merge them once enough have come together.
                 places = _places(reaching)
                 rows, targets = places // block.shape[1], places % block.shape[1]
                 scores = block[rows, targets]
                 self._waiting.append((targets, _pack(scores if self.largest else -scores, start + rows)))
                 self._n_waiting += count
-                if self._n_waiting >= self.k * block.shape[1] // 4:  # the floor soon rises
-                    self._take_in_waiting()
+                if self._n_waiting >= self.k * block.shape[1] // 4:  # early enough for the floor to rise
+                    self._merge_waiting()
                 return
-        self._take_in_waiting()
+        # Many scores can be in the result: merge the whole block.
+        self._merge_waiting()
         rows = torch.arange(start, start + block.shape[0], device=block.device)
-        self._take_in(_pack(block if self.largest else -block, rows.unsqueeze(1)).T)
+        self._merge_table(_pack(block if self.largest else -block, rows.unsqueeze(1)).T)
 
     @property
     def empty(self) -> bool:
-        """Whether there was no block yet."""
+        """True as long as no score has been added."""
         return self._keys is None and not self._waiting
 
     def keys(self) -> Tensor:
-        """What is kept, packed: `(m, min(k, rows))`, int64, descending. For [`~TopK.merge`] in another process.
+        """Return the packed scores and rows kept so far, for [`~TopK.merge`] in another process.
+
+        Returns:
+            `(m, min(k, rows))`, int64, descending.
 
         Raises:
-            ValueError: there was no block.
+            ValueError: no block was added.
         """
-        self._take_in_waiting()
+        self._merge_waiting()
         if self._keys is None:
-            raise ValueError("No scores were given. Call `update` with at least one block before `result`.")
+            raise ValueError("No scores were added. Call `update` with at least one block before `result`.")
         return self._keys
 
     def merge(self, keys: Tensor) -> None:
-        """Take in what another accumulator of the same `largest` kept, see [`~TopK.keys`]."""
-        self._take_in_waiting()
-        self._take_in(keys)
+        """Add the [`~TopK.keys`] of another `TopK` with the same `largest`."""
+        self._merge_waiting()
+        self._merge_table(keys)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """`(scores, indices)`, each `(m, min(k, rows))`: float32 scores, best first, and int64 row indices.
+        """Return the scores and row indices kept, best first.
+
+        Returns:
+            `(scores, indices)`, each `(m, min(k, rows))`: float32 and int64.
 
         Raises:
-            ValueError: there was no block.
+            ValueError: no block was added.
         """
         scores, indices = _unpack(self.keys())
         return (scores if self.largest else -scores), indices
 
-    def _take_in(self, keys: Tensor) -> None:
+    def _merge_table(self, keys: Tensor) -> None:
+        """Merge keys `(m, count)` into those kept, and raise the floor."""
         self._m = keys.shape[0]
         if self._keys is not None:
             keys = torch.cat([self._keys, keys.to(self._keys.device)], dim=1)
@@ -122,7 +140,8 @@ class TopK:
             floor = _unpack(self._keys[:, -1])[0]
             self._floor = floor if self.largest else -floor
 
-    def _take_in_waiting(self) -> None:
+    def _merge_waiting(self) -> None:
+        """Arrange the keys that were picked out, in any order of targets, as a padded table, and merge it."""
         if not self._waiting:
             return
         targets = torch.cat([targets for targets, _ in self._waiting])
@@ -133,15 +152,16 @@ class TopK:
         column = torch.arange(len(targets), device=targets.device) - (counts.cumsum(0) - counts)[targets]
         table = torch.full((len(counts), int(counts.max())), PADDING, device=keys.device)
         table[targets, column] = keys[order]
-        self._take_in(table)
+        self._merge_table(table)
 
 
-# On the CPU, NumPy compares, counts and finds true values several times as fast as torch.
+# On the CPU, NumPy compares, counts and finds true values several times as fast as torch does.
 
 
 def _reaching(block: Tensor, floor: Tensor, largest: bool) -> Tensor | np.ndarray:
-    """Which scores `(rows, m)` are as good as the k-th best of their target, `floor` `(m,)`. Equal ones count: of two,
-    the lower row is wanted, and blocks may come in any order.
+    """Mask the scores `(rows, m)` that are at least as good as the k-th best of their target, `floor` `(m,)`.
+
+    Scores equal to the floor count, since a lower row replaces a higher one and blocks may come in any order.
     """
     if block.device.type == "cpu":
         scores, floors = block.float().numpy(), floor.numpy()
@@ -150,20 +170,25 @@ def _reaching(block: Tensor, floor: Tensor, largest: bool) -> Tensor | np.ndarra
 
 
 def _places(mask: Tensor | np.ndarray) -> Tensor:
-    """Where a mask is true, in its flattened form, ascending. Shape `(count,)`, int64."""
+    """Return the indices of true entries in the flattened mask, ascending, `(count,)`, int64."""
     if isinstance(mask, np.ndarray):
         return torch.from_numpy(np.flatnonzero(mask))
     return mask.flatten().nonzero().squeeze(1)
 
 
 def _pack(scores: Tensor, rows: Tensor) -> Tensor:
-    """One int64 for each score: its order-preserving bits above, the complement of its row index below."""
-    bits = (scores.float() + 0.0).contiguous().view(torch.int32)  # adding 0.0 makes -0.0 a 0.0
+    """Pack every score and its row into an int64 key.
+
+    The upper 32 bits are those of the float32 score, changed so that integers are ordered as the scores are; the lower
+    32 bits are 2³² − 1 − row, so that of two equal scores the one of the lower row has the larger key.
+    """
+    bits = (scores.float() + 0.0).contiguous().view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
     ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
     return (ordered << 32) | (_MAX_ROWS - 1 - rows)
 
 
 def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Invert [`_pack`]: scores, float32, and rows, int64."""
     ordered = (keys >> 32).int()
     bits = torch.where(ordered >= 0, ordered, ordered ^ 0x7FFFFFFF)
     return bits.contiguous().view(torch.float32), _MAX_ROWS - 1 - (keys & (_MAX_ROWS - 1))
