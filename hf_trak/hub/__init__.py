@@ -1,4 +1,14 @@
-"""Attribution indices and scores on the Hugging Face Hub: push, pull, load, cards; what others published, safely."""
+"""Attribution indexes and scores on the Hugging Face Hub: publish your own, and use those of others safely.
+
+Start with `push.py`, which makes one commit of a feature store, and `loading.py`, which makes an attributor of a repo.
+`index_store.py` reads a published index as a feature store: `files.py` fetches its files, `manifest.py` and
+`index_files.py` check them. `pull.py` copies an index, `scores.py` publishes scored datasets, `cards.py` writes cards.
+
+Everything that others published is checked before it is used. `safe_loading.py` is the only module of the library that
+loads models, tokenizers and datasets by name; `repo_config.py`, `foreign_json.py` and `foreign_yaml.py` check files.
+
+May import `featurize` and what lies below it. Knows nothing of reports and the command line.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -31,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names on first use: the parser of the command line needs one small module of this package."""
+    """Import public names on first use: the command line's parser needs one small module of this package."""
     if name not in _EXPORTS:
         raise AttributeError(f"module 'hf_trak.hub' has no attribute {name!r}")
     return getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -1,7 +1,7 @@
-"""JSON files that anybody may have written: parsed within bounds of size, depth and numbers.
+"""Reading JSON files from untrusted sources, within bounds on size, depth and numbers.
 
-What a file can cost is known before it is parsed: its bytes, and the number of values in it (an empty list takes three
-bytes in a file and over sixty in memory).
+The memory that a file can take is known before it is parsed: its bytes and the number of its values are counted (an
+empty list takes three bytes in a file and over sixty in memory).
 """
 
 import json
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 64
-"""Lists and objects inside each other. What the library and its peers write has less than ten."""
+"""Maximum nesting of lists and objects. Files of hf_trak and transformers have less than ten levels."""
 
 MAX_DIGITS = 64
-"""Digits of a whole number: tokenizers write 10³⁰ where they know no longest text."""
+"""Maximum number of digits of an integer. Tokenizers write 10³⁰ if they have no maximum length."""
 
-_SMALL = 1024
+_ALWAYS_ALLOWED_VALUES = 1024
 
 
 def read_foreign_object(
@@ -26,24 +26,25 @@ def read_foreign_object(
 
     Args:
         path: the file.
-        max_bytes: its largest size.
-        bytes_per_value: a file may have one value for so many bytes, and 1,024 more.
-        max_digits: of whole numbers.
+        max_bytes: maximum size of the file.
+        bytes_per_value: a file of n bytes may have up to n / `bytes_per_value` + 1,024 values.
+        max_digits: maximum number of digits of an integer.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is too large, or not such an object; says why, without naming the file.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is too large, or is not a JSON object. The message begins with "it", so that the caller
+            can put the name of the file in front.
     """
     size = path.stat().st_size
     if size > max_bytes:
         raise ValueError(too_large(size, max_bytes))
     data = path.read_bytes()
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
-    if values > _SMALL + len(data) // bytes_per_value:
+    if values > _ALWAYS_ALLOWED_VALUES + len(data) // bytes_per_value:
         raise ValueError(f"it has up to {values} values in {len(data)} bytes, more than such a file can need")
     try:
         content = json.loads(
-            data, parse_constant=_not_json, parse_float=_finite, parse_int=partial(_whole, max_digits=max_digits)
+            data, parse_constant=_not_json, parse_float=_finite, parse_int=partial(_integer, max_digits=max_digits)
         )
     except RecursionError as error:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from error
@@ -56,12 +57,12 @@ def read_foreign_object(
 
 
 def too_large(size: int, most: int) -> str:
-    """Why a file of this size is refused."""
+    """Say why a file of this size is refused."""
     return f"it has {size} bytes, more than the {most} that such a file can need"
 
 
 def shown(value: Any) -> str:
-    """A value for a message, short whatever it is."""
+    """Show a value in a message, in at most 120 characters."""
     text = f"a {type(value).__name__} of {len(value)}" if isinstance(value, dict | list) else repr(value)
     return text if len(text) <= 120 else f"{text[:117]}…"
 
@@ -91,7 +92,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _whole(text: str, max_digits: int) -> int:
+def _integer(text: str, max_digits: int) -> int:
     if len(text.lstrip("-")) > max_digits:
         raise ValueError(f"{text[:40]}… has {len(text)} digits")
     return int(text)

@@ -1,4 +1,4 @@
-"""The tensor files of an index: how they are called, how large each can be, what is checked before one is used."""
+"""The tensor files of an index: their names and sizes, and the checks before one is used."""
 
 import contextlib
 import re
@@ -18,19 +18,19 @@ from hf_trak.store.shards import checksum
 from hf_trak.store.store import FeatureStore
 
 MAX_HEADER_BYTES = 64 << 10
-"""Longest header of a safetensors file of an index; those that the store writes have about 500 bytes."""
+"""Maximum length of the header of a safetensors file. Headers that the store writes have about 500 bytes."""
 
 INDEX_FILE = re.compile(
     r"checkpoint-\d+/(train-\d+-of-\d+\.safetensors|gram\.safetensors|references\.safetensors|checkpoint\.json)"
 )
-"""Names that an index gives to its files, besides the two JSON files and the card."""
+"""Paths of all files of an index except for the two JSON files and the card."""
 
 REFERENCE_BYTES = (8, 1 << 30)
-"""The least and the most bytes of what a task has computed before its first batch."""
+"""Minimum and maximum bytes of the tensors that a task computes before its first batch."""
 
 
 def tensor_files(store: FeatureStore, model_id: int, published: PublishedCheckpoint) -> dict[str, tuple[int, int]]:
-    """The files of one checkpoint, by their path in the index, and the least and the most bytes that each can have."""
+    """Map the path of every tensor file of one checkpoint to the minimum and maximum of its bytes."""
     shards, folder = store.train(model_id), store.checkpoint_dir(model_id).name
     sizes = {f"{folder}/gram.safetensors": gram_bytes(store.config["proj_dim"])}
     if published.references is not None:
@@ -42,32 +42,40 @@ def tensor_files(store: FeatureStore, model_id: int, published: PublishedCheckpo
 
 
 def references_checksum(store: FeatureStore, model_id: int) -> str | None:
-    """Checksum of a checkpoint's references; `None` if there are none. Raises `StoreError` if they are damaged."""
+    """Return the checksum of a checkpoint's references, or `None` if it has none.
+
+    Raises:
+        StoreError: they are damaged.
+    """
     tensors = read_references(store, model_id)
     return None if tensors is None else checksum(tensors, store.version)
 
 
 def checksums_of(shards: ShardSet) -> tuple[str, ...]:
-    """The checksum of every shard, from their headers. Raises `StoreError` where one is missing or invalid."""
+    """Read the checksum of every shard from its header. Raises `StoreError` if one is missing or invalid."""
     return tuple(shards.checksums())
 
 
 def shard_bytes(rows: range, width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """The least and the most bytes of a shard of these rows with features of this width and dtype."""
+    """Return the minimum and maximum bytes of a shard, from its rows and the width and dtype of its features."""
     data = len(rows) * (width * dtype.itemsize + 4)
     return data + 8, data + 8 + MAX_HEADER_BYTES
 
 
 def gram_bytes(width: int) -> tuple[int, int]:
-    """The least and the most bytes of a Gram matrix of this width."""
+    """Return the minimum and maximum bytes of the file of a Gram matrix (width, width), in float32 or float64."""
     return 4 * width * width + 8, 8 * width * width + 8 + MAX_HEADER_BYTES
 
 
 def check_file(path: Path, sizes: tuple[int, int]) -> None:
-    """Refuse a file by its size and by the length that its header claims, before anything parses it.
+    """Check the size of a file and the length of its header before the file is parsed.
+
+    Args:
+        path: the file on this machine.
+        sizes: minimum and maximum bytes.
 
     Raises:
-        StoreError: it is refused; says why, without naming the file.
+        StoreError: the file is refused. The message begins with "it", so that the caller can name the file.
     """
     size = path.stat().st_size
     if not sizes[0] <= size <= sizes[1]:
@@ -83,7 +91,7 @@ def check_file(path: Path, sizes: tuple[int, int]) -> None:
 
 
 def check_finite(shard: Shard) -> None:
-    """Raise `StoreError` if a value is NaN or infinite; names the training row."""
+    """Check that no value is NaN or infinite. Raises `StoreError`, which names the training row."""
     for name, values in (("grads", shard.grads), ("out_to_loss", shard.out_to_loss)):
         finite = torch.isfinite(values).reshape(shard.stop - shard.start, -1).all(dim=1)
         if not bool(finite.all()):
@@ -92,8 +100,12 @@ def check_finite(shard: Shard) -> None:
 
 
 @contextlib.contextmanager
-def refusing(files: IndexFiles, path: str) -> Iterator[None]:
-    """Turn what is wrong with a file into a refusal, and forget the file, so that it is fetched anew.
+def refused_if_damaged(files: IndexFiles, path: str) -> Iterator[None]:
+    """Turn a `StoreError` into a refusal of the file, and discard the file, so that it is downloaded again.
+
+    Args:
+        files: the files of the index.
+        path: the file, by its path in the index.
 
     Raises:
         RefusedIndexError: the file is damaged, or of another format.
@@ -108,6 +120,6 @@ def refusing(files: IndexFiles, path: str) -> Iterator[None]:
 
 
 def _reason(error: HfTrakError) -> str:
-    """The reason in a message of the store, without its advice on the user's own files."""
+    """Cut a message of the store down to its reason, without the advice on the user's own files."""
     text = str(error)
     return (text.partition(" cannot be used: ")[2] or text).partition(". Delete this file")[0]

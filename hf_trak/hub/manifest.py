@@ -1,19 +1,19 @@
-"""The manifest of a published index, `trak_index.json`: what the feature store's own files do not say.
+"""The manifest of a published index, `trak_index.json`: facts that the feature store's own files do not record.
 
     {
-      "checksum": of all other keys, see `hf_trak.store.sealed`,
+      "checksum": digest of all other keys, see `hf_trak.store.sealed`,
       "format_version": 2,
-      "config": the hash of the configuration that it belongs to,
+      "config": hash of the configuration beside it,
       "checkpoints": {"0": {"fingerprint": …, "source": "hf://user/model@revision" or null, "shards": [checksum, …],
                             "references": checksum or null}},
-      "settings": {λ, engine, batch size and what else changes scores or their rounding},
+      "settings": {λ, engine, batch size and other fields that change scores or their rounding},
       "weights_dtype": "float32",
       "train_dataset": {"name", "config", "split", "revision"} or null,
       "lds": the linear datamodeling score, if it was measured, or null
     }
 
-Everything read from a foreign index passes through here, and nothing of it is used as a path, imported or executed.
-Manifests of version 1 have no checksum; they are read beside configurations of version 1.
+Every value of an untrusted index is checked here, and none is used as a path, imported or executed. Manifests of
+version 1 have no checksum; they are accepted beside configurations of version 1.
 """
 
 import re
@@ -35,9 +35,9 @@ MANIFEST_FILE = "trak_index.json"
 MANIFEST_VERSION = 2
 READABLE_MANIFESTS = (1, MANIFEST_VERSION)
 MAX_JSON_BYTES = 16 << 20
-"""Largest JSON file that is read or published: parameters of 160,000 tensors, or checksums of 350,000 shards."""
+"""Maximum size of a JSON file: room for 160,000 parameters, or for the checksums of 350,000 shards."""
 MANIFEST_BYTES_PER_VALUE = 16
-"""A manifest is digests of 32 digits for the most part."""
+"""Minimum bytes per value. A manifest consists mostly of digests of 32 digits."""
 
 _MAX_DIGITS = 20
 
@@ -49,7 +49,7 @@ SETTINGS = (
     "per_device_batch_size",
     "remove_unused_columns",
 )
-"""Fields of `TrakConfig` that the feature store does not record, and that scores depend on."""
+"""Fields of `TrakConfig` that the feature store does not record and that scores depend on."""
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SOURCE = re.compile(r"hf://(?P<repo>[^@/]+/[^@/]+)@(?P<revision>[^@]+)")
@@ -69,7 +69,7 @@ class HubSource:
 
     @classmethod
     def parse(cls, text: Any, what: str) -> "HubSource":
-        """Read `hf://user/model@revision`. Raises `ValueError` if it is anything else."""
+        """Read `hf://user/model@revision`. Raises `ValueError` for any other text; `what` names it in the message."""
         match = _SOURCE.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(f"{what} is {text!r}. Expected 'hf://user/model@revision'.")
@@ -78,13 +78,14 @@ class HubSource:
 
 @dataclass(frozen=True)
 class PublishedCheckpoint:
-    """What the index says of one set of weights.
+    """One checkpoint of an index.
 
     Attributes:
-        fingerprint: of the weights.
-        source: where they are.
+        fingerprint: digest of the weights.
+        source: the model repo of the weights, if there is one.
         shards: the checksum of every feature shard.
-        references: the checksum of what the task computed before its first batch, `None` if it computed nothing.
+        references: the checksum of the tensors that the task computed before its first batch; `None` for tasks that
+            compute none.
     """
 
     fingerprint: str
@@ -95,7 +96,14 @@ class PublishedCheckpoint:
 
 @dataclass(frozen=True)
 class TrainSource:
-    """The training rows as a dataset of the Hub."""
+    """The dataset repo of the training rows.
+
+    Attributes:
+        name: the repo.
+        config: configuration of the dataset, as in `datasets.load_dataset`.
+        split: name of the split.
+        revision: branch, tag or commit.
+    """
 
     name: str
     config: str | None = None
@@ -108,12 +116,12 @@ class IndexManifest:
     """The content of `trak_index.json`, checked.
 
     Attributes:
-        checkpoints: by model id.
+        checkpoints: the checkpoints by model id.
         settings: fields of `TrakConfig`, see [`SETTINGS`].
-        weights_dtype: in which weights have to be loaded to have their fingerprint.
+        weights_dtype: dtype in which the weights have their fingerprint.
         train_dataset: the training rows.
         lds: the linear datamodeling score, if it was measured.
-        config: the hash of the configuration beside it; `None` in manifests of version 1.
+        config: hash of the configuration beside the manifest; `None` in manifests of version 1.
     """
 
     checkpoints: dict[int, PublishedCheckpoint]
@@ -124,7 +132,7 @@ class IndexManifest:
     config: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON, without the checksum."""
+        """Return the manifest as plain JSON, without its checksum."""
         return {
             "format_version": MANIFEST_VERSION,
             "config": self.config,
@@ -145,14 +153,15 @@ class IndexManifest:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], plan: ShardPlan) -> "IndexManifest":
-        """Check a manifest that may come from anybody.
+        """Check a manifest from an untrusted source.
 
         Args:
             content: the parsed file.
             plan: the division into shards that the index's configuration implies.
 
         Raises:
-            ValueError: it says anything that a manifest written by this library could not say.
+            ValueError: a value is one that this library does not write. The message begins with the value, so that
+                the caller can put the name of the file in front.
         """
         version = content.get("format_version")
         if version not in READABLE_MANIFESTS or isinstance(version, bool):
@@ -162,7 +171,7 @@ class IndexManifest:
         try:
             check_seal(content, MANIFEST_FILE)
         except StoreError as error:
-            raise ValueError("its content has another checksum than it says") from error
+            raise ValueError("its content has another checksum than the one that it records") from error
         checkpoints = content.get("checkpoints")
         if not isinstance(checkpoints, dict) or not checkpoints:
             raise ValueError(f"`checkpoints` is {shown(checkpoints)}, not an object with at least one entry")
@@ -202,7 +211,7 @@ def _is_digest(value: Any) -> bool:
 
 def _model_id(key: str) -> int:
     if not re.fullmatch(r"0|[1-9]\d{0,8}", key):
-        raise ValueError(f"a checkpoint is called {shown(key)}, not by a number such as '0'")
+        raise ValueError(f"a checkpoint has the id {shown(key)}, not a number such as '0'")
     return int(key)
 
 
@@ -244,31 +253,31 @@ def _train_source(value: Any) -> TrainSource | None:
 
 
 def checked_repo(name: Any, what: str) -> str:
-    """The name of a repo, `user/name` or `name`, which leads nowhere else. Raises `ValueError` if it is not one."""
+    """Return the name of a repo, `user/name` or `name`. Raises `ValueError` for other texts, such as paths."""
     try:
         validate_repo_id(name)
     except (HFValidationError, TypeError) as error:
-        raise ValueError(f"{what} names the repo {shown(name)}, which no repo can be called ({error})") from error
+        raise ValueError(f"{what} names the repo {shown(name)}, which is not a valid name ({error})") from error
     return str(name)
 
 
 def checked_revision(revision: Any, what: str) -> str:
-    """A branch, tag or commit. Raises `ValueError` if it cannot be one."""
+    """Return the name of a branch, tag or commit. Raises `ValueError` for texts that cannot be one."""
     if not isinstance(revision, str) or not _REVISION.fullmatch(revision) or ".." in revision:
-        raise ValueError(f"{what} names the revision {shown(revision)}, which no branch, tag or commit is called")
+        raise ValueError(f"{what} names the revision {shown(revision)}, which is not a valid branch, tag or commit")
     return revision
 
 
 def read_index_json(path: Path, where: str, max_bytes: int, bytes_per_value: int) -> dict[str, Any]:
-    """A JSON file of an index from anybody.
+    """Read a JSON file of an untrusted index.
 
     Args:
         path: the file on this machine.
-        where: what to call it in messages.
+        where: name of the file in messages.
         max_bytes, bytes_per_value: see [`read_foreign_object`].
 
     Raises:
-        RefusedIndexError: it is too large for an index, or no JSON object.
+        RefusedIndexError: the file is too large for an index, or is not a JSON object.
     """
     try:
         return read_foreign_object(path, max_bytes, bytes_per_value, _MAX_DIGITS)
@@ -280,12 +289,12 @@ def check_json_size(where: str, size: int | None, most: int | None = None) -> No
     """Refuse a JSON file that is too large, before it is fetched.
 
     Args:
-        where: what to call it in messages.
-        size: its bytes, as far as they are known.
-        most: its largest size; `None` is that of any JSON file.
+        where: name of the file in messages.
+        size: bytes of the file; `None` if they are unknown.
+        most: maximum bytes; `None` is [`MAX_JSON_BYTES`].
 
     Raises:
-        RefusedIndexError: it is.
+        RefusedIndexError: the file is larger.
     """
     most = MAX_JSON_BYTES if most is None else most
     if size is not None and size > most:
@@ -293,8 +302,8 @@ def check_json_size(where: str, size: int | None, most: int | None = None) -> No
 
 
 def refused(where: str, reason: str) -> RefusedIndexError:
-    """The error for an index that will not be used."""
+    """Make the error for an index that is refused."""
     return RefusedIndexError(
-        f"{where} was refused: {reason}. Nothing of it was executed or kept. Expected an index published by hf_trak. "
-        "Ask whoever published it for a new one, or use another revision."
+        f"{where} was refused: {reason}. Nothing of it was executed or kept. Expected an index that hf_trak has "
+        "published: use another revision, or ask its publisher for a new one."
     )

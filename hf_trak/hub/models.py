@@ -1,4 +1,4 @@
-"""Weights of model repos: the model that an index was made with, and checkpoints that are fetched when needed."""
+"""Weights in model repos: the model that an index was made with, and checkpoints that are fetched when needed."""
 
 import os
 from pathlib import Path
@@ -11,20 +11,33 @@ from transformers import PreTrainedModel
 
 from hf_trak.errors import HubAccessError, RefusedIndexError
 from hf_trak.hub import safe_loading
-from hf_trak.hub.files import access_errors
+from hf_trak.hub.access import access_errors
 from hf_trak.hub.foreign_json import read_foreign_object, shown
 from hf_trak.hub.manifest import HubSource, checked_repo, checked_revision
 from hf_trak.version import __version__
 
 MAX_WEIGHT_INDEX_BYTES = 64 << 20
-"""Largest index of sharded weights; a model of 100,000 tensors has one of 10 MB."""
+"""Maximum size of an index of sharded weights; a model of 100,000 tensors has one of 10 MB."""
 
 _WEIGHTS = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"]
 _SUBFOLDERS = ["*/*"]
 
 
 class HubCheckpoint(os.PathLike[str]):
-    """The weights of a model repo at one revision, as a checkpoint: fetched when they are first looked at.
+    """A checkpoint whose weights are in a model repo, and are downloaded when they are first read.
+
+    Args:
+        repo_id (`str`):
+            The model repo. Only safetensors weights are read.
+        revision (`str`, *optional*, defaults to `"main"`):
+            Branch, tag or commit.
+        token (`str` or `bool`, *optional*):
+            As in `huggingface_hub`. It is held in memory only, and left out when this object is pickled.
+        local_files_only (`bool`, *optional*, defaults to `False`):
+            Use only what is in the Hub's cache.
+
+    Raises:
+        ValueError: `repo_id` or `revision` is not a valid name.
 
     ```python
     attributor.featurize(checkpoints=[HubCheckpoint("me/model", revision=f"step-{n}") for n in (100, 200)])
@@ -38,16 +51,6 @@ class HubCheckpoint(os.PathLike[str]):
         token: str | bool | None = None,
         local_files_only: bool = False,
     ) -> None:
-        """
-        Args:
-            repo_id: the model repo; only safetensors weights are read.
-            revision: branch, tag or commit.
-            token: as in `huggingface_hub`. Held in memory, passed on, and left out when this object is pickled.
-            local_files_only: use the cache alone.
-
-        Raises:
-            ValueError: no repo or revision can be called so.
-        """
         self.source = HubSource(
             checked_repo(repo_id, "a checkpoint"), checked_revision(revision, f"the checkpoint {repo_id!r}")
         )
@@ -55,7 +58,7 @@ class HubCheckpoint(os.PathLike[str]):
         self._local_files_only = local_files_only
 
     def __fspath__(self) -> str:
-        """Directory of the weights in the Hub's cache. Raises `HubAccessError` if they cannot be had."""
+        """Download the weights, and return their directory in the Hub's cache. Raises `HubAccessError` on failure."""
         return str(_fetch_weights(self.source.repo_id, self.source.revision, self._token, self._local_files_only))
 
     def __repr__(self) -> str:
@@ -74,28 +77,31 @@ def load_model(
     local_files_only: bool = False,
     repo_only: bool = False,
 ) -> PreTrainedModel:
-    """A model of `transformers` from a directory or a model repo. Runs no code of the repo and unpickles nothing.
+    """Load a `transformers` model from a directory or a model repo, without running its code or unpickling anything.
 
     Args:
         name: directory or repo.
         revision: branch, tag or commit of the repo; `None` is the main branch.
         class_name: its class in `transformers`, such as `BertForSequenceClassification`.
-        dtype: of the weights, such as `float32`; `None` keeps the saved one.
+        dtype: dtype of the weights, such as `float32`; `None` keeps the saved one.
         token: as in `huggingface_hub`.
-        local_files_only: use the cache alone.
-        repo_only: never take `name` for a directory, since it comes from somebody else.
+        local_files_only: use only what is in the cache.
+        repo_only: never read `name` as a directory. For names that come from an index, not from the user.
+
+    Returns:
+        The model, in evaluation mode.
 
     Raises:
-        RefusedIndexError: `class_name` is no model class of `transformers`; or the repo, which the index names, asks
-            for code or files elsewhere, or is damaged.
-        ValueError: the same of a directory or repo that the user has named.
-        HubAccessError: the repo cannot be had, or has no safetensors weights.
+        RefusedIndexError: `class_name` is no model class of `transformers`; or, with `repo_only`, the repo asks for
+            code or for files elsewhere, or is damaged.
+        ValueError: without `repo_only`, the directory or repo does one of these.
+        HubAccessError: the repo does not exist or cannot be reached, or has no safetensors weights.
     """
     kind = safe_loading.model_class(class_name)
     if kind is None:
         raise RefusedIndexError(
             f"The index was made with a model of the class {class_name!r}, which is no model class of `transformers` "
-            f"{transformers.__version__}, so it is not built from its name. Pass the model itself as `model=`."
+            f"{transformers.__version__}. Pass the model itself as `model=`."
         )
     path = (
         name if not repo_only and Path(name).is_dir() else str(_fetch_weights(name, revision, token, local_files_only))
@@ -106,7 +112,7 @@ def load_model(
     except ValueError as error:
         if repo_only:
             raise RefusedIndexError(
-                f"The index was made with the model {name!r}, which is not loaded: {error}"
+                f"The index was made with the model {name!r}, which cannot be loaded: {error}"
             ) from error
         raise
     if path != name:
@@ -115,7 +121,7 @@ def load_model(
 
 
 def source_of(path: str | os.PathLike[str]) -> HubSource | None:
-    """The repo and commit of a directory in the Hub's cache; `None` for any other path."""
+    """Return the repo and commit of a directory in the Hub's cache, and `None` for any other path."""
     try:
         parts = Path(path).relative_to(constants.HF_HUB_CACHE).parts
     except ValueError:
@@ -142,7 +148,7 @@ def _fetch_weights(repo_id: str, revision: str | None, token: str | bool | None,
     if not any(path.glob("*.safetensors")):
         raise HubAccessError(
             f"The model repo {repo_id!r} at revision {revision or 'main'!r} has no safetensors weights at its top "
-            "level. Expected `model.safetensors`, alone or sharded; pickled weights are not loaded from the Hub. Load "
+            "level. Expected `model.safetensors`, or its shards; pickled weights are not loaded from the Hub. Load "
             "the model yourself and pass it as `model=`."
         )
     for index in path.glob("*.safetensors.index.json"):
@@ -151,7 +157,7 @@ def _fetch_weights(repo_id: str, revision: str | None, token: str | bool | None,
 
 
 def _check_weight_index(path: Path, repo_id: str) -> None:
-    """Refuse an index of sharded weights that names files elsewhere."""
+    """Refuse an index of sharded weights that names files outside of its directory. Raises `RefusedIndexError`."""
     where = f"{path.name} of the model repo {repo_id!r}"
     try:
         names = read_foreign_object(path, MAX_WEIGHT_INDEX_BYTES).get("weight_map")
@@ -161,11 +167,11 @@ def _check_weight_index(path: Path, repo_id: str) -> None:
         ) from error
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise RefusedIndexError(
-            f"{where} was refused: its `weight_map` is {shown(names)}. Expected an object from the names of weights "
-            "to those of their files. Use another revision."
+            f"{where} was refused: its `weight_map` is {shown(names)}. Expected an object that maps names of weights "
+            "to names of files. Use another revision."
         )
     if outside := sorted({name for name in names.values() if Path(name).name != name}):
         raise RefusedIndexError(
-            f"{where} names files elsewhere: {outside[:3]!r:.200}. Expected names of files beside it. Use another "
-            "revision."
+            f"{where} names files outside of its directory: {outside[:3]!r:.200}. Expected names of files beside it. "
+            "Use another revision."
         )

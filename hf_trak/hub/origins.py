@@ -1,4 +1,4 @@
-"""Where model, weights and training rows of an index are on the Hub, as far as this machine can tell."""
+"""Finding out where the model, weights and training rows of an index are on the Hub, without asking the user."""
 
 import logging
 from pathlib import Path
@@ -18,14 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 def train_source(dataset: Any) -> TrainSource | None:
-    """The repo, commit and split that a `datasets.Dataset` is all of, as far as the path of its cache tells.
+    """Find the repo, commit and split that a `datasets.Dataset` was loaded from, by the path of its cache files.
 
     `load_dataset` keeps what it made of a repo in `<user>___<name>/<config>/<version>/<commit>/`.
+
+    Returns:
+        The source, or `None` if the dataset is not one whole split of a dataset repo.
     """
     split = str(getattr(dataset, "split", None) or "")
     known = getattr(getattr(dataset, "info", None), "splits", None) or {}
     if split not in known or known[split].num_examples != len(dataset):
-        return None  # some of the rows, or others
+        return None  # a selection of the rows, or other rows
     for file in dataset.cache_files:
         path = Path(file["filename"])
         if not path.is_relative_to(datasets.config.HF_DATASETS_CACHE):
@@ -37,10 +40,11 @@ def train_source(dataset: Any) -> TrainSource | None:
 
 
 def recorded_model(store: FeatureStore) -> tuple[str | None, str | None]:
-    """Repo and revision of the model that a store records, where that is certainly one.
+    """Return repo and revision of the model that a store records, if the recorded name is certainly that of a repo.
 
-    `out/model` may be a directory, seen from where the features were made, and to everybody else the name of a repo.
-    So a name counts if it has a commit, if it is in the Hub's cache, or if it came with a published index.
+    `out/model` may be a directory on the machine that made the features, and the name of a repo to everybody else.
+    So a name is used only if a commit was recorded with it, if it is in the Hub's cache, or if it came with a
+    published index.
     """
     config = store.config
     name, revision = config.get("model_name"), config.get("model_revision")
@@ -54,7 +58,7 @@ def recorded_model(store: FeatureStore) -> tuple[str | None, str | None]:
     if known and not Path(name).is_dir() and not name.startswith((".", "~", "/")):
         return name, revision
     logger.warning(
-        "The model is not named in the index: %r may be a directory of this machine. If it is a repo, pass "
+        "The index will not name its model: %r may be a directory of this machine. If it is a repo, pass "
         "`model_name=`.",
         name,
     )
@@ -62,10 +66,10 @@ def recorded_model(store: FeatureStore) -> tuple[str | None, str | None]:
 
 
 def copied_manifest(store: FeatureStore) -> IndexManifest | None:
-    """The manifest beside a store that is a copy of a published index; `None` for a run of one's own.
+    """Return the manifest of a store that is a copy of a published index, and `None` for your own run.
 
     Raises:
-        RefusedIndexError: it is bad, or not that of this store.
+        RefusedIndexError: the manifest is damaged, or belongs to another store.
     """
     if not (store.output_dir / MANIFEST_FILE).exists():
         return None
@@ -74,7 +78,7 @@ def copied_manifest(store: FeatureStore) -> IndexManifest | None:
 
 
 def known_sources(store: FeatureStore) -> dict[int, HubSource]:
-    """Checkpoints that came from the Hub, as far as the store can tell: out of its cache, or with a pulled index."""
+    """Return the repos of those checkpoints that were loaded from the Hub's cache or came with a pulled index."""
     found = {}
     for model_id in store.model_ids:
         given = store.checkpoint_info(model_id).get("source")
@@ -85,8 +89,15 @@ def known_sources(store: FeatureStore) -> dict[int, HubSource]:
     return found
 
 
-def given_source(given: str | HubCheckpoint | HubSource | None) -> HubSource | None:
-    """Where weights are, as a user says it. Raises `ValueError` if it is no repo with a revision."""
+def parse_source(given: str | HubCheckpoint | HubSource | None) -> HubSource | None:
+    """Read a value of `checkpoints` as a user gives it.
+
+    Args:
+        given: `"hf://user/model@revision"`, `"user/model@revision"`, or an object that names both; or `None`.
+
+    Raises:
+        ValueError: it does not name a repo and a revision.
+    """
     if given is None or isinstance(given, HubSource):
         return given
     if isinstance(given, HubCheckpoint):

@@ -1,4 +1,4 @@
-"""A whole index on this machine."""
+"""Opening the index of a repo, and copying a whole index to this machine."""
 
 import os
 import shutil
@@ -20,18 +20,26 @@ def open_repo(
     token: str | bool | None = None,
     local_files_only: bool = False,
 ) -> IndexStore:
-    """Open the index of a dataset repo; its feature shards are fetched when they are read.
+    """Open the index of a dataset repo. Its feature shards are downloaded when they are read.
 
     Args:
-        repo_id: the dataset repo.
-        output_dir: where features of targets and scores are kept; `None` is a directory of the Hub's home.
-        revision: branch, tag or commit; `None` is the main branch.
-        token: as in `huggingface_hub`.
-        local_files_only: use the cache alone.
+        repo_id (`str`):
+            The dataset repo.
+        output_dir (`str` or `os.PathLike`, *optional*):
+            Directory for features of targets and for scores. By default one beside the Hub's cache.
+        revision (`str`, *optional*):
+            Branch, tag or commit. By default the main branch.
+        token (`str` or `bool`, *optional*):
+            As in `huggingface_hub`.
+        local_files_only (`bool`, *optional*, defaults to `False`):
+            Use only what is in the Hub's cache.
+
+    Returns:
+        `IndexStore`: a read-only feature store.
 
     Raises:
-        HubAccessError: repo or revision cannot be had.
-        RefusedIndexError: it is no index, or a bad one.
+        HubAccessError: the repo or revision does not exist or cannot be reached.
+        RefusedIndexError: the repo holds no index, or a damaged one.
     """
 
     def check(name: str, size: int) -> None:
@@ -51,21 +59,27 @@ def pull_index(
 ) -> IndexStore:
     """Copy a whole published index into a directory, which then works without a connection.
 
-    Every file is checked before it is copied. After an interruption the same call goes on where it stopped.
+    Every file is checked before it is copied. After an interruption the same call resumes where it stopped.
 
     Args:
-        repo_id: the dataset repo.
-        output_dir: the directory, created if need be.
-        revision: branch, tag or commit; `None` is the main branch.
-        token: as in `huggingface_hub`.
-        local_files_only: use the cache alone.
+        repo_id (`str`):
+            The dataset repo.
+        output_dir (`str` or `os.PathLike`):
+            The directory, created if need be.
+        revision (`str`, *optional*):
+            Branch, tag or commit. By default the main branch.
+        token (`str` or `bool`, *optional*):
+            As in `huggingface_hub`.
+        local_files_only (`bool`, *optional*, defaults to `False`):
+            Use only what is in the Hub's cache.
 
     Returns:
-        The store in the directory. Features of targets are kept beside the Hub's cache, never in the copy.
+        `IndexStore`: the store in the directory. Features of targets are kept beside the Hub's cache, never in the
+        copy.
 
     Raises:
-        HubAccessError: a file cannot be had.
-        RefusedIndexError: the index is bad.
+        HubAccessError: a file does not exist or cannot be downloaded.
+        RefusedIndexError: the index is damaged.
         ConfigMismatchError: the directory holds another index, or features of another run.
     """
     directory = Path(output_dir)
@@ -79,8 +93,8 @@ def pull_index(
             "directory, or an earlier copy of the same index. Use another directory."
         )
     for model_id in store.model_ids:
-        shards = store.train(model_id)
-        for _ in shards:  # reading checks
+        # Reading a file fetches and checks it.
+        for _ in store.train(model_id):
             pass
         store.read_gram(model_id)
         store.fetch_references(model_id)
@@ -89,6 +103,7 @@ def pull_index(
                 shutil.copyfile(store.files.fetch(name), temporary)
         folder = store.checkpoint_dir(model_id).name
         write_bytes(directory / folder / "checkpoint.json", store.encoded(store.checkpoint_info(model_id)))
+    # The JSON files come last: a directory that has them is complete.
     for name in JSON_FILES:
         write_bytes(directory / name, store.files.fetch(name).read_bytes())
     return open_index(local, local.work_dir)

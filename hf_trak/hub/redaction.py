@@ -1,4 +1,4 @@
-"""Addresses and messages without what nobody else should see."""
+"""Removing secrets from addresses and messages before they are shown."""
 
 import re
 
@@ -9,14 +9,17 @@ _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{8,}")
 
 
 def without_secrets(text: str) -> str:
-    """A text without user names and passwords in addresses, without their queries, and without tokens of the Hub."""
+    """Replace user names, passwords and queries in the addresses of a text, and all tokens of the Hub, by `***`."""
     text = _USER.sub(f"{_HIDDEN}@", text)
     text = _QUERY.sub(lambda match: f"{match['address']}?{_HIDDEN}", text)
     return _TOKEN.sub(f"hf_{_HIDDEN}", text)
 
 
 def address_without_secrets(address: str) -> str:
-    """An address that may lack its scheme, as somebody may set it: nothing before the last `@`, no query."""
+    """Replace everything before the last `@` of an address, and its query, by `***`.
+
+    Unlike in [`without_secrets`], the address may lack its scheme, as in an environment variable.
+    """
     scheme, mark, rest = address.rpartition("://")
     _, at, place = rest.rpartition("@")
     host, *query = re.split(r"[?#]", place, maxsplit=1)

@@ -1,17 +1,17 @@
-"""What the configuration files of somebody's model repo may ask for, and what is refused.
+"""Checking the configuration files of an untrusted model repo: the keys that lead to code or to other files.
 
 `transformers` and `peft` do what a repo's JSON files say. With `trust_remote_code=False` they run no code that lies in
-the repo, but some keys lead to code or files that lie elsewhere:
+the repo, but some keys lead to code or files outside of it:
 
 - `attn_implementation`, `experts_implementation`: the name of a repo, or of an implementation that is downloaded,
   imported and run by the package `kernels`;
 - `quantization_config`: several methods do the same;
-- `backbone`, `architecture`, `audio_tokenizer`: other models, by repo or path, which are loaded by rules of their own,
-  as are those of some kinds of adapters;
-- `model_args`, `backbone_kwargs`: arguments of `timm.create_model`, among them paths of checkpoints;
-- `transformers_weights`, `configuration_files`: other files than those that everybody looks at.
+- `backbone`, `architecture`, `audio_tokenizer`: other models, by repo or path, which are loaded under other rules, as
+  are the models of some kinds of adapters;
+- `model_args`, `backbone_kwargs`: arguments of `timm.create_model`, which include paths of checkpoints;
+- `transformers_weights`, `configuration_files`: files in place of `model.safetensors` and `config.json`.
 
-The functions here look at parsed files; `hf_trak.hub.safe_loading` calls them before anything is built.
+The functions here check parsed files. `hf_trak.hub.safe_loading` calls them before it builds anything.
 """
 
 import re
@@ -24,9 +24,9 @@ from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from hf_trak.hub.foreign_json import shown
 
 ATTENTION = ("eager", "sdpa", "flex_attention")
-"""Attention of PyTorch."""
+"""Implementations of attention in PyTorch."""
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
-"""Mixtures of experts by matrix products of PyTorch."""
+"""Implementations of mixtures of experts in PyTorch."""
 QUANTIZATION = (
     "bitsandbytes",
     "bitsandbytes_4bit",
@@ -36,12 +36,12 @@ QUANTIZATION = (
     "quanto",
     "torchao",
 )
-"""Quantization whose code is an installed package."""
+"""Quantization methods whose code is an installed package."""
 ADAPTERS = (
     "ADALORA", "BOFT", "BONE", "C3A", "DELORA", "FOURIERFT", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA",
     "LOKR", "LORA", "MISS", "OFT", "OSF", "RANDLORA", "ROAD", "SHIRA", "TRAINABLE_TOKENS", "VBLORA", "VERA", "WAVEFT",
 )  # fmt: skip
-"""Adapters of PEFT that are weights of their own file and nothing else."""
+"""Types of PEFT adapters that consist of the weights in their own file alone."""
 
 _FLASH = re.compile(r"flash_attention_([2-9])")
 _IMPLEMENTATIONS = {"attn_implementation": ATTENTION, "experts_implementation": EXPERTS}
@@ -58,7 +58,7 @@ def check_repo_config(content: Mapping[str, Any]) -> None:
         content: a parsed `config.json`, or the configuration of a tokenizer or processor.
 
     Raises:
-        ValueError: it does; names the key, its value, and what was expected.
+        ValueError: a key does; the message names the key, its value, and the expected values.
     """
     for path, key, value in _items(content, ""):
         name = key.removeprefix("_").removesuffix("_internal")
@@ -70,11 +70,13 @@ def check_repo_config(content: Mapping[str, Any]) -> None:
             _check_plain_name(path, value)
         elif key in _MODEL_ARGUMENTS and isinstance(value, dict):
             if given := sorted(set(value) & set(_REFUSED_ARGUMENTS)):
-                raise ValueError(f"`{path}` has {given}, which lead to other files; expected sizes and flags alone")
+                raise ValueError(f"`{path}` has {given}, which lead to other files; expected sizes and flags")
         elif key == "transformers_weights":
             _check_plain_name(path, value)
         elif key in _REFUSED and value:
-            raise ValueError(f"`{path}` is {shown(value)}, which leads to code or files elsewhere; expected none")
+            raise ValueError(
+                f"`{path}` is {shown(value)}, which leads to code or files outside of the repo; expected none"
+            )
 
 
 def check_adapter_config(content: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -87,7 +89,7 @@ def check_adapter_config(content: Mapping[str, Any]) -> tuple[str, str | None]:
         Name and revision of its base model.
 
     Raises:
-        ValueError: it does, or names no base.
+        ValueError: the type of the adapter needs more, a key leads elsewhere, or the base is not named.
     """
     kind = content.get("peft_type")
     if kind not in ADAPTERS:
@@ -106,12 +108,12 @@ def check_adapter_config(content: Mapping[str, Any]) -> tuple[str, str | None]:
 
 
 def is_commit(revision: Any) -> bool:
-    """Whether this is the hash of a commit, whose content never changes."""
+    """Test for the hash of a commit, whose content never changes."""
     return isinstance(revision, str) and REGEX_COMMIT_HASH.fullmatch(revision) is not None
 
 
 def _items(content: Any, where: str) -> Iterator[tuple[str, str, Any]]:
-    """Every key of every object inside, with the path that leads to it."""
+    """Yield the path, name and value of every key of every nested object."""
     if isinstance(content, Mapping):
         for key, value in content.items():
             path = f"{where}.{key}" if where else str(key)
@@ -128,7 +130,7 @@ def _check_implementation(path: str, value: Any, known: tuple[str, ...]) -> None
         if isinstance(name, Mapping):
             _check_implementation(path, name, known)
         elif name is not None and not (
-            isinstance(name, str) and (_plain(name) in known or _has_package(_plain(name)))
+            isinstance(name, str) and (_implementation_name(name) in known or _has_package(_implementation_name(name)))
         ):
             raise ValueError(
                 f"`{path}` is {shown(name)}, which may be downloaded and run; expected null or one of "
@@ -136,12 +138,12 @@ def _check_implementation(path: str, value: Any, known: tuple[str, ...]) -> None
             )
 
 
-def _plain(name: str) -> str:
+def _implementation_name(name: str) -> str:
     return name.removeprefix("paged|")
 
 
 def _has_package(name: str) -> bool:
-    """Whether an implementation of FlashAttention is installed: where it is not, one is downloaded in its place."""
+    """Test whether an implementation of FlashAttention is installed. If it is not, transformers downloads another."""
     match = _FLASH.fullmatch(name)
     available = match and getattr(transformers.utils, f"is_flash_attn_{match[1]}_available", None)
     return bool(available and available())
@@ -154,7 +156,7 @@ def _check_quantization(path: str, value: Any) -> None:
         raise ValueError(f"`{path}` is {shown(value)}, not null or an object")
     method = value.get("quant_method")
     if method is None and (value.get("load_in_4bit") is True or value.get("load_in_8bit") is True):
-        return  # bitsandbytes, as it was written before methods had names
+        return  # bitsandbytes, as older versions of transformers wrote it
     if method not in QUANTIZATION:
         raise ValueError(
             f"`{path}.quant_method` is {shown(method)}, whose kernels may be downloaded and run; expected one of "
@@ -164,4 +166,4 @@ def _check_quantization(path: str, value: Any) -> None:
 
 def _check_plain_name(path: str, value: Any) -> None:
     if isinstance(value, str) and (any(char in value for char in "/\\:") or value.startswith(".")):
-        raise ValueError(f"`{path}` is {shown(value)}, which lies elsewhere; expected a plain name")
+        raise ValueError(f"`{path}` is {shown(value)}, which lies outside of the repo; expected a plain name")

@@ -1,4 +1,4 @@
-"""Scores on the Hub: a scored dataset is an ordinary dataset with typed columns, a card, and the rows at hand."""
+"""Publishing and loading scored datasets, and showing the training rows beside their scores."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,14 +19,14 @@ from datasets import (
 from huggingface_hub import CommitInfo, constants
 
 from hf_trak.errors import RefusedIndexError
+from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.cards import card_operations, render_card
-from hf_trak.hub.files import REPO_TYPE, access_errors, hub_api
-from hf_trak.hub.push import COMMIT_FIELDS
+from hf_trak.hub.destination import Destination, commit_fields, create_repo
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
-_MEANINGS = {
+_TOP_K_MEANINGS = {
     "target": {
         "trak_indices": "rows of the training dataset that helped this target most, best first",
         "trak_scores": "their scores",
@@ -40,7 +40,7 @@ _MEANINGS = {
         "trak_opponent_scores": "its scores for them",
     },
 }
-_FULL = {
+_FULL_MEANINGS = {
     "target": "the score of every row of the training dataset for this target, in the order of the rows",
     "train": "the score of this training example for every target, in the order of the targets",
 }
@@ -60,47 +60,63 @@ def push_scores(
     model_name: str | None = None,
     train_dataset: str | None = None,
 ) -> CommitInfo:
-    """Publish scored rows, and a card that says what the columns mean. Of several processes the main one pushes.
+    """Publish a scored dataset, with a card that says what the columns mean.
 
     `scored.push_to_hub(...)` publishes the same data without the card's section. The index may be in the same repo.
+    In a distributed run every process calls this function, and the main process pushes.
 
     Args:
-        scored: what [`TrakAttributor.attribute`] returned.
-        repo_id: the dataset repo, created if need be.
-        per: which orientation was asked of `attribute`.
-        config_name, split: as in `datasets.Dataset.push_to_hub`.
-        private: visibility of a repo that is created. `True` with a repo that is public is refused.
-        token: as in `huggingface_hub`.
-        revision: the branch.
-        index: repo of the index that the scores were made with, for the card.
-        model_name: name of the model, for the card.
-        train_dataset: name of the training dataset, for the card.
+        scored (`datasets.Dataset`):
+            The result of [`TrakAttributor.attribute`].
+        repo_id (`str`):
+            The dataset repo, created if need be.
+        per (`str`, *optional*, defaults to `"target"`):
+            `"target"` or `"train"`, as it was given to `attribute`.
+        config_name (`str`, *optional*, defaults to `"default"`):
+            Configuration of the dataset, as in `datasets.Dataset.push_to_hub`.
+        split (`str`, *optional*):
+            Split of the dataset, as in `datasets.Dataset.push_to_hub`.
+        private (`bool`, *optional*):
+            Visibility of a repo that is created. By default the Hub decides. `True` with a public repo is refused.
+        token (`str`, *optional*):
+            As in `huggingface_hub`; needs the right to write.
+        revision (`str`, *optional*):
+            The branch. By default the main branch.
+        index (`str`, *optional*):
+            Repo of the index that the scores were made with, for the card.
+        model_name (`str`, *optional*):
+            Name of the model, for the card.
+        train_dataset (`str`, *optional*):
+            Name of the training dataset, for the card.
 
     Returns:
-        The commit of the card, or of the data where the card needed no change.
+        `huggingface_hub.CommitInfo`: the commit of the card, or that of the data if the card needs no change.
 
     Raises:
-        ValueError: `scored` has no score columns of the right types, or the repo is public against `private=True`.
-        HubAccessError: the repo cannot be written to, or the connection broke.
+        ValueError: `scored` has no score columns of the right types, or the repo is public and `private=True` was
+            given.
+        HubAccessError: the repo cannot be written to, or the connection failed.
         PeerProcessError: the main process failed.
     """
     columns = check_scores(scored)
     if per not in ("target", "train"):
         raise ValueError(f"`per` is {per!r}. Expected 'target' or 'train', as it was given to `attribute`.")
     named = [("index", index), ("model", model_name), ("training dataset", train_dataset)]
+    destination = Destination(repo_id, private, token, revision)
 
     def push() -> dict[str, Any]:
         facts = {
             "subject": _subject(scored, columns, per),
-            "columns": [[name, _FULL[per] if len(columns) == 1 else _MEANINGS[per][name]] for name in columns],
+            "columns": [
+                [name, _FULL_MEANINGS[per] if len(columns) == 1 else _TOP_K_MEANINGS[per][name]] for name in columns
+            ],
             "facts": [[name, value] for name, value in named if value],
         }
         title = f"Attribution scores of {model_name}" if model_name else "Attribution scores"
-        commit = _push(scored, repo_id, config_name, split, private, token, revision, title, facts)
-        return {name: getattr(commit, name) for name in COMMIT_FIELDS}
+        return commit_fields(_push(scored, destination, config_name, split, title, facts))
 
-    together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return CommitInfo(**(Processes().broadcast_from_main(push) if together else push()))
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return CommitInfo(**(Processes().broadcast_from_main(push) if distributed else push()))
 
 
 def _subject(scored: Dataset, columns: Mapping[str, int], per: str) -> str:
@@ -112,27 +128,24 @@ def _subject(scored: Dataset, columns: Mapping[str, int], per: str) -> str:
 
 def _push(
     scored: Dataset,
-    repo_id: str,
+    destination: Destination,
     config_name: str,
     split: str | None,
-    private: bool | None,
-    token: str | None,
-    revision: str | None,
     title: str,
     facts: Mapping[str, Any],
 ) -> CommitInfo:
-    api = hub_api(token)
-    with access_errors(repo_id, revision):
-        repo_id = api.create_repo(repo_id, repo_type=REPO_TYPE, private=private, exist_ok=True).repo_id
-        if private and not api.dataset_info(repo_id).private:
-            raise ValueError(
-                f"The dataset repo {repo_id!r} exists and is public, but `private=True` was given. Nothing was "
-                "uploaded. Expected a private repo: change its visibility in its settings, or push to another one."
-            )
+    """Push the data, and then the card, whose metadata `Dataset.push_to_hub` writes."""
+    api, revision = hub_api(destination.token), destination.revision
+    with access_errors(destination.repo_id, revision):
+        repo_id = create_repo(api, destination)
         commit = scored.push_to_hub(
-            repo_id, config_name, split=split, token=token, revision=revision, commit_message="Upload TRAK scores"
+            repo_id,
+            config_name,
+            split=split,
+            token=destination.token,
+            revision=revision,
+            commit_message="Upload TRAK scores",
         )
-        # `Dataset.push_to_hub` writes the card's metadata, so the card comes second.
         info = api.dataset_info(repo_id, revision=revision)
         arguments = f'"{repo_id}"' if config_name == "default" else f'"{repo_id}", "{config_name}"'
         usage = (
@@ -160,26 +173,35 @@ def load_scores(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Dataset:
-    """Scored rows from the Hub or from a directory that `save_to_disk` wrote, with their columns checked.
+    """Load a scored dataset from the Hub or from a directory that `save_to_disk` wrote, and check its columns.
 
-    Plain `datasets.load_dataset` gives the same rows.
+    `datasets.load_dataset` gives the same rows without the check.
 
     Args:
-        repo_or_path: dataset repo or directory.
-        config_name, split: which part of the repo; `split` may be left out where there is one.
-        revision: branch, tag or commit.
-        token: as in `huggingface_hub`.
+        repo_or_path (`str`):
+            The dataset repo or the directory.
+        config_name (`str`, *optional*):
+            Configuration of the dataset, as in `datasets.load_dataset`.
+        split (`str`, *optional*):
+            Name of the split. May be left out if there is only one.
+        revision (`str`, *optional*):
+            Branch, tag or commit. By default the main branch.
+        token (`str` or `bool`, *optional*):
+            As in `huggingface_hub`.
+
+    Returns:
+        `datasets.Dataset`: the rows with their score columns, as [`TrakAttributor.attribute`] returned them.
 
     Raises:
-        HubAccessError: repo or revision cannot be had.
-        RefusedIndexError: there are no score columns, or they have other types, or values that are not finite.
+        HubAccessError: the repo or revision does not exist or cannot be reached.
+        RefusedIndexError: score columns are missing, have other types, or hold values that are not finite.
         ValueError: there are several splits and none was chosen.
     """
     if Path(repo_or_path).is_dir():
         loaded: Any = load_saved_dataset(repo_or_path)
     else:
         with access_errors(repo_or_path, revision):
-            # Answers at once, and in our words, where the repo or the revision is out of reach.
+            # Fails at once, with a clear error, if the repo or the revision cannot be reached.
             if not constants.HF_HUB_OFFLINE:
                 hub_api(token).dataset_info(repo_or_path, revision=revision)
             loaded = load_dataset(repo_or_path, config_name, revision=revision, token=token)
@@ -187,58 +209,77 @@ def load_scores(
         if split is None and len(loaded) == 1:
             split = next(iter(loaded))
         if split not in loaded:
-            raise ValueError(f"`split` is {split!r}; {repo_or_path} has {sorted(loaded)}. Choose one of those.")
+            raise ValueError(f"`split` is {split!r}; {repo_or_path} has {sorted(loaded)}. Pass one of those.")
         loaded = loaded[split]
     try:
         for name in check_scores(loaded):
             _check_values(loaded, name)
     except ValueError as error:
-        raise RefusedIndexError(f"{repo_or_path} was refused as a scored dataset: {error}") from error
+        raise RefusedIndexError(f"{repo_or_path} was refused as a scored dataset. {error}") from error
     return loaded
 
 
 def check_scores(scored: Dataset) -> dict[str, int]:
-    """The score columns of a dataset, and the length of their lists.
+    """Check the types of the score columns of a dataset.
+
+    Returns:
+        The length of the lists in each score column, by the name of the column.
 
     Raises:
-        ValueError: there are none, or one is no fixed-size list of float32 scores or int64 indices.
+        ValueError: there are no score columns, or one is not a fixed-size list of float32 scores or int64 indices.
     """
     names = [name for name in TOP_K_COLUMNS if name in getattr(scored, "column_names", ())]
     if names not in (list(TOP_K_COLUMNS), ["trak_scores"]):
-        raise ValueError(f"it has the score columns {names}. Expected {list(TOP_K_COLUMNS)}, or 'trak_scores' alone.")
+        raise ValueError(
+            f"The score columns of the dataset are {names}. Expected {list(TOP_K_COLUMNS)}, or 'trak_scores' alone. "
+            "Pass a dataset that `attribute` returned."
+        )
     lengths = {}
     for name in names:
         feature = scored.features[name]
         dtype = "int64" if name.endswith("indices") else "float32"
         inner = getattr(getattr(feature, "feature", None), "dtype", None)
         if not isinstance(feature, List) or feature.length < 1 or inner != dtype:
-            raise ValueError(f"the column {name!r} is {feature}. Expected lists of one length, of {dtype}.")
+            raise ValueError(
+                f"The column {name!r} is {feature}. Expected lists of one length, of {dtype}. Pass a dataset that "
+                "`attribute` returned."
+            )
         lengths[name] = feature.length
     if len(set(lengths.values())) != 1:
-        raise ValueError(f"its score columns have the lengths {lengths}. Expected one.")
+        raise ValueError(
+            f"The score columns hold lists of the lengths {lengths}. Expected the same length in all of them. Pass a "
+            "dataset that `attribute` returned."
+        )
     return lengths
 
 
 def with_training_rows(scored: Dataset, train_dataset: Dataset, columns: Sequence[str] | None = None) -> Dataset:
-    """Put the training rows themselves beside the scores: `trak_rows[r]` is the row of `trak_indices[r]`.
+    """Put the training rows beside their scores: `trak_rows[r]` is the training row number `trak_indices[r]`.
 
     Args:
-        scored: one row per target, with the top-k columns.
-        train_dataset: the training rows, in the order in which they were attributed; a rawer version of them (texts
-            before tokenization, images before resizing) does as well.
-        columns: which of its columns; `None` takes all.
+        scored (`datasets.Dataset`):
+            One row per target, with the four top-k columns.
+        train_dataset (`datasets.Dataset`):
+            The training rows in the order in which they were attributed. It may hold an earlier form of them, such as
+            texts before tokenization or images before resizing.
+        columns (`Sequence[str]`, *optional*):
+            Names of the columns of `train_dataset` to show. By default all.
 
     Returns:
-        `scored` with the columns `trak_rows` and `trak_opponent_rows`, lists of rows.
+        `datasets.Dataset`: `scored` with the columns `trak_rows` and `trak_opponent_rows`, which are lists of k rows.
 
     Raises:
-        ValueError: there are no top-k columns, a column is unknown, or an index is beyond the training rows.
+        ValueError: `scored` lacks top-k columns, `columns` names an unknown one, or an index is not that of a training
+            row.
     """
     if list(check_scores(scored)) != list(TOP_K_COLUMNS):
-        raise ValueError("`scored` holds every score, without indices. Expected the result of `attribute(top_k=…)`.")
+        raise ValueError("`scored` holds all scores and no indices. Expected the result of `attribute(top_k=…)`.")
     kept = list(train_dataset.column_names) if columns is None else list(columns)
     if unknown := sorted(set(kept) - set(train_dataset.column_names)):
-        raise ValueError(f"`columns` names {unknown}; the training dataset has {train_dataset.column_names}.")
+        raise ValueError(
+            f"`columns` names {unknown}; the training dataset has {train_dataset.column_names}. Expected some of "
+            "those."
+        )
     rows = train_dataset.select_columns(kept)
     parts = []
     for name in ("trak_indices", "trak_opponent_indices"):
@@ -246,8 +287,9 @@ def with_training_rows(scored: Dataset, train_dataset: Dataset, columns: Sequenc
         if indices.min() < 0 or indices.max() >= len(rows):
             raise ValueError(
                 f"`{name}` goes from {indices.min()} to {indices.max()}; the training dataset has {len(rows)} rows. "
-                "Expected the dataset that was attributed, or per='target' scores."
+                "Expected the dataset that was attributed, and scores of `attribute(per='target')`."
             )
+        # A column of lists of k rows, each a struct of the chosen columns, in Arrow's own layout.
         chosen = rows.select(indices.reshape(-1)).with_format("arrow")[:]
         arrays = [chosen[column].combine_chunks() for column in kept]
         structs = pa.StructArray.from_arrays(arrays, fields=[chosen.schema.field(column) for column in kept])
@@ -260,7 +302,7 @@ def with_training_rows(scored: Dataset, train_dataset: Dataset, columns: Sequenc
 
 
 def _check_values(scored: Dataset, name: str) -> None:
-    """Scores are finite, indices not negative."""
+    """Check that scores are finite and indices not negative. Raises `ValueError`."""
     for table in scored.select_columns([name]).with_format("arrow").iter(batch_size=1000):
         column = table[name].combine_chunks()
         chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
@@ -268,5 +310,6 @@ def _check_values(scored: Dataset, name: str) -> None:
             good = pc.greater_equal(values, 0) if name.endswith("indices") else pc.is_finite(values)
             if values.null_count or not pc.all(good).as_py():
                 raise ValueError(
-                    f"the column {name!r} holds values that are missing, negative as a row, or not finite"
+                    f"The column {name!r} holds values that are missing, negative as a row number, or not finite. "
+                    "Compute the scores again with `attribute`."
                 )

@@ -1,0 +1,80 @@
+"""The dataset card of a published index."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hf_trak.config import TrakConfig
+from hf_trak.hub.cards import render_card
+from hf_trak.hub.manifest import IndexManifest
+
+
+def index_card(repo_id: str, config: Mapping[str, Any], manifest: IndexManifest) -> str:
+    """Write the card of an index.
+
+    Args:
+        repo_id: the dataset repo, for the example in the card.
+        config: the configuration of the feature store as it is published.
+        manifest: the manifest of the index.
+    """
+    settings, task = manifest.settings, config.get("task") or {}
+    ridge = (
+        f"{settings['lambda_reg']:g}, absolute"
+        if settings.get("lambda_reg") is not None
+        else f"{settings.get('lambda_relative', TrakConfig().lambda_relative):g} · trace(XᵀX) / min(n, k)"
+    )
+    name, revision = config.get("model_name"), config.get("model_revision")
+    trained = manifest.train_dataset
+    facts = {
+        "train_size": f"{config['train_size']:,}",
+        "train_fingerprint": config.get("train_fingerprint"),
+        "train_dataset": _link(trained.name, "datasets/", trained.revision, trained.split) if trained else "not named",
+        "model": _link(name, "", revision) if name else "not named; pass it as `model=`",
+        "model_class": config.get("model_class"),
+        "model_dtype": config.get("model_dtype"),
+        "parameters": f"{_parameter_count(config.get('parameters')):,}",
+        "task": str(task.get("class", "")).rpartition(".")[2],
+        "task_settings": ", ".join(f"{key} = {value}" for key, value in (task.get("settings") or {}).items()),
+        "proj_dim": f"{config['proj_dim']:,}",
+        "feature_dtype": config["feature_dtype"],
+        "projection": config.get("projection"),
+        "proj_nonzeros": config.get("proj_nonzeros"),
+        "seed": config.get("seed"),
+        "ridge": ridge,
+        "lds": manifest.lds,
+        "checkpoints": _checkpoint_rows(manifest),
+    }
+    usage = "\n".join(
+        [
+            "from hf_trak import TrakAttributor",
+            "",
+            f'attributor = TrakAttributor.from_pretrained("{repo_id}"{"" if name else ", model=model"})',
+            "scored = attributor.attribute(my_examples, top_k=10)  # a datasets.Dataset with the columns of the model",
+            'print(scored[0]["trak_indices"], scored[0]["trak_scores"])  # rows of the training set that helped most',
+        ]
+    )
+    title = f"Attribution index of {name}" if name else "Attribution index"
+    # The files hold tensors, which the Hub's viewer of rows cannot show.
+    return render_card("index", title, usage, facts, {"pretty_name": title, "viewer": False})
+
+
+def _checkpoint_rows(manifest: IndexManifest) -> list[dict[str, Any]]:
+    single = len(manifest.checkpoints) == 1
+    unnamed = "the model" if single else "not named: the model itself, or weights that you pass"
+    return [
+        {"model_id": model_id, "fingerprint": checkpoint.fingerprint, "source": str(checkpoint.source or unnamed)}
+        for model_id, checkpoint in sorted(manifest.checkpoints.items())
+    ]
+
+
+def _link(name: str, prefix: str, revision: str | None, split: str | None = None) -> str:
+    parts = [f"[{name}](https://huggingface.co/{prefix}{name})"]
+    if revision:
+        parts.append(f"revision {revision}")
+    if split:
+        parts.append(f"split {split}")
+    return ", ".join(parts)
+
+
+def _parameter_count(parameters: Any) -> int:
+    return sum(math.prod(shape) for _, shape, _ in parameters or ())
