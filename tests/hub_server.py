@@ -1,6 +1,7 @@
-"""A Hub on loopback for tests: repos in memory behind the HTTP API that `huggingface_hub` and `datasets` speak.
+"""A local Hub for tests: repos in memory behind the HTTP API that `huggingface_hub` and `datasets` use.
 
-`hub` starts one; `client` points this process at it, with an empty cache; `environment` is what a subprocess needs.
+The fixture `hub` starts one, `client` points this process at it with an empty cache, and `environment` returns the
+environment variables for a subprocess.
 """
 
 import base64
@@ -24,7 +25,7 @@ WHEN = "2026-01-01T00:00:00.000Z"
 
 @dataclass
 class Repo:
-    """One repo: commits by id, and what branches and pull requests point to."""
+    """One repo: its commits by id, and the commits of its branches and pull requests."""
 
     private: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -47,7 +48,7 @@ class Repo:
 
 @dataclass
 class Request:
-    """One line of the server's log."""
+    """One entry of the server's log."""
 
     method: str
     path: str
@@ -57,10 +58,10 @@ class Request:
 
 @dataclass
 class Fault:
-    """What goes wrong with the next `times` requests whose method and path match.
+    """A failure of the next `times` requests whose method and path match.
 
-    Kinds: `drop` closes the connection after half of the answer, `half` sends half of a file as if it were the whole,
-    `flip` changes a bit of it, a number is the status of an error.
+    Kinds: `drop` closes the connection after half of the answer, `half` sends half of a file as if it were the whole
+    file, `flip` changes one bit of it, and a number is the HTTP status of an error.
     """
 
     method: str
@@ -91,19 +92,19 @@ class Hub:
         return repo
 
     def dataset(self, name: str) -> dict[str, bytes]:
-        """Files of the main branch of a dataset repo."""
+        """Return the files of the main branch of a dataset repo."""
         return self.repos["dataset", name].main
 
     def requests(self, method: str, pattern: str) -> list[Request]:
         return [entry for entry in self.log if entry.method == method and re.search(pattern, entry.path)]
 
     def downloads(self, pattern: str = "") -> list[str]:
-        """Paths in repos of the files that were downloaded, in order."""
+        """List the downloaded files by their paths in the repos, in order."""
         found = [re.search(r"/resolve/[^/]+/(.+)$", entry.path) for entry in self.requests("GET", "/resolve/")]
         return [match[1] for match in found if match and re.search(pattern, match[1])]
 
     def uploads(self) -> list[str]:
-        """Hashes of the large files that were uploaded, in order."""
+        """List the hashes of the uploaded large files, in order."""
         return [entry.path.rpartition("/")[2] for entry in self.requests("PUT", "^/lfs/") if entry.status == 200]
 
 
@@ -112,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
     hub: Hub
 
     def log_message(self, *args: Any) -> None:
-        """Quiet."""
+        """Write no log to stderr."""
 
     def do(self) -> None:
         data = self._body()
@@ -362,7 +363,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def oid(path: str, data: bytes) -> str:
-    """What identifies a file: the hash of its content as git or as git-lfs takes it."""
+    """Return the id of a file: the hash of its content as git or git-lfs computes it."""
     if path.endswith(LFS):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
@@ -377,7 +378,7 @@ def file_entry(path: str, data: bytes) -> dict[str, Any]:
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    """A running Hub without repos."""
+    """Start a Hub without repos."""
     server = Hub()
     thread = threading.Thread(target=server.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
@@ -388,7 +389,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def client(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Point this process at the Hub; returns the home of its empty cache. Retries do not wait."""
+    """Point this process at the Hub, and return the directory of its empty cache. Retries do not wait."""
     from huggingface_hub import constants
 
     home = tmp_path / "home"
@@ -418,7 +419,7 @@ def client(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class _Impatient:
-    """The module `time`, but nobody sleeps."""
+    """The module `time` with a `sleep` that returns at once."""
 
     def __getattr__(self, name: str) -> Any:
         import time
@@ -427,7 +428,7 @@ class _Impatient:
 
 
 def environment(hub: Hub, home: Path) -> dict[str, str]:
-    """Environment variables for a subprocess that talks to the Hub."""
+    """Return the environment variables for a subprocess that uses the Hub."""
     import os
 
     root = str(Path(__file__).parents[1])

@@ -1,4 +1,4 @@
-"""What an index, a card or a file of arguments can cost that somebody made to do harm: memory and time are bounded."""
+"""Malicious indexes, cards and files of arguments take bounded memory and time."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from hf_trak.store.sealed import content_digest, sealed_bytes
 from hf_trak.store.store import FeatureStore
 
 SECONDS, MEGABYTES = 20, 400
-"""CPU time and memory that one case may take, the import of the library aside. What takes more is stopped."""
+"""Limits on the CPU time and memory of one case, not counting the import of the library."""
 
 RUNNER = f"""
 import json, resource, signal, sys
@@ -56,7 +56,7 @@ for line in sys.stdin:
 
 
 class Bounded:
-    """A process in which cases are run, one after the other, each within the bounds."""
+    """A subprocess that runs cases one after another, each within the limits."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -65,11 +65,11 @@ class Bounded:
         )  # fmt: skip
 
     def run(self, code: str, path: Path, seconds: int = SECONDS) -> str:
-        """What an expression gives, or the error that it raises."""
+        """Evaluate an expression, and return its value or its error as text."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps([code, str(path), seconds]) + "\n")
         self.process.stdin.flush()
-        last_resort = threading.Timer(300, self.process.kill)  # a loop in C hears no signal
+        last_resort = threading.Timer(300, self.process.kill)  # a loop in C handles no signal
         last_resort.start()
         while not (line := self.process.stdout.readline()).startswith("["):
             assert line, "the process was stopped"
@@ -87,7 +87,7 @@ def bounded() -> Iterator[Bounded]:
 
 
 def test_the_bounds_hold(tmp_path: Path, bounded: Bounded) -> None:
-    """What takes more is stopped, and the next one is run."""
+    """A case that takes more is stopped, and the next one still runs."""
     assert bounded.run("len([bytearray(2**20) for _ in range(100)])", tmp_path) == "100"
     assert bounded.run("[bytearray(2**20) for _ in range(500)]", tmp_path).startswith("MemoryError")
     assert bounded.run("all(zero == 0 for zero in iter(int, 1))", tmp_path, seconds=2).startswith("TimeoutError")
@@ -104,7 +104,7 @@ UPDATE = (
 
 
 def index(tmp_path: Path, **changes: Any) -> Path:
-    """A whole index of one checkpoint in a directory, without a Hub; `changes` to its configuration."""
+    """Write an index of one checkpoint into a directory, with `changes` to its configuration."""
     store = make_store(tmp_path / "index", ids=(0,))
     published = PublishedCheckpoint(f"{0:032x}", None, checksums_of(store.train(0)))
     manifest = IndexManifest({0: published}, {"lambda_relative": 0.3}, config=store.config_hash)
@@ -122,7 +122,7 @@ def write_config(directory: Path, **changes: Any) -> None:
 
 
 def with_many_parameters(tmp_path: Path) -> Path:
-    """200,000 parameters: a model of that many layers."""
+    """Write the configuration of a model with 200,000 parameter tensors."""
     return index(tmp_path, parameters=[[f"layer.{i}.weight", [3, 4], 12 * i] for i in range(200_000)])
 
 
@@ -131,7 +131,7 @@ def with_the_most_parameters(tmp_path: Path) -> Path:
 
 
 def fitting(directory: Path) -> Path:
-    """With the hash of the configuration in the manifest."""
+    """Put the hash of the configuration into the manifest."""
     manifest = json.loads((directory / "trak_index.json").read_text())
     manifest["config"] = FeatureStore.load(directory).config_hash
     (directory / "trak_index.json").write_bytes(resealed(manifest))
@@ -148,7 +148,7 @@ def with_manifest(data: bytes) -> Callable[[Path], Path]:
 
 
 def with_many_checksums(tmp_path: Path) -> Path:
-    """A consistent index of 10⁹ rows, as far as its JSON files say: 300,000 checksums, of which three have files."""
+    """Write consistent JSON files of an index of 10⁹ rows, with 300,000 checksums and only three shard files."""
     directory = index(tmp_path, train_size=300_000 * 4000, shard_size=4000)
     checkpoint = {"fingerprint": "0" * 32, "references": None, "source": None, "shards": ["0" * 32] * 300_000}
     others = {"config": "0" * 32, "lds": None, "settings": {}, "train_dataset": None, "weights_dtype": None}

@@ -1,4 +1,4 @@
-"""Files of model repos and datasets that are damaged or odd: each refusal names the file and what is in it."""
+"""Damaged or unusual files of model repos and datasets: every refusal names the file and its content."""
 
 import json
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_damaged_saved_datasets_are_named(tmp_path: Path, file: str, content: by
 
 
 def test_cards_of_datasets_are_looked_through(tmp_path: Path) -> None:
-    """`datasets` builds the YAML of a card: 400 bytes of it would take all memory."""
+    """`datasets` loads the YAML of a card, of which 400 bytes could take all memory."""
     (tmp_path / "a.csv").write_text("a\n1\n")
     lines = ["---", "a: &a [x,x,x,x,x,x,x,x,x]"]
     lines += [f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(9)]
@@ -116,7 +116,7 @@ def test_cards_of_datasets_are_looked_through(tmp_path: Path) -> None:
     ["{{ raise_exception('no system turns') }}", "{{ messages.__class__.__mro__ }}", "{% for", "{{ x.y.z }}"],
 )
 def test_a_chat_template_that_fails_is_named(model: Path, template: str) -> None:
-    """It comes with the model: what it may reach is bounded by its sandbox, and its refusal is an error in words."""
+    """The template comes with the model and runs in a sandbox, whose refusal becomes a clear error."""
     edit(model / "tokenizer_config.json", chat_template=template)
     tokenizer = load_tokenizer(str(model), "main")
     with pytest.raises(ValueError, match="The chat template of the tokenizer fails on the messages"):

@@ -1,5 +1,5 @@
-"""Copies of an index that somebody hands on: nothing is written into them or through them, nothing that they bring
-counts as computed here, and what they can cost is bounded."""
+"""Copies of an index from untrusted sources: nothing is written into them or through them, results that they contain
+are not used as results of this machine, and links in them are not followed."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ _made: dict[str, Any] = {}
 
 @pytest.fixture
 def published(hub: Hub, client: Path, tmp_path_factory: pytest.TempPathFactory) -> Published:
-    """A published index of two checkpoints, made once."""
+    """Publish an index of two checkpoints; it is made only once."""
     if not _made:
         _made["run"] = Published(hub, tmp_path_factory.mktemp("made"))
         _made["files"] = dict(hub.dataset("tester/index"))
@@ -44,7 +44,7 @@ def published(hub: Hub, client: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def copy(hub: Hub, published: Published, tmp_path: Path) -> Path:
-    """A clone of the index."""
+    """Clone the index into a directory."""
     return clone(hub, tmp_path / "copy")
 
 
@@ -69,7 +69,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 
 def test_nothing_is_written_into_a_copy(copy: Path, published: Published, client: Path) -> None:
-    """Targets and scores lie beside the Hub's cache, by the name of the copy and a digest of it."""
+    """Targets and scores are kept beside the Hub's cache, under the name of the copy and a digest of it."""
     before = content(copy)
     (copy / "checkpoint-0" / ".hf_trak-tmp-elsewhere").write_bytes(b"theirs")
     attributor = from_copy(copy, published)
@@ -90,7 +90,7 @@ def test_another_index_of_the_same_name_has_another_place(
 
 
 def test_features_that_a_copy_brings_are_not_used(copy: Path, published: Published) -> None:
-    """Target features and scores of another run, under the name and with the fingerprint of the targets to come."""
+    """The copy contains target features and scores of another run, with the name and fingerprint of these targets."""
     expected = published.scores(name="exam")
     made = Path(published.attributor.args.output_dir)
     for folder in ("experiments", "scores"):
@@ -103,7 +103,7 @@ def test_features_that_a_copy_brings_are_not_used(copy: Path, published: Publish
 
 
 def forge(path: Path) -> None:
-    """Other features in a file that says of itself what it has to say."""
+    """Write other features into a file, with metadata that fit."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -125,7 +125,7 @@ def test_the_copy_itself_is_no_output_directory(copy: Path, published: Published
 
 
 def test_a_copy_is_no_run_of_your_own(copy: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A record of arguments that a copy brings is not followed."""
+    """A record of arguments in a copy is not followed."""
     record = {"arguments": {"model_name_or_path": "evil/model", "dataset_name": "evil/rows"}, "trak": {}}
     (copy / "featurize.json").write_text(json.dumps(record))
     for command in ("attribute", "featurize"):
@@ -201,7 +201,7 @@ def test_a_link_that_appears_later_is_refused(copy: Path, tmp_path: Path) -> Non
 
 
 def test_a_snapshot_in_the_cache_is_read(hub: Hub, published: Published, client: Path, tmp_path: Path) -> None:
-    """Its files are links to the blobs of its repo, and to nothing else."""
+    """The files of a snapshot are links to the blobs of its repo. Links to other places are refused."""
     path = Path(snapshot_download("tester/index", repo_type="dataset", token=TOKEN))
     assert (path / "trak_config.json").is_symlink()
     assert np.array_equal(full(from_copy(path, published)), _made["scores"])
@@ -228,7 +228,7 @@ def test_paths_of_models_are_not_published_as_repos(
     hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, elsewhere: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Neither from the directory that they are relative to, nor from another one."""
+    """This holds in the directory that the paths are relative to, and in another one."""
     (tmp_path / "here" / "out" / "run" / "model").mkdir(parents=True)
     (tmp_path / "here" / "out" / "model").mkdir()
     store = make_store(tmp_path / "here" / "store", model_name=name, model_revision=None)
@@ -242,7 +242,7 @@ def test_paths_of_models_are_not_published_as_repos(
 
 
 def test_repos_of_models_are_published(hub: Hub, client: Path, tmp_path: Path) -> None:
-    """Those of a commit, those in the cache, and those that an index has named before."""
+    """A name counts as a repo if it has a commit, is in the cache, or was named by an earlier index."""
 
     def name_of(repo: str) -> Any:
         return json.loads(hub.dataset(repo)["trak_config.json"])["model_name"]

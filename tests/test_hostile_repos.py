@@ -1,5 +1,5 @@
-"""Model repos and datasets that somebody made to do harm: no code of theirs runs, whoever would ask is not asked, and
-the refusal names the file and the key."""
+"""Malicious model repos and datasets: their code is not run, the user is not asked whether to run it, and the refusal
+names the file and the key."""
 
 import ast
 import json
@@ -35,7 +35,7 @@ ARGUMENTS = {
 
 
 def mine(marker: Path) -> str:
-    """Python code that leaves a file if it is run, by whatever name it is imported."""
+    """Return Python code that creates a file when it is run, under any name that it is imported by."""
     return f"""
 from pathlib import Path
 Path({str(marker)!r}).write_text("run")
@@ -51,7 +51,7 @@ def generate(*args, **kwargs): pass
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where transformers keeps code of repos, if it runs it."""
+    """Keep the code of repos that transformers runs in a directory of the test."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
@@ -62,7 +62,7 @@ def marker(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path, marker: Path) -> Path:
-    """A good model with its tokenizer, beside which lies code."""
+    """Save a valid model with its tokenizer, and code beside them."""
     directory = tmp_path / "model"
     BertForSequenceClassification(BertConfig(**ARGUMENTS)).save_pretrained(directory)
     (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
@@ -78,7 +78,7 @@ def edit(path: Path, **changes: Any) -> None:
 
 @pytest.fixture
 def says_yes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Somebody at the keyboard who agrees to everything; the questions that were asked."""
+    """Simulate a user who agrees to everything; the list collects the questions."""
     asked: list[str] = []
 
     def answer(question: str = "") -> str:
@@ -93,7 +93,7 @@ def says_yes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_trap_works(model: Path, marker: Path) -> None:
-    """Where code of a repo is trusted, it leaves the file that the other tests look for."""
+    """If code of a repo is trusted, it creates the file that the other tests look for."""
     edit(model / "config.json", auto_map={"AutoConfig": "evil.Config"}, model_type="unheard-of")
     from transformers import AutoConfig
 
@@ -106,7 +106,7 @@ def test_the_trap_works(model: Path, marker: Path) -> None:
 def test_code_of_a_model_is_not_run(
     model: Path, marker: Path, says_yes: list[str], task: str | None, model_type: str
 ) -> None:
-    """A model that transformers knows is made by transformers; any other is refused."""
+    """Models that transformers knows are built by transformers; all others are refused."""
     auto_map = {"AutoConfig": "evil.Config", "AutoModelForSequenceClassification": "evil.Model"}
     edit(model / "config.json", auto_map=auto_map, model_type=model_type)
     (model / "custom_generate").mkdir()
@@ -122,7 +122,7 @@ def test_code_of_a_model_is_not_run(
 def test_the_command_line_runs_no_code_whatever_stands_on_stdin(
     model: Path, marker: Path, tmp_path: Path, hub: Hub, client: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`hf-trak attribute --index`, with `y` on stdin, where the tokenizer is made by code."""
+    """`hf-trak attribute --index` with `y` on stdin, for a tokenizer that is made by code."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     rows = Dataset.from_dict({"sentence": ["good film", "bad film"] * 4, "label": [1, 0] * 4})
     rows.save_to_disk(tmp_path / "rows")
@@ -146,7 +146,7 @@ def test_a_directory_is_not_taken_for_the_repo_of_an_index(
     model: Path, tmp_path: Path, hub: Hub, client: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Neither its weights, nor its tokenizer."""
+    """Neither the weights nor the tokenizer of the directory are used."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     rows = Dataset.from_dict({"sentence": ["good film", "bad film"] * 4, "label": [1, 0] * 4})
     rows.save_to_disk(tmp_path / "rows")
@@ -186,7 +186,7 @@ def test_code_of_tokenizers_and_processors_is_not_run(
 
 
 def test_the_parts_of_a_tokenizer_are_not_made_by_code_either(model: Path, marker: Path, says_yes: list[str]) -> None:
-    """The tokenizer of a RAG model loads two others, without a word on code: transformers itself would ask."""
+    """The tokenizer of a RAG model loads two others without `trust_remote_code`, so transformers itself would ask."""
     rag = {"model_type": "rag", "question_encoder": {"model_type": "vit"}, "generator": {"model_type": "vit"}}
     (model / "config.json").write_text(json.dumps(rag))
     (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "RagTokenizer"}))
@@ -201,7 +201,7 @@ def test_the_parts_of_a_tokenizer_are_not_made_by_code_either(model: Path, marke
 
 
 def test_the_parts_of_a_model_are_not_made_by_code_either(model: Path, marker: Path, says_yes: list[str]) -> None:
-    """A decoder of a kind that transformers has no language model for, with code of its own."""
+    """The decoder is of a type that transformers has no language model for, and has code of its own."""
     bert = json.loads((model / "config.json").read_text())
     vit = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "evil.Model"}, "_name_or_path": str(model)}
     both = {"model_type": "encoder-decoder", "encoder": bert, "decoder": vit, "architectures": ["EncoderDecoderModel"]}
@@ -212,7 +212,7 @@ def test_the_parts_of_a_model_are_not_made_by_code_either(model: Path, marker: P
 
 
 def test_transformers_asks_again_afterwards(model: Path, marker: Path, says_yes: list[str]) -> None:
-    """What somebody does in the same process with transformers itself is as it was."""
+    """Other uses of transformers in the same process are not affected."""
     load_tokenizer(str(model), "main")
     (model / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
     edit(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Tokenizer", None]}, tokenizer_class="Mine")
@@ -259,7 +259,7 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", ELSEWHERE)
 def test_a_config_that_leads_elsewhere_is_refused(model: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the command line and by an index, before anything is built: no kernel is asked for."""
+    """The command line and an index both refuse it before anything is built, and no kernel is requested."""
     changes, reason = ELSEWHERE[case]
     edit(model / "config.json", **changes)
 
@@ -277,7 +277,7 @@ def test_a_config_that_leads_elsewhere_is_refused(model: Path, case: str, monkey
 
 
 def test_transformers_would_have_fetched_the_kernel(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the refusal is for."""
+    """Without the refusal, transformers requests the kernel."""
     edit(model / "config.json", attn_implementation="evil/kernel")
     asked: list[str] = []
 
@@ -315,7 +315,7 @@ def test_a_local_model_is_loaded_as_ever(model: Path) -> None:
 def test_every_file_is_of_the_commit_that_was_looked_at(
     hub: Hub, client: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repo that changes between the look and the loading is loaded as it was looked at."""
+    """A repo that changes between check and loading is loaded as it was checked."""
     good = {path.name: path.read_bytes() for path in model.iterdir()}
     hub.put("model", "me/model", good)
     look = safe_loading.check_repo_config
@@ -422,8 +422,11 @@ def test_damaged_weights_are_named(model: Path, adapter: Path, name: str, data: 
 
 
 def test_no_module_loads_by_name_but_one() -> None:
-    """Models, tokenizers and rows are loaded by name in `safe_loading` alone; reports and retrainings read back rows
-    that the library has written itself, and weights go into a model that is there."""
+    """Only `safe_loading` loads models, tokenizers and rows by name.
+
+    Reports and retrainings read back rows that the library has written itself, and checkpoints are loaded into an
+    existing model.
+    """
     root = Path(safe_loading.__file__).parents[1]
     own_rows = ("report/", "evaluation/")
     found = []
@@ -448,7 +451,7 @@ def test_no_module_loads_by_name_but_one() -> None:
 
 
 def test_auto_classes_are_told_not_to_trust(model: Path) -> None:
-    """An auto class that is given no answer would ask."""
+    """An auto class without `trust_remote_code` would ask the user."""
     given: dict[str, Any] = {}
 
     class Spy(AutoModelForCausalLM):

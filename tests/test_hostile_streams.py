@@ -1,4 +1,4 @@
-"""Streams that break, end early, or are empty: each says what has happened, and goes on where that is possible."""
+"""Streams that fail, end early, or are empty: each error says what has happened, and reading resumes if it can."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from hf_trak import StreamedRows
 
 
 class Broken:
-    """Rows of which one cannot be read the first time."""
+    """A stream with one row that cannot be read the first `times` times."""
 
     def __init__(self, bad: int, times: int) -> None:
         self.bad, self.times = bad, times
@@ -24,7 +24,7 @@ class Broken:
 
 
 def test_a_broken_line_is_not_the_end_of_a_stream() -> None:
-    """It is what it was, each time, and reading goes on once it is mended."""
+    """The error of the connection is raised each time, and reading resumes when it works again."""
     rows = StreamedRows(Broken(bad=3, times=2), 6)
     assert rows[2] == {"x": 2}
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Publish with one process, attribute with others: from a model and its features to the same scores elsewhere."""
+"""An index that one process publishes gives the same scores in others, which have no training data."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def tiny_bert(seed: int, hidden: int = 8) -> BertForSequenceClassification:
 
 
 def sentences(start: int, stop: int) -> Dataset:
-    """Word ids of real digits: the brightness of eight of their pixels."""
+    """Turn real images of digits into word ids: the brightness of eight pixels each."""
     data = load_digits()
     words = (data.images[start:stop, 2:4, :4].reshape(stop - start, 8) + 1).astype(int)
     return Dataset.from_dict({"input_ids": words.tolist(), "labels": (data.target[start:stop] % 3).tolist()})
@@ -62,7 +62,7 @@ def files_of(model: Any, directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The same bits need the same number of threads as the subprocesses have."""
+    """Use as many threads as the subprocesses, which the same bits require."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -108,9 +108,10 @@ def load(model: Any = None, **options: Any) -> TrakAttributor:
 def test_two_processes_elsewhere_get_the_same_bits(
     hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Published by one process; two others with an empty cache, without the training data, get the same scores.
+    """One process publishes, and two others with an empty cache and without the training data get the same scores.
 
-    Every file travels once, rank 0 alone pushes, the token appears in no file and no output; then all works offline.
+    Every file is downloaded once, rank 0 alone pushes, and the token appears in no file and no output. Afterwards
+    everything works offline.
     """
     published = Published(hub, tmp_path / "made")
     expected = published.scores()
@@ -234,7 +235,7 @@ def test_training_rows_are_not_needed_and_shown_where_they_are(hub: Hub, client:
 
 
 def test_the_training_dataset_is_found_by_name(hub: Hub, client: Path, tmp_path: Path) -> None:
-    """Rows that came from the Hub: the index names their repo and commit, and that name is enough to have them."""
+    """An index names the repo and commit of rows that came from the Hub, and the name is enough to load them."""
     sentences(0, N).push_to_hub("tester/rows", token=TOKEN, private=True)
     train = load_dataset("tester/rows", split="train", token=TOKEN)
     model = tiny_bert(1)
@@ -251,7 +252,7 @@ def test_the_training_dataset_is_found_by_name(hub: Hub, client: Path, tmp_path:
 
 
 def test_negatives_of_clip_travel_with_the_index(hub: Hub, client: Path, tmp_path: Path) -> None:
-    """A task that draws on training rows works without them: what it drew is in the index."""
+    """A task that uses training rows works without them, since the index has the embeddings that it computed."""
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = CLIPConfig(
         text_config={**tower, "vocab_size": 30, "max_position_embeddings": 8, "eos_token_id": 29},
@@ -301,7 +302,7 @@ def test_output_directory_of_a_run_and_a_clone(hub: Hub, client: Path, tmp_path:
 
 
 def test_weights_are_compared_with_the_fingerprint(hub: Hub, client: Path, tmp_path: Path) -> None:
-    """Trap 6: targets are never scored with other weights than those of the features."""
+    """Targets are never scored with other weights than those of the features."""
     published = Published(hub, tmp_path, checkpoints={})
     with pytest.raises(CheckpointMismatchError, match="not the base that was fine-tuned"):
         load(tiny_bert(3))

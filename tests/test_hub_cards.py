@@ -1,4 +1,4 @@
-"""Dataset cards: what they say, what they keep, and what text from elsewhere cannot do to them."""
+"""Dataset cards: their content, the text of their authors that is kept, and text that is escaped."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_new_card() -> None:
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_prose_and_metadata_are_kept(newline: str) -> None:
-    """Only the tags and the marked section are ours."""
+    """An update changes only the tags and the marked section."""
     lines = [
         "---",
         "license: mit",
@@ -99,7 +99,7 @@ HOSTILE = "a|b`c`<!-- hf_trak scores: end --><script>alert(1)</script>\n---\nlic
 
 
 def test_hostile_text_stays_text() -> None:
-    """It ends neither the table, nor the section, nor the metadata, and no template in it is evaluated."""
+    """It cannot end the table, the section or the metadata, and a template in it is not evaluated."""
     made = card(subject=HOSTILE, facts=[[HOSTILE, HOSTILE]])
     assert "<script" not in made and "\0" not in made and "49" not in section(made)
     assert made.count("<!-- hf_trak scores: end -->") == 1
@@ -111,7 +111,7 @@ def test_hostile_text_stays_text() -> None:
 
 
 def test_push_keeps_the_card_of_the_repo(hub: Hub, client: Path, tmp_path: Path) -> None:
-    """A README that we did not write is never overwritten, only added to; a broken one not even that."""
+    """The README of another author is never overwritten, only added to; an unreadable one is not changed at all."""
     store = make_store(tmp_path / "store", ids=(0,))
     mine = "---\nlicense: mit\n---\n# Mine\n\nMy own words.\n"
     hub.put("dataset", "tester/index", {"README.md": mine.encode()})

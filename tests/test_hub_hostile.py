@@ -1,4 +1,4 @@
-"""Indices that somebody made to do harm: refused with the reason, nothing executed, nothing written elsewhere."""
+"""Malicious indexes are refused with a reason; nothing is executed, and nothing is written outside of the cache."""
 
 import json
 import os
@@ -31,7 +31,7 @@ Files = dict[str, bytes]
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """An object that creates a directory when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,7 +45,7 @@ _published: Files = {}
 
 @pytest.fixture
 def published(hub: Hub, client: Path, tmp_path: Path) -> Files:
-    """The files of a good index with one checkpoint, made once."""
+    """Publish a valid index with one checkpoint, made only once, and return its files."""
     if not _published:
         store = make_store(tmp_path / "store", ids=(0,))
         write_references(store, 0, {"image_embeddings": torch.ones(2, 3)})
@@ -67,7 +67,7 @@ def use_all(store: IndexStore) -> None:
 
 
 def edited(files: Files, name: str, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """A JSON file with a change, and the checksum of what it says then: whoever means harm can compute it, too."""
+    """Change a JSON file and its checksum with it, as an attacker can."""
     content = json.loads(files[name])
     change(content)
     return resealed(content)
@@ -80,7 +80,7 @@ def resealed(content: dict[str, Any]) -> bytes:
 
 
 def shard_with(files: Files, name: str, tensors: dict[str, torch.Tensor], consistent: bool = True) -> Files:
-    """The files with other tensors under a name, and checksums everywhere to match."""
+    """Replace the tensors of one file, and update all checksums unless `consistent` is false."""
     (length,) = struct.unpack("<Q", files[name][:8])
     metadata = json.loads(json.loads(files[name][8 : 8 + length])["__metadata__"]["hf_trak"])
     old = metadata.pop("checksum")
@@ -117,7 +117,7 @@ def replaced(name: str, data: bytes) -> Callable[[Files, Path], Files]:
 
 
 def flipped(files: Files, name: str) -> Files:
-    """λ or the number of features, with one bit changed."""
+    """Change one bit of λ or of the seed."""
     key = b'"lambda_relative": 0.3' if name == "trak_index.json" else b'"seed": 7'
     assert key in files[name]
     return {**files, name: files[name].replace(key, key[:-1] + bytes([key[-1] ^ 1]))}
@@ -128,14 +128,14 @@ def padded(data: bytes, size: int) -> bytes:
 
 
 def with_huge_header(files: Files, tmp: Path) -> Files:
-    """A header of nearly the allowed size for the whole file, full of tensors."""
+    """Replace a shard by a header full of tensors, of nearly the allowed size of the whole file."""
     entries = {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(1200)}
     header = json.dumps(entries).encode()
     return {**files, SHARD: struct.pack("<Q", len(header)) + header}
 
 
 BAD: dict[str, tuple[Callable[[Files, Path], Files], str]] = {
-    # what the JSON files say
+    # content of the JSON files
     "config of another format version": (config(format_version=99), "format version 99"),
     "config without a format version": (config(format_version=None), "format version None"),
     "config of a version that is a text": (config(format_version="2"), "format version '2'"),
@@ -177,7 +177,7 @@ BAD: dict[str, tuple[Callable[[Files, Path], Files], str]] = {
         "train_dataset",
     ),
     "missing shard": (lambda files, tmp: {k: v for k, v in files.items() if k != SHARD}, "is missing"),
-    # what the tensors are
+    # content of the tensor files
     "wrong shape": (lambda files, tmp: shard_with(files, SHARD, rows(k=K - 2, n=12)), "shape|expected|bytes"),
     "transposed": (
         lambda files, tmp: shard_with(files, SHARD, {"grads": torch.ones(K, 8), "out_to_loss": torch.ones(8)}),
@@ -234,7 +234,7 @@ def bomb(tmp: Path) -> bytes:
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_index(hub: Hub, client: Path, tmp_path: Path, published: Files, case: str) -> None:
-    """On the Hub, and as a clone: refused with the reason, and no file outside the cache, none of it left inside."""
+    """It is refused with a reason, on the Hub and as a clone, and its bad file is kept nowhere."""
     change, reason = BAD[case]
     files = change(published, tmp_path)
     assert files != published
@@ -281,7 +281,7 @@ def test_huge_files_are_refused_before_they_are_downloaded(
 
 
 def test_names_in_the_repo_are_never_asked_for(hub: Hub, client: Path, tmp_path: Path, published: Files) -> None:
-    """A listing full of paths that lead elsewhere changes nothing: only names that we derive are fetched."""
+    """Paths in the listing that lead elsewhere have no effect: only names that the library derives are fetched."""
     strange = {"../../../outside": b"x", "/etc/x": b"x", "checkpoint-0/../../y": b"x", "C:\\z": b"x", "a\0b": b"x"}
     hub.put("dataset", "tester/index", {**published, **strange})
     use_all(open_repo("tester/index"))
@@ -289,7 +289,7 @@ def test_names_in_the_repo_are_never_asked_for(hub: Hub, client: Path, tmp_path:
 
 
 def test_a_refused_file_is_fetched_again(hub: Hub, client: Path, published: Files) -> None:
-    """It is not kept under a name that counts as downloaded."""
+    """The refused file is not kept under a name that counts as downloaded."""
     commit = hub.repos["dataset", "tester/index"].refs["main"]
     bad = shard_with(published, SHARD, rows(), consistent=False)[SHARD]
     hub.repos["dataset", "tester/index"].commits[commit][SHARD] = bad

@@ -1,4 +1,4 @@
-"""Publishing a feature store and reading it back, over real HTTP against a Hub on loopback."""
+"""Publishing a feature store and reading it back over real HTTP, from a local Hub."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ FILES = {
 
 
 def make_store(path: Path, ids: tuple[int, ...] = (0, 1), **changes: object) -> FeatureStore:
-    """A finished store of random features."""
+    """Write a finished store of random features."""
     store = FeatureStore.open(path, {**CONFIG, **changes})
     size = store.config["train_size"]
     for model_id in ids:
@@ -72,7 +72,7 @@ def everything_below(directory: Path) -> bytes:
 
 
 def test_push_and_read_back(hub: Hub, client: Path, tmp_path: Path) -> None:
-    """Everything comes back bit for bit; a file is downloaded when it is read, once, and not before."""
+    """Everything comes back bit for bit, and each file is downloaded once, when it is first read."""
     local = make_store(tmp_path / "store")
     commit = push_index(local, "tester/index", token=TOKEN, settings=TrakConfig(lambda_relative=0.25))
     assert set(hub.dataset("tester/index")) == FILES | {".gitattributes"}
@@ -107,7 +107,7 @@ def test_second_push_sends_nothing_and_makes_no_commit(hub: Hub, client: Path, t
 def test_interrupted_push_is_finished_by_the_same_call(
     hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What arrived before the line broke is not sent again, and nothing is visible before all is there."""
+    """Files that had arrived are not sent again, and nothing is visible before everything has arrived."""
     monkeypatch.setattr("hf_trak.hub.push._UPLOAD_FILES", 4)
     store = make_store(tmp_path / "store")
     hub.faults.append(Fault("PUT", "^/lfs/", 403, skip=5))
@@ -152,7 +152,7 @@ def test_files_of_such_names_in_a_repo_without_an_index_stay(hub: Hub, client: P
 
 
 def test_nothing_of_this_machine_is_published(hub: Hub, client: Path, tmp_path: Path) -> None:
-    """Neither the paths of checkpoints nor that of the model, nor the token."""
+    """Neither paths of checkpoints and of the model nor the token are published."""
     (tmp_path / "my-model").mkdir()
     store = make_store(tmp_path / "store", model_name=str(tmp_path / "my-model"))
     assert str(tmp_path).encode() in everything_below(tmp_path / "store")
@@ -230,7 +230,7 @@ def test_what_cannot_be_published(hub: Hub, client: Path, tmp_path: Path) -> Non
 def test_concurrent_change_is_not_overwritten(
     hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody edits the card between our reading and our commit."""
+    """Another user edits the card after it was read and before the commit."""
     store = make_store(tmp_path / "store")
     push_index(store, "tester/index", token=TOKEN)
     from hf_trak.hub import push
@@ -251,7 +251,7 @@ def test_concurrent_change_is_not_overwritten(
 
 
 def test_references_travel_with_the_index(hub: Hub, client: Path, tmp_path: Path) -> None:
-    """What a task computed from training rows (CLIP: negatives) is fetched with the first targets."""
+    """Tensors that a task computed from training rows (negatives of CLIP) are fetched with the first targets."""
     local = make_store(tmp_path / "store", ids=(0,))
     write_references(local, 0, {"image_embeddings": torch.randn(5, 3)})
     push_index(local, "tester/index", token=TOKEN)
@@ -307,7 +307,7 @@ def test_pull_makes_a_store_that_needs_no_hub(hub: Hub, client: Path, tmp_path: 
 
 
 def test_a_store_of_format_1_is_published_in_its_format(hub: Hub, client: Path, tmp_path: Path) -> None:
-    """Its tensor files stay as they are; what is written anew, the manifest, has a checksum."""
+    """Its tensor files are published unchanged, and the manifest, which is new, has a checksum."""
     shutil.copytree(Path(__file__).parent / "data" / "format-1" / "store", tmp_path / "store")
     local = FeatureStore.load(tmp_path / "store")
     push_index(local, "tester/index", token=TOKEN)
@@ -354,7 +354,7 @@ def cached_shards(home: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["drop", "half", 500, "flip"])
 def test_broken_download_leaves_the_cache_clean(hub: Hub, client: Path, tmp_path: Path, kind: str | int) -> None:
-    """A lost connection, a truncated or damaged file: a clear error, nothing kept, and the next call succeeds."""
+    """After a lost connection or damage there is a clear error, nothing is kept, and the next call succeeds."""
     local = make_store(tmp_path / "store")
     push_index(local, "tester/index", token=TOKEN)
     store = open_repo("tester/index")

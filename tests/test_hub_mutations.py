@@ -1,4 +1,4 @@
-"""Whatever happens to the files of a published index on their way: the same scores, or a refusal that names a file."""
+"""Damage to any file of a published index leads to the same scores, or to a refusal that names a file."""
 
 import contextlib
 import importlib.util
@@ -42,7 +42,7 @@ UNREAD = ("README.md", ".gitattributes", "checkpoint.json")
 
 
 def publish(hub: Hub, directory: Path, seed: int) -> None:
-    """An index of two checkpoints, on the Hub and as files in a directory."""
+    """Publish an index of two checkpoints, and write its files into a directory."""
     args = TrakConfig(
         output_dir=str(directory / "run"), proj_dim=8, shard_size=4, per_device_batch_size=4, seed=seed, **OPTIONS
     )
@@ -61,19 +61,19 @@ def below(directory: Path) -> dict[str, bytes]:
 
 
 def scored(store: IndexStore) -> np.ndarray:
-    """As `attribute` scores three targets whose features are there, over both checkpoints."""
+    """Score three targets with existing features over both checkpoints, as `attribute` does."""
     settings, processes = store.manifest.settings, Processes(use_cpu=True)
     scorer = Scorer(store, processes, processes.device, settings["lambda_reg"], settings["lambda_relative"])
     ids = scorer.ensemble(None)
     features = torch.sin(torch.arange(3.0 * store.config["proj_dim"])).reshape(3, -1)
     targets = [scorer.precondition(model_id, lambda: features, 3) for model_id in ids]
-    prints = [store.checkpoint_info(model_id)["fingerprint"] for model_id in ids]  # which `attribute` compares
+    prints = [store.checkpoint_info(model_id)["fingerprint"] for model_id in ids]  # `attribute` compares them
     blocks = torch.cat([block for _, _, block in scorer.blocks(ids, targets)])
     return np.array([*blocks.flatten().tolist(), *prints])
 
 
 def attributed(name: str, work: Path) -> np.ndarray:
-    """All of `attribute`, from an index whose files nobody has read before."""
+    """Run all of `attribute` on an index with an empty cache."""
     shutil.rmtree(work, ignore_errors=True)
     states = [golden.state(0), golden.state(1)]
     attributor = TrakAttributor.from_pretrained(
@@ -86,7 +86,7 @@ def attributed(name: str, work: Path) -> np.ndarray:
 def check(
     intact: Path, workspace: Path, damages: Iterable[Damage], result: Callable[[Path], np.ndarray]
 ) -> Counter[str]:
-    """Do each damage to a copy; count what came of them."""
+    """Apply each damage to a copy, and count the outcomes."""
     expected = result(intact)
     seen: Counter[str] = Counter()
     for damage in damages:
@@ -108,14 +108,14 @@ def check(
 
 @pytest.fixture
 def published(hub: Hub, client: Path, tmp_path: Path) -> Path:
-    """The files of an index, and beside them those of one that was made with another seed."""
+    """Make the files of an index, and those of one with another seed."""
     publish(hub, tmp_path / "other", seed=1)
     publish(hub, tmp_path / "made", seed=0)
     return tmp_path / "made" / "index"
 
 
 def over_http(hub: Hub, tmp_path: Path, whole: bool = False) -> Callable[[Path], np.ndarray]:
-    """Of a commit of its own: what is damaged is downloaded, what is not comes out of the cache."""
+    """Publish the files as a new commit, of which only the damaged ones are downloaded."""
 
     def result(directory: Path) -> np.ndarray:
         hub.put("dataset", "tester/index", below(directory))
@@ -132,7 +132,7 @@ def from_copy(tmp_path: Path) -> Callable[[Path], np.ndarray]:
 
 @pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.slow)])
 def test_mutations_of_a_published_index(hub: Hub, client: Path, published: Path, tmp_path: Path, count: int) -> None:
-    """Over HTTP. Every tenth is used by all of `attribute`, on top."""
+    """The files are read over HTTP, and for every tenth damage all of `attribute` runs, too."""
     foreign = tmp_path / "other" / "index"
     seen = check(published, tmp_path, drawn(published, count, foreign), over_http(hub, tmp_path))
     assert seen["refused"] > count // 2 and seen["the same"] > count // 10
@@ -154,9 +154,9 @@ ODD = (None, -1, 0, 10**19, 1e308, "", "x" * 300, "../x", [], {}, True, [[]], {"
 
 @pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.slow)])
 def test_odd_values_are_refused_in_words(hub: Hub, client: Path, published: Path, tmp_path: Path, count: int) -> None:
-    """Values of other types and sizes in the JSON files, under checksums that fit: nothing fails for want of a check.
+    """Values of other types and sizes in the JSON files, with checksums that fit, end in no unexpected error.
 
-    Whoever publishes an index sets λ; all else that scores depend on has to come out as the index says.
+    The publisher of an index may set λ freely. Everything else that scores depend on has to agree with the index.
     """
     rng, expected = random.Random(count), attributed(str(published), tmp_path / "work")
     seen: Counter[str] = Counter()
@@ -188,7 +188,7 @@ def test_odd_values_are_refused_in_words(hub: Hub, client: Path, published: Path
 
 
 def places(content: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place of a value: the object or list that it is in, and its key."""
+    """Yield the place of every value: the object or list that contains it, and its key."""
     for key in content if isinstance(content, dict) else range(len(content)):
         yield content, key
         if isinstance(content[key], dict | list):
@@ -199,7 +199,7 @@ def places(content: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def exchange_in_manifest(directory: Path) -> None:
-    """What the manifest says of the checkpoints, under a checksum that fits: somebody has done it on purpose."""
+    """Exchange two checkpoints in the manifest, with a checksum that fits, as an attacker can."""
     path = directory / "trak_index.json"
     content = json.loads(path.read_text())
     checkpoints = content["checkpoints"]
@@ -218,7 +218,7 @@ def exchange_both(directory: Path) -> None:
 
 @pytest.mark.parametrize("act", [exchange_files, exchange_in_manifest, exchange_both])
 def test_exchanged_ids_are_refused(hub: Hub, client: Path, published: Path, tmp_path: Path, act: Any) -> None:
-    """The random matrix depends on the id: under another one, features are those of another projection."""
+    """The random matrix depends on the id, so features under another id belong to another projection."""
     act(published)
     for result in (over_http(hub, tmp_path), from_copy(tmp_path)):
         with pytest.raises(HfTrakError, match=r"checkpoint-[01]/(train-|gram)|model id|fingerprint"):
@@ -226,7 +226,7 @@ def test_exchanged_ids_are_refused(hub: Hub, client: Path, published: Path, tmp_
 
 
 def test_exchanged_ids_in_format_1(tmp_path: Path) -> None:
-    """Its shards do not say their id; a manifest that was not changed to fit is noticed all the same."""
+    """Shards of format 1 do not record their id, but a manifest that was not changed with them is noticed."""
     for number, act in enumerate((exchange_files, exchange_in_manifest)):
         copy = tmp_path / str(number)
         shutil.copytree(DATA / "format-1" / "index", copy)
@@ -236,7 +236,7 @@ def test_exchanged_ids_in_format_1(tmp_path: Path) -> None:
 
 
 def test_mutations_of_an_index_of_format_1(tmp_path: Path) -> None:
-    """Its JSON files have no checksums: an edit in silence can change λ, which nothing else knows."""
+    """JSON files of format 1 have no checksums, so an edit can change λ unnoticed, which no other file records."""
     intact = DATA / "format-1" / "index"
     expected = from_copy(tmp_path)(intact)
     silent: Counter[str] = Counter()

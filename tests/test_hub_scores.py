@@ -1,4 +1,4 @@
-"""Scored datasets on the Hub: typed columns, both orientations, with and without our own functions."""
+"""Scored datasets on the Hub: typed columns, both orientations, with hf_trak and with plain `datasets`."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def full(n: int, m: int) -> Dataset:
 @pytest.mark.parametrize("orientation", ["target", "train"])
 @pytest.mark.parametrize("kind", ["top", "full"])
 def test_round_trip(hub: Hub, client: Path, orientation: str, kind: str) -> None:
-    """A column on the targets, or on the training set; types, bits and the other columns survive."""
+    """Scores on the targets or on the training set keep their types and bits, and the other columns."""
     scored = top_k() if kind == "top" else full(5, 7)
     push_scores(scored, "tester/scores", per=orientation, token=TOKEN, private=True, model_name="me/model")
     loaded = load_scores("tester/scores", token=TOKEN)
@@ -62,7 +62,7 @@ def test_round_trip(hub: Hub, client: Path, orientation: str, kind: str) -> None
 
 
 def test_index_and_scores_share_a_repo(hub: Hub, client: Path, tmp_path: Path) -> None:
-    """And a card, in which each has its section; pushing the one again leaves the other alone."""
+    """Each has its section in the shared card, and pushing the index again does not change the scores."""
     scored = top_k()
     store = make_store(tmp_path / "store", ids=(0,))
     push_index(store, "tester/both", token=TOKEN)
