@@ -1,4 +1,12 @@
-"""Model output functions: what is attributed."""
+"""Model output functions: the tasks, each of which defines the scalar f(z; θ) that is attributed, and q(z) = ∂L/∂f.
+
+Start with `base` (the contract), then `classification` (the paper's example) over the numerics in `margins`, and
+`aggregated` (samples of several labels) under the token tasks. `registry` turns what users pass as `task` into an
+object, `inference` finds the task of a model, `identity` says what identifies a task in a store.
+
+May import `hf_trak.identity` (code and settings as plain JSON), `hf_trak.weights.watch` (which weights a CLIP task's
+embeddings belong to) and `hf_trak.runtime`'s checks. Knows no gradients, no projections, no files.
+"""
 
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side

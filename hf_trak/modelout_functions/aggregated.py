@@ -1,4 +1,4 @@
-"""Samples with several labels (tokens, classes, the two ends of an answer): one margin each, aggregated.
+"""Tasks whose samples have several labels (tokens, classes, the two ends of an answer): one margin each, aggregated.
 
 With m_t the margin of label t, log p_t / (1 − p_t), and w_t its weight (1, or 1/T for the mean over T labels):
 
@@ -31,28 +31,30 @@ Aggregation = Literal["sum", "mean"]
 UnitOutput = Literal["margin", "log_likelihood"]
 
 TARGET_MASK = "target_mask"
-"""Column of 0 and 1 beside the labels: those with 0 are left out, as if they were not there."""
+"""Column of 0 and 1 beside the labels: labels with 0 are left out, as if they did not exist."""
 
 TARGET_WEIGHTS = "target_weights"
-"""Column of numbers beside the labels, used as the weights w_t in place of those of the aggregation."""
+"""Column of numbers beside the labels, which replace the weights w_t of the aggregation."""
 
 
 class AggregatedModelOutput(BatchedModelOutput):
-    """Base class: subclasses say what the labels of a batch are and what their margins."""
+    """Base class of tasks with several labels per sample. Subclasses define the labels and their margins."""
 
     batch_columns: tuple[str, ...] = (TARGET_MASK, TARGET_WEIGHTS)
 
     beside: ClassVar[str | None] = None
-    """The dataset column that the labels of a row are as many as, where they are a list of changing length."""
+    """The dataset column with as many entries as a row has labels, for labels that are a list of varying length."""
 
     def __init__(self, aggregation: Aggregation = "sum", unit_output: UnitOutput = "margin") -> None:
         """
         Args:
-            aggregation: `"sum"` or `"mean"` over the labels of a sample.
-            unit_output: what is aggregated, `"margin"` or `"log_likelihood"`.
+            aggregation (`str`, *optional*, defaults to `"sum"`):
+                `"sum"` or `"mean"` over the labels of a sample.
+            unit_output (`str`, *optional*, defaults to `"margin"`):
+                What is aggregated, `"margin"` or `"log_likelihood"`.
 
         Raises:
-            ValueError: another word.
+            ValueError: an argument is another word.
         """
         super().__init__()
         for name, value, choices in (
@@ -66,15 +68,15 @@ class AggregatedModelOutput(BatchedModelOutput):
 
     @abstractmethod
     def labelled(self, batch: Batch) -> Tensor:
-        """Which of the T places of every sample hold a label, `(B, T)`, boolean, before masks and weights."""
+        """Mark the places of every sample that hold a label, `(B, T)`, boolean, before masks and weights."""
 
     @abstractmethod
     def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
-        """The margin of every label, `(B, T)`, differentiable; finite and without meaning where there is none."""
+        """Compute the margin of every label, `(B, T)`, differentiable; any finite number where there is no label."""
 
     @abstractmethod
     def check(self, model_output: Any, batch: Batch) -> None:
-        """Look at the values of the labels. Raises `ValueError` where one cannot be what the model was trained on."""
+        """Check the values of the labels. Raises `ValueError` if the model cannot have been trained on one of them."""
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         margins, valid = self.unit_margins(model_output, batch), self._counted(batch)
@@ -93,13 +95,13 @@ class AggregatedModelOutput(BatchedModelOutput):
             return torch.where(valid, torch.sigmoid(-margins), 0.0).sum(dim=1) / counts.clamp(min=1)
 
     def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
-        """L = −Σ_t w_t log p_t of every sample, differentiable, shape `(B,)`."""
+        """Compute L = −Σ_t w_t log p_t of every sample, differentiable, shape `(B,)`."""
         margins, valid = self.unit_margins(model_output, batch), self._counted(batch)
         losses = torch.nn.functional.softplus(-margins)
         return (torch.where(valid, losses, 0.0) * self._weights(batch, valid, losses)).sum(dim=1)
 
     def label_weights(self, batch: Batch) -> Tensor:
-        """w_t of every label of a batch `(B, T)`, 0 where there is none: what each margin counts in f."""
+        """Return w_t of every label of a batch, the weight of its margin in f: `(B, T)`, 0 where there is no label."""
         valid = self._counted(batch)
         return self._weights(batch, valid, valid.new_zeros((), dtype=torch.float32))
 
@@ -120,10 +122,10 @@ class AggregatedModelOutput(BatchedModelOutput):
         return valid.to(like.dtype) / valid.sum(dim=1, keepdim=True).clamp(min=1)
 
     def unit_column(self, batch: Batch, name: str, valid: Tensor) -> Tensor | None:
-        """A column of one number per label `(B, T)`, or `None` if the batch has none of that name.
+        """Return a column of one number per label, `(B, T)`, or `None` if the batch has no column of that name.
 
         Raises:
-            ValueError: its shape is not that of the labels.
+            ValueError: the shape of the column is not that of the labels.
         """
         column = batch.get(name) if isinstance(batch, Mapping) else None
         if column is None:
@@ -131,13 +133,13 @@ class AggregatedModelOutput(BatchedModelOutput):
         if not isinstance(column, Tensor) or column.shape != valid.shape:
             raise ValueError(
                 f"`{name}` has the shape {tuple(getattr(column, 'shape', ()))}. Expected {tuple(valid.shape)}, one "
-                "number per label. Make it with as many entries as the row has labels."
+                "number per label. Give every row as many entries as it has labels."
             )
         return column
 
 
 def _check_targets(valid: Tensor) -> None:
-    """A target without labels has f = 0 whatever the model, and nothing to attribute."""
+    """Refuse targets without labels: their f is 0 for every model, so there is nothing to attribute."""
     empty = looked_at(~valid.any(dim=1))
     if bool(empty.any()):
         raise ValueError(

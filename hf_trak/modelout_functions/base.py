@@ -1,4 +1,4 @@
-"""What is attributed: the contract between a task, a model and a batch.
+"""The contract between a task, a model and a batch: `AbstractModelOutput` and `BatchedModelOutput`.
 
 A *task* defines, for a sample z and weights θ, the scalar model output f(z; θ) whose change is attributed, and the
 output-to-loss gradient q(z) = ∂L/∂f at z (TRAK paper, arXiv 2303.14186, Sections 2 and 3), with the sign chosen so
@@ -6,7 +6,7 @@ that a positive score marks a helpful training example.
 
 Two forms of the same thing:
 
-* the *functional* form of the seed API, `get_output(model, weights, buffers, *sample)`, one sample at a time, which
+* the *functional* form of the `trak` API, `get_output(model, weights, buffers, *sample)`, one sample at a time, which
   `torch.func` can differentiate and vectorize;
 * the *batched* form, three small methods around one ordinary forward pass. It is all that the gradient computers need,
   and the functional form follows from it.
@@ -20,63 +20,96 @@ import torch
 from torch import Tensor
 
 Batch = Mapping[str, Any] | Sequence[Tensor]
-"""A Hugging Face batch (names to tensors) or the seeds' plain sequence of tensors, in both cases batch dimension
-first."""
+"""A Hugging Face batch (names to tensors), or a plain sequence of tensors as in the `trak` API; the batch dimension
+comes first in both."""
 
 Side = Literal["train", "target"]
-"""Whether a sample is a training example (a row of X) or a target (a row of t). Only the `loss` task distinguishes
-them."""
+"""The role of a sample: a training example (a row of X) or a target (a row of t). `loss`, and `regression` with
+`target="fit"`, have another f for targets."""
 
 
 class AbstractModelOutput(ABC):
-    """A task in the seeds' functional form. Subclass it, or rather [`BatchedModelOutput`], for a task of your own."""
+    """A task in the functional form of the `trak` API.
+
+    For a task of your own, subclass [`BatchedModelOutput`] rather than this class.
+    """
 
     @abstractmethod
     def get_output(
         self, model: torch.nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *sample: Tensor
     ) -> Tensor:
-        """f(z; θ) of one sample, whose tensors have no batch dimension. Returns a scalar tensor."""
+        """Compute f(z; θ) of one sample.
+
+        Args:
+            model (`torch.nn.Module`):
+                The model.
+            weights (`Mapping[str, torch.Tensor]`):
+                Parameters by name, which replace the model's own for this call.
+            buffers (`Mapping[str, torch.Tensor]`):
+                Buffers by name, which replace the model's own for this call.
+            sample (`torch.Tensor`):
+                The tensors of the sample, without batch dimension.
+
+        Returns:
+            `torch.Tensor`: a scalar.
+        """
 
     @abstractmethod
     def get_out_to_loss_grad(
         self, model: torch.nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any
     ) -> Tensor:
-        """q of every sample of a batch. Returns a tensor of shape `(B,)`."""
+        """Compute q of every sample of a batch.
+
+        Args:
+            model (`torch.nn.Module`):
+                The model.
+            weights (`Mapping[str, torch.Tensor]`):
+                Parameters by name, which replace the model's own for this call.
+            buffers (`Mapping[str, torch.Tensor]`):
+                Buffers by name, which replace the model's own for this call.
+            batch (`Batch`):
+                The batch.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`.
+        """
 
     batch_columns: Sequence[str] = ()
-    """Dataset columns that the task reads though no model takes them, kept beside those that `Trainer` keeps."""
+    """Dataset columns that the task reads although no model takes them, kept beside those that `Trainer` keeps."""
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """The data collator to use in place of `collator`: one that also carries [`batch_columns`] into the batch."""
+        """Wrap a data collator so that it also carries [`batch_columns`] into the batch."""
         return collator
 
     def bind(self, model: torch.nn.Module) -> None:  # noqa: B027  # most tasks have nothing to do here
         """Learn which model the next batches go through. Called whenever a checkpoint has been loaded into it."""
 
     def use_seed(self, seed: int) -> None:  # noqa: B027
-        """Take the seed of the run for what the task draws, unless it was given one of its own."""
+        """Take the seed of the run for the task's random draws, unless the task was given a seed of its own."""
 
     def reference_rows(self, train_size: int) -> Sequence[int]:
-        """Rows of the train dataset that [`~AbstractModelOutput.prepare`] needs, ascending; none by default."""
+        """List the train rows that [`~AbstractModelOutput.prepare`] needs, ascending; none by default."""
         return ()
 
     def prepare(self, model: torch.nn.Module, loader: Iterable[Any]) -> None:  # noqa: B027
         """Compute what the task has to know about a checkpoint before its first batch (CLIP: simulated negatives).
 
         Args:
-            model: the model, with the checkpoint's weights loaded.
-            loader: batches of the rows that [`~AbstractModelOutput.reference_rows`] names, in that order.
+            model (`torch.nn.Module`):
+                The model, with the checkpoint's weights loaded.
+            loader (`Iterable`):
+                Batches of the rows that [`~AbstractModelOutput.reference_rows`] lists, in that order.
         """
 
     def references(self) -> dict[str, Tensor]:
-        """What [`~AbstractModelOutput.prepare`] computed, as tensors to be kept with the features of a checkpoint."""
+        """Return what [`~AbstractModelOutput.prepare`] computed, as tensors to keep with a checkpoint's features."""
         return {}
 
     def restore(self, model: torch.nn.Module, references: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Take what [`~AbstractModelOutput.references`] gave earlier for the same weights, instead of computing it.
+        """Take what [`~AbstractModelOutput.references`] returned earlier for the same weights, to save computing it.
 
         Raises:
-            ValueError: they are not what this task keeps.
+            ValueError: the tensors are not those that this task keeps.
         """
 
 
@@ -84,21 +117,49 @@ class BatchedModelOutput(AbstractModelOutput):
     """A task defined by one batched forward pass: `model(*args, **kwargs)` → f `(B,)` and q `(B,)`.
 
     No method may mix samples: element i of every result depends on sample i alone. `output` may run under `torch.func`
-    transforms, where values cannot be looked at; `out_to_loss_grad` never does, and so it is the one that checks them.
-    An engine calls it before any gradient of the batch leaves it for the store.
+    transforms, under which values cannot be inspected; `out_to_loss_grad` never does, so it is the one that checks
+    labels. An engine calls it before any gradient of the batch leaves it for the store.
     """
 
     @abstractmethod
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments with which the model is called for this batch."""
+        """Return the positional and keyword arguments with which the model is called for a batch.
+
+        Args:
+            batch (`Batch`):
+                The batch, with labels and the task's own columns.
+        """
 
     @abstractmethod
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        """f of every sample, differentiable, shape `(B,)`, from what the model returned."""
+        """Compute f of every sample from the model's return value.
+
+        Args:
+            model_output (`Any`):
+                What the model returned for the batch.
+            batch (`Batch`):
+                The batch, with labels.
+            side (`Side`, *optional*, defaults to `"train"`):
+                Whether the samples are training examples or targets.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`: differentiable.
+        """
 
     @abstractmethod
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        """q of every sample, detached, shape `(B,)`, from what the model returned.
+        """Compute q of every sample from the model's return value, and check the labels of the batch.
+
+        Args:
+            model_output (`Any`):
+                What the model returned for the batch.
+            batch (`Batch`):
+                The batch, with labels.
+            side (`Side`, *optional*, defaults to `"train"`):
+                Whether the samples are training examples or targets.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`: detached.
 
         Raises:
             ValueError: the batch cannot be attributed under this task (for example, a label that is not a class).
@@ -123,7 +184,7 @@ class BatchedModelOutput(AbstractModelOutput):
         buffers: Mapping[str, Tensor] | None,
         batch: Batch,
     ) -> Any:
-        """The model's output with the given weights, or with its own where `weights` is `None`."""
+        """Run the model with the given weights, or with its own where `weights` is `None`."""
         args, kwargs = self.model_inputs(batch)
         return call_model(model, weights, buffers, args, kwargs)
 
@@ -135,7 +196,7 @@ def call_model(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """`model(*args, **kwargs)` with the given weights and buffers, or with its own where `weights` is `None`."""
+    """Call `model(*args, **kwargs)` with the given weights and buffers, or with its own where `weights` is `None`."""
     if weights is None:
         return model(*args, **kwargs)
     return torch.func.functional_call(model, (dict(weights), dict(buffers or {})), args, kwargs)

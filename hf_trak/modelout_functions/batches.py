@@ -1,4 +1,4 @@
-"""Reading batches and model outputs: inputs and labels from the former, logits from the latter."""
+"""Inputs and labels of classification batches, and logits in model outputs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,8 +9,8 @@ from torch import Tensor
 from hf_trak.modelout_functions.base import Batch
 
 LABEL_NAMES = ("labels", "label")
-"""Names under which a mapping batch may hold its labels. They are never passed on to the model: its own loss is a mean
-over the batch, which is what per-sample attribution must not see."""
+"""Names under which a mapping batch may hold its labels. Labels are never passed to the model, which would compute its
+own loss from them, a mean over the batch."""
 
 
 def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
@@ -24,7 +24,8 @@ def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
         `(args, kwargs, labels)`, labels of shape `(B,)`.
 
     Raises:
-        ValueError, TypeError: labels are missing, ambiguous, not integers, or not one per sample.
+        TypeError: the batch or the labels are of another type.
+        ValueError: labels are missing, ambiguous, not integers, or not one per sample.
     """
     if isinstance(batch, Mapping):
         found = [name for name in LABEL_NAMES if name in batch]
@@ -47,10 +48,14 @@ def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
 
 
 def as_sequence(batch: Any, expected: str) -> Sequence[Any]:
-    """The batch as a sequence.
+    """Return the batch if it is a sequence.
+
+    Args:
+        batch: any batch that is not a mapping.
+        expected: what a batch of this task looks like, for the error message.
 
     Raises:
-        TypeError: it is none; says what a batch of this task looks like (`expected`).
+        TypeError: the batch is not a sequence.
     """
     if isinstance(batch, Tensor) or not isinstance(batch, Sequence):
         raise TypeError(
@@ -78,11 +83,15 @@ def _as_labels(labels: Any) -> Tensor:
 
 
 def logits_of(model_output: Any, labels: Tensor) -> Tensor:
-    """The classification logits `(B, C)` in what a model returned: a tensor, a mapping or object with `logits`, or a
-    tuple whose first tensor of two or more dimensions they are (the loss, where there is one, is a scalar).
+    """Find the classification logits `(B, C)` in a model's return value, see [`find_logits`].
+
+    Args:
+        model_output: what the model returned.
+        labels: the labels of the batch, `(B,)`.
 
     Raises:
-        ValueError, TypeError: no logits are found, their shape is not `(B, C)` with B the number of labels, or C < 2.
+        TypeError: no logits are found.
+        ValueError: no logits are found, their shape is not `(B, C)`, or C < 2.
     """
     logits = find_logits(model_output)
     if logits.ndim != 2 or logits.shape[0] != labels.shape[0]:
@@ -100,15 +109,18 @@ def logits_of(model_output: Any, labels: Tensor) -> Tensor:
 
 
 def find_logits(model_output: Any, remedy: str = "Pass a task of your own (`FunctionModelOutput`).") -> Tensor:
-    """The logits in what a model returned, of whatever shape: a tensor, a mapping or object with `logits`, or the
-    first tensor of two or more dimensions of a tuple.
+    """Find the logits, of any shape, in a model's return value.
+
+    They are the value itself if that is a tensor, the entry or attribute `logits` of a mapping or object, or the first
+    tensor of two or more dimensions of a tuple (the loss, where there is one, is a scalar).
 
     Args:
         model_output: what the model returned.
         remedy: what to do where there are none, for the error message.
 
     Raises:
-        ValueError, TypeError: none are found.
+        TypeError: the value is none of these.
+        ValueError: the value is a mapping without `logits`.
     """
     if isinstance(model_output, Tensor):
         return model_output
@@ -131,14 +143,20 @@ def find_logits(model_output: Any, remedy: str = "Pass a task of your own (`Func
 
 
 def looked_at(tensor: Tensor) -> Tensor:
-    """The values of a tensor whose first dimension is the batch. Under `torch.func.vmap`, those of all vectorized
-    samples."""
+    """Unwrap a tensor whose first dimension is the batch, so that its values can be inspected.
+
+    Under `torch.func.vmap` the result holds all vectorized samples.
+    """
     plain = torch.func.debug_unwrap(tensor, recurse=True)
     return plain.flatten(0, 1) if plain.ndim > tensor.ndim else plain
 
 
 def check_labels(labels: Tensor, num_classes: int) -> None:
-    """Look at the values of the labels. Under `torch.func.vmap`, at those of all vectorized samples.
+    """Check that every label is a class. Under `torch.func.vmap`, this covers all vectorized samples.
+
+    Args:
+        labels: integers `(B,)`.
+        num_classes: number of classes of the model.
 
     Raises:
         ValueError: a label is not a class; names the sample, the label and the number of classes.

@@ -13,11 +13,13 @@ from hf_trak.modelout_functions.tokens import as_mapping, token_logits
 
 
 class CausalLMModelOutput(TokenModelOutput):
-    """`causal_lm`: f = Σ_t w_t m_t, with m_t the margin of label token t under the logits of position t − 1.
+    """The task `causal_lm`: f = Σ_t w_t m_t, with m_t the margin of label token t under the logits of position t − 1.
 
-    Labels stand beside the inputs, not shifted, as everywhere in `transformers`. The first token of a sequence is
-    predicted from nothing and never counts, neither does the first one after left padding. With padding on either
-    side, and alone, a sample has the same f, q and gradients.
+    Labels stand beside the inputs, not shifted, as everywhere in `transformers`. The first token of a sequence has
+    nothing to be predicted from and never counts, and neither does the first one after left padding. A sample has the
+    same f, q and gradients with padding on either side as without any.
+
+    Takes the arguments of [`AggregatedModelOutput`].
     """
 
     head: ClassVar[str] = "AutoModelForCausalLM"

@@ -13,12 +13,13 @@ from hf_trak.modelout_functions.margins import error_probability, log_likelihood
 
 
 class ClassificationModelOutput(BatchedModelOutput):
-    """Any model that maps inputs to logits over classes. Base class of the tasks below."""
+    """The task of any model that maps inputs to logits over classes. Base class of the tasks below."""
 
     def __init__(self, temperature: float = 1.0) -> None:
         """
         Args:
-            temperature: T in q = 1 − softmax(logits / T)_y. f does not depend on it.
+            temperature (`float`, *optional*, defaults to 1.0):
+                T in q = 1 − softmax(logits / T)_y. f does not depend on it.
 
         Raises:
             ValueError: the temperature is not a positive finite number.
@@ -45,32 +46,38 @@ class ClassificationModelOutput(BatchedModelOutput):
         return error_probability(logits, labels, self.temperature)
 
     def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
-        """The cross-entropy loss of every sample, differentiable, shape `(B,)`."""
+        """Compute the cross-entropy loss of every sample, differentiable, shape `(B,)`."""
         labels = split_batch(batch)[2]
         return -log_likelihood(logits_of(model_output, labels), labels)
 
 
 class ImageClassificationModelOutput(ClassificationModelOutput):
-    """`image_classification`: batches are `(images, labels)`, or mappings with `pixel_values` and `labels`."""
+    """The task `image_classification`: batches are `(images, labels)` or mappings with `pixel_values` and `labels`."""
 
     @staticmethod
-    def get_output(  # type: ignore[override]  # the seeds name the tensors of a sample
+    def get_output(  # type: ignore[override]  # the `trak` API names the tensors of a sample
         model: torch.nn.Module,
         weights: Mapping[str, Tensor] | None,
         buffers: Mapping[str, Tensor] | None,
         image: Tensor,
         label: Tensor,
     ) -> Tensor:
-        """The margin of one sample.
+        """Compute the margin of one sample.
 
         Args:
-            model: maps images to logits.
-            weights, buffers: replace the model's own for this call; `None` uses its own.
-            image: `(C, H, W)`, without batch dimension.
-            label: scalar.
+            model (`torch.nn.Module`):
+                Maps images to logits.
+            weights (`Mapping[str, torch.Tensor]`, *optional*):
+                Parameters that replace the model's own for this call.
+            buffers (`Mapping[str, torch.Tensor]`, *optional*):
+                Buffers that replace the model's own for this call.
+            image (`torch.Tensor` of shape `(C, H, W)`):
+                The image, without batch dimension.
+            label (`torch.Tensor`):
+                The class, a scalar.
 
         Returns:
-            a scalar tensor.
+            `torch.Tensor`: a scalar.
         """
         label = label.unsqueeze(0)
         logits = logits_of(call_model(model, weights, buffers, (image.unsqueeze(0),), {}), label)
@@ -78,26 +85,32 @@ class ImageClassificationModelOutput(ClassificationModelOutput):
 
 
 class IterativeImageClassificationModelOutput(ClassificationModelOutput):
-    """`iterative_image_classification`: the same task, whose `get_output` takes a batch and the model as it is."""
+    """The task `iterative_image_classification`: `image_classification` with a `get_output` that takes a batch."""
 
     @staticmethod
-    def get_output(  # type: ignore[override]  # the seeds name the tensors of a batch
+    def get_output(  # type: ignore[override]  # the `trak` API names the tensors of a batch
         model: torch.nn.Module,
         weights: Mapping[str, Tensor] | None,
         buffers: Mapping[str, Tensor] | None,
         images: Tensor,
         labels: Tensor,
     ) -> Tensor:
-        """The margins of a batch.
+        """Compute the margins of a batch.
 
         Args:
-            model: maps images to logits; used with its own weights.
-            weights, buffers: not used, present for the common signature.
-            images: `(B, C, H, W)`.
-            labels: `(B,)`.
+            model (`torch.nn.Module`):
+                Maps images to logits; used with its own weights.
+            weights (`Mapping[str, torch.Tensor]`, *optional*):
+                Not used; part of the common signature.
+            buffers (`Mapping[str, torch.Tensor]`, *optional*):
+                Not used; part of the common signature.
+            images (`torch.Tensor` of shape `(B, C, H, W)`):
+                The images.
+            labels (`torch.Tensor` of shape `(B,)`):
+                Their classes.
 
         Returns:
-            `(B,)`, differentiable with respect to the parameters of `model`.
+            `torch.Tensor` of shape `(B,)`: differentiable with respect to the parameters of `model`.
 
         Raises:
             ValueError: a label is not a class of the model.
@@ -108,11 +121,14 @@ class IterativeImageClassificationModelOutput(ClassificationModelOutput):
 
 
 class TextClassificationModelOutput(ClassificationModelOutput):
-    """`text_classification`: batches are `(input_ids, token_type_ids, attention_mask, labels)`, or mappings of what
-    the tokenizer returned plus `labels`."""
+    """The task `text_classification`.
+
+    Batches are `(input_ids, token_type_ids, attention_mask, labels)`, or mappings of what the tokenizer returned plus
+    `labels`.
+    """
 
     @staticmethod
-    def get_output(  # type: ignore[override]  # the seeds name the tensors of a sample
+    def get_output(  # type: ignore[override]  # the `trak` API names the tensors of a sample
         model: torch.nn.Module,
         weights: Mapping[str, Tensor] | None,
         buffers: Mapping[str, Tensor] | None,
@@ -121,16 +137,26 @@ class TextClassificationModelOutput(ClassificationModelOutput):
         attention_mask: Tensor,
         label: Tensor,
     ) -> Tensor:
-        """The margin of one sample.
+        """Compute the margin of one sample.
 
         Args:
-            model: takes `input_ids`, `token_type_ids` and `attention_mask` by name.
-            weights, buffers: replace the model's own for this call; `None` uses its own.
-            input_id, token_type_id, attention_mask: `(sequence length,)`, without batch dimension.
-            label: scalar.
+            model (`torch.nn.Module`):
+                Takes `input_ids`, `token_type_ids` and `attention_mask` by name.
+            weights (`Mapping[str, torch.Tensor]`, *optional*):
+                Parameters that replace the model's own for this call.
+            buffers (`Mapping[str, torch.Tensor]`, *optional*):
+                Buffers that replace the model's own for this call.
+            input_id (`torch.Tensor` of shape `(sequence length,)`):
+                The tokens, without batch dimension.
+            token_type_id (`torch.Tensor` of shape `(sequence length,)`):
+                Their segments.
+            attention_mask (`torch.Tensor` of shape `(sequence length,)`):
+                0 on padding.
+            label (`torch.Tensor`):
+                The class, a scalar.
 
         Returns:
-            a scalar tensor.
+            `torch.Tensor`: a scalar.
         """
         kwargs = {
             "input_ids": input_id.unsqueeze(0),

@@ -1,4 +1,4 @@
-"""Contrastive image-text models (CLIP), TRAK paper, Section 5.1.
+"""Contrastive image-text models (CLIP; TRAK paper, arXiv 2303.14186, Section 5.1).
 
 With φ, ψ the image and text embedding of a pair, s the logit scale, and (φ_b, ψ_b), b ∈ B, the embeddings of a fixed
 set of *simulated negatives*:
@@ -7,7 +7,7 @@ set of *simulated negatives*:
     q = 1 − ½ [ p(s φ·ψ | s φ·ψ_b) + p(s ψ·φ | s ψ·φ_b) ],      p(a | a_b) = eᵃ / (eᵃ + Σ_b e^{a_b})
 
 B is drawn once, uniformly without replacement and with a seed, from embeddings computed with the same checkpoint, and
-is the same for every pair. Neither f nor q of a pair depends on which others share its batch.
+is the same for every pair. Neither f nor q of a pair depends on the other pairs in its batch.
 """
 
 import math
@@ -21,17 +21,18 @@ from torch import Tensor
 from hf_trak.errors import HfTrakError
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, call_model
 from hf_trak.modelout_functions.clip_embeddings import ClipEmbeddings, clip_inputs, draw_rows, embed, read_output
+from hf_trak.runtime.checks import checked_int
 from hf_trak.weights.watch import WeightsStamp, model_tensors
 
 DEFAULT_SIMULATED_BATCH_SIZE = 300
 
 
 class MissingEmbeddingsError(HfTrakError, AssertionError):
-    """A CLIP task lacks embeddings of the checkpoint at hand (the seeds raise `AssertionError`, which this is)."""
+    """A CLIP task lacks embeddings of the current checkpoint. An `AssertionError` too, which the `trak` API raises."""
 
 
 class ClassOrInstanceMethod:
-    """A method bound to the instance where there is one, to the class otherwise."""
+    """A method that is bound to the instance, or to the class if it is called on the class."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__wrapped__ = function
@@ -42,22 +43,21 @@ class ClassOrInstanceMethod:
 
 
 class ClassOrInstanceProperty(ClassOrInstanceMethod):
-    """A read-only attribute computed from the instance where there is one, from the class otherwise."""
+    """A read-only attribute computed from the instance, or from the class if it is read on the class."""
 
     def __get__(self, instance: Any, owner: type) -> Any:
         return self.__wrapped__(owner if instance is None else instance)
 
 
 class CLIPModelOutput(BatchedModelOutput):
-    """`clip`: batches are `(images, texts)`, or mappings of what the processor returned.
+    """The task `clip`: batches are `(images, texts)`, or mappings of what the processor returned.
 
     For open_clip models (outputs as tuple or dict) and `transformers` models with `image_embeds`, `text_embeds` and a
     parameter `logit_scale`.
 
-    Where embeddings live: `task.get_embeddings(model, …)` keeps them on that task;
-    `CLIPModelOutput.get_embeddings(model, …)`, as the seeds call it, leaves them on the class as the default of tasks
-    without their own. Either way they remember the weights they were computed with, and a batch of a checkpoint with
-    other weights is refused.
+    `task.get_embeddings(model, …)` keeps embeddings on that task. `CLIPModelOutput.get_embeddings(model, …)`, as the
+    `trak` API calls it, keeps them on the class as the default of tasks without their own. Either way they remember
+    the weights that they were computed with, and a batch of a checkpoint with other weights is refused.
     """
 
     sim_batch_size: int = 0
@@ -71,12 +71,16 @@ class CLIPModelOutput(BatchedModelOutput):
     ) -> None:
         """
         Args:
-            temperature: takes the place of the model's logit scale s in q: as in the seeds, it *multiplies* the
-                similarities. `None` reads s from the model at every batch.
-            simulated_batch_size: number of simulated negatives.
-            seed: seed of their draw, an integer ≥ 0. `None` takes that of the run, 0 outside of one.
+            temperature (`float`, *optional*):
+                Replaces the model's logit scale s in q: as in the `trak` API, it *multiplies* the similarities. `None`
+                reads s from the model at every batch.
+            simulated_batch_size (`int`, *optional*, defaults to 300):
+                Number of simulated negatives.
+            seed (`int`, *optional*):
+                Seed of their draw, at least 0. `None` takes the seed of the run, or 0 outside of one.
 
         Raises:
+            TypeError: `simulated_batch_size` or `seed` is not an integer.
             ValueError: an argument is out of range.
         """
         super().__init__()
@@ -85,14 +89,9 @@ class CLIPModelOutput(BatchedModelOutput):
                 f"`temperature` is {temperature}. Expected a positive finite number that multiplies the similarities, "
                 "or `None` for the model's own logit scale."
             )
-        if simulated_batch_size < 1 or (seed is not None and seed < 0):
-            raise ValueError(
-                f"`simulated_batch_size` is {simulated_batch_size} and `seed` is {seed}. Expected at least 1 and at "
-                "least 0."
-            )
         self.temperature = temperature
-        self.sim_batch_size = simulated_batch_size
-        self.seed = seed
+        self.sim_batch_size = checked_int(simulated_batch_size, "simulated_batch_size", 1)
+        self.seed = None if seed is None else checked_int(seed, "seed", 0)
         self._own_seed = seed is not None
         self._bound: weakref.ref[torch.nn.Module] | None = None
         self._negatives: tuple[ClipEmbeddings, Tensor, Tensor] | None = None
@@ -123,23 +122,32 @@ class CLIPModelOutput(BatchedModelOutput):
         preprocess_fn_img: Callable[[Any], Tensor] | None = None,
         preprocess_fn_txt: Callable[[Any], Tensor] | None = None,
     ) -> None:
-        """Embed pairs from which the simulated negatives are drawn. Needed for each checkpoint, before its first
-        batch.
+        """Embed the pairs from which the simulated negatives are drawn.
 
-        The model runs in evaluation mode (its mode is restored), without gradients. Results are kept as
-        `image_embeddings` and `text_embeddings` of the task, or of the class where this is called on the class.
+        Call it for each checkpoint, before its first batch. The model runs in evaluation mode (its mode is restored)
+        and without gradients. Results are kept as `image_embeddings` and `text_embeddings` of the task, or of the
+        class if this is called on the class.
 
         Args:
-            model: with the checkpoint's weights loaded.
-            loader: yields `(images, texts)`, or mappings for the model.
-            batch_size: not needed, batches are counted as they come; kept from the seeds' signature.
-            embedding_dim: d, checked where it is given.
-            size: number of pairs after which to stop.
-            preprocess_fn_img, preprocess_fn_txt: applied to the images and the texts of each `(images, texts)` batch.
+            model (`torch.nn.Module`):
+                The model, with the checkpoint's weights loaded.
+            loader (`Iterable`):
+                Yields `(images, texts)`, or mappings for the model.
+            batch_size (`int`, *optional*):
+                Not used, since batches are counted as they come; part of the `trak` API.
+            embedding_dim (`int`, *optional*):
+                d; if it is given, the embeddings must have it.
+            size (`int`, *optional*, defaults to 50000):
+                Number of pairs after which to stop.
+            preprocess_fn_img (`Callable`, *optional*):
+                Applied to the images of each `(images, texts)` batch.
+            preprocess_fn_txt (`Callable`, *optional*):
+                Applied to the texts of each `(images, texts)` batch.
 
         Raises:
-            ValueError: the loader gives too few pairs, or the embeddings do not have `embedding_dim` columns.
-            NonFiniteError: an embedding is not finite.
+            TypeError: the loader yields `(images, texts)` and the model takes its inputs by other names.
+            ValueError: the loader yields too few pairs, or the embeddings do not have `embedding_dim` columns.
+            NonFiniteError: an embedding is NaN or infinite.
         """
         embeddings = embed(model, loader, size, preprocess_fn_img, preprocess_fn_txt)
         if embedding_dim is not None and embedding_dim != embeddings.image.shape[1]:
@@ -148,7 +156,7 @@ class CLIPModelOutput(BatchedModelOutput):
                 "columns. Pass that number, or leave `embedding_dim` out."
             )
         if isinstance(self, CLIPModelOutput):
-            draw_rows(len(embeddings.image), self.sim_batch_size, self._draw_seed)  # complain before the first batch
+            draw_rows(len(embeddings.image), self.sim_batch_size, self._draw_seed)  # refuse too few pairs right away
             self.bind(model)
         self._embeddings = embeddings
 
@@ -161,16 +169,22 @@ class CLIPModelOutput(BatchedModelOutput):
         image: Tensor,
         label: Tensor,
     ) -> Tensor:
-        """f of one pair.
+        """Compute f of one pair.
 
         Args:
-            model: maps `image` and `text` to embeddings.
-            weights, buffers: replace the model's own for this call; `None` uses its own.
-            image: `(C, H, W)`, without batch dimension.
-            label: `(context length,)`, the text's tokens.
+            model (`torch.nn.Module`):
+                Maps `image` and `text` to embeddings.
+            weights (`Mapping[str, torch.Tensor]`, *optional*):
+                Parameters that replace the model's own for this call.
+            buffers (`Mapping[str, torch.Tensor]`, *optional*):
+                Buffers that replace the model's own for this call.
+            image (`torch.Tensor` of shape `(C, H, W)`):
+                The image, without batch dimension.
+            label (`torch.Tensor` of shape `(context length,)`):
+                The tokens of the text.
 
         Returns:
-            a scalar tensor.
+            `torch.Tensor`: a scalar.
 
         Raises:
             MissingEmbeddingsError: `get_embeddings` has not been called.
@@ -236,15 +250,15 @@ class CLIPModelOutput(BatchedModelOutput):
             return self._error_probability(self._call(model, weights, buffers, batch), tensors)
 
     def _check_weights(self, tensors: Mapping[str, Tensor] | None) -> None:
-        """Raise unless the negatives are of these weights, where those are known."""
+        """Raise `MissingEmbeddingsError` if the weights are known and the negatives were computed with others."""
         if tensors is not None and not self._require_embeddings().stamp.matches(tensors.values()):
             raise MissingEmbeddingsError(
-                "The simulated negatives were computed with other weights than those of the model at hand. Expected "
-                "embeddings of the same checkpoint: call `get_embeddings` again after loading each checkpoint."
+                "The simulated negatives were computed with other weights than the model has now. Expected embeddings "
+                "of the same checkpoint: call `get_embeddings` again after loading each checkpoint."
             )
 
     def _error_probability(self, model_output: Any, tensors: Mapping[str, Tensor] | None) -> Tensor:
-        """q of every pair, shape `(B,)`; `tensors` are the weights behind the output, where they are known."""
+        """Compute q of every pair, `(B,)`; `tensors` are the weights behind the output, if they are known."""
         self._check_weights(tensors)
         image, text, scale = read_output(model_output)
         image, text = image.detach(), text.detach()
@@ -253,7 +267,7 @@ class CLIPModelOutput(BatchedModelOutput):
         return (torch.sigmoid(-over_texts) + torch.sigmoid(-over_images)) / 2
 
     def _scale(self, returned: Tensor | None, tensors: Mapping[str, Tensor] | None) -> Tensor:
-        """s, what similarities are multiplied by: the one given to the task, or the model's own."""
+        """Return s, the factor of the similarities: the one given to the task, or the model's own."""
         if self.temperature is not None:
             return torch.tensor(self.temperature)
         scale = logit_scale_of(tensors) if returned is None else returned
@@ -268,7 +282,7 @@ class CLIPModelOutput(BatchedModelOutput):
         return self._embeddings
 
     def _negatives_like(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """The negatives on the device of `features`."""
+        """Return the negatives on the device of `features`."""
         embeddings = self._require_embeddings()
         cached = self._negatives
         if cached is None or cached[0] is not embeddings or cached[1].device != features.device:
@@ -284,7 +298,7 @@ class CLIPModelOutput(BatchedModelOutput):
 def _contrasts(
     image: Tensor, text: Tensor, image_negatives: Tensor, text_negatives: Tensor, scale: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """log(eᵃ / Σ_b e^{a_b}) of every pair, `(B,)` each: over the texts, over the images. a = s φ·ψ.
+    """Compute log(eᵃ / Σ_b e^{a_b}) with a = s φ·ψ of every pair, over the texts and over the images, `(B,)` each.
 
     With s = 1 this is −logsumexp_b(−φ·(ψ − ψ_b)); sigmoid(−·) of it is 1 − p(a | a_b).
     """
@@ -298,7 +312,7 @@ def _contrasts(
 
 
 def parameter_of(tensors: Mapping[str, Tensor] | None, wanted: str) -> Tensor | None:
-    """The scalar parameter of that name, at whatever depth, or `None`."""
+    """Find the scalar parameter of a name, in whatever submodule, or return `None`."""
     for name, tensor in (tensors or {}).items():
         if name.rpartition(".")[2] == wanted:
             return tensor.detach().float().reshape(())
@@ -306,7 +320,7 @@ def parameter_of(tensors: Mapping[str, Tensor] | None, wanted: str) -> Tensor | 
 
 
 def logit_scale_of(tensors: Mapping[str, Tensor] | None) -> Tensor:
-    """exp of the parameter `logit_scale`, whose logarithm CLIP models learn. Raises `ValueError` without it."""
+    """Return exp of the parameter `logit_scale`: CLIP models learn the logarithm. Raises `ValueError` without it."""
     if (scale := parameter_of(tensors, "logit_scale")) is not None:
         return scale.exp()
     raise ValueError(

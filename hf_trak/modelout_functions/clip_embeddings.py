@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trak.errors import NonFiniteError
 from hf_trak.modelout_functions.batches import LABEL_NAMES, as_sequence
+from hf_trak.runtime.finite import check_finite_rows
 from hf_trak.weights.watch import WeightsStamp, model_tensors
 
 
 @dataclass(frozen=True)
 class ClipEmbeddings:
-    """Embeddings `(N, d)` of N pairs, float32 on the CPU, and the model they came from as it was then."""
+    """Embeddings `(N, d)` of N pairs, float32 on the CPU, and a stamp of the weights that they were computed with."""
 
     image: Tensor
     text: Tensor
@@ -25,7 +25,7 @@ class ClipEmbeddings:
     model: weakref.ref[torch.nn.Module]
 
     def negatives(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Image and text embeddings `(count, d)` of the simulated negatives; a function of N, count and seed.
+        """Return image and text embeddings `(count, d)` of the simulated negatives, drawn by N, count and seed alone.
 
         Raises:
             ValueError: there are fewer than `count` embeddings.
@@ -35,7 +35,7 @@ class ClipEmbeddings:
 
 
 def draw_rows(total: int, count: int, seed: int) -> list[int]:
-    """`count` of the numbers 0 … total − 1, uniformly without replacement, ascending.
+    """Draw `count` of the numbers 0 … total − 1, uniformly without replacement, and return them ascending.
 
     Raises:
         ValueError: `count` exceeds `total`.
@@ -56,11 +56,13 @@ def draw_rows(total: int, count: int, seed: int) -> list[int]:
 
 
 def clip_inputs(batch: Any) -> dict[str, Any]:
-    """The model's keyword arguments for a batch. `return_loss` asks for a loss that mixes the batch, and is left out
-    as labels are.
+    """Return the model's keyword arguments for a batch.
+
+    Labels are left out, and so is `return_loss`, which asks for a loss that mixes the samples of the batch.
 
     Raises:
-        TypeError, ValueError: the batch is neither a mapping nor `(images, texts)`.
+        TypeError: the batch is neither a mapping nor a sequence.
+        ValueError: the batch is a sequence other than `(images, texts)`.
     """
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name not in (*LABEL_NAMES, "return_loss")}
@@ -73,10 +75,10 @@ def clip_inputs(batch: Any) -> dict[str, Any]:
 
 
 def read_output(model_output: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Image embeddings `(B, d)`, text embeddings `(B, d)`, and the logit scale where the model returns it.
+    """Find image embeddings `(B, d)`, text embeddings `(B, d)` and, if it is returned, the logit scale in an output.
 
     Raises:
-        TypeError: they are not found.
+        TypeError: no embeddings are found.
     """
     for image_name, text_name in (("image_features", "text_features"), ("image_embeds", "text_embeds")):
         if isinstance(model_output, Mapping) and image_name in model_output and text_name in model_output:
@@ -101,7 +103,14 @@ def embed(
     preprocess_fn_img: Callable[[Any], Tensor] | None = None,
     preprocess_fn_txt: Callable[[Any], Tensor] | None = None,
 ) -> ClipEmbeddings:
-    """Embed up to `size` pairs in evaluation mode; the model's mode is restored.
+    """Embed up to `size` pairs in evaluation mode. The model's mode is restored afterwards.
+
+    Args:
+        model: the model, with the checkpoint's weights loaded.
+        loader: yields `(images, texts)`, or mappings for the model.
+        size: number of pairs after which to stop.
+        preprocess_fn_img: applied to the images of each `(images, texts)` batch.
+        preprocess_fn_txt: applied to the texts of each `(images, texts)` batch.
 
     Raises:
         ValueError: there is no pair, or preprocessing functions are given for batches that are mappings.
@@ -147,10 +156,6 @@ def embed(
         torch.cat(images), torch.cat(texts), WeightsStamp(model_tensors(model).values()), weakref.ref(model)
     )
     for name, rows in (("image", embeddings.image), ("text", embeddings.text)):
-        finite = rows.isfinite().all(dim=1)
-        if not bool(finite.all()):
-            raise NonFiniteError(
-                f"The {name} embedding of pair {int((~finite).nonzero()[0])} of the loader is NaN or infinite. "
-                "Look at that input and at the checkpoint; a half-precision model may need float32."
-            )
+        remedy = "Look at that input and at the checkpoint; a half-precision model may need float32."
+        check_finite_rows(rows, f"{name} embedding", unit="pair", remedy=remedy)
     return embeddings

@@ -1,17 +1,17 @@
 """Image-text models trained with the sigmoid loss (SigLIP, arXiv 2303.15343).
 
-That loss judges every image with every text on its own: with a = s φ·ψ + b for the similarity of the pair, b the
-model's bias, and a_j = s φ·ψ_j + b, a'_j = s φ_j·ψ + b for the simulated negatives j ∈ B, a pair costs
+That loss classifies every image with every text separately. With a = s φ·ψ + b for the similarity of the pair, b the
+model's bias, and a_j = s φ·ψ_j + b, a'_j = s φ_j·ψ + b for the simulated negatives j ∈ B, the loss of a pair is
 
     L = softplus(−a) + ½ Σ_j [softplus(a_j) + softplus(a'_j)]
 
-Each product of a pair with another belongs to both, hence the half: summed over a batch in which each pair's negatives
-are the others, L is the batch's loss times its size. e^(−L) is the probability of judging right, and TRAK's recipe for
-a probability p (paper, Section 3.3) is
+Each product of a pair with another one belongs to both, hence the half: summed over a batch in which each pair's
+negatives are the other pairs, L is the batch's loss times its size. e^(−L) is the probability of classifying all of
+them correctly, and TRAK's formula for a probability p (arXiv 2303.14186, Section 3.3) gives
 
     f = log(p / (1 − p)) = −log(e^L − 1)        q = 1 − p = 1 − e^(−L) = −∂L/∂f
 
-s and b are taken as constants in f, as f of the softmax loss has no scale: it is the towers that are attributed.
+s and b are constants in f, as f of the softmax loss has no scale: the towers are what is attributed.
 """
 
 import math
@@ -32,10 +32,10 @@ _SMALL = -15.0
 
 
 class SigLIPModelOutput(CLIPModelOutput):
-    """`siglip`: f and q of the sigmoid loss, for `SiglipModel` and open_clip models with a `logit_bias`.
+    """The task `siglip`: f and q of the sigmoid loss, for `SiglipModel` and open_clip models with a `logit_bias`.
 
-    Batches, negatives and arguments are those of [`CLIPModelOutput`]. `temperature` takes the place of the model's
-    scale s, in f too; the bias is always the model's.
+    Batches, negatives and arguments are those of [`CLIPModelOutput`]. `temperature` replaces the model's scale s in f
+    as well; the bias is always the model's.
     """
 
     def get_output(  # type: ignore[override]  # the base class offers it on the class too
@@ -63,7 +63,7 @@ class SigLIPModelOutput(CLIPModelOutput):
         return None if model is None else model_tensors(model)
 
     def _log_loss(self, model_output: Any, tensors: Mapping[str, Tensor] | None) -> Tensor:
-        """log L of every pair, `(B,)`. The logarithm, since L itself leaves float32 where the model is certain."""
+        """Compute log L of every pair, `(B,)`: L itself underflows in float32 where the model is certain."""
         image, text, scale = read_output(model_output)
         image_negatives, text_negatives = self._negatives_like(image)
         scale = self._scale(scale, tensors).to(image.device)
@@ -84,12 +84,12 @@ class SigLIPModelOutput(CLIPModelOutput):
 
 
 def _log_softplus(x: Tensor) -> Tensor:
-    """log softplus(x), which tends to x on the left and to log x on the right; finite with its gradient everywhere."""
+    """Compute log softplus(x), which tends to x on the left and to log x on the right; its gradient is finite."""
     return torch.where(x < _SMALL, x, softplus(x.clamp(min=_SMALL)).log())
 
 
 def _minus_log_expm1(log_loss: Tensor) -> Tensor:
-    """−log(e^L − 1) from log L, which tends to −log L for small L and to −L for large L."""
+    """Compute −log(e^L − 1) from log L, which tends to −log L for small L and to −L for large L."""
     small, large = log_loss < _SMALL, log_loss > 3.0
     middle = log_loss.clamp(_SMALL, 3.0).exp().expm1().log()
     far = log_loss.clamp(min=3.0).exp()

@@ -1,4 +1,4 @@
-"""A plain function as a task."""
+"""`FunctionModelOutput`: a plain function as a task."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 from hf_trak.modelout_functions.batches import LABEL_NAMES, as_sequence
 
 OutputFn = Callable[[Any, Batch], Tensor]
-"""`(model_output, batch) -> (B,)`, element i a function of sample i alone."""
+"""A function `(model_output, batch) -> (B,)`, of whose result element i depends on sample i alone."""
 
 
 class FunctionModelOutput(BatchedModelOutput):
@@ -24,10 +24,14 @@ class FunctionModelOutput(BatchedModelOutput):
     ) -> None:
         """
         Args:
-            output_fn: f of every sample, differentiable, from what the model returned and the batch.
-            out_to_loss_fn: q of every sample. `None` takes q ≡ 1: scores then rank by the change of f alone.
-            model_inputs_fn: `batch -> (args, kwargs)` with which the model is called. `None` passes a mapping by name
-                without `labels`/`label`, and a sequence by position without its last element, the labels.
+            output_fn (`Callable`):
+                `(model_output, batch) -> (B,)`, f of every sample, differentiable.
+            out_to_loss_fn (`Callable`, *optional*):
+                `(model_output, batch) -> (B,)`, q of every sample. `None` takes q ≡ 1: scores then rank by the change
+                of f alone.
+            model_inputs_fn (`Callable`, *optional*):
+                `batch -> (args, kwargs)` with which the model is called. `None` passes a mapping by name without
+                `labels` and `label`, and a sequence by position without its last element, the labels.
 
         Raises:
             TypeError: an argument is not callable.
@@ -54,24 +58,43 @@ class FunctionModelOutput(BatchedModelOutput):
         return tuple(items[:-1]), {}
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        return _per_sample(self.output_fn(model_output, batch), batch, "output_fn")
+        return one_per_sample(self.output_fn(model_output, batch), _size_of(batch), "`output_fn`")
 
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         if self.out_to_loss_fn is None:
             with torch.no_grad():
                 return torch.ones_like(self.output(model_output, batch, side))
-        return _per_sample(self.out_to_loss_fn(model_output, batch), batch, "out_to_loss_fn").detach()
+        return one_per_sample(self.out_to_loss_fn(model_output, batch), _size_of(batch), "`out_to_loss_fn`").detach()
 
 
-def _per_sample(values: Any, batch: Batch, name: str) -> Tensor:
-    """Check that a user's function gave one value per sample."""
-    items = batch.values() if isinstance(batch, Mapping) else batch
-    sizes = [item.shape[0] for item in items if isinstance(item, Tensor) and item.ndim > 0]
-    expected = f"({sizes[0]},)" if sizes else "(B,)"
-    if not isinstance(values, Tensor) or values.ndim != 1 or (sizes and values.shape[0] != sizes[0]):
+def one_per_sample(values: Any, size: int | None, who: str) -> Tensor:
+    """Check that there is one value per sample.
+
+    Args:
+        values: what a task, or a user's function, returned.
+        size: samples in the batch that it was called with: one, where an engine takes them one at a time. `None` if
+            that is not known.
+        who: the subject of the error message.
+
+    Returns:
+        `torch.Tensor`: `values`.
+
+    Raises:
+        ValueError: it has another shape than `(size,)`, or is no tensor.
+    """
+    if not isinstance(values, Tensor) or values.ndim != 1 or (size is not None and values.shape[0] != size):
         given = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+        samples = "a batch" if size is None else f"a batch of {size} samples"
+        single = "one sample (engines may take those of a batch one at a time)"
         raise ValueError(
-            f"`{name}` returned {given}. Expected a tensor of shape {expected}, one value per sample. Do not take a "
-            "mean or a sum over the batch: use `reduction='none'`."
+            f"{who} returned {given[:200]} for {single if size == 1 else samples}. Expected a tensor of shape "
+            f"({'B' if size is None else size},), one scalar per sample: of several outputs choose one for each, as "
+            "`logits.gather(1, labels[:, None]).squeeze(1)` does, or add them up. Do not take a mean or a sum over "
+            "the batch: use `reduction='none'`."
         )
     return values
+
+
+def _size_of(batch: Batch) -> int | None:
+    items = batch.values() if isinstance(batch, Mapping) else batch
+    return next((item.shape[0] for item in items if isinstance(item, Tensor) and item.ndim > 0), None)

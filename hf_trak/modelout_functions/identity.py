@@ -1,4 +1,4 @@
-"""What identifies a task in a feature store."""
+"""`task_identity`: the class and settings that identify a task in a feature store."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,22 +13,22 @@ _ON_BATCHES = frozenset(
     {"bind", "prepare", "restore", "references", "reference_rows", "collator", "model_inputs", "output"}
     | {"out_to_loss_grad", "get_output", "get_out_to_loss_grad"}
 )
-"""Methods that are called between construction and the last batch. What they assign is state, not a setting."""
+"""Methods that are called between construction and the last batch: what they assign is state, not a setting."""
 
 
 def task_identity(task: AbstractModelOutput, model: torch.nn.Module | None = None) -> dict[str, Any]:
-    """Class and settings of a task, as plain JSON: two tasks of the same identity define the same f and q.
+    """Describe class and settings of a task as plain JSON: two tasks of the same identity define the same f and q.
 
-    Settings are the public attributes; of a user's own class also the private ones that its `__init__` assigns, but
-    none that the task assigns when it is bound to a model or given a batch. Numbers, texts, sequences and mappings go
-    by value, tasks by their own identity, anything else (functions, tensors, …) by
-    [`~hf_trak.identity.function_identity.function_identity`]: with everything that a function of a user refers to. A
-    class of a user has its `code`, too. Compare with [`~hf_trak.identity.function_identity.same_function`], for
-    bytecode is another in each version of Python.
+    Settings are the public attributes, and for a user's own class also the private ones that its `__init__` assigns.
+    Attributes that the task assigns when it is bound to a model or given a batch are left out. Numbers, texts,
+    sequences and mappings are described by their values, tasks by their own identity, and anything else (functions,
+    tensors, …) by [`~hf_trak.identity.function_identity.function_identity`], with everything that a user's function
+    refers to. A user's class has its `code`, too. Compare identities with
+    [`~hf_trak.identity.function_identity.same_function`], because bytecode differs between versions of Python.
 
     Args:
         task: any task.
-        model: the model that is attributed, whose weights are no part of the task although a function refers to them.
+        model: the attributed model, whose weights are no part of the task even if a function refers to them.
 
     Returns:
         `{"class": "module.Class", "settings": {…}}`, and `"code"` for a class of a user.
@@ -58,9 +58,10 @@ def _setting(value: Any, model: torch.nn.Module | None) -> Any:
 
 
 def task_identity_v1(task: AbstractModelOutput) -> dict[str, Any]:
-    """The identity that stores of format 1 hold, to compare them with a task. Not for new files.
+    """Describe a task as stores of format 1 do, to compare them with it. Not for new files.
 
-    Functions go by module and name, so an edit of one's body is not seen; sequences and tensors are left out.
+    Functions are described by module and name, so an edit of one's body goes unnoticed; sequences and tensors are left
+    out.
     """
     settings: dict[str, Any] = {}
     for name, value in sorted(vars(task).items()):

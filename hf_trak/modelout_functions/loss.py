@@ -1,4 +1,4 @@
-"""The formulation of the seed notebook: loss gradients on the train side, margin gradients on the target side.
+"""TRAK with loss gradients on the train side and margin gradients on the target side.
 
 Sign. Up-weighting example i by ε moves the minimizer of the loss by −ε H⁻¹ ∇ℓ(z_i), and so the margin of a target t by
 −ε ∇ℓ(z_i)ᵀ H⁻¹ ∇m(t). A positive score must mark a helpful example, one that raises the margin, so the train side
@@ -18,18 +18,19 @@ from torch import Tensor
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.modelout_functions.identity import task_identity
+from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
 
 
 @runtime_checkable
 class HasLoss(Protocol):
-    """A task that knows the training loss of every sample."""
+    """A task that can compute the training loss of every sample."""
 
     def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
-        """`(B,)`, differentiable."""
+        """Return the loss of every sample, differentiable, shape `(B,)`."""
 
 
 class LossModelOutput(BatchedModelOutput):
-    """`loss`: f is minus the per-sample loss for training examples, the model output for targets; q ≡ 1.
+    """The task `loss`: f is minus the per-sample loss for training examples, the model output for targets; q ≡ 1.
 
     The functional form, `get_output`, has no notion of a side and gives the train side.
     """
@@ -37,9 +38,10 @@ class LossModelOutput(BatchedModelOutput):
     def __init__(self, of: BatchedModelOutput | None = None) -> None:
         """
         Args:
-            of: the task whose loss and model output are meant, with a method `per_sample_loss(model_output, batch) ->
-                (B,)`: any of this library's but `clip`, or your own. `None` takes what fits the model that the
-                task is bound to, classification where nothing is known about it.
+            of (`BatchedModelOutput`, *optional*):
+                Task whose loss and model output are taken, with a method `per_sample_loss(model_output, batch) ->
+                (B,)`: any of this library's but `clip` and `siglip`, or your own. `None` takes the task that fits the
+                model, and classification where no task is known for it.
 
         Raises:
             TypeError: the task has no such method.
@@ -51,7 +53,7 @@ class LossModelOutput(BatchedModelOutput):
 
     @property
     def batch_columns(self) -> Any:  # type: ignore[override]  # those of the task inside
-        """See [`AbstractModelOutput`]."""
+        """Columns of the inner task, see [`AbstractModelOutput`]."""
         return self._task.batch_columns
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -76,10 +78,8 @@ class LossModelOutput(BatchedModelOutput):
 
 
 def _task_of(model: torch.nn.Module) -> BatchedModelOutput:
-    from hf_trak.modelout_functions.registry import TASK_TO_MODELOUT, known_task
-
     name = known_task(model)
-    task = ClassificationModelOutput() if name is None else TASK_TO_MODELOUT[name]()
+    task = ClassificationModelOutput() if name is None else TASKS_OF_MODELS[name]()
     assert isinstance(task, BatchedModelOutput)
     return task
 

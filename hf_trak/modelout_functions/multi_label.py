@@ -18,11 +18,13 @@ _REMEDY = (
 
 
 class MultiLabelClassificationModelOutput(AggregatedModelOutput):
-    """`multi_label_classification`: f = Σ_c w_c m_c, m_c = logit_c where label c is 1, and −logit_c where it is 0.
+    """The task `multi_label_classification`: f = Σ_c w_c m_c over the classes.
 
-    That is log p_c / (1 − p_c) of the right answer under the sigmoid of `BCEWithLogitsLoss`, so L and q are those of
-    [`aggregated`]. Labels are 0 and 1, integers or floats, `(B, C)`; -100 marks a class that nobody labelled. With a
-    `target_mask` column `(B, C)` the target is one class, or some.
+    m_c is logit_c where label c is 1, and −logit_c where it is 0: log p_c / (1 − p_c) of the right answer under the
+    sigmoid of `BCEWithLogitsLoss`, so L and q are those of [`aggregated`]. Labels are 0 and 1, integers or floats,
+    `(B, C)`; -100 marks a class without a label. A `target_mask` column `(B, C)` restricts the target to some classes.
+
+    Takes the arguments of [`AggregatedModelOutput`].
     """
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -47,8 +49,8 @@ class MultiLabelClassificationModelOutput(AggregatedModelOutput):
             sample, name = strange.nonzero()[0].tolist()
             value = looked_at(labels)[sample, name].item()
             raise ValueError(
-                f"Class {name} of sample {sample} has the label {value}. Expected 0 or 1 (or {IGNORED} for none). For "
-                "soft labels pass a task of your own (`FunctionModelOutput`)."
+                f"Class {name} of sample {sample} has the label {value}. Expected 0 or 1, or {IGNORED} for no label. "
+                "For soft labels pass a task of your own (`FunctionModelOutput`)."
             )
 
     def _read(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:

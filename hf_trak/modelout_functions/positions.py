@@ -1,7 +1,8 @@
-"""Positions that do not depend on padding.
+"""Position ids that do not depend on padding.
 
-A model that numbers positions from the left edge sees a left-padded sequence elsewhere than the same sequence alone,
-so its gradients would depend on the other rows of the batch. `generate` counts real tokens instead, and so do these.
+A model that numbers positions from the left edge gives a left-padded sequence other positions than the same sequence
+alone, so its gradients would depend on the other rows of the batch. `generate` numbers the real tokens instead, and so
+does this module.
 """
 
 import inspect
@@ -13,16 +14,20 @@ from transformers import GenerationMixin
 
 
 def unwrapped(model: torch.nn.Module) -> tuple[Any, Any]:
-    """The model without the wrappers of `accelerate`, `torch.compile` and data parallelism; and without PEFT's too."""
+    """Return a model without the wrappers of `accelerate`, `torch.compile` and data parallelism, and without PEFT's too.
+
+    Returns:
+        The model without the first kinds of wrappers, which may be PEFT's, and the model within PEFT's.
+    """
     outer: Any = extract_model_from_parallel(model, keep_torch_compile=False)
     return outer, outer.get_base_model() if hasattr(outer, "get_base_model") else outer
 
 
 def takes_positions(model: torch.nn.Module) -> bool:
-    """Whether `position_ids`, counted from 0 over the real tokens, mean for this model what it would number itself.
+    """Tell whether a model takes `position_ids` counted from 0 over the real tokens, as it would number them itself.
 
-    Not those that number positions in a way of their own (RoBERTa's, from the input ids; Qwen-VL's, in three
-    dimensions), nor PEFT's prompt learning, which refuses them.
+    Models that number positions in a way of their own do not (RoBERTa from the input ids, Qwen-VL in three
+    dimensions), and neither does PEFT's prompt learning, which refuses position ids.
     """
     outer, inner = unwrapped(model)
     if getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False):
@@ -39,8 +44,7 @@ def takes_positions(model: torch.nn.Module) -> bool:
 
 
 def with_positions(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Model inputs with `position_ids` `(B, T)` counted over what `attention_mask` `(B, T)` leaves, where there are
-    none yet."""
+    """Add `position_ids` `(B, T)`, counted over what `attention_mask` `(B, T)` leaves, unless there are some."""
     mask = inputs.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or inputs.get("position_ids") is not None:
         return inputs

@@ -1,4 +1,4 @@
-"""Extractive question answering: where the answer begins and where it ends."""
+"""Extractive question answering: the positions of the first and the last token of the answer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +15,13 @@ ENDS = ("start_positions", "end_positions")
 
 
 class QuestionAnsweringModelOutput(AggregatedModelOutput):
-    """`question_answering`: f = Σ w_t m_t over the two ends of the answer, margins over the positions of the sequence.
+    """The task `question_answering`: f = Σ w_t m_t over the two ends of the answer, margins over all positions.
 
-    Batches have `start_positions` and `end_positions` `(B,)`. A position beyond the sequence, as tokenizers give it
-    for answers that were truncated away, is no label, as in the models' own loss. Padding cannot be answered with: its
-    logits do not count, where the models' own loss, which depends on how much padding there is, lets them.
+    Batches have `start_positions` and `end_positions` `(B,)`. A position beyond the sequence, which tokenizers give to
+    answers that were truncated away, is no label, as in the models' own loss. Padding is no possible answer: its
+    logits do not count here. In the models' own loss they do, so that loss depends on the amount of padding.
+
+    Takes the arguments of [`AggregatedModelOutput`].
     """
 
     batch_columns = (TARGET_MASK, TARGET_WEIGHTS, *ENDS)
@@ -33,7 +35,7 @@ class QuestionAnsweringModelOutput(AggregatedModelOutput):
     def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
         positions, real, valid = _places(_mapping(batch))
         logits = _end_logits(model_output, real)
-        # A real position for those that do not count, so that no margin is infinite.
+        # Ends that do not count get the first real position, so that no margin is infinite.
         safe = torch.where(valid, positions, real.long().argmax(dim=1, keepdim=True))
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         lowest = torch.finfo(wide.dtype).min / 4
@@ -54,8 +56,7 @@ class QuestionAnsweringModelOutput(AggregatedModelOutput):
 
 
 def _places(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of the two ends `(B, 2)`, which of the T positions are no padding `(B, T)`, and which ends are inside
-    `(B, 2)`."""
+    """Read the two ends `(B, 2)`, a mask of real tokens `(B, T)`, and a mask of ends that are inside `(B, 2)`."""
     if missing := [name for name in ENDS if not isinstance(batch.get(name), Tensor)]:
         raise ValueError(
             f"The batch has the keys {list(batch)}, not {missing}. Expected the positions of the answer's first and "
@@ -71,7 +72,7 @@ def _places(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         if inputs is None:
             raise ValueError(
                 f"The batch has the keys {list(batch)}. Expected `attention_mask`, `input_ids` or `inputs_embeds`, "
-                "which say how many positions there are."
+                "which tell the number of positions."
             )
         real = torch.ones(inputs.shape[:2], dtype=torch.bool, device=positions.device)
     inside = (positions >= 0) & (positions < real.shape[1])
@@ -79,7 +80,7 @@ def _places(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _end_logits(model_output: Any, real: Tensor) -> Tensor:
-    """Logits of both ends, `(B, 2, T)`."""
+    """Find the logits of both ends, `(B, 2, T)`, in a model's return value."""
     ends = [
         model_output.get(name) if isinstance(model_output, Mapping) else getattr(model_output, name, None)
         for name in ("start_logits", "end_logits")

@@ -26,15 +26,16 @@ _REMEDY = (
 
 
 class RegressionModelOutput(BatchedModelOutput):
-    """`regression`: one real number per sample."""
+    """The task `regression`: one real number per sample."""
 
     def __init__(self, target: RegressionTarget = "prediction") -> None:
         """
         Args:
-            target: f on the target side: `"prediction"` for ŷ, `"fit"` for −½ (ŷ − y)².
+            target (`str`, *optional*, defaults to `"prediction"`):
+                f on the target side: `"prediction"` for ŷ, `"fit"` for −½ (ŷ − y)².
 
         Raises:
-            ValueError: another word.
+            ValueError: `target` is neither of these.
         """
         super().__init__()
         if target not in get_args(RegressionTarget):
@@ -58,13 +59,13 @@ class RegressionModelOutput(BatchedModelOutput):
         if bool(bad.any()):
             index = int(bad.nonzero()[0])
             raise ValueError(
-                f"The label of sample {index} or its prediction is not finite. Expected numbers. Look at that row for "
-                "a missing label."
+                f"The label of sample {index} or its prediction is not finite. Expected finite numbers. Look at that "
+                "row for a missing label."
             )
         return residuals
 
     def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
-        """½ (ŷ − y)² of every sample, differentiable, shape `(B,)`."""
+        """Compute ½ (ŷ − y)² of every sample, differentiable, shape `(B,)`."""
         predictions = _predictions(model_output)
         return 0.5 * (predictions - _labels(batch, predictions)).square()
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
+from hf_trak.modelout_functions.aggregated import AggregatedModelOutput, Aggregation, UnitOutput
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.modelout_functions.margins import margin
 from hf_trak.modelout_functions.positions import unwrapped
@@ -24,20 +24,28 @@ SEQUENCE_NAMES = ("input_ids", "attention_mask", "labels")
 
 
 class Seq2SeqLMModelOutput(AggregatedModelOutput):
-    """`seq2seq_lm`: f = Σ_t w_t m_t over the label tokens of the decoder.
+    """The task `seq2seq_lm`: f = Σ_t w_t m_t over the label tokens of the decoder.
 
     Without `decoder_input_ids` in the batch, the decoder reads the labels shifted to the right, as the model itself
-    would make it from `labels`; labels that are padded on the left are moved to the left edge first, so that the
-    first one is predicted from the start token as it is in training. `target_mask` and `target_weights` stand beside
-    the labels.
+    would shift them. Labels that are padded on the left are moved to the left edge first, so that the first one is
+    predicted from the start token as it is in training. `target_mask` and `target_weights` stand beside the labels.
     """
 
     beside = "labels"
     head: ClassVar[str] = "AutoModelForSeq2SeqLM"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See [`AggregatedModelOutput`]."""
-        super().__init__(*args, **kwargs)
+    def __init__(self, aggregation: Aggregation = "sum", unit_output: UnitOutput = "margin") -> None:
+        """
+        Args:
+            aggregation (`str`, *optional*, defaults to `"sum"`):
+                `"sum"` or `"mean"` over the labels of a sample.
+            unit_output (`str`, *optional*, defaults to `"margin"`):
+                What is aggregated, `"margin"` or `"log_likelihood"`.
+
+        Raises:
+            ValueError: an argument is another word.
+        """
+        super().__init__(aggregation, unit_output)
         self._shift: Callable[[Tensor], Tensor] | None = None
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -92,7 +100,7 @@ class Seq2SeqLMModelOutput(AggregatedModelOutput):
         return labels, labels != IGNORED
 
     def _lead(self, batch: Any) -> Tensor | None:
-        """Number of padding labels on the left of every row; `None` where the batch says what the decoder reads."""
+        """Count the padding labels on the left of every row, `(B, 1)`; `None` if the batch has decoder inputs."""
         batch = as_mapping(batch, SEQUENCE_NAMES)
         if batch.get("decoder_input_ids") is not None or batch.get("decoder_inputs_embeds") is not None:
             return None
@@ -102,7 +110,7 @@ class Seq2SeqLMModelOutput(AggregatedModelOutput):
 
 
 def _moved(rows: Tensor, lead: Tensor | None) -> Tensor:
-    """Every row turned to the left by its `lead` entries `(B, 1)`."""
+    """Rotate every row to the left by its own number of entries, `lead` `(B, 1)`."""
     if lead is None:
         return rows
     width = rows.shape[1]
@@ -110,8 +118,10 @@ def _moved(rows: Tensor, lead: Tensor | None) -> Tensor:
 
 
 def _shifting(model: Any) -> Callable[[Tensor], Tensor] | None:
-    """What turns labels into decoder inputs: the model's own way if it has one, else start token first, and padding
-    for [`IGNORED`]."""
+    """Return the function that turns labels into decoder inputs, or `None` where the model does not define one.
+
+    It is the model's own method, or else puts the start token first and the padding token in place of [`IGNORED`].
+    """
     own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if own is not None:
         return lambda labels: own(labels=labels)

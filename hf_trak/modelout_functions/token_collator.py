@@ -1,7 +1,8 @@
-"""Token-level columns through any data collator.
+"""`TokenColumnsCollator`: carry columns of one entry per token through any data collator.
 
-Collators of the ecosystem pad what they know; a mask beside the tokens they drop, or fail on. This one takes such
-columns out of the rows, lets the collator do its work, and puts them back beside the tokens, wherever those ended up.
+Collators of the ecosystem pad the columns that they know, and drop a mask beside the tokens, or fail on it. This one
+takes such columns out of the rows, lets the inner collator do its work, and puts them back beside the tokens, wherever
+padding has moved those.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,15 +21,15 @@ class TokenColumnsCollator:
     def __init__(self, collator: Callable[[list[Any]], Any], beside: str) -> None:
         """
         Args:
-            collator: the inner one.
-            beside: the column that the others have as many entries as: `input_ids`, or `labels` (sequence to
-                sequence).
+            collator: the inner collator.
+            beside: the column whose entries the others are aligned with: `input_ids`, or `labels` for
+                sequence-to-sequence models.
         """
         self.collator = collator
         self.beside = beside
 
     def __call__(self, rows: list[Any]) -> Any:
-        """A batch of rows.
+        """Collate rows into a batch.
 
         Raises:
             ValueError: a column has another number of entries than the row has tokens.
@@ -50,14 +51,14 @@ class TokenColumnsCollator:
 
     def _padded(self, name: str, column: list[list[Any]], tokens: list[int | None], batch: Any) -> Tensor:
         reference = batch.get(self.beside)
-        free = not isinstance(reference, Tensor)  # labels of an encoder-decoder need not be as many as the inputs
+        free = not isinstance(reference, Tensor)  # an encoder-decoder may have more or fewer labels than inputs
         width = max(map(len, column)) if free else reference.shape[1]
         if not free:
             for i, (entries, count) in enumerate(zip(column, tokens, strict=True)):
                 if len(entries) not in (count, width):
                     raise ValueError(
                         f"Row {i} of the batch has {len(entries)} entries in `{name}`, but {count} in "
-                        f"`{self.beside}`. Expected as many. Make both from one call of the tokenizer."
+                        f"`{self.beside}`. Expected the same number. Make both with one call of the tokenizer."
                     )
         fill, dtype = {"labels": (IGNORED, torch.long), TARGET_WEIGHTS: (0.0, torch.float32)}.get(
             name, (0, torch.long)
@@ -69,7 +70,7 @@ class TokenColumnsCollator:
         return padded
 
     def _left(self, row: int, batch: Any) -> bool:
-        """Whether a row is padded on the left: as its attention mask has it, or else its tokenizer."""
+        """Tell from its attention mask, or else from the tokenizer, whether a row is padded on the left."""
         mask = batch.get("attention_mask")
         if self.beside == "input_ids" and isinstance(mask, Tensor) and mask.ndim == 2:
             return bool(mask[row, 0] == 0)

@@ -1,4 +1,4 @@
-"""Labels beside input tokens: what `causal_lm`, `masked_lm` and `token_classification` have in common."""
+"""`TokenModelOutput`: labels beside input tokens, for `causal_lm`, `masked_lm` and `token_classification`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -24,8 +24,9 @@ SEQUENCE_NAMES = ("input_ids", "attention_mask", "labels")
 
 
 class TokenModelOutput(AggregatedModelOutput):
-    """f = Σ_t w_t m_t over the label tokens of a sequence. Batches are mappings, or `(input_ids, attention_mask,
-    labels)`.
+    """Base class of tasks with f = Σ_t w_t m_t over the label tokens of a sequence.
+
+    Batches are mappings, or `(input_ids, attention_mask, labels)`.
     """
 
     batch_columns = TOKEN_COLUMNS
@@ -34,6 +35,16 @@ class TokenModelOutput(AggregatedModelOutput):
     """The `AutoModelFor…` class whose models have the head that the task needs."""
 
     def __init__(self, aggregation: Aggregation = "sum", unit_output: UnitOutput = "margin") -> None:
+        """
+        Args:
+            aggregation (`str`, *optional*, defaults to `"sum"`):
+                `"sum"` or `"mean"` over the labels of a sample.
+            unit_output (`str`, *optional*, defaults to `"margin"`):
+                What is aggregated, `"margin"` or `"log_likelihood"`.
+
+        Raises:
+            ValueError: an argument is another word.
+        """
         super().__init__(aggregation, unit_output)
         self._positions = False
         self._prepended = 0
@@ -50,7 +61,7 @@ class TokenModelOutput(AggregatedModelOutput):
         return (), with_positions(inputs) if self._positions else inputs
 
     def labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The label of every position `(B, T)`, and which of them count `(B, T)`."""
+        """Return the label of every position `(B, T)`, and a mask of those that count `(B, T)`."""
         return input_labels(batch)
 
     def labelled(self, batch: Batch) -> Tensor:
@@ -66,7 +77,7 @@ class TokenModelOutput(AggregatedModelOutput):
 
 
 def prepended_tokens(model: torch.nn.Module) -> int:
-    """How many virtual tokens PEFT's prompt tuning puts in front of the input, and leaves in the logits."""
+    """Count the virtual tokens that PEFT's prompt tuning puts in front of the input and leaves in the logits."""
     config: Any = getattr(unwrapped(model)[0], "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False) or config.peft_type == "PREFIX_TUNING":
         return 0

@@ -1,13 +1,13 @@
-"""Reading batches of token sequences: labels, masks beside them, logits.
+"""Labels, masks beside them and logits in batches of token sequences.
 
-Which tokens are labels follows from, in this order, all of which must agree:
+A token is a label if all of these agree:
 
-* `labels`: -100 is no label. Without `labels`, the input tokens that a mask names are the labels.
-* `completion_mask`, `assistant_masks` (columns of TRL datasets), 0 on tokens of the prompt or of the user;
-* `attention_mask`: what is padding is no label, even where a collator copied it into `labels`.
+* `labels`: -100 is no label. Without `labels`, the input tokens that a mask marks are the labels.
+* `completion_mask`, `assistant_masks` (columns of TRL datasets): 0 on tokens of the prompt or of the user.
+* `attention_mask`: padding is no label, even where a collator copied it into `labels`.
 
-A row is one sample. Of a *packed* row (several documents in one), every label counts, and the score is that of the
-row. What was *truncated* away is not seen, so it has no score; a training row that lost all its labels contributes
+A row is one sample. In a *packed* row (several documents in one) every label counts, and the score is that of the row.
+Tokens that were *truncated* away do not take part in the score. A training row that lost all its labels contributes
 nothing to training, has f = 0 and q = 0, and scores exactly 0; such a target is an error.
 """
 
@@ -22,20 +22,25 @@ from hf_trak.modelout_functions.base import Batch
 from hf_trak.modelout_functions.batches import LABEL_NAMES, as_sequence, find_logits, looked_at
 
 IGNORED = -100
-"""The label of tokens that are not to be predicted, in the whole ecosystem."""
+"""The label of tokens that are not to be predicted, as everywhere in the ecosystem."""
 
 ROLE_MASKS = ("completion_mask", "assistant_masks")
 """Columns of TRL's datasets: 1 on the tokens that the model is trained to produce."""
 
 TOKEN_COLUMNS = (*ROLE_MASKS, TARGET_MASK, TARGET_WEIGHTS)
-"""Columns with one entry per label token that no model takes."""
+"""Columns of one entry per label token that no model takes."""
 
 
 def as_mapping(batch: Batch, names: tuple[str, ...]) -> Mapping[str, Any]:
-    """A batch by name; those that are sequences hold `names` in that order, `labels` last, the middle ones optional.
+    """Return a batch as a mapping.
+
+    Args:
+        batch: a mapping, or a sequence of as many tensors as there are names, or of two: the first and the last.
+        names: the names of a sequence's tensors, in their order.
 
     Raises:
-        ValueError, TypeError: it is a sequence of another length, or neither.
+        TypeError: the batch is neither a mapping nor a sequence.
+        ValueError: the batch is a sequence of another length.
     """
     if isinstance(batch, Mapping):
         return batch
@@ -51,15 +56,16 @@ def as_mapping(batch: Batch, names: tuple[str, ...]) -> Mapping[str, Any]:
 
 
 def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model gets: the batch without labels and without columns that only the task reads."""
+    """Return the batch without labels and without columns that only the task reads: the model's inputs."""
     return {name: value for name, value in batch.items() if name not in LABEL_NAMES and name not in TOKEN_COLUMNS}
 
 
 def given_labels(batch: Mapping[str, Any]) -> Tensor | None:
-    """`labels` of a batch `(B, T)`, or `None` if it has none.
+    """Return the labels of a batch, `(B, T)`, or `None` if it has none.
 
     Raises:
-        ValueError, TypeError: they are ambiguous, no integers, or not one per token.
+        TypeError: the labels are no tensor.
+        ValueError: they are ambiguous, not integers, or not one per token.
     """
     found = [name for name in LABEL_NAMES if batch.get(name) is not None]
     if len(found) > 1:
@@ -85,11 +91,12 @@ def given_labels(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def input_labels(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Labels that stand beside the input tokens `(B, T)`, and which of them count `(B, T)`.
+    """Return the labels beside the input tokens, `(B, T)`, and a mask of those that count, `(B, T)`.
 
     Raises:
-        ValueError, TypeError: there are neither labels nor a mask that says which inputs are; labels or masks are not
-            as many as the inputs.
+        TypeError: the labels are no tensor.
+        ValueError: there are neither labels nor a mask that marks inputs as labels, or the numbers of labels, masks
+            and inputs differ.
     """
     labels, inputs = given_labels(batch), batch.get("input_ids")
     masks = {name: batch[name] for name in ROLE_MASKS if batch.get(name) is not None}
@@ -98,8 +105,8 @@ def input_labels(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
             raise ValueError(
                 f"The batch has the keys {list(batch)}, and so no labels. Expected `labels` with one token id per "
                 f"input token ({IGNORED} where there is none), or `input_ids` with one of {list(ROLE_MASKS)}. For "
-                "text that is to be predicted whole use `DataCollatorForLanguageModeling(tokenizer, mlm=False)`; "
-                "for prompts, completions and chats see `hf_trak.data.language`."
+                "text of which every token is to be predicted use `DataCollatorForLanguageModeling(tokenizer, "
+                "mlm=False)`; for prompts, completions and chats see `hf_trak.data.language`."
             )
         labels = inputs
     if inputs is not None and inputs.shape != labels.shape:
@@ -122,7 +129,7 @@ def input_labels(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def token_logits(model_output: Any, labels: Tensor, head: str, prepended: int = 0) -> Tensor:
-    """The logits `(B, T, C)` of a batch whose labels are `(B, T)`.
+    """Find the logits `(B, T, C)` of a batch whose labels are `(B, T)`.
 
     Args:
         model_output: what the model returned.
@@ -131,7 +138,8 @@ def token_logits(model_output: Any, labels: Tensor, head: str, prepended: int = 
         prepended: number of tokens that the model itself puts in front (prompt tuning), whose logits are dropped.
 
     Raises:
-        ValueError, TypeError: no logits of that shape.
+        TypeError: no logits are found.
+        ValueError: no logits are found, or they have another shape.
     """
     remedy = f"Load the model with `{head}`, or pass a task of your own (`FunctionModelOutput`)."
     logits = find_logits(model_output, remedy)
@@ -146,7 +154,7 @@ def token_logits(model_output: Any, labels: Tensor, head: str, prepended: int = 
 
 
 def check_tokens(labels: Tensor, valid: Tensor, classes: int) -> None:
-    """Raise `ValueError` if a label that counts is no class of the model."""
+    """Raise `ValueError` if a label that counts (`valid`, `(B, T)`) is no class of the model."""
     outside = valid & ((labels < 0) | (labels >= classes))
     outside = looked_at(outside)
     if bool(outside.any()):
