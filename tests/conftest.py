@@ -1,6 +1,9 @@
 """Shared fixtures: nothing here reaches a network; models are built from configs and trained in seconds."""
 
+import logging
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -15,3 +18,24 @@ import torch
 def _seeded() -> None:
     """Every test starts from the same random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _logging_goes_on() -> Iterator[None]:
+    """Undo `logging.disable`, which the scripts of benchmarks call: it would silence the tests that come after."""
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Jobs in processes of their own find the modules of the tests, and work with one thread each.
+
+    The server that jobs are forked from takes its environment over when the first job starts: modules whose tests
+    start jobs ask for this fixture with `pytestmark = pytest.mark.usefixtures("one_thread")`.
+    """
+    here = Path(__file__).parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(here.parent), str(here)]))
+        yield

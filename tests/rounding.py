@@ -75,8 +75,8 @@ def random_walk_bound(
 ) -> Any:
     """λ u ‖x‖₂ √(n / 3): the error of sums of n terms of random sign, where n u Σ|x_i| says next to nothing.
 
-    The partial sums S_i of such terms are a random walk, and rounding adds at most u |S_i| to each, spread evenly: with
-    a variance of u² S_i² / 3. For Brownian motion B on [0, 1], the total is u ‖x‖₂ √(n / 3) Z with Z normal of
+    The partial sums S_i of such terms are a random walk, and rounding adds at most u |S_i| to each, spread evenly:
+    with a variance of u² S_i² / 3. For Brownian motion B on [0, 1], the total is u ‖x‖₂ √(n / 3) Z with Z normal of
     variance W = ∫ B². Cameron and Martin's formula E exp(s² W / 2) = 1 / √cos s gives, at s = 1.5,
     P(|Z| > λ) ≤ 2 exp(−1.5 λ) / √cos 1.5 < 7.6 exp(−1.5 λ).
 

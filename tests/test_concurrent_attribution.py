@@ -1,21 +1,12 @@
 """Many processes that ask one directory different questions: each gets the answer to its own."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import store_jobs
 from store_jobs import Job
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("OMP_NUM_THREADS", "1")
-    patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)]))
-    yield
-    patch.undo()
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def check(tmp_path: Path, processes: int, calls: int) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from store_jobs import Job, Sizes, start_group, wait_for
 
 from hf_trak.data.rows import RowBatches
 from hf_trak.store import atomic
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 KILLED = -signal.SIGKILL
 DESCRIBING = ("trak_config.json", "checkpoint.json", "experiment.json")
@@ -59,16 +61,6 @@ def count_steps(limit: int | None) -> Callable[[], int]:
     for name in ("fsync", "replace", "link", "unlink", "chmod"):
         setattr(atomic.os, name, counted(getattr(os, name)))
     return lambda: count
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The server that jobs are forked from takes its environment over when the first job starts."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("OMP_NUM_THREADS", "1")
-    patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)]))
-    yield
-    patch.undo()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,7 @@ from hf_trak.cli.main import main
 from hf_trak.store.atomic import host_name
 from hf_trak.store.leftovers import leftovers, remove_stale
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("OMP_NUM_THREADS", "1")
-    patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)]))
-    yield
-    patch.undo()
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
