@@ -1,4 +1,4 @@
-"""The `trak` API's import path of savers; they live in `hf_trak.traker.savers`."""
+"""Import path of the savers in the `trak` API. Their code is in `hf_trak.traker.savers`."""
 
 from hf_trak.traker.savers import AbstractSaver, MmapSaver, ModelIDException, SafetensorsSaver
 

@@ -1,4 +1,4 @@
-"""The `trak` API's import path of score computers; they live in `hf_trak.traker.score_computers`."""
+"""Import path of the score computers in the `trak` API. Their code is in `hf_trak.traker.score_computers`."""
 
 from hf_trak.traker.score_computers import (
     AbstractScoreComputer,

@@ -1,4 +1,4 @@
-"""The `trak` API's import path of utilities; they live in `hf_trak.traker.utils` and `hf_trak.traker.products`."""
+"""Import path of the utilities in the `trak` API. Their code is in `products` and `utils` of `hf_trak.traker`."""
 
 from hf_trak.traker.products import (
     get_free_memory,

@@ -1,4 +1,4 @@
-"""The documented utilities of the seed API."""
+"""The utilities that the `trak` API documents."""
 
 import sys
 import types
@@ -48,7 +48,7 @@ def test_factors_that_do_not_fit():
     ):
         with pytest.raises(ValueError, match=r"\(2, 3\) and \(4, 5\)"):
             multiply(torch.ones(2, 3), torch.ones(4, 5))
-    with pytest.raises(ValueError, match="block size is 0"):
+    with pytest.raises(ValueError, match="`bs` is 0"):
         utils.get_matrix_mult_blockwise(torch.ones(2, 3), torch.ones(4, 3), torch.float32, 0)
 
 
@@ -91,7 +91,6 @@ class Sizes(torch.nn.Module):
 @settings(max_examples=200, deadline=None)
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12), limit=st.integers(1, 30))
 def test_chunks_are_never_empty_never_over_the_limit_and_lose_nothing(sizes, limit):
-    """Trap 11, for any sizes around the limit."""
     batch_size = INT32_MAX // limit
     model = Sizes(sizes)
     maximum, chunks = utils.get_parameter_chunk_sizes(model, batch_size)
@@ -104,7 +103,9 @@ def test_chunks_are_never_empty_never_over_the_limit_and_lose_nothing(sizes, lim
 
 
 def test_a_parameter_larger_than_the_limit_is_cut_at_the_limit():
-    """Trap 11: this made an empty chunk and one over the limit; product with the batch size beyond 2³¹."""
+    """The `trak` package makes an empty chunk of it and one over the limit, whose product with the batch size exceeds
+    2³¹.
+    """
     maximum, chunks = utils.get_parameter_chunk_sizes(Sizes([10, 5 * 10**8, 7]), 8)
     assert maximum == 268_435_455
     assert chunks == [10, 268_435_455, 500_000_000 - 268_435_455 + 7]
@@ -165,8 +166,6 @@ def test_vectorize_refuses_what_does_not_fit():
 
 
 def test_test_install_runs_trak_on_the_cpu_without_touching_a_gpu(monkeypatch, capsys, tmp_path):
-    """Trap 19."""
-
     def touched(*args, **kwargs):
         raise AssertionError("a GPU was touched")
 

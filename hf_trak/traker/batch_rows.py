@@ -1,21 +1,23 @@
-"""Which rows a batch belongs to: the `inds` and `num_samples` of the seeds' interface, checked."""
+"""The rows that a batch belongs to, from the arguments `inds` and `num_samples` of `featurize` and `score`."""
 
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from hf_trak.gradient_computers import batch_size_of
+from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.modelout_functions import Batch
-from hf_trak.store.checkpoint_records import checked_count
+from hf_trak.runtime.checks import checked_int, is_int
 
 
 def materialize(batch: Any) -> Batch:
-    """The batch as a mapping or a sequence.
+    """Return a batch as a mapping or a tuple.
 
     Raises:
-        TypeError: it is neither, or a single tensor.
+        TypeError: the batch is a single tensor, or neither a mapping nor iterable.
     """
     if isinstance(batch, Mapping):
         return batch
@@ -27,23 +29,39 @@ def materialize(batch: Any) -> Batch:
     return tuple(batch)
 
 
+def selected(batch: Batch, chosen: np.ndarray) -> Batch:
+    """Return a batch of some samples of a batch.
+
+    Args:
+        batch: the batch; tensors without a batch dimension are kept as they are.
+        chosen: positions of the samples, ascending.
+    """
+    if len(chosen) == batch_size_of(batch):
+        return batch
+    split = SplitBatch.of(batch)
+    return split.rebuild({key: tensor[chosen.tolist()] for key, tensor in split.mapped.items()})
+
+
 def rows_of(
     batch: Batch, inds: Iterable[int] | None, num_samples: int | None, size: int, what: str, next_row: int
 ) -> list[int]:
-    """The row numbers of a batch, checked.
+    """Determine and check the row numbers of a batch.
 
     Args:
-        batch: as the model gets it.
+        batch: the batch as the model gets it.
         inds: row numbers, one per sample.
-        num_samples: instead of them, the number of samples, which come after those of the previous call.
-        size: number of rows that there are.
-        what: the argument that `size` came from, for errors.
+        num_samples: number of samples, given instead of `inds`; their rows follow those of the previous call.
+        size: number of all rows.
+        what: the argument that `size` came from, for error messages.
         next_row: the row after those of the previous call.
 
+    Returns:
+        `list[int]`: one row number per sample.
+
     Raises:
-        ValueError: not exactly one of `inds` and `num_samples` is given, they are not as many as the samples, or a
-            row is out of range or there twice.
-        TypeError: a row number is no integer.
+        ValueError: not exactly one of `inds` and `num_samples` is given, their number differs from that of the
+            samples, or a row is out of range or named twice.
+        TypeError: a row number is not an integer.
     """
     if (inds is None) == (num_samples is None):
         raise ValueError(
@@ -54,7 +72,7 @@ def rows_of(
         rows = [_as_row(i) for i in (inds.tolist() if isinstance(inds, Tensor) else inds)]
         source = f"`inds` has {len(rows)} row numbers"
     else:
-        count = checked_count(num_samples, "num_samples")
+        count = checked_int(num_samples, "num_samples", 1, type_error=ValueError)
         rows = list(range(next_row, next_row + count))
         source = f"`num_samples` is {count}"
     found = batch_size_of(batch)
@@ -76,6 +94,6 @@ def rows_of(
 
 
 def _as_row(value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if not is_int(value):
         raise TypeError(f"`inds` contains {value!r} of type {type(value).__name__}. Expected integers: row numbers.")
     return operator.index(value)

@@ -1,6 +1,6 @@
 """A gradient computer and a projector together: from a batch to projected gradients.
 
-Where both are able to, gradients pass from one to the other block by block, so that nothing of size B × P is held.
+If both can, gradients pass from one to the other block by block, so that nothing of size B × P is held.
 """
 
 from typing import Any
@@ -8,23 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.modelout_functions import Batch, Side
-from hf_trak.projectors import BlockProjector
+from hf_trak.traker.plugins import can_accumulate, can_stream
 
 
 class GradientPipeline:
-    """Projected gradients of batches."""
+    """Computes the projected gradients of batches."""
 
     def __init__(
         self, computer: Any, projector: Any, grad_dim: int, proj_dim: int, device: str | torch.device
     ) -> None:
         """
         Args:
-            computer: an [`AbstractGradientComputer`], or any object with the methods of the seeds.
-            projector: an [`AbstractProjector`], or any object with `project(grads, model_id)`.
-            grad_dim: P.
-            proj_dim: k.
+            computer: an `AbstractGradientComputer`, or any object with its documented methods.
+            projector: an `AbstractProjector`, or any object with `project(grads, model_id)`.
+            grad_dim: number of attributed parameter elements, P.
+            proj_dim: number of columns after projection, k.
             device: where gradients are collected and projected.
         """
         self.computer = computer
@@ -34,8 +33,17 @@ class GradientPipeline:
         self.device = device
 
     def __call__(self, batch: Batch, size: int, model_id: int, side: Side) -> tuple[Tensor, Tensor]:
-        """Projected gradients `(B, k)` in float32 and q `(B,)` of a batch of `size` samples; q is zero for targets
-        where taking it would cost a pass of its own.
+        """Compute projected gradients and output-to-loss gradients.
+
+        Args:
+            batch: the samples.
+            size: number of samples, B.
+            model_id: id of the checkpoint, which chooses the random projection.
+            side: `"train"` or `"target"`.
+
+        Returns:
+            `tuple`: projected gradients `(B, k)` in float32, and output-to-loss gradients q `(B,)`. For targets, which
+            do not need q, it is zero if it would cost a pass of its own.
 
         Raises:
             ValueError: the computer or the projector returned another shape.
@@ -45,7 +53,7 @@ class GradientPipeline:
         if tuple(grads.shape) != expected or q.numel() != size:
             raise ValueError(
                 f"The gradients have the shape {tuple(grads.shape)} after projection, with {q.numel()} output-to-loss "
-                f"gradients; expected {expected} and {size}. Check {type(self.computer).__name__} and "
+                f"gradients. Expected {expected} and {size}. Check {type(self.computer).__name__} and "
                 f"{type(self.projector).__name__}."
             )
         return grads.to(torch.float32), q.reshape(-1)
@@ -54,62 +62,20 @@ class GradientPipeline:
         if not can_stream(self.computer):
             grads = self.projector.project(self.computer.compute_per_sample_grad(batch), model_id=model_id)
             return grads, self.computer.compute_loss_grad(batch) if side == "train" else torch.zeros(size)
-        if can_accumulate(self.projector):
-            features = torch.zeros(size, self.proj_dim, dtype=torch.float32, device=self.device)
-            q = self.computer.stream(batch, _Accumulation(self.projector, features, model_id), side).out_to_loss
-            return features, q
-        result = torch.zeros(size, self.grad_dim, dtype=torch.float32, device=self.device)
+        if can_accumulate(self.projector) and self.projector.proj_dim:  # a NoOpProjector need not know its size
+            sink = self.projector.sink(size, model_id, self.device)
+            q = self.computer.stream(batch, sink, side).out_to_loss
+            return sink.result(), q
+        whole = torch.zeros(size, self.grad_dim, dtype=torch.float32, device=self.device)
 
-        def sink(start: int, block: Tensor) -> None:
-            result[:, start : start + block.shape[1]] += block
+        def collect(start: int, block: Tensor) -> None:
+            whole[:, start : start + block.shape[1]] += block
 
-        q = self.computer.stream(batch, sink, side).out_to_loss
-        return self.projector.project(result, model_id=model_id), q
-
-
-class _Accumulation:
-    """The sink that projects what it is given, as an `OuterSink` where the projector takes factors."""
-
-    def __init__(self, projector: BlockProjector, features: Tensor, model_id: int) -> None:
-        self.projector = projector
-        self.features = features
-        self.model_id = model_id
-
-    def __call__(self, start: int, block: Tensor) -> None:
-        self.projector.accumulate(self.features, block, start, self.model_id)
-
-    def takes_outer(self, left: Tensor, right: Tensor) -> bool:
-        return self.projector.takes_outer(left, right)
-
-    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
-        self.projector.accumulate_outer(self.features, left, right, start, self.model_id)
-
-
-def is_ours(function: Any) -> bool:
-    """Whether a class or function is this library's own."""
-    return getattr(function, "__module__", "").startswith("hf_trak.")
-
-
-def can_stream(computer: Any) -> bool:
-    """Whether `stream` says the same as the seeds' methods: a subclass that overrides those alone is not to be
-    bypassed.
-    """
-    if not isinstance(computer, AbstractGradientComputer) or type(computer).stream is AbstractGradientComputer.stream:
-        return False
-    overridden = not (is_ours(type(computer).compute_per_sample_grad) and is_ours(type(computer).compute_loss_grad))
-    return not (overridden and is_ours(type(computer).stream))
-
-
-def can_accumulate(projector: Any) -> bool:
-    """Whether `accumulate` says the same as `project`."""
-    return isinstance(projector, BlockProjector) and (
-        is_ours(type(projector).project) or not is_ours(type(projector).accumulate)
-    )
+        q = self.computer.stream(batch, collect, side).out_to_loss
+        return self.projector.project(whole, model_id=model_id), q
 
 
 def require_device(device: str | torch.device) -> None:
-    """Raise `ValueError` if a CUDA device is asked for and there is none."""
+    """Raise `ValueError` if the device is a CUDA device and torch sees none."""
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"`device` is {str(device)!r}, but torch sees no CUDA device. Expected one that exists. Pass device='cpu'."
-        )
+        raise ValueError(f"`device` is {str(device)!r}, but torch sees no CUDA device. Pass device='cpu'.")

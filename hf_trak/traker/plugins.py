@@ -1,27 +1,26 @@
-"""Classes and objects that users plug into `TRAKer`: how they are made, what they can do, what identifies them."""
+"""Classes and objects that users plug into `TRAKer`: how they are made, and what they can do."""
 
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from hf_trak.projectors import NoOpProjector
-from hf_trak.traker.gradient_pipeline import can_accumulate, is_ours
-from hf_trak.traker.score_computers import BasicScoreComputer, BasicSingleBlockScoreComputer
-
-# Classes that have moved keep the names under which directories know them.
-_RECORDED_NAMES: dict[type, str] = {
-    cls: f"hf_trak.score_computers.basic.{cls.__qualname__}"
-    for cls in (BasicScoreComputer, BasicSingleBlockScoreComputer)
-}
+from hf_trak.gradient_computers import AbstractGradientComputer
+from hf_trak.modelout_functions import AbstractModelOutput, LossModelOutput
+from hf_trak.projectors import BlockProjector
 
 
 def construct(cls: Any, required: Mapping[str, Any], optional: Mapping[str, tuple[Any, Any]]) -> Any:
-    """Make an object of a class that was given; `optional` arguments, with their neutral values, go to classes that
-    take them.
+    """Make an object of a class that a user gave.
+
+    Args:
+        cls: the class, or a function that returns an object.
+        required: arguments that every such class takes, by name.
+        optional: `(value, neutral value)` of arguments that the class need not take. A class without such an argument
+            works as long as the argument has its neutral value.
 
     Raises:
         TypeError: what was given is not a class.
-        ValueError: an optional argument has another than its neutral value, and the class does not take it.
+        ValueError: an optional argument does not have its neutral value, and the class does not take it.
     """
     if not isinstance(cls, type) and not callable(cls):
         raise TypeError(
@@ -41,21 +40,44 @@ def construct(cls: Any, required: Mapping[str, Any], optional: Mapping[str, tupl
     return cls(**arguments)
 
 
-def projection_identity(projector: Any) -> dict[str, Any]:
-    """What identifies a projection. The library's own are known by their algorithm, whichever class computes it."""
-    own = can_accumulate(projector) and is_ours(type(projector))
-    identity = {
-        "class": None if own else class_name(type(projector)),
-        "algorithm": getattr(projector, "algorithm", None),
-    }
-    for name in ("nonzeros", "proj_type", "seed"):
-        value = getattr(projector, name, None)
-        identity[name] = value if value is None or isinstance(value, int) else str(value)
-    if isinstance(projector, NoOpProjector):
-        identity |= {"proj_type": None, "seed": None}
-    return identity
+def is_ours(function: Any) -> bool:
+    """Tell whether a class or function belongs to this library."""
+    return getattr(function, "__module__", "").startswith("hf_trak.")
 
 
-def class_name(cls: type) -> str:
-    """Name of a class in the identity of a directory."""
-    return _RECORDED_NAMES.get(cls, f"{cls.__module__}.{cls.__qualname__}")
+def can_stream(computer: Any) -> bool:
+    """Tell whether `stream` gives the same gradients as the methods that the `trak` API documents.
+
+    It does not for a subclass that overrides only those methods, whose gradients must not be bypassed.
+    """
+    if not isinstance(computer, AbstractGradientComputer) or type(computer).stream is AbstractGradientComputer.stream:
+        return False
+    overridden = not (is_ours(type(computer).compute_per_sample_grad) and is_ours(type(computer).compute_loss_grad))
+    return not (overridden and is_ours(type(computer).stream))
+
+
+def can_accumulate(projector: Any) -> bool:
+    """Tell whether `accumulate` gives the same features as `project`, which a subclass may have overridden alone."""
+    return isinstance(projector, BlockProjector) and (
+        is_ours(type(projector).project) or not is_ours(type(projector).accumulate)
+    )
+
+
+def require_both_sides(computer: Any, task: AbstractModelOutput) -> None:
+    """Raise `ValueError` if the task takes other gradients for targets, and the computer cannot tell them apart."""
+    if isinstance(task, LossModelOutput) and not can_stream(computer):
+        raise ValueError(
+            "The task 'loss' takes other gradients for targets than for train examples, which "
+            f"{type(computer).__name__} cannot tell apart. Use FunctionalGradientComputer or "
+            "IterativeGradientComputer, or give your class a method `stream`."
+        )
+
+
+def require_size(projector: Any, num_params: int) -> None:
+    """Raise `ValueError` if a projector was made for gradients of another length than `num_params`."""
+    made_for = getattr(projector, "grad_dim", 0)
+    if made_for not in (0, None, num_params):
+        raise ValueError(
+            f"The {type(projector).__name__} was made for gradients of {made_for} elements, but {num_params} are "
+            f"attributed. Make it with grad_dim={num_params}, or choose other parameters (`grad_wrt`)."
+        )

@@ -1,11 +1,12 @@
-"""Products of feature matrices and target gradients, whole or block by block: the `trak` API's `get_matrix_mult`."""
+"""Products of features and target gradients, in one piece or block by block: the `trak` API's `get_matrix_mult`."""
 
 import itertools
-import os
 
 import torch
 from torch import Tensor
 
+from hf_trak.runtime.checks import checked_int
+from hf_trak.runtime.memory import free_bytes
 from hf_trak.runtime.transfers import download
 
 
@@ -16,17 +17,23 @@ def get_matrix_mult(
     batch_size: int = 8096,
     use_blockwise: bool = False,
 ) -> Tensor:
-    """features · target_gradsᵀ, accumulated in at least float32.
+    """Compute features · target_gradsᵀ, with sums in at least float32.
 
     Args:
-        features: `(n, k)`.
-        target_grads: `(m, k)`.
-        target_dtype: dtype of the result; `None` takes that of `features`.
-        batch_size: rows and columns of the result per block, for blockwise products.
-        use_blockwise: compute block by block even if the result fits into the memory of the device.
+        features (`torch.Tensor` of shape `(n, k)`):
+            Features of the train examples.
+        target_grads (`torch.Tensor` of shape `(m, k)`):
+            Projected gradients of the targets.
+        target_dtype (`torch.dtype`, *optional*):
+            Dtype of the result. By default that of `features`.
+        batch_size (`int`, *optional*, defaults to 8096):
+            Rows and columns of the result per block, where it is computed block by block.
+        use_blockwise (`bool`, *optional*, defaults to `False`):
+            Compute block by block even if the result fits into the memory of the device.
 
     Returns:
-        `(n, m)`: on the device of `features`, or on the CPU where it is computed blockwise.
+        `torch.Tensor` of shape `(n, m)`: on the device of `features`, or on the CPU where it is computed block by
+        block.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -41,23 +48,29 @@ def get_matrix_mult(
 
 
 def get_matrix_mult_blockwise(features: Tensor, target_grads: Tensor, target_dtype: torch.dtype, bs: int) -> Tensor:
-    """features · target_gradsᵀ in blocks of `bs` × `bs`, computed on the device of `features`, collected on the CPU.
+    """Compute features · target_gradsᵀ in blocks on the device of `features`, and collect them on the CPU.
 
-    A block is computed while the ones before it are on their way to the CPU, see `hf_trak.runtime.transfers`.
+    A block is computed while the blocks before it are on their way to the CPU, see `hf_trak.runtime.transfers`.
 
     Args:
-        features, target_grads, target_dtype: as in [`get_matrix_mult`], but `target_dtype` has to be given.
-        bs: rows and columns of a block.
+        features (`torch.Tensor` of shape `(n, k)`):
+            Features of the train examples.
+        target_grads (`torch.Tensor` of shape `(m, k)`):
+            Projected gradients of the targets.
+        target_dtype (`torch.dtype`):
+            Dtype of the result.
+        bs (`int`):
+            Rows and columns of a block.
 
     Returns:
-        `(n, m)` on the CPU.
+        `torch.Tensor` of shape `(n, m)`, on the CPU.
 
     Raises:
+        TypeError: `bs` is not an integer.
         ValueError: the shapes do not fit, or `bs` is below 1.
     """
     _check_factors(features, target_grads)
-    if bs < 1:
-        raise ValueError(f"The block size is {bs}. Expected a number of rows ≥ 1.")
+    bs = checked_int(bs, "bs", 1)
     result = torch.empty(features.shape[0], target_grads.shape[0], dtype=target_dtype)
     blocks = itertools.product(_slices(features.shape[0], bs), _slices(target_grads.shape[0], bs))
     products = (
@@ -69,7 +82,18 @@ def get_matrix_mult_blockwise(features: Tensor, target_grads: Tensor, target_dty
 
 
 def get_matrix_mult_standard(features: Tensor, target_grads: Tensor, target_dtype: torch.dtype) -> Tensor:
-    """features · target_gradsᵀ in one product, on the device of `features`. Args as in [`get_matrix_mult`].
+    """Compute features · target_gradsᵀ in one product on the device of `features`, with sums in at least float32.
+
+    Args:
+        features (`torch.Tensor` of shape `(n, k)`):
+            Features of the train examples.
+        target_grads (`torch.Tensor` of shape `(m, k)`):
+            Projected gradients of the targets.
+        target_dtype (`torch.dtype`):
+            Dtype of the result.
+
+    Returns:
+        `torch.Tensor` of shape `(n, m)`.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -80,28 +104,36 @@ def get_matrix_mult_standard(features: Tensor, target_grads: Tensor, target_dtyp
 
 
 def get_output_memory(features: Tensor, target_grads: Tensor, target_dtype: torch.dtype) -> int:
-    """Bytes of the result of features · target_gradsᵀ in `target_dtype`."""
+    """Count the bytes of features · target_gradsᵀ in `target_dtype`.
+
+    Args:
+        features (`torch.Tensor` of shape `(n, k)`):
+            Left factor.
+        target_grads (`torch.Tensor` of shape `(m, k)`):
+            Right factor.
+        target_dtype (`torch.dtype`):
+            Dtype of the product.
+
+    Returns:
+        `int`: n · m times the size of an element.
+    """
     return features.shape[0] * target_grads.shape[0] * target_dtype.itemsize
 
 
 def get_free_memory(device: torch.device | str) -> int:
-    """Bytes that torch can still allocate: free memory of the GPU plus what its allocator holds unused, or free RAM.
+    """Return how many bytes torch can still allocate on a device.
+
+    Args:
+        device (`torch.device` or `str`):
+            A GPU or the CPU.
+
+    Returns:
+        `int`: free memory of the GPU plus what torch's allocator holds unused, or the free memory of the system.
 
     Raises:
         ValueError: the free memory of this kind of device is not known.
     """
-    device = torch.device(device)
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    if device.type == "cpu" and {"SC_PAGE_SIZE", "SC_AVPHYS_PAGES"} <= os.sysconf_names.keys():
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    raise ValueError(
-        f"The free memory of {device} is not known on this system. Expected a CUDA or MPS device, or the CPU on "
-        "Linux. Choose block sizes yourself (`use_blockwise=True, batch_size=…`)."
-    )
+    return free_bytes(device)
 
 
 def _check_factors(features: Tensor, target_grads: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The functions that the seed API documents under `utils`, and nothing else."""
+"""Functions that the `trak` API documents under `utils`. Those for products of matrices are in `products`."""
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,33 +6,46 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hf_trak.traker.traker import TRAKer
+
 INT32_MAX = 2**31 - 1
 _BUFFER_SUFFIXES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def get_num_params(model: torch.nn.Module) -> int:
-    """Number of elements of all parameters, frozen ones included, shared ones once."""
+    """Count the elements of all parameters. Frozen parameters count, and shared ones count once.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model.
+
+    Returns:
+        `int`: number of elements.
+    """
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def get_parameter_chunk_sizes(model: torch.nn.Module, batch_size: int) -> tuple[int, list[int]]:
     """Cut the parameters into consecutive chunks such that chunk · `batch_size` fits into a signed 32-bit integer.
 
-    Whole parameters are grouped as long as they fit. A parameter larger than the limit is cut at the limit into chunks
-    of its own, so that no chunk is ever empty or over the limit, and the chunks add up to [`get_num_params`].
+    Whole parameters are grouped as long as they fit. A parameter larger than the limit is cut at the limit. No chunk
+    is empty or over the limit, and all chunks add up to [`get_num_params`].
 
     Args:
-        model: the model whose parameters are counted.
-        batch_size: number of gradients that are projected together.
+        model (`torch.nn.Module`):
+            The model whose parameters are counted.
+        batch_size (`int`):
+            Number of gradients that are projected together.
 
     Returns:
-        `(max_chunk_size, params_per_chunk)`: the limit, and the number of parameters in each chunk.
+        `tuple[int, list[int]]`: `max_chunk_size`, the limit, and `params_per_chunk`, the number of parameter elements
+        in each chunk.
 
     Raises:
         ValueError: `batch_size` is not in [1, 2³¹ − 1].
     """
     if not 1 <= batch_size <= INT32_MAX:
-        raise ValueError(f"`batch_size` is {batch_size}. Expected a number in [1, {INT32_MAX}].")
+        raise ValueError(f"`batch_size` is {batch_size}. Expected a number from 1 to {INT32_MAX}.")
     limit = INT32_MAX // batch_size
     chunks: list[int] = []
     current = 0
@@ -50,20 +63,32 @@ def get_parameter_chunk_sizes(model: torch.nn.Module, batch_size: int) -> tuple[
 
 
 def is_not_buffer(ind: int, params_dict: Mapping[int, str] | Sequence[str]) -> bool:
-    """Whether entry `ind` of a state dict's names is a parameter, not a statistic of a normalization layer.
+    """Tell whether an entry of a state dict is a parameter, and not a running statistic of a normalization layer.
 
     Args:
-        ind: key or position of the entry.
-        params_dict: the names.
+        ind (`int`):
+            Key or position of the entry.
+        params_dict (`Mapping[int, str]` or `Sequence[str]`):
+            Names of the entries.
+
+    Returns:
+        `bool`: `True` for a parameter.
     """
     return not params_dict[ind].endswith(_BUFFER_SUFFIXES)
 
 
 def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
-    """All tensors flattened and concatenated, shape `(sum of sizes,)`. Unlike torch's own, takes any memory layout.
+    """Flatten and concatenate tensors. Unlike torch's own function, this one takes any memory layout.
+
+    Args:
+        parameters (iterable of `torch.Tensor`):
+            The tensors.
+
+    Returns:
+        `torch.Tensor` of shape `(sum of sizes,)`.
 
     Raises:
-        ValueError: there is no tensor.
+        ValueError: no tensor was given.
     """
     flat = [parameter.reshape(-1) for parameter in parameters]
     if not flat:
@@ -72,26 +97,29 @@ def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def vectorize(g: Mapping[str, Tensor], arr: Tensor | None = None, device: torch.device | str = "cuda") -> Tensor:
-    """Per-sample gradients by name, flattened and concatenated in the order of the mapping.
+    """Flatten per-sample gradients, and concatenate them in the order of the mapping.
 
     Args:
-        g: gradients `(B, *shape)` by parameter name.
-        arr: `(B, P)`, filled and returned where it is given.
-        device: where a new tensor is made otherwise, in the widest dtype of the gradients.
+        g (`Mapping[str, torch.Tensor]`):
+            Gradients of shape `(B, *shape)` by parameter name.
+        arr (`torch.Tensor` of shape `(B, P)`, *optional*):
+            Tensor to fill. By default a new one is made, in the widest dtype of the gradients.
+        device (`torch.device` or `str`, *optional*, defaults to `"cuda"`):
+            Where a new tensor is made.
 
     Returns:
-        `(B, P)`.
+        `torch.Tensor` of shape `(B, P)`; `arr` if it was given.
 
     Raises:
         ValueError: `g` is empty, its entries differ in B, or `arr` does not have the shape `(B, P)`.
     """
     if not g:
         raise ValueError(
-            "There are no gradients to concatenate. Expected a mapping of parameter names to (B, *shape)."
+            "There are no gradients to concatenate. Expected a mapping of parameter names to tensors (B, *shape)."
         )
     batch_sizes = {name: gradient.shape[0] if gradient.ndim else None for name, gradient in g.items()}
     if len(set(batch_sizes.values())) != 1 or None in batch_sizes.values():
-        raise ValueError(f"The gradients have the batch sizes {batch_sizes}. Expected one and the same for all.")
+        raise ValueError(f"The gradients have the batch sizes {batch_sizes}. Expected the same for all.")
     batch = next(iter(g.values())).shape[0]
     flat = {name: gradient.detach().reshape(batch, gradient.shape[1:].numel()) for name, gradient in g.items()}
     total = sum(gradient.shape[1] for gradient in flat.values())
@@ -110,19 +138,18 @@ def vectorize(g: Mapping[str, Tensor], arr: Tensor | None = None, device: torch.
 
 
 def test_install(use_fast_jl: bool = True) -> None:
-    """Run TRAK end to end on a tiny model and say that it works.
+    """Run TRAK from end to end on a tiny model, and print that it works.
 
     Args:
-        use_fast_jl: also call the CUDA kernels of the optional package `fast_jl`. With `False` everything runs on the
-            CPU and no GPU is needed.
+        use_fast_jl (`bool`, *optional*, defaults to `True`):
+            Also call the CUDA kernels of the optional package `fast_jl`. With `False`, everything runs on the CPU.
 
     Raises:
-        ModuleNotFoundError: `use_fast_jl` is set and the package is not installed.
-        RuntimeError: there is no GPU for `fast_jl`, or a result is wrong.
+        ModuleNotFoundError: `use_fast_jl` is set, and the package is not installed.
+        RuntimeError: `fast_jl` has no GPU to run on, or a result is wrong.
     """
     if use_fast_jl:
         _check_fast_jl()
-    from hf_trak.traker.traker import TRAKer  # not at the top: traker imports this module
 
     n, m, k = 24, 4, 8
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The contract of a saver of the seed API: where `TRAKer` keeps gradients, features and scores."""
+"""The contract of a saver of the `trak` API: where `TRAKer` keeps gradients, features and scores."""
 
 import logging
 import warnings
@@ -11,20 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
+from hf_trak.errors import HfTrakError, IncompleteStoreError
+from hf_trak.runtime.finite import check_finite_rows
 from hf_trak.store.atomic import explained
-from hf_trak.store.shard_set import UNDERFLOW_TOLERANCE, cast_rows, check_finite
+from hf_trak.store.shard_set import UNDERFLOW_TOLERANCE, cast_rows
+from hf_trak.traker.savers.refusals import deleted_grads, mismatched_weights, unknown_model_id
 
 
-class ModelIDException(HfTrakError, ValueError):  # noqa: N818  # the seeds' name
+class ModelIDException(HfTrakError, ValueError):  # noqa: N818  # the name that the `trak` API documents
     """A `model_id` is registered already."""
 
 
 class AbstractSaver(ABC):
     """Keeps the results of a `TRAKer`.
 
-    The abstract methods are those of the seeds. `TRAKer` itself calls the methods below them, which work on
-    `current_store`, a dictionary of arrays (NumPy or torch) that a subclass fills:
+    The abstract methods are those that the `trak` API documents. `TRAKer` itself calls the methods below them, which
+    work on `current_store`, a dictionary of arrays (NumPy or torch) that a subclass fills:
 
     | key | shape | |
     |---|---|---|
@@ -35,11 +37,25 @@ class AbstractSaver(ABC):
     | `<experiment>_grads` | (m, k) | projected gradients of the targets |
     | `<experiment>_scores` | (n, m) | scores |
 
+    Args:
+        save_dir (`str` or `Path`):
+            Directory of everything that is saved. It is created if it does not exist.
+        metadata (`Mapping` or iterable of pairs):
+            All that defines the features, as plain JSON.
+        load_from_save_dir (`bool`):
+            Continue the model ids that the directory already holds. The metadata is compared with that of the
+            directory in either case.
+        logging_level (`int`):
+            Level of this saver's logger.
+        use_half_precision (`bool`):
+            Store gradients and features as float16 instead of float32.
+
     Attributes:
-        model_ids: what is known of each registered model id, by id.
-        experiments: what is known of each experiment, by name; at least `num_targets`.
-        current_model_id: the model id that `current_store` belongs to.
-        checkpoint_fingerprint: fingerprint of the weights that the next model id is registered with.
+        model_ids (`dict[int, dict]`): what is known of each registered model id, by id.
+        experiments (`dict[str, dict]`): what is known of each experiment, by name; at least `num_targets`.
+        current_model_id (`int` or `None`): the model id that `current_store` belongs to.
+        current_experiment (`str` or `None`): the experiment that targets are written to.
+        checkpoint_fingerprint (`str` or `None`): fingerprint of the weights that the next model id is registered with.
     """
 
     def __init__(
@@ -50,15 +66,6 @@ class AbstractSaver(ABC):
         logging_level: int,
         use_half_precision: bool,
     ) -> None:
-        """
-        Args:
-            save_dir: directory of everything that is saved; created if it is not there.
-            metadata: mapping of all that defines the features, plain JSON.
-            load_from_save_dir: whether model ids that the directory already holds are continued. The metadata is
-                compared with what the directory holds in either case.
-            logging_level: of this saver's logger.
-            use_half_precision: store features as float16 rather than float32.
-        """
         self.save_dir = Path(save_dir)
         with explained(self.save_dir):
             self.save_dir.mkdir(parents=True, exist_ok=True)
@@ -79,10 +86,16 @@ class AbstractSaver(ABC):
 
     @abstractmethod
     def register_model_id(self, model_id: int, _allow_featurizing_already_registered: bool = False) -> None:
-        """Create the metadata and the store of a new model id, and make it the current one.
+        """Create the metadata and the arrays of a new model id, and make it the current one.
+
+        Args:
+            model_id (`int`):
+                The id, at least 0.
+            _allow_featurizing_already_registered (`bool`, *optional*, defaults to `False`):
+                Continue an id that exists.
 
         Raises:
-            ModelIDException: it is registered already, and continuing it is not allowed.
+            ModelIDException: the id is registered already, and continuing it is not allowed.
         """
 
     @abstractmethod
@@ -91,11 +104,19 @@ class AbstractSaver(ABC):
 
     @abstractmethod
     def init_store(self, model_id: int) -> None:
-        """Create the arrays of the train set under a model id."""
+        """Create the arrays of the train set under a model id, and fill `current_store` with them."""
 
     @abstractmethod
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
         """Create the arrays of an experiment's targets under a model id, or open them if they exist.
+
+        Args:
+            exp_name (`str`):
+                Name of the experiment, which is one set of targets.
+            num_targets (`int`):
+                Number of targets, m.
+            model_id (`int`):
+                A registered model id.
 
         Raises:
             ConfigMismatchError: the experiment exists with another number of targets.
@@ -103,7 +124,16 @@ class AbstractSaver(ABC):
 
     @abstractmethod
     def load_current_store(self, model_id: int, exp_name: str | None = None, exp_num_targets: int | None = -1) -> None:
-        """Fill `current_store` with the arrays of a model id, and of an experiment if one is named."""
+        """Fill `current_store` with the arrays of a model id, or with those of an experiment under it.
+
+        Args:
+            model_id (`int`):
+                A registered model id.
+            exp_name (`str`, *optional*):
+                The experiment. `None` opens the arrays of the train set.
+            exp_num_targets (`int`, *optional*, defaults to -1):
+                Number of its targets; -1 stands for the saved number.
+        """
 
     @abstractmethod
     def save_scores(self, exp_name: str) -> None:
@@ -116,12 +146,15 @@ class AbstractSaver(ABC):
     # What TRAKer calls, over the arrays in `current_store`
 
     def open_checkpoint(self, model_id: int, fingerprint: str, allow_registered: bool = False) -> None:
-        """Make a model id the current one, registering it if it is new.
+        """Make a model id the current one. Register it if it is new.
 
         Args:
-            model_id: the id.
-            fingerprint: of the weights that will be used under this id.
-            allow_registered: continue an id that the directory holds although `load_from_save_dir` is off.
+            model_id (`int`):
+                The id.
+            fingerprint (`str`):
+                Fingerprint of the weights that will be used under this id.
+            allow_registered (`bool`, *optional*, defaults to `False`):
+                Continue an id that the directory holds although `load_from_save_dir` is off.
 
         Raises:
             CheckpointMismatchError: the id is tied to other weights.
@@ -138,18 +171,20 @@ class AbstractSaver(ABC):
         self.current_experiment = None
 
     def verify_checkpoint(self, model_id: int, fingerprint: str) -> None:
-        """Compare weights with those that a registered model id is tied to; ties an id that is not yet tied to any.
+        """Compare weights with those that a registered model id is tied to. An id without weights is tied to these.
+
+        Args:
+            model_id (`int`):
+                The id.
+            fingerprint (`str`):
+                Fingerprint of the weights.
 
         Raises:
             IncompleteStoreError: the id is not registered.
             CheckpointMismatchError: the weights differ.
         """
         if model_id not in self.model_ids:
-            raise IncompleteStoreError(
-                f"Model id {model_id!r} is not in {self.save_dir}, which has {sorted(self.model_ids) or 'none'}. "
-                "Expected one that has been featurized. Call `load_checkpoint`, `featurize` and `finalize_features` "
-                "first."
-            )
+            raise unknown_model_id(self.save_dir, model_id, self.model_ids)
         saved = self.model_ids[model_id].get("fingerprint")
         if saved is None:
             self.model_ids[model_id]["fingerprint"] = fingerprint
@@ -163,7 +198,9 @@ class AbstractSaver(ABC):
         self.current_experiment = exp_name
 
     def featurized(self, rows: Sequence[int] | None = None) -> np.ndarray:
-        """Which train rows of the current model id have been written, one bool per row; `None` means all rows."""
+        """Tell which train rows of the current model id have been written: one bool for each row number in `rows`, or
+        for all n rows.
+        """
         mask = np.asarray(self.current_store["is_featurized"]).reshape(-1)
         return (mask if rows is None else mask[np.asarray(rows)]) == 1
 
@@ -171,13 +208,20 @@ class AbstractSaver(ABC):
         """Save train rows of the current model id. A row counts as featurized only after its values are written.
 
         Args:
-            rows: their indices.
-            grads: `(len(rows), k)` in float32; see `to_storage` for what may be wrong with it.
-            out_to_loss: `(len(rows),)`.
+            rows (`Sequence[int]`):
+                Row numbers.
+            grads (`torch.Tensor` of shape `(len(rows), k)`):
+                Projected gradients in float32.
+            out_to_loss (`torch.Tensor` of shape `(len(rows),)`):
+                Output-to-loss gradients.
+
+        Raises:
+            NonFiniteError: a value is NaN or infinite, or a gradient is too large for the storage dtype. Nothing is
+                written.
         """
         store, index = self.current_store, np.asarray(rows)
         grads = self.to_storage(rows, grads)
-        check_finite(out_to_loss, rows, "output-to-loss gradient")
+        check_finite_rows(out_to_loss, "output-to-loss gradient", rows, unit="sample")
         out_to_loss = out_to_loss.detach().to("cpu", torch.float32)
         store["grads"][index] = grads
         store["out_to_loss"][index] = out_to_loss.reshape(-1, *store["out_to_loss"].shape[1:])
@@ -186,7 +230,10 @@ class AbstractSaver(ABC):
         self._rows_written(index, "is_featurized")
 
     def read_grads(self) -> Tensor:
-        """Projected gradients of the train set under the current model id, `(n, k)`.
+        """Read the projected gradients of the train set under the current model id.
+
+        Returns:
+            `torch.Tensor` of shape `(n, k)`, in the storage dtype.
 
         Raises:
             IncompleteStoreError: they have been deleted.
@@ -196,12 +243,22 @@ class AbstractSaver(ABC):
         return torch.as_tensor(self.current_store["grads"])
 
     def finalized_with(self, model_id: int) -> Mapping[str, Any] | None:
-        """The settings with which the features of a model id were finalized, or `None` if they were not."""
+        """Return the settings with which the features of a model id were finalized, or `None` if they were not."""
         info = self.model_ids.get(model_id, {})
         return info.get("finalized_with", {}) if info.get("finalized") else None
 
     def write_features(self, features: Tensor, settings: Mapping[str, Any]) -> None:
-        """Save X (XᵀX + λI)⁻¹ `(n, k)` of the current model id, and the settings that it was computed with."""
+        """Save the features of the current model id.
+
+        Args:
+            features (`torch.Tensor` of shape `(n, k)`):
+                X (XᵀX + λI)⁻¹.
+            settings (`Mapping[str, Any]`):
+                The settings that they were computed with, as plain JSON.
+
+        Raises:
+            NonFiniteError: a feature is NaN or infinite, or too large for the storage dtype. Nothing is written.
+        """
         info = self.model_ids[self.require_model_id()]
         features = self.to_storage(range(len(features)), features, "feature")
         if info.get("finalized"):
@@ -213,28 +270,38 @@ class AbstractSaver(ABC):
         self.serialize_current_model_id_metadata()
 
     def read_features(self) -> tuple[Tensor, Tensor]:
-        """Features `(n, k)` and output-to-loss gradients `(n,)` of the current model id."""
+        """Read the features `(n, k)` and the output-to-loss gradients `(n,)` of the current model id."""
         store = self.current_store
         return torch.as_tensor(store["features"]), torch.as_tensor(store["out_to_loss"]).reshape(-1)
 
     def scored(self, rows: Sequence[int] | None = None) -> np.ndarray:
-        """Which targets of the current experiment have been written under the current model id, one bool per
-        target.
+        """Tell which targets of the current experiment have been written under the current model id: one bool for each
+        number in `rows`, or for all m targets.
         """
         mask = np.asarray(self._target_mask()).reshape(-1)
         return (mask if rows is None else mask[np.asarray(rows)]) == 1
 
     def _target_mask(self) -> Any:
-        """The marks of the current experiment: in the store if it has them, in memory otherwise."""
-        name = self._require_experiment()
+        """Return the marks of the current experiment's targets. They are kept in memory if the store has none."""
+        name = self.require_experiment()
         if f"{name}_is_scored" in self.current_store:
             return self.current_store[f"{name}_is_scored"]
         count = self.experiments[name]["num_targets"]
         return self._target_masks.setdefault((self.current_model_id, name), np.zeros(count, dtype=np.int32))
 
     def write_target_rows(self, rows: Sequence[int], grads: Tensor) -> None:
-        """Save projected gradients `(len(rows), k)` of targets of the current experiment."""
-        name, index = self._require_experiment(), np.asarray(rows)
+        """Save targets of the current experiment.
+
+        Args:
+            rows (`Sequence[int]`):
+                Numbers of the targets.
+            grads (`torch.Tensor` of shape `(len(rows), k)`):
+                Projected gradients in float32.
+
+        Raises:
+            NonFiniteError: a gradient is NaN or infinite, or too large for the storage dtype. Nothing is written.
+        """
+        name, index = self.require_experiment(), np.asarray(rows)
         grads = self.to_storage(rows, grads)
         self.current_store[f"{name}_grads"][index] = grads
         self._rows_written(index, f"{name}_grads")
@@ -242,8 +309,10 @@ class AbstractSaver(ABC):
         self._rows_written(index, f"{name}_is_scored")
 
     def load_experiment(self, exp_name: str, model_id: int) -> bool:
-        """Make an experiment and a model id the current ones for reading; whether any of its targets was ever
-        written.
+        """Make an experiment and a model id the current ones for reading.
+
+        Returns:
+            `bool`: whether any target of the experiment has been written under this model id.
         """
         try:
             self.load_current_store(model_id, exp_name, self.experiments[exp_name]["num_targets"])
@@ -253,11 +322,20 @@ class AbstractSaver(ABC):
         return bool(self.scored().any())
 
     def read_targets(self) -> Tensor:
-        """Projected gradients `(m, k)` of the current experiment's targets under the current model id."""
-        return torch.as_tensor(self.current_store[f"{self._require_experiment()}_grads"])
+        """Read the projected gradients `(m, k)` of the current experiment's targets under the current model id."""
+        return torch.as_tensor(self.current_store[f"{self.require_experiment()}_grads"])
 
     def write_scores(self, exp_name: str, scores: Tensor, model_ids: Sequence[int]) -> None:
-        """Save the scores `(n, m)` of an experiment, averaged over `model_ids`."""
+        """Save the scores of an experiment.
+
+        Args:
+            exp_name (`str`):
+                Name of the experiment.
+            scores (`torch.Tensor` of shape `(n, m)`):
+                The scores, float32.
+            model_ids (`Sequence[int]`):
+                The model ids that they are averaged over.
+        """
         key = f"{exp_name}_scores"
         if self.current_store.get(key) is None:
             self.current_store[key] = scores
@@ -266,65 +344,52 @@ class AbstractSaver(ABC):
         self.save_scores(exp_name)
 
     def _rows_written(self, rows: np.ndarray, *keys: str) -> None:
-        """Called after rows of arrays of `current_store` have been written, and before they are marked as complete.
+        """Write memory maps to disk after rows in them have changed.
 
-        Args:
-            rows: their indices.
-            keys: the arrays. Those that are not in `current_store` are of no concern.
-
-        Memory maps are written to disk, so that the order of rows before marks also holds when the machine goes down.
+        Rows are written before they are marked as complete. Flushing in between keeps that order even if the machine
+        goes down. Keys that `current_store` lacks are skipped.
         """
         for key in keys:
             if isinstance(array := self.current_store.get(key), np.memmap):
                 array.flush()
 
     def to_storage(self, rows: Sequence[int], values: Tensor, what: str = "projected gradient") -> Tensor:
-        """Check rows `(len(rows), k)` and cast them to the storage dtype, on the CPU.
+        """Check rows, and cast them to the storage dtype on the CPU.
 
         Args:
-            rows: indices of the samples, for the error message.
-            values: what to store.
-            what: what it is, for the error message.
+            rows (`Sequence[int]`):
+                Numbers of the samples, for the error message.
+            values (`torch.Tensor` of shape `(len(rows), k)`):
+                The values to store.
+            what (`str`, *optional*, defaults to `"projected gradient"`):
+                What a row is, for the error message.
+
+        Returns:
+            `torch.Tensor` of shape `(len(rows), k)`.
 
         Raises:
             NonFiniteError: a value is NaN or infinite, or too large for the storage dtype; names the sample.
         """
         values = values.detach().cpu()
-        check_finite(values, rows, what)
+        check_finite_rows(values, what, rows, unit="sample")
         stored, worst = cast_rows(values, self.dtype, rows, what)
         if worst > UNDERFLOW_TOLERANCE and not self._warned:
             self._warned = True
             warnings.warn(
-                f"Storing features as {self.dtype} changes a row by {100 * worst:.1f} % of its norm, because its "
-                "values fall below the smallest that the dtype can hold. Use `use_half_precision=False`.",
+                f"Storing a {what} as {self.dtype} changes it by {100 * worst:.1f} % of its norm, because its values "
+                "are smaller than the dtype can hold. Pass `use_half_precision=False` and another `save_dir`.",
                 stacklevel=4,
             )
         return stored
 
     def require_model_id(self) -> int:
-        """The current model id. Raises `IncompleteStoreError` if none is open."""
+        """Return the current model id. Raise `IncompleteStoreError` if there is none."""
         if self.current_model_id is None:
-            raise IncompleteStoreError("No model id is open. Expected one. Call `load_checkpoint` first.")
+            raise IncompleteStoreError("No model id is open. Call `load_checkpoint` before this step.")
         return self.current_model_id
 
-    def _require_experiment(self) -> str:
+    def require_experiment(self) -> str:
+        """Return the name of the current experiment. Raise `IncompleteStoreError` if there is none."""
         if self.current_experiment is None:
-            raise IncompleteStoreError("No experiment is open. Expected one. Call `start_scoring_checkpoint` first.")
+            raise IncompleteStoreError("No experiment is open. Call `start_scoring_checkpoint` before this step.")
         return self.current_experiment
-
-
-def mismatched_weights(save_dir: Path, model_id: int, saved: str, given: str) -> CheckpointMismatchError:
-    """The error for a model id that is used with other weights than before."""
-    return CheckpointMismatchError(
-        f"Model id {model_id} is tied to the weights {saved} in {save_dir}, but was given a checkpoint with the "
-        f"weights {given}. Expected the same weights. Load the checkpoint that belongs to this id, or use another "
-        "model id."
-    )
-
-
-def deleted_grads(save_dir: Path, model_id: int | None) -> IncompleteStoreError:
-    """The error for a call that needs gradients which were deleted."""
-    return IncompleteStoreError(
-        f"The train gradients of model id {model_id} in {save_dir} were deleted (`del_grads`). Expected them to be "
-        "there, because the features have to be computed anew. Featurize this checkpoint again under another model id."
-    )

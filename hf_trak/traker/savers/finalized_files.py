@@ -1,10 +1,10 @@
-"""What a `SafetensorsSaver` keeps beside the rows of its feature store: finalized features, their settings, scores.
+"""The files that a `SafetensorsSaver` adds to its feature store: finalized features, their settings, and scores.
 
     checkpoint-<model_id>/features.json                                         settings, digest of the gradients
     checkpoint-<model_id>/features-<shard>-of-<shards>.safetensors              `features` (rows, k), `out_to_loss`
     scores/<experiment>/scores.safetensors                                      `scores` (n, m)
 
-All files are written in the format of the store, and say what they were computed from.
+All files are written in the format of the store. Their metadata says what they were computed from.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,17 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import IncompleteStoreError, StoreError
+from hf_trak.runtime.checks import is_int
 from hf_trak.store.atomic import differing, safe_name, write_bytes
 from hf_trak.store.sealed import content_digest, read_sealed, unsealed
 from hf_trak.store.shards import Identity, ShardPlan, TensorSpec, read_header, read_tensors, write_tensors
-from hf_trak.store.store import FeatureStore, checked_count
+from hf_trak.store.store import FeatureStore
 
 
 class FinalizedFiles:
-    """These files in the directory of a feature store."""
+    """Reads and writes these files in the directory of a feature store."""
 
     def __init__(self, store: FeatureStore) -> None:
-        """
-        Args:
-            store: the store.
-        """
         self.store = store
         self.plan = ShardPlan(store.config["train_size"], store.config["shard_size"])
         self.width = int(store.config["proj_dim"])
@@ -36,16 +33,19 @@ class FinalizedFiles:
     # features
 
     def settings_path(self, model_id: int) -> Path:
-        """The file that says how the features of a model id were computed, and that they are complete."""
+        """Return the file that says how the features of a model id were computed, and that they are complete."""
         return self.store.checkpoint_dir(model_id) / "features.json"
 
     def features_path(self, model_id: int, index: int) -> Path:
-        """A shard of features."""
+        """Return the file of a shard of features."""
         return self.store.checkpoint_dir(model_id) / self.plan.file_name(index, "features")
 
     def read_settings(self, model_id: int) -> dict[str, Any] | None:
-        """How the features of a model id were computed: `content`, `settings`, `grads_deleted`; `None` if there are
-        no complete ones.
+        """Read how the features of a model id were computed.
+
+        Returns:
+            `dict` with the keys `content`, `settings` and `grads_deleted` of [`~FinalizedFiles.write_settings`], or
+            `None` if there are no complete features.
 
         Raises:
             StoreError: the file is damaged, or that of another model id or run.
@@ -57,7 +57,7 @@ class FinalizedFiles:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise StoreError(f"{path} cannot be read ({error}). Expected a file of this run. {remedy}") from error
+            raise StoreError(f"{path} cannot be read ({error}). {remedy}") from error
         kinds = {"content": str, "grads_deleted": bool, "settings": dict}
         lines = [f"{key} is {saved.get(key)!r}" for key, kind in kinds.items() if not isinstance(saved.get(key), kind)]
         if self.store.version > 1:
@@ -71,13 +71,13 @@ class FinalizedFiles:
         return saved
 
     def write_settings(self, model_id: int, content: str, settings: Mapping[str, Any], grads_deleted: bool) -> None:
-        """Say that the features of a model id are complete.
+        """Write the file that says that the features of a model id are complete.
 
         Args:
             model_id: the id.
-            content: digest of the gradients that they were computed from.
-            settings: with which they were computed, plain JSON.
-            grads_deleted: whether the gradients are gone.
+            content: digest of the gradients that the features were computed from.
+            settings: settings that they were computed with, as plain JSON.
+            grads_deleted: whether the gradients have been deleted.
         """
         saved: dict[str, Any] = {"content": content, "grads_deleted": grads_deleted, "settings": dict(settings)}
         if self.store.version > 1:
@@ -95,7 +95,7 @@ class FinalizedFiles:
             out_to_loss: `(n,)`, float32.
             content, settings: as in [`~FinalizedFiles.write_settings`].
         """
-        # The description goes first and comes last: features that are there in part are never taken for finished ones.
+        # This file is deleted first and written last, so that half-written features never count as finished ones.
         self.settings_path(model_id).unlink(missing_ok=True)
         identity = self._features_identity(model_id, content, settings)
         for index in range(len(self.plan)):
@@ -111,23 +111,22 @@ class FinalizedFiles:
         self.write_settings(model_id, content, settings, grads_deleted=False)
 
     def read_features(self, model_id: int) -> tuple[Tensor, Tensor]:
-        """Features `(n, k)` and output-to-loss gradients `(n,)`.
+        """Read the features `(n, k)` and the output-to-loss gradients `(n,)` of a model id.
 
         Raises:
-            IncompleteStoreError: there are none.
+            IncompleteStoreError: the model id has no features.
             StoreError: a file is damaged, or does not belong here.
         """
         parts = [self.read_part(model_id, index) for index in range(len(self.plan))]
-        # a copy even of a single part: products of matrices depend, in the last bit, on where a file's header ends
+        # A copy even of a single part: the last bit of matrix products depends on how a file's values are aligned.
         return torch.cat([p["features"] for p in parts]), torch.cat([p["out_to_loss"] for p in parts])
 
     def read_part(self, model_id: int, index: int, verify: bool | None = None) -> dict[str, Tensor]:
-        """One shard of features: `features`, `out_to_loss`. Args and errors as of `read_tensors`."""
+        """Read one shard: `features` and `out_to_loss`. `verify` and errors are those of `read_tensors`."""
         saved = self.read_settings(model_id)
         if saved is None:
             raise IncompleteStoreError(
-                f"Model id {model_id} in {self.store.output_dir} has no features. Expected finalized ones. Call "
-                "`finalize_features`."
+                f"Model id {model_id} in {self.store.output_dir} has no finalized features. Call `finalize_features`."
             )
         part = self.plan.rows(index)
         specs = {
@@ -146,8 +145,8 @@ class FinalizedFiles:
             )
         except StoreError as error:
             raise StoreError(
-                f"{error} These are features that `finalize_features` computes: delete "
-                f"{self.settings_path(model_id)} and call it again."
+                f"{error} To compute these features again, delete {self.settings_path(model_id)} and call "
+                "`finalize_features`."
             ) from error
 
     def _features_identity(self, model_id: int, content: str, settings: Mapping[str, Any]) -> Identity:
@@ -157,32 +156,32 @@ class FinalizedFiles:
     # experiments and scores
 
     def experiment(self, name: str) -> dict[str, Any]:
-        """What is saved of an experiment; at least `num_targets`.
+        """Read what is saved of an experiment; at least `num_targets`.
 
         Raises:
-            IncompleteStoreError: there is no such experiment.
+            IncompleteStoreError: the experiment does not exist.
             StoreError: its description is damaged, or that of another experiment.
         """
         info = self.store.experiment_info(name)
         count = info.get("num_targets")
-        if type(count) is not int or count < 1:
+        if not is_int(count, 1):
             raise StoreError(
-                f"{self.store.experiment_dir(name) / 'experiment.json'} says that there are {count!r} targets. "
-                "Expected their number. Restore it, or delete its directory and score again."
+                f"{self.store.experiment_dir(name) / 'experiment.json'} gives {count!r} as the number of targets. "
+                "Expected an integer of at least 1. Restore the file, or delete its directory and score again."
             )
         return info
 
     def scores_path(self, experiment: str) -> Path:
-        """The scores of an experiment."""
+        """Return the file of an experiment's scores."""
         return self.store.output_dir / "scores" / safe_name(experiment, "exp_name") / "scores.safetensors"
 
     def write_scores(self, experiment: str, scores: Tensor, model_ids: Sequence[int]) -> None:
         """Save scores.
 
         Args:
-            experiment: the name.
+            experiment: name of the experiment.
             scores: `(n, m)`, float32.
-            model_ids: the checkpoints that they are averaged over, with features as they are now.
+            model_ids: the model ids that the scores are averaged over. Their present features are recorded.
         """
         path = self.scores_path(experiment)
         extra: dict[str, Any] = {"model_ids": [int(model_id) for model_id in model_ids]}
@@ -191,45 +190,49 @@ class FinalizedFiles:
         write_tensors(path, {"scores": scores}, self._scores_identity(experiment), self.store.version, **extra)
 
     def read_scores(self, experiment: str, verify: bool | None = None) -> Tensor:
-        """The saved scores `(n, m)` of an experiment, memory-mapped.
+        """Read the saved scores `(n, m)` of an experiment, memory-mapped.
 
         Raises:
-            StoreError: there are none, or the file is damaged, or that of another experiment.
+            StoreError: there are no scores, or the file is damaged, or that of another experiment.
         """
-        shape = (self.plan.n_rows, checked_count(self.experiment(experiment)["num_targets"], "num_targets"))
-        specs = {"scores": TensorSpec(shape, (torch.float32,))}
+        specs = self._scores_specs(experiment)
         path, identity = self.scores_path(experiment), self._scores_identity(experiment)
         scores = read_tensors(path, identity, specs, verify, version=self.store.version)["scores"]
         said = read_header(path, identity, specs, self.store.version).get("members") or {}
-        # scores outlive features that are deleted, but do not pass for scores of others
+        # Scores stay valid when features are deleted, but are refused when the features have been replaced.
         now = {model_id: {**said[model_id], **self._member(int(model_id))} for model_id in said}
         if lines := differing(said, now):
             raise StoreError(
-                f"{path} was computed from other features than those that are there now, as "
+                f"{path} was computed from other features than those that now exist, according to "
                 + ", ".join(str(self.settings_path(int(i))) for i in said if said[i] != now[i])
-                + " says:\n  "
+                + ":\n  "
                 + "\n  ".join(lines)
-                + "\nExpected scores of these. Call `finalize_scores` again."
+                + "\nCall `finalize_scores` again."
             )
         return scores
 
     def scores_members(self, experiment: str) -> list[int]:
-        """The model ids that the saved scores of an experiment are averaged over. Raises as `read_scores`."""
-        shape = (self.plan.n_rows, self.experiment(experiment)["num_targets"])
-        specs = {"scores": TensorSpec(shape, (torch.float32,))}
+        """Read which model ids the saved scores of an experiment are averaged over. Raises as `read_scores`."""
+        specs = self._scores_specs(experiment)
         path, identity = self.scores_path(experiment), self._scores_identity(experiment)
         found = read_header(path, identity, specs, self.store.version).get("model_ids")
-        if not isinstance(found, list) or not all(type(model_id) is int for model_id in found):
-            raise StoreError(f"{path} says the model ids {found!r}; expected numbers. Call `finalize_scores` again.")
+        if not isinstance(found, list) or not all(is_int(model_id) for model_id in found):
+            raise StoreError(
+                f"{path} names the model ids {found!r}. Expected a list of integers. Call `finalize_scores` again."
+            )
         return found
 
     def _member(self, model_id: int) -> dict[str, Any]:
-        """What scores depend on of a model id: its weights, gradients, and the settings of its features."""
+        """Return what scores depend on of a model id: its weights, its gradients, the settings of its features."""
         saved = self.read_settings(model_id) or {}
         return {
             **self.store.identity(model_id),
             **{key: saved[key] for key in ("content", "settings") if key in saved},
         }
+
+    def _scores_specs(self, experiment: str) -> dict[str, TensorSpec]:
+        shape = (self.plan.n_rows, self.experiment(experiment)["num_targets"])
+        return {"scores": TensorSpec(shape, (torch.float32,))}
 
     def _scores_identity(self, experiment: str) -> Identity:
         identity = {"config": self.store.config_hash, "kind": "scores"}

@@ -1,4 +1,4 @@
-"""The directory of a `MmapSaver`: where its files are, what each says, and what its arrays are bound to.
+"""The directory of a `MmapSaver`: its files, what each says, and what the checksums of its arrays are bound to.
 
     <save_dir>/
       metadata.json                   all that defines the features
@@ -13,17 +13,16 @@
         <experiment>_grads.mmap       (m, k)
         <experiment>_is_scored.mmap   (m, 1), int32: 1 where a row is complete
 
-JSON files carry a checksum of their content, arrays one per row (`row_files`); the marks need none, because a row
-counts only if it is marked and has a checksum. Checksums of rows are bound to the configuration, the weights, the
-model id and the array, those of features to their settings and to the gradients, too.
+JSON files carry a checksum of their content, arrays one checksum per row (`row_files`). The marks need none, because a
+row counts only if it is marked and has a checksum. Checksums of rows are bound to the configuration, the weights, the
+model id and the array; those of features also to their settings and to the gradients.
 
 Directories of format 1 have no checksums. They are read and finished in their own format, with a warning;
-`hf_trak.traker.savers.mmap_check.upgrade_mmap` adds checksums.
+`hf_trak.traker.savers.mmap_upgrade.upgrade_mmap` adds checksums.
 """
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,9 @@ import numpy as np
 from filelock import FileLock
 
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
-from hf_trak.store.atomic import create_bytes, json_bytes, safe_name, write_bytes
-from hf_trak.store.checkpoint_records import checked_count, checked_model_id
+from hf_trak.runtime.checks import is_int
+from hf_trak.store.atomic import create_bytes, json_bytes, write_bytes
+from hf_trak.store.checkpoint_records import checked_model_id
 from hf_trak.store.sealed import (
     SEALED_VERSION,
     VERSION_KEY,
@@ -42,6 +42,7 @@ from hf_trak.store.sealed import (
     sealed_bytes,
     unsealed,
 )
+from hf_trak.traker.savers.mmap_arrays import MARKS, MmapArrays
 from hf_trak.traker.savers.row_files import seed_of
 from hf_trak.traker.savers.run_metadata import IDENTITY_FORMAT, changes, defining
 
@@ -50,41 +51,20 @@ logger = logging.getLogger(__name__)
 METADATA = "metadata.json"
 EXPERIMENTS = "experiments.json"
 ID_METADATA = "id_metadata.json"
-MARKS = "_is_featurized"
 
 _RESTORE = "Restore it from a copy, or use another save_dir."
 _warned: set[Path] = set()
 
 
-@dataclass(frozen=True)
-class ArrayPlan:
-    """One array of the directory.
-
-    Attributes:
-        key: its name in `current_store`.
-        path: its file.
-        shape: `(rows, width)`.
-        dtype: NumPy's.
-        checked: whether its rows have checksums.
-        remedy: what to do about a damaged file.
-    """
-
-    key: str
-    path: Path
-    shape: tuple[int, int]
-    dtype: Any
-    checked: bool
-    remedy: str
-
-
 class MmapDirectory:
-    """The files of one configuration, see the module's docstring.
+    """The files of one configuration; the module's docstring lists them.
 
     Attributes:
         save_dir: the directory.
         metadata: the saved configuration.
-        version: format version, in which all files are written.
+        version: format version in which all files are written.
         run: digest of all that defines the features.
+        arrays: the plans of all arrays.
     """
 
     def __init__(self, save_dir: Path, metadata: Mapping[str, Any], version: int) -> None:
@@ -93,20 +73,21 @@ class MmapDirectory:
         self.metadata = dict(metadata)
         self.version = version
         self.run = content_digest(defining(metadata))
-        self.train_size = int(metadata["train_size"])
-        self.proj_dim = int(metadata["proj_dim"])
-        self.dtype: Any = np.float16 if metadata["feature_dtype"] == "float16" else np.float32
+        dtype = np.float16 if metadata["feature_dtype"] == "float16" else np.float32
+        n, k = int(metadata["train_size"]), int(metadata["proj_dim"])
+        self.arrays = MmapArrays(save_dir, n, k, dtype, checked=version > 1)
 
     @classmethod
     def open(
         cls, save_dir: Path, metadata: Mapping[str, Any], in_format_1: Mapping[str, Any] | None = None
     ) -> "MmapDirectory":
-        """Open a directory, and make it one of this configuration if it is none yet.
+        """Open a directory. A new one is given this configuration.
 
         Args:
             save_dir: the directory.
-            metadata: plain JSON, all that defines the features; needs `feature_dtype`, `proj_dim` and `train_size`.
-            in_format_1: the same as a directory of format 1 describes it, if that differs.
+            metadata: all that defines the features, as plain JSON; needs `feature_dtype`, `proj_dim` and
+                `train_size`.
+            in_format_1: the same metadata as a directory of format 1 describes it, if that differs.
 
         Raises:
             ConfigMismatchError: it holds results of another configuration; it is left as it was.
@@ -117,7 +98,7 @@ class MmapDirectory:
             create_bytes(path, sealed_bytes(metadata))
         directory = cls.load(save_dir)
         saved, given = defining(directory.metadata), defining(metadata)
-        if 1 in (directory.version, directory.metadata.get(IDENTITY_FORMAT)):  # which knows less
+        if 1 in (directory.version, directory.metadata.get(IDENTITY_FORMAT)):  # it describes less
             given = {key: value for key, value in defining(in_format_1 or metadata).items() if key in saved}
         if lines := changes(saved, given):
             raise ConfigMismatchError(
@@ -140,11 +121,11 @@ class MmapDirectory:
             content = _read_json(path, _RESTORE)
         except FileNotFoundError as error:
             raise IncompleteStoreError(
-                f"{save_dir} holds no results of a MmapSaver: {METADATA} is missing. Expected the save_dir of a run."
+                f"{save_dir} holds no results of a MmapSaver: {METADATA} is missing. Pass the save_dir of a run."
             ) from error
         metadata = unsealed(content)
         sizes = [metadata.get("train_size"), metadata.get("proj_dim")]
-        numbers = all(type(size) is int and size >= 1 for size in sizes)
+        numbers = all(is_int(size, 1) for size in sizes)
         if not numbers or metadata.get("feature_dtype") not in ("float16", "float32"):
             raise StoreError(
                 f"{path} says train_size and proj_dim {sizes} and feature_dtype {metadata.get('feature_dtype')!r}. "
@@ -160,7 +141,7 @@ class MmapDirectory:
             _warned.add(save_dir.absolute())
             logger.warning(
                 "%s is of format 1: its files have no checksums, so that damage is not noticed. `hf-trak upgrade %s` "
-                "adds them.",
+                "adds checksums.",
                 save_dir,
                 save_dir,
             )
@@ -169,15 +150,15 @@ class MmapDirectory:
     # model ids
 
     def id_path(self, model_id: int) -> Path:
-        """The file that describes a model id; its arrays are in the same directory."""
+        """Return the file that describes a model id. Its arrays are in the same directory."""
         return self.save_dir / str(checked_model_id(model_id)) / ID_METADATA
 
     def model_ids(self) -> list[int]:
-        """Registered model ids, ascending.
+        """List the registered model ids, in ascending order.
 
         Raises:
-            StoreError: one that belongs here has vanished, in part or as a whole: leaving it out of an average would
-                change every score.
+            StoreError: files of a model id that belongs here have vanished. An average without it would be other
+                scores.
         """
         found = {int(p.parent.name) for p in self.save_dir.glob(f"*/{ID_METADATA}") if is_id(p.parent.name)}
         lost = {int(p.stem) for p in self.save_dir.glob("*.json") if is_id(p.stem)} if self.version > 1 else set()
@@ -185,24 +166,23 @@ class MmapDirectory:
         if lost := lost - found:
             path = self.id_path(min(lost))
             raise StoreError(
-                f"{path} is missing, although model id {min(lost)} belongs to {self.save_dir}. Expected the files of "
-                f"every checkpoint that was featurized. Restore it, or delete {self.member_path(min(lost))} and "
-                f"{path.parent}, and featurize this checkpoint again if you need it."
+                f"{path} is missing, although model id {min(lost)} belongs to {self.save_dir}. Restore it, or delete "
+                f"{self.member_path(min(lost))} and {path.parent}, and featurize this checkpoint again if you need it."
             )
         return sorted(found)
 
     def register(self, model_id: int, fingerprint: str | None) -> tuple[dict[str, Any], bool]:
-        """Describe a new model id, unless it exists already.
+        """Write the description of a model id unless there is one.
 
         Args:
             model_id: the id.
-            fingerprint: of its weights, if they are known.
+            fingerprint: fingerprint of its weights, if they are known.
 
         Returns:
-            What the directory says of it, and whether this call created it.
+            `tuple`: the description, and whether this call wrote it.
 
         Raises:
-            StoreError: it exists, and its description is damaged.
+            StoreError: the model id exists, and its description is damaged.
         """
         content: dict[str, Any] = {
             "featurized": 0, "finalized": 0, "fingerprint": fingerprint, "model_id": model_id,
@@ -215,16 +195,16 @@ class MmapDirectory:
         return info, created
 
     def identity(self, model_id: int, fingerprint: str | None) -> dict[str, str]:
-        """What ties a model id to this run and to the weights that it is registered with."""
+        """Return the keys of a description that tie a model id to this run and to its weights."""
         of = {"fingerprint": fingerprint, "model_id": model_id, "run": self.run}
         return {"row_identity": content_digest(of), "run": self.run}
 
     def claim(self, model_id: int, info: Mapping[str, Any]) -> None:
-        """Say that the directory of a model id belongs here.
+        """Write the file that says that a model id belongs to this directory.
 
         Args:
             model_id: the id.
-            info: what is said of it.
+            info: the description of the model id.
         """
         path = self.member_path(model_id)
         if self.version > 1 and not path.exists():
@@ -232,14 +212,14 @@ class MmapDirectory:
             create_bytes(path, sealed_bytes(content))
 
     def member_path(self, model_id: int) -> Path:
-        """The file that says that the directory of a model id belongs here."""
+        """Return the file that says that a model id belongs to this directory."""
         return self.save_dir / f"{checked_model_id(model_id)}.json"
 
     def read_info(self, model_id: int) -> dict[str, Any]:
-        """What the directory says of a model id.
+        """Read the description of a model id.
 
         Raises:
-            FileNotFoundError: it is not registered.
+            FileNotFoundError: the id is not registered.
             StoreError: the file is damaged, or that of another model id or configuration.
         """
         path = self.id_path(model_id)
@@ -262,7 +242,7 @@ class MmapDirectory:
             "row_identity": (str,) if self.version > 1 else (str, type(None)),
         }
         if wrong := [key for key, kind in kinds.items() if not isinstance(info.get(key), kind)]:
-            raise StoreError(f"{path} says {wrong[0]!r} is {info.get(wrong[0])!r}, which cannot be. {remedy}")
+            raise StoreError(f"{path} says {wrong[0]!r} is {info.get(wrong[0])!r}, which is impossible. {remedy}")
         if self.version > 1:
             self._compare_member(model_id, info)
         return info
@@ -273,25 +253,24 @@ class MmapDirectory:
         try:
             said = self._read(path, remedy)
         except FileNotFoundError:
-            return  # a run was killed before it was there
+            return  # a run was killed before it wrote the file
         if said != {key: info.get(key) for key in ("model_id", "row_identity", "run")}:
             raise StoreError(
-                f"{path} and {self.id_path(model_id)} are of different runs or weights: files were mixed. Expected "
-                f"the same. {remedy}"
+                f"{path} and {self.id_path(model_id)} are of different runs or weights: files were mixed. {remedy}"
             )
 
     def write_info(self, model_id: int, info: Mapping[str, Any]) -> None:
-        """Replace what the directory says of a model id."""
+        """Replace the description of a model id."""
         write_bytes(self.id_path(model_id), self._encoded(info))
 
     # experiments
 
     def lock(self) -> FileLock:
-        """Held while `experiments.json` is changed."""
+        """Return the lock that is held while `experiments.json` is changed."""
         return FileLock(self.save_dir / ".experiments.lock")
 
     def read_experiments(self) -> dict[str, dict[str, Any]]:
-        """All experiments, by name.
+        """Read what is known of all experiments, by name.
 
         Raises:
             StoreError: the file is damaged, or that of another configuration.
@@ -308,7 +287,7 @@ class MmapDirectory:
         sound = isinstance(experiments, dict) and run == self.run
         for entry in experiments.values() if isinstance(experiments, dict) else ():
             count = entry.get("num_targets") if isinstance(entry, dict) else None
-            sound = sound and type(count) is int and count >= 1
+            sound = sound and is_int(count, 1)
         if not sound or not isinstance(experiments, dict):
             raise StoreError(
                 f"{path} is that of the run {run!r}, or has no number of targets. Expected experiments of the run "
@@ -321,69 +300,24 @@ class MmapDirectory:
         content = dict(experiments) if self.version == 1 else {"experiments": dict(experiments), "run": self.run}
         write_bytes(self.save_dir / EXPERIMENTS, self._encoded(content))
 
-    # arrays
-
-    def train_arrays(self, model_id: int, grads_deleted: bool = False) -> list[ArrayPlan]:
-        """The arrays of the train set under a model id. That of the marks comes last, and is created last."""
-        directory = self.id_path(model_id).parent
-        n, k = self.train_size, self.proj_dim
-        again = (
-            f"Restore it from a copy, or delete {directory / f'{MARKS}.mmap'} and featurize again, which computes all "
-            "rows of this model id anew."
-        )
-        if grads_deleted:
-            again = f"Restore it from a copy, or delete {directory} and featurize again."
-        features = "Restore it from a copy, or delete it and call `finalize_features` again."
-        plans = [
-            self._plan("grads", directory / "grads.mmap", (n, k), self.dtype, again),
-            self._plan("out_to_loss", directory / "out_to_loss.mmap", (n, 1), np.float32, again),
-            self._plan("features", directory / "features.mmap", (n, k), self.dtype, features),
-            self._plan("is_featurized", directory / f"{MARKS}.mmap", (n, 1), np.int32, again, False),
-        ]
-        return plans[1:] if grads_deleted else plans
-
-    def features_path(self, model_id: int) -> Path:
-        """The file of the features of a model id."""
-        return self.id_path(model_id).parent / "features.mmap"
-
-    def target_arrays(self, model_id: int, experiment: str, num_targets: int) -> list[ArrayPlan]:
-        """The arrays of an experiment's targets under a model id. That of the marks comes last."""
-        directory = self.id_path(model_id).parent
-        m = checked_count(num_targets, "num_targets")
-        grads, marks = (f"{safe_name(experiment, 'exp_name')}_{kind}" for kind in ("grads", "is_scored"))
-        again = f"Restore it from a copy, or delete {directory / f'{marks}.mmap'} and score the targets again."
-        return [
-            self._plan(grads, directory / f"{grads}.mmap", (m, self.proj_dim), self.dtype, again),
-            self._plan(marks, directory / f"{marks}.mmap", (m, 1), np.int32, again, False),
-        ]
-
-    def scores_array(self, experiment: str, num_targets: int) -> ArrayPlan:
-        """The scores of an experiment."""
-        path = self.save_dir / "scores" / f"{safe_name(experiment, 'exp_name')}.mmap"
-        remedy = "Restore it from a copy, or call `finalize_scores` again."
-        return self._plan("scores", path, (self.train_size, num_targets), np.float32, remedy)
+    # checksums of arrays
 
     def rows_seed(self, info: Mapping[str, Any], array: str, **extra: Any) -> int:
-        """Seed of the checksums of an array under a model id; `extra` is what else the rows depend on."""
+        """Return the seed of an array's checksums under a model id; `extra` is what else the rows depend on."""
         return seed_of({"array": array, "rows": info.get("row_identity"), **extra})
 
     def features_seed(self, info: Mapping[str, Any]) -> int:
-        """Seed of the checksums of the features of a model id, which belong to settings and gradients."""
+        """Return the seed of the checksums of features, which depend on their settings and on the gradients."""
         return self.rows_seed(info, "features", content=info.get("content"), settings=info.get("finalized_with"))
 
     def member(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        """What scores depend on of a model id: its weights, gradients, and the settings of its features."""
+        """Return what scores depend on of a model id: its weights, its gradients, the settings of its features."""
         return {key: info.get(key) for key in ("content", "finalized_with", "row_identity")}
 
     def scores_seed(self, experiment: str, entry: Mapping[str, Any]) -> int:
-        """Seed of the checksums of an experiment's scores."""
+        """Return the seed of the checksums of an experiment's scores."""
         of = {key: entry.get(key) for key in ("members", "model_ids", "num_targets")}
         return seed_of({"array": "scores", "experiment": experiment, "run": self.run, **of})
-
-    def _plan(
-        self, key: str, path: Path, shape: tuple[int, int], dtype: Any, remedy: str, checked: bool = True
-    ) -> ArrayPlan:
-        return ArrayPlan(key, path, shape, dtype, checked and self.version > 1, remedy)
 
     def _read(self, path: Path, remedy: str) -> dict[str, Any]:
         return unsealed(_read_json(path, remedy, allow_unsealed=self.version == 1))
@@ -393,7 +327,7 @@ class MmapDirectory:
 
 
 def is_id(name: str) -> bool:
-    """Whether the name of a file or directory is that of a model id."""
+    """Tell whether the name of a file or directory is that of a model id."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 

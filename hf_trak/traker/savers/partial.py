@@ -1,16 +1,16 @@
-"""Shards whose rows arrive one by one, in any order: a memory-mapped file until the last row is there.
+"""Shards whose rows arrive one by one, in any order. Each is a memory-mapped file until its last row has arrived.
 
 An unfinished shard `train-00000-of-00003.safetensors` is the file `train-00000-of-00003.partial`:
 
 | bytes | |
 |---|---|
-| a multiple of 4096 | JSON, padded with spaces: what the rows are computed from, which rows, their dtype and width |
-| rows · 8 | per row the xxh3-64 of its values, 0 while it is missing |
+| a multiple of 4096 | JSON, padded with spaces: which rows these are, of which run, their dtype and width |
+| rows · 8 | for each row the xxh3-64 of its values, 0 while it is missing |
 | rows · k · itemsize | `grads` |
 | rows · 4 | `out_to_loss`, float32 |
 
-The hash of a row is written after its values. A row counts as present only if its hash is right, so neither a killed
-process nor a machine that went down before all pages were on disk leaves a row that is there in part.
+The hash of a row is written after its values, and a row counts as present only if its hash is right. So a killed
+process, or a machine that went down before all pages were on disk, leaves no half-written row.
 """
 
 import json
@@ -32,19 +32,19 @@ from hf_trak.store.shard_set import ShardSet
 
 _BLOCK = 4096
 _OPEN_FILES = 64
-"""Unfinished shards that are kept open at a time; rows that arrive in random order touch all of them in turn."""
+"""Number of unfinished shards that are kept open. Rows that arrive in random order touch all shards in turn."""
 
 
 class PartialShard:
     """The memory-mapped file of one unfinished shard."""
 
     def __init__(self, shards: ShardSet, index: int, mode: Literal["r", "r+"] = "r+") -> None:
-        """Open the file, creating it if there is none; rows whose values are damaged are missing from then on.
+        """Open the file. Create it if it does not exist, and mark damaged rows as missing.
 
         Args:
-            shards: the shards that it is one of.
-            index: which one.
-            mode: `r` leaves the file as it is, damaged rows included.
+            shards: all shards of the feature matrix.
+            index: number of this shard.
+            mode: `r+`, or `r` to leave the file as it is, damaged rows included.
 
         Raises:
             StoreError: the file is truncated, or belongs to another run.
@@ -82,23 +82,23 @@ class PartialShard:
                 self.hashes[row] = 0
 
     def damaged(self) -> list[int]:
-        """Rows that are there, but whose values are not those that their hashes were taken of."""
+        """List the present rows whose values do not match their hashes."""
         return [row for row in np.flatnonzero(self.hashes).tolist() if self._hash(row) != self.hashes[row]]
 
     @property
     def done(self) -> np.ndarray:
-        """Which rows are there, bool `(rows,)`."""
+        """One bool per row, `(rows,)`: whether the row is present."""
         return self.hashes != 0
 
     def write(self, rows: np.ndarray, grads: Tensor, out_to_loss: Tensor) -> None:
-        """Write the values of some rows, counted from the start of the shard. They are not there before `mark`."""
+        """Write the values of rows, counted from the start of the shard. They count as missing until `mark`."""
         self.grads[rows] = grads.numpy()
         self.out_to_loss[rows] = out_to_loss.numpy()
 
     def mark(self, rows: np.ndarray) -> None:
-        """Declare rows that have been written to be there."""
+        """Mark rows that have been written as present."""
         hashes = np.array([self._hash(row) for row in rows.tolist()], dtype=np.uint64)
-        self.hashes[rows] = hashes  # in one go, so that a killed process marks the batch wholly or not at all
+        self.hashes[rows] = hashes  # in one assignment, so that a killed process has marked all of the batch or none
 
     def _hash(self, row: int) -> int:
         digest = xxhash.xxh3_64(self.grads[row].data)
@@ -120,7 +120,7 @@ class PartialShard:
 
 
 class RowWriter:
-    """A [`ShardSet`] that is filled row by row, in any order, by any number of processes on one machine."""
+    """Fills a [`ShardSet`] row by row, in any order, with any number of processes on one machine."""
 
     def __init__(self, shards: ShardSet) -> None:
         """
@@ -132,7 +132,13 @@ class RowWriter:
         self._open: OrderedDict[int, PartialShard] = OrderedDict()
 
     def done(self, rows: Sequence[int] | None = None) -> np.ndarray:
-        """Which rows are there, one bool per row; `None` means all rows.
+        """Tell which rows are present.
+
+        Args:
+            rows: row numbers; `None` stands for all rows.
+
+        Returns:
+            `numpy.ndarray` of shape `(len(rows),)`: one bool per row.
 
         Raises:
             StoreError: a file is truncated, or belongs to another run.
@@ -150,10 +156,10 @@ class RowWriter:
         return result
 
     def write(self, rows: Sequence[int], grads: Tensor, out_to_loss: Tensor) -> None:
-        """Write rows; those of complete shards are there already and are left alone.
+        """Write rows. Those of complete shards are skipped.
 
         Args:
-            rows: their indices, each at most once.
+            rows: row numbers, each at most once.
             grads: `(len(rows), k)` on the CPU, in the storage dtype.
             out_to_loss: `(len(rows),)` on the CPU, float32.
         """
@@ -166,7 +172,7 @@ class RowWriter:
             parts[shard] = index[members] - self.shards.plan.rows(shard).start
             chosen = torch.from_numpy(members)
             self._partial(shard).write(parts[shard], grads[chosen], out_to_loss[chosen])
-        # Marks come after the values of the whole batch: a run that is killed repeats a batch wholly or not at all.
+        # Rows are marked after the values of the whole batch: a killed run has saved all of a batch or none of it.
         for shard in touched:
             self._partial(shard).mark(parts[shard])
         for shard in touched:
@@ -174,7 +180,10 @@ class RowWriter:
                 self._finish(shard)
 
     def read_all(self) -> tuple[Tensor, Tensor]:
-        """All rows: `grads` (n_rows, k) in the storage dtype, `out_to_loss` (n_rows,).
+        """Read all rows.
+
+        Returns:
+            `tuple`: `grads` of shape `(n_rows, k)` in the storage dtype, and `out_to_loss` of shape `(n_rows,)`.
 
         Raises:
             IncompleteStoreError: rows are missing.
@@ -185,12 +194,12 @@ class RowWriter:
             absent = np.flatnonzero(~done)
             raise IncompleteStoreError(
                 f"{self.shards.directory} lacks {len(absent)} of {len(done)} rows (first: {absent[:5].tolist()}). "
-                "Expected all. Write the missing ones first."
+                "Write these before reading."
             )
-        for index in self.shards.unwritten():  # complete, but killed before the last step
+        for index in self.shards.unwritten():  # complete, but a run was killed before the last step
             self._finish(index)
         parts = list(self.shards)
-        # a copy even of a single part: products of matrices depend, in the last bit, on where a file's header ends
+        # A copy even of a single part: the last bit of matrix products depends on how a file's values are aligned.
         return torch.cat([part.grads for part in parts]), torch.cat([part.out_to_loss for part in parts])
 
     def delete(self) -> None:
@@ -219,13 +228,12 @@ class RowWriter:
         return self._open[index]
 
     def _finish(self, index: int) -> None:
-        """Turn an unfinished shard, all of whose rows are there, into a finished one."""
+        """Write an unfinished shard, all of whose rows are present, as a finished one."""
         partial = self._partial(index)
         if damaged := partial.damaged():
             raise StoreError(
                 f"{partial.path} was changed by somebody else while this process had it open: rows {damaged[:5]} do "
-                "not match their checksums. Expected them as they were written. Run the same command again, which "
-                "computes these rows anew."
+                "not match their checksums. Run the same command again, which computes these rows anew."
             )
         self.shards.write(index, torch.from_numpy(partial.grads.copy()), torch.from_numpy(partial.out_to_loss.copy()))
         self._forget(index)

@@ -29,7 +29,7 @@ from hf_trak.store.sealed import content_digest
 
 _ALIGNMENT = 8
 _BLOCK_BYTES = 64 * 2**20
-"""Values that are hashed at a time."""
+"""Size of the values that are hashed at a time."""
 _MASK = 2**64 - 1
 
 _HEADER_ERRORS = (
@@ -44,31 +44,31 @@ _HEADER_ERRORS = (
     RecursionError,
     tokenize.TokenError,
 )
-"""What NumPy raises for damaged headers, which it evaluates as a Python literal."""
+"""What NumPy raises for damaged headers, since it evaluates them as Python literals."""
 
 _intact: dict[str, object] = {}
-"""Per file, as this process found all of its rows intact: its state on disk, and the seed."""
+"""By file: its state on disk and its seed when this process found all of its rows intact."""
 
 
 def seed_of(identity: Mapping[str, Any]) -> int:
-    """The seed of an array's checksums.
+    """Compute the seed of an array's checksums.
 
     Args:
-        identity: plain JSON, all that tells the array from others.
+        identity: all that tells the array from others, as plain JSON.
     """
     return int(content_digest(identity)[:16], 16)
 
 
 def row_sums(values: np.ndarray, rows: np.ndarray, seed: int) -> np.ndarray:
-    """Checksums of rows.
+    """Compute checksums of rows.
 
     Args:
         values: the rows, `(r, width)`.
         rows: their numbers, `(r,)`.
-        seed: of the array, see [`seed_of`].
+        seed: seed of the array, see [`seed_of`].
 
     Returns:
-        `(r,)`, uint64, never 0.
+        `numpy.ndarray` of shape `(r,)`, uint64, never 0.
     """
     content = np.ascontiguousarray(values)
     data = content.reshape(-1).view(np.uint8).data
@@ -81,7 +81,7 @@ def row_sums(values: np.ndarray, rows: np.ndarray, seed: int) -> np.ndarray:
 
 
 class RowFile:
-    """One such file, open.
+    """One open file of the format above.
 
     Attributes:
         path: the file.
@@ -103,14 +103,14 @@ class RowFile:
 
         Args:
             path: the file.
-            shape: of the array that it has to hold.
-            dtype: of this array.
+            shape: shape that its array must have.
+            dtype: dtype that its array must have.
             checked: whether checksums follow the array.
             mode: `r` or `r+`.
-            remedy: what to do about a damaged file, for the message.
+            remedy: what to do about a damaged file, for the error message.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
             StoreError: it is truncated, or holds another array, or may not be opened.
         """
         self.path = path
@@ -119,7 +119,7 @@ class RowFile:
         itemsize = np.dtype(dtype).itemsize
         plain = found.offset + shape[0] * shape[1] * itemsize
         summed = _with_sums(plain, shape[0])
-        sizes = [summed] if checked else [plain, summed]  # the latter where an upgrade was interrupted
+        sizes = [summed] if checked else [plain, summed]  # an interrupted upgrade leaves checksums behind
         if found.shape != shape or found.dtype != dtype or found.fortran or found.size not in sizes:
             raise StoreError(
                 f"{path} holds {found.dtype} {found.shape} in {found.size} bytes; expected {np.dtype(dtype)} {shape}, "
@@ -129,14 +129,14 @@ class RowFile:
             self.array = np.memmap(path, dtype, mode, found.offset, shape)
             self.sums = np.memmap(path, np.uint64, mode, summed - 8 * shape[0], shape[:1]) if checked else None
         except OSError as error:
-            raise StoreError(f"{path} cannot be opened ({error}). Expected an array of this run. {remedy}") from error
+            raise StoreError(f"{path} cannot be opened ({error}). {remedy}") from error
 
     @staticmethod
     def create(path: Path, shape: tuple[int, int], dtype: Any, checked: bool = True, replace: bool = False) -> None:
-        """Make a file of zeros; one that another process has created meanwhile stays, unless it is to be replaced.
+        """Make a file of zeros. A file that another process has created meanwhile stays, unless `replace` is set.
 
         Raises:
-            StoreError: it cannot be written.
+            StoreError: the file cannot be written.
         """
 
         def fill(temporary: Path) -> None:
@@ -153,10 +153,10 @@ class RowFile:
 
     @staticmethod
     def write(path: Path, values: np.ndarray, seed: int | None) -> None:
-        """Write a whole array at once, atomically; with checksums if there is a seed.
+        """Write a whole array at once, atomically, with checksums if a seed is given.
 
         Raises:
-            StoreError: it cannot be written.
+            StoreError: the file cannot be written.
         """
         with atomic_path(path) as temporary, open(temporary, "wb") as file:
             np.lib.format.write_array(file, values, allow_pickle=False)
@@ -165,22 +165,22 @@ class RowFile:
                 file.write(row_sums(values, np.arange(len(values)), seed).tobytes())
 
     def seal(self, rows: np.ndarray, seed: int) -> None:
-        """Take the checksums of rows that have been written to the array."""
+        """Compute the checksums of rows that have been written to the array."""
         if self.sums is not None:
             _intact.pop(os.path.abspath(self.path), None)
             for part in _parts(rows, self.array):
                 self.sums[part] = row_sums(self.array[part], part, seed)
 
     def compare(self, rows: np.ndarray, seed: int, again: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Compare rows with their checksums, which reads them once.
+        """Compare rows with their checksums, which reads the rows once.
 
         Args:
-            rows: their numbers.
-            seed: of the array.
-            again: even if this process has found all rows intact, and the file has not changed since.
+            rows: the row numbers.
+            seed: seed of the array.
+            again: compare even if this process has found all rows intact and the file has not changed since.
 
         Returns:
-            The numbers of the rows that are not those that the checksums were taken of, and of those that have none.
+            `tuple`: the numbers of the rows that do not match their checksums, and of those that have no checksum.
             Both are empty for a file without checksums.
         """
         none = np.empty(0, dtype=np.int64)
@@ -197,32 +197,37 @@ class RowFile:
         return found, bare
 
     def stray_bytes(self) -> bool:
-        """Whether what fills the file up, between array and checksums, is anything else than zeros."""
+        """Tell whether the padding between array and checksums holds anything but zeros."""
         end = self.array.offset + self.array.nbytes
         with open(self.path, "rb") as file:
             file.seek(end)
             return self.sums is not None and any(file.read(-end % _ALIGNMENT))
 
     def flush(self) -> None:
-        """Write what has changed to disk.
+        """Write all changes to disk.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: they cannot be written.
         """
         self.array.flush()
         if self.sums is not None:
             self.sums.flush()
 
 
+def rows_without_values(file: RowFile, rows: np.ndarray) -> np.ndarray:
+    """Find the rows whose values are all zero, as they are before anything is written."""
+    return rows[~np.asarray(file.array[rows] != 0).any(axis=1)]
+
+
 def add_sums(path: Path, shape: tuple[int, int], dtype: Any, rows: np.ndarray, seed: int) -> np.ndarray:
-    """Replace a file without checksums, atomically, by one that has those of some rows; if there are any already, they
-    are taken anew.
+    """Replace a file without checksums, atomically, by one with checksums of the given rows. Checksums that the file
+    already has are computed anew.
 
     Returns:
-        The checksums, `(shape[0],)`, uint64.
+        `numpy.ndarray` of shape `(shape[0],)`, uint64: the checksums, 0 for all other rows.
 
     Raises:
-        StoreError: it is truncated, or holds another array, or cannot be written.
+        StoreError: the file is truncated, or holds another array, or cannot be written.
     """
     old = RowFile(path, shape, dtype, checked=False, mode="r")
     sums = np.zeros(shape[0], dtype=np.uint64)
@@ -240,7 +245,7 @@ def add_sums(path: Path, shape: tuple[int, int], dtype: Any, rows: np.ndarray, s
 
 @dataclass(frozen=True)
 class _Header:
-    """What a file says of its array, and how large it is."""
+    """The header of a file, and the file's size."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -250,10 +255,10 @@ class _Header:
 
 
 def _read_header(path: Path, remedy: str) -> _Header:
-    """The header of a file. Mapping one that is cut off would make NumPy extend it with zeros."""
+    """Read the header of a file. (NumPy would extend a truncated file with zeros when it maps it.)"""
     try:
         with open(path, "rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that a damaged header might be one of Python 2
+            warnings.simplefilter("ignore", UserWarning)  # NumPy takes damaged headers for those of Python 2
             read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
             shape, fortran, dtype = read[np.lib.format.read_magic(file)](file)
             return _Header(shape, dtype, fortran, file.tell(), os.fstat(file.fileno()).st_size)
@@ -261,23 +266,22 @@ def _read_header(path: Path, remedy: str) -> _Header:
         raise
     except _HEADER_ERRORS as error:
         raise StoreError(
-            f"{path} cannot be opened as a complete .npy file ({error}). Expected an array as hf_trak wrote it. "
-            f"{remedy}"
+            f"{path} cannot be opened as a complete .npy file ({error}). Expected a file that hf_trak wrote. {remedy}"
         ) from error
 
 
 def _with_sums(end: int, rows: int) -> int:
-    """Size of a file whose array ends at byte `end`, with its checksums."""
+    """Return the size, with checksums, of a file whose array ends at byte `end`."""
     return end + -end % _ALIGNMENT + 8 * rows
 
 
 def _parts(rows: np.ndarray, array: np.ndarray) -> list[np.ndarray]:
-    """The rows, a few at a time."""
+    """Split row numbers into parts whose values fit into a block."""
     count = max(1, _BLOCK_BYTES // max(1, array.shape[1] * array.itemsize))
     return [rows[start : start + count] for start in range(0, len(rows), count)]
 
 
 def _stamp(path: Path) -> object:
-    """What changes when a file does. The time of the last change cannot be set back by who writes into it."""
+    """Return what changes whenever a file does. Unlike its modification time, its change time cannot be set back."""
     found = os.stat(path)
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

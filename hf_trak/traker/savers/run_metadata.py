@@ -1,4 +1,4 @@
-"""All that defines the features of a `TRAKer`, and how it is compared with what a directory says."""
+"""The metadata that defines the features of a `TRAKer`, and how it is compared with that of a directory."""
 
 import logging
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ class RunMetadata(dict[str, Any]):
     """The metadata that `TRAKer` gives to a saver.
 
     Attributes:
-        in_format_1: the same as directories of format 1 describe it.
+        in_format_1: the same metadata as directories of format 1 describe it.
     """
 
     def __init__(self, metadata: Mapping[str, Any], in_format_1: Mapping[str, Any]) -> None:
@@ -24,31 +24,31 @@ class RunMetadata(dict[str, Any]):
 
 
 IDENTITY_FORMAT = "identity_format"
-"""Key of a directory that was upgraded: the format whose descriptions its metadata holds."""
+"""Key in the metadata of an upgraded directory: the format in which the metadata describes the features."""
 
 
 def defining(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata without what does not define features."""
+    """Return the metadata without the keys that do not define features."""
     others = (*FeatureStore.INFORMATIONAL, IDENTITY_FORMAT)
     return {key: value for key, value in metadata.items() if key not in others}
 
 
 def changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """One line per key whose values differ; functions are the same if their code is, whatever their names."""
+    """Write a line for each key whose values differ. Functions with the same code are equal, whatever their names."""
     keys = [key for key in sorted(set(saved) & set(given)) if not comparison(key)(saved[key], given[key])]
     same = dict.fromkeys(keys)
     return differing({**saved, **same}, {**given, **same})
 
 
 def comparison(key: str) -> Comparison:
-    """How the values of a key are compared."""
+    """Make the function that compares two values of a key."""
 
     def compare(saved: Any, given: Any) -> list[str]:
         same = same_function(saved, given)
         if same is None:
             logger.warning(
-                "Whether `%s` is what it was cannot be said, because its code was compiled by another version of "
-                "Python: saved %s, given %s.",
+                "It is unknown whether `%s` has changed, because its code was compiled by another version of Python: "
+                "saved %s, given %s.",
                 key,
                 saved,
                 given,

@@ -1,4 +1,4 @@
-"""The contract of a score computer of the seed API."""
+"""The contract of a score computer of the `trak` API."""
 
 from abc import ABC, abstractmethod
 
@@ -7,25 +7,54 @@ from torch import Tensor
 
 
 class AbstractScoreComputer(ABC):
-    """Matrix products of TRAK: X (n, k) are features of train examples, t (m, k) those of targets."""
+    """Computes features from gradients, and scores from features.
+
+    Args:
+        dtype (`torch.dtype`):
+            Dtype of the features that [`~AbstractScoreComputer.get_x_xtx_inv`] returns.
+        device (`torch.device` or `str`):
+            Where products are computed. It is not touched before the first product.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
-        """
-        Args:
-            dtype: dtype of the features that [`~AbstractScoreComputer.get_x_xtx_inv`] returns.
-            device: where products are computed. Not touched before the first one.
-        """
         self.dtype = dtype
         self.device = device
 
     @abstractmethod
     def get_xtx(self, grads: Tensor) -> Tensor:
-        """XᵀX `(k, k)` from X `(n, k)`."""
+        """Compute the Gram matrix XᵀX.
+
+        Args:
+            grads (`torch.Tensor` of shape `(n, k)`):
+                Projected gradients X of the train examples.
+
+        Returns:
+            `torch.Tensor` of shape `(k, k)`.
+        """
 
     @abstractmethod
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
-        """X (XᵀX)⁻¹ `(n, k)` from X `(n, k)` and XᵀX `(k, k)`."""
+        """Compute the features X (XᵀX)⁻¹.
+
+        Args:
+            grads (`torch.Tensor` of shape `(n, k)`):
+                Projected gradients X of the train examples.
+            xtx (`torch.Tensor` of shape `(k, k)`):
+                XᵀX.
+
+        Returns:
+            `torch.Tensor` of shape `(n, k)`.
+        """
 
     @abstractmethod
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
-        """Add features · tᵀ to `accumulator` `(n, m)`, in place, from `features` `(n, k)` and t `(m, k)`."""
+        """Add features · tᵀ to `accumulator`, in place.
+
+        Args:
+            features (`torch.Tensor` of shape `(n, k)`):
+                Features of the train examples.
+            target_grads (`torch.Tensor` of shape `(m, k)`):
+                Projected gradients t of the targets.
+            accumulator (`torch.Tensor` of shape `(n, m)`):
+                Sum of the products of all checkpoints so far.
+        """

@@ -1,4 +1,4 @@
-"""Checking what a `SafetensorsSaver` keeps beside the files of its feature store."""
+"""Checking the files that a `SafetensorsSaver` adds to its feature store."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,21 +20,19 @@ _AGAIN = "The same script, run again, computes its rows."
 def verify_traker(save_dir: Path) -> Iterator[Finding]:
     """Check finalized features, unfinished shards and scores of a `TRAKer`, file by file.
 
-    The files of its feature store are those of `hf_trak.store.verification.verify_store`.
+    `hf_trak.store.verification.verify_store` checks the files of the feature store, and its configuration.
 
     Args:
-        save_dir: the directory.
+        save_dir (`Path`):
+            The directory.
 
-    Returns:
-        an iterator of one finding per file; none for a store that no `TRAKer` has made.
-
-    Raises:
-        StoreError: there is no store, or its configuration is damaged.
+    Yields:
+        `Finding`: one per file; none for a store that no `TRAKer` has made.
     """
     try:
         store = FeatureStore.load(save_dir)
     except StoreError:
-        return  # what `verify_store` says
+        return  # `verify_store` reports it
     if store.config.get("api") != "TRAKer":
         return
     files = FinalizedFiles(store)
@@ -63,7 +61,7 @@ def _features(files: FinalizedFiles, model_id: int) -> Iterator[Finding]:
     yield _sound(files.store, path)
     for index, shard in enumerate(shards):
         if not shard.exists():
-            yield Finding(shard, "missing", "features are not there", f"Delete {path}; then: {_FINALIZE}")
+            yield Finding(shard, "missing", "the features do not exist", f"Delete {path}; then: {_FINALIZE}")
             continue
         try:
             files.read_part(model_id, index, verify=True)
@@ -74,11 +72,11 @@ def _features(files: FinalizedFiles, model_id: int) -> Iterator[Finding]:
 
 
 def _checked_partials(store: FeatureStore, model_id: int, experiment: str | None) -> Iterator[Finding]:
-    """Unfinished shards of the train set or of an experiment's targets."""
+    """Check unfinished shards of the train set, or of an experiment's targets."""
     try:
         shards = store.train(model_id) if experiment is None else store.saved_targets(experiment, model_id)
     except HfTrakError:
-        return  # what `verify_store` says
+        return  # `verify_store` reports it
     yield from _partials(shards)
 
 
@@ -98,13 +96,13 @@ def _partials(shards: ShardSet) -> Iterator[Finding]:
         elif shards.exists(index):
             yield Finding(path, "leftover", "its shard is complete", "Delete it.")
         else:
-            yield Finding(path, "missing", f"{absent} of {len(partial.done)} rows are not computed", _AGAIN)
+            yield Finding(path, "missing", f"{absent} of {len(partial.done)} rows have not been computed", _AGAIN)
 
 
 def _scores(files: FinalizedFiles, name: str) -> Iterator[Finding]:
     path = files.scores_path(name)
     if not path.exists():
-        yield Finding(path, "missing", "the scores of this experiment are not computed", _SCORE)
+        yield Finding(path, "missing", "the scores of this experiment have not been computed", _SCORE)
         return
     try:
         scores = files.read_scores(name, verify=True)
@@ -119,5 +117,5 @@ def _scores(files: FinalizedFiles, name: str) -> Iterator[Finding]:
 
 def _sound(store: FeatureStore, path: Path) -> Finding:
     if store.version == 1:
-        return Finding(path, "unchecked", "in format 1 nothing protects what it says of itself", "`hf-trak upgrade`")
+        return Finding(path, "unchecked", "in format 1, the metadata of a file has no checksum", "`hf-trak upgrade`")
     return Finding(path, "intact")

@@ -1,7 +1,7 @@
-"""Bringing a directory of a `SafetensorsSaver` of format 1 up to date.
+"""Bringing a directory of a `SafetensorsSaver` from format 1 to the current format.
 
-All rows that match their checksums are written with identities and checksums of the current format, beside the old
-files, and then take their place. An interruption at any moment loses nothing: the same call goes on.
+All rows that match their checksums are written anew in the current format, into a directory beside the old files. Then
+the new files replace the old ones. An interruption at any moment loses nothing: the same call goes on.
 """
 
 import os
@@ -26,24 +26,26 @@ _READY = "ready.json"
 
 
 def upgrade_traker(save_dir: Path) -> None:
-    """Bring a directory up to date. Interrupted, the same call goes on; done, it changes nothing.
+    """Bring a directory to the current format.
 
-    Nothing else may write to the directory meanwhile. What format 1 does not say is taken as it is: under which id a
-    shard was projected (its directory's), and the code of a user's own functions.
+    After an interruption, the same call goes on where it stopped; on an upgraded directory it does nothing. Nothing
+    else may write to the directory meanwhile. Two facts that format 1 does not record are taken for granted: that a
+    shard was projected under the model id of its directory, and that the code of a user's own functions is unchanged.
 
     Args:
-        save_dir: the directory.
+        save_dir (`Path`):
+            The directory.
 
     Raises:
-        IncompleteStoreError: there are no results in this directory, or they are not those of a `TRAKer`.
-        StoreError: a file is damaged, or cannot be written; all results are still there.
+        IncompleteStoreError: the directory holds no results, or not those of a `TRAKer`.
+        StoreError: a file is damaged, or cannot be written. No result is lost.
     """
     save_dir = Path(save_dir)
     old, staging = FeatureStore.load(save_dir), save_dir / _STAGING
     if old.config.get("api") != "TRAKer":
         raise IncompleteStoreError(
-            f"{save_dir} holds no results of TRAKer. Expected its save_dir. `TrakAttributor.upgrade_store()` upgrades "
-            "other stores."
+            f"{save_dir} holds no results of TRAKer. Pass the save_dir of a TRAKer; `TrakAttributor.upgrade_store()` "
+            "upgrades other stores."
         )
     if old.version == 1:
         if not (staging / _READY).exists():
@@ -58,13 +60,13 @@ def require_upgraded(save_dir: Path) -> None:
     """Raise `StoreError` if an upgrade was interrupted while it exchanged files."""
     if (save_dir / _STAGING / _READY).exists():
         raise StoreError(
-            f"{save_dir} is being upgraded, or was when the upgrade was interrupted: {save_dir / _STAGING} is there. "
-            f"Expected all files in one format. Run `hf-trak upgrade {save_dir}` again."
+            f"{save_dir} is being upgraded, or its upgrade was interrupted: {save_dir / _STAGING} exists. Run "
+            f"`hf-trak upgrade {save_dir}` again."
         )
 
 
 def _stage(old: FeatureStore, staging: Path) -> None:
-    """Write everything anew in the current format."""
+    """Write all results anew, in the current format, into the staging directory."""
     config = {key: value for key, value in old.config.items() if key != "format_version"}
     new = FeatureStore.open(staging, {**config, IDENTITY_FORMAT: 1})
     for model_id in old.model_ids:
@@ -84,7 +86,7 @@ def _stage(old: FeatureStore, staging: Path) -> None:
 
 
 def _copy_rows(old: ShardSet, new: ShardSet) -> None:
-    """Finished shards, and the rows of unfinished ones that match their checksums."""
+    """Copy finished shards, and those rows of unfinished shards that match their checksums."""
     for index in range(len(old)):
         if old.is_written(index):
             shard = old.read(index, verify=True)
@@ -107,8 +109,8 @@ def _copy_features(old: FinalizedFiles, new: FinalizedFiles, model_id: int) -> N
         if old.store.train(model_id).content_hash != content:
             raise StoreError(
                 f"{old.settings_path(model_id)} describes features of other rows than those in "
-                f"{old.store.checkpoint_dir(model_id)}. Expected the same. Restore the right files, or delete this "
-                "one and call `finalize_features` again."
+                f"{old.store.checkpoint_dir(model_id)}. Restore the right files, or delete the former file and call "
+                "`finalize_features` again."
             )
         content = new.store.train(model_id).content_hash
     features, out_to_loss = old.read_features(model_id)
@@ -123,7 +125,7 @@ def _copy_scores(old: FinalizedFiles, new: FinalizedFiles, name: str) -> None:
 
 
 def _switch(save_dir: Path, staging: Path) -> None:
-    """Put the new files in the place of the old ones, the configuration last."""
+    """Replace the old files by the new ones, the configuration last."""
     last = staging / FeatureStore.CONFIG_FILE
     for path in list(_files(staging)):
         if path not in (last, staging / _READY):
