@@ -82,7 +82,7 @@ def _check_depth(content: dict[str, Any]) -> None:
 
 
 def _not_json(constant: str) -> float:
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _finite(text: str) -> float:

@@ -255,10 +255,12 @@ def open_index(files: IndexFiles, output_dir: Path) -> IndexStore:
 
 
 def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
+    """Read and check the configuration, and then the manifest that belongs to it."""
     config = _checked_config(files)
     plan = ShardPlan(config["train_size"], config["shard_size"])
     where = f"{MANIFEST_FILE} of {files.name}"
     most = MAX_JSON_BYTES
+    # The number of files that exist bounds the size of the manifest, before it is downloaded.
     names = files.names()
     if names is not None:
         listed = sum(INDEX_FILE.fullmatch(name) is not None for name in names)
@@ -276,6 +278,7 @@ def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
         manifest = IndexManifest.from_json(content, plan)
     except ValueError as error:
         raise refused(where, str(error)) from error
+    # Both files are of the same index: the manifest records the hash of the configuration.
     store = IndexStore(output_dir, config, files, manifest)
     if manifest.config not in (None, store.config_hash):
         raise refused(

@@ -208,8 +208,14 @@ def _manifest(store: FeatureStore, facts: IndexFacts) -> IndexManifest:
 
 
 def _check_readable(config: Mapping[str, Any], json_files: Mapping[str, bytes]) -> None:
-    """Refuse to publish files that are larger than every reader accepts. Raises `ValueError`."""
-    check_bounds(config)
+    """Refuse to publish an index that is larger than readers accept. Raises `ValueError`."""
+    try:
+        check_bounds(config)
+    except ValueError as error:
+        raise ValueError(
+            f"The index cannot be published: {error}. Expected an index of a size that readers accept. Featurize with "
+            "a smaller `proj_dim`, or name fewer parameters in `grad_wrt`."
+        ) from error
     for name, data in json_files.items():
         if len(data) > MAX_JSON_BYTES:
             raise ValueError(
