@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hf_trak.gradient_computers import HookedGradientComputer
-from hf_trak.gradient_computers.per_sample import FunctionOutput
+from hf_trak.gradient_computers.per_sample import function_task
 from hf_trak.kernels import self_check
 from hf_trak.kernels.dense import accumulate_dense
 from hf_trak.kernels.runtime import CUDA as RUNTIME
@@ -139,7 +139,7 @@ def test_repeated_tokens_give_the_same_bits_in_every_run():
     """Rows of an embedding's gradient are added in a fixed order."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(50, 64), torch.nn.Linear(64, 64)).to(CUDA)
-    task = FunctionOutput(lambda output, batch: output.flatten(1).square().sum(1), model)
+    task = function_task(lambda output, batch: output.flatten(1).square().sum(1), model)
     computer = HookedGradientComputer(model, task, None, None, CUDA)
     projector = SparseProjector(computer.grad_dim, 512, SEED, device=CUDA)
     pipeline = GradientPipeline(computer, projector, computer.grad_dim, 512, CUDA)
@@ -217,7 +217,7 @@ def test_outer_products_do_not_depend_on_what_else_happens(tokens):
 def test_featurizing_takes_factors_and_gives_the_same_features(monkeypatch):
     """The hooked engine hands linear layers of few tokens over by their factors; HF_TRAK_BACKEND=torch does not."""
     model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Tanh(), torch.nn.Linear(200, 70)).to(CUDA)
-    task = FunctionOutput(lambda output, batch: output.flatten(1).square().sum(1), model)
+    task = function_task(lambda output, batch: output.flatten(1).square().sum(1), model)
     computer = HookedGradientComputer(model, task, None, None, CUDA)
     projector = SparseProjector(computer.grad_dim, 4096, SEED, device=CUDA)
     pipeline = GradientPipeline(computer, projector, computer.grad_dim, 4096, CUDA)

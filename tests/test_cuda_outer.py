@@ -15,7 +15,7 @@ from hf_trak.errors import KernelError
 from hf_trak.featurize.featurizer import _SamplePerRow
 from hf_trak.gradient_computers import HookedGradientComputer
 from hf_trak.gradient_computers.hooked.outer import OuterBlock, OuterSink
-from hf_trak.gradient_computers.per_sample import FunctionOutput
+from hf_trak.gradient_computers.per_sample import function_task
 from hf_trak.kernels import self_check
 from hf_trak.kernels.outer import STRIP, accumulate_outer, plan_outer, shared_bytes, worthwhile
 from hf_trak.kernels.sources import TOKENS
@@ -293,7 +293,7 @@ def test_factors_stand_for_the_same_gradients(name):
 
 
 def computer_of(model):
-    task = FunctionOutput(lambda output, batch: output.flatten(1).sum(1) if output.ndim > 1 else output, model)
+    task = function_task(lambda output, batch: output.flatten(1).sum(1) if output.ndim > 1 else output, model)
     return HookedGradientComputer(model, task, None, torch.float32, "cpu")
 
 

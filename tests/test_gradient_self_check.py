@@ -22,9 +22,10 @@ from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.gradient_computers.hooked.rules import LayerCall, register_layer_rule, unregister_layer_rule
 from hf_trak.gradient_computers.memory import saved_activation_bytes
 from hf_trak.gradient_computers.padding import RowAlone, likely_padded
-from hf_trak.gradient_computers.per_sample import FunctionOutput
+from hf_trak.gradient_computers.per_sample import function_task, inputs_taken_by
 from hf_trak.gradient_computers.self_check import worst_parameter
 from hf_trak.gradient_computers.tolerance import PrecisionObserver, Tolerance, rounded_at_random
+from hf_trak.modelout_functions.function import FunctionModelOutput
 
 
 def output(result: Tensor, batch: Any) -> Tensor:
@@ -108,7 +109,7 @@ def test_a_gradient_given_to_the_wrong_sample_is_caught(clean_registry: None) ->
 def test_auto_falls_back_and_says_so_once(clean_registry: None, caplog: pytest.LogCaptureFixture) -> None:
     register_layer_rule(Scale, parameters=("scale",))(wrong_sample)
     model, batch = scaled()
-    computer = make_gradient_computer("auto", model, FunctionOutput(output, model))
+    computer = make_gradient_computer("auto", model, function_task(output, model))
     total = torch.zeros(5, computer.layout.total)
 
     def sink(start: int, block: Tensor) -> None:
@@ -185,7 +186,7 @@ def test_gradients_that_mix_although_outputs_do_not() -> None:
     model, batch = Model(), (torch.randn(5, 6),)
     with pytest.raises(GradientEngineError, match=r"first\.weight"):
         per_sample_gradients(model, batch, output, "hooked")
-    computer = make_gradient_computer("auto", model, FunctionOutput(output, model))
+    computer = make_gradient_computer("auto", model, function_task(output, model))
     computer.stream(batch, lambda start, block: None)
     assert computer.engine == "iterative"
 
@@ -224,7 +225,7 @@ def test_later_batches_are_not_checked_again() -> None:
     model, batch = mlp()
     forwards = []
     model.register_forward_hook(lambda module, args, result: forwards.append(len(args[0])))
-    computer = make_gradient_computer("hooked", model, FunctionOutput(output, model))
+    computer = make_gradient_computer("hooked", model, function_task(output, model))
     computer.stream(batch, lambda start, block: None)
     first = len(forwards)
     computer.stream(batch, lambda start, block: None)
@@ -234,7 +235,7 @@ def test_later_batches_are_not_checked_again() -> None:
 def test_a_batch_of_one_is_followed_by_a_check_of_a_larger_one(clean_registry: None) -> None:
     register_layer_rule(Scale, parameters=("scale",))(wrong_sample)
     model, batch = scaled()
-    computer = make_gradient_computer("hooked", model, FunctionOutput(output, model))
+    computer = make_gradient_computer("hooked", model, function_task(output, model))
     computer.stream((batch[0][:1],), lambda start, block: None)
     with pytest.raises(GradientEngineError, match="Scale"):
         computer.stream(batch, lambda start, block: None)
@@ -246,7 +247,7 @@ def test_samples_that_are_not_finite_are_left_to_the_consumer() -> None:
     batch[0][0] = torch.nan
     found = per_sample_gradients(model, batch, output, "auto")
     assert found["0.weight"][0].isnan().any() and found["0.weight"][1:].isfinite().all()
-    computer = make_gradient_computer("auto", model, FunctionOutput(output, model))
+    computer = make_gradient_computer("auto", model, function_task(output, model))
     computer.stream((torch.full((3, 6), torch.nan),), lambda start, block: None)
     assert not computer._checked
     computer.stream((torch.randn(3, 6),), lambda start, block: None)
@@ -336,7 +337,7 @@ def test_when_all_fail_each_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_of_the_task_stays_what_it_is(engine: str) -> None:
     """A label that is no class, in a sample that is not one of the two: not the engines' failure."""
 
-    class Checked(FunctionOutput):
+    class Checked(FunctionModelOutput):
         def out_to_loss_grad(self, model_output: Any, batch: Any, side: Any = "train") -> Tensor:
             if bool((batch[0] > 100).any()):
                 raise ValueError("sample 2 has no label")
@@ -344,7 +345,7 @@ def test_an_error_of_the_task_stays_what_it_is(engine: str) -> None:
 
     model, batch = mlp()
     batch[0][2, 0] = 101.0
-    computer = make_gradient_computer(engine, model, Checked(output, model))
+    computer = make_gradient_computer(engine, model, Checked(output, model_inputs_fn=inputs_taken_by(model)))
     with pytest.raises(ValueError, match="sample 2 has no label"):
         computer.stream(batch, lambda start, block: None)
 

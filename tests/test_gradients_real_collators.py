@@ -216,7 +216,7 @@ def test_adapters_of_weights_that_are_not_square(adapter: Callable[[], nn.Module
     found = streamed(computer, dict(collate(rows)), collate, rows)
     assert computer.engine == "hooked"
     assert isinstance(computer._computer, HookedGradientComputer)
-    assert not computer._computer._knowledge.replayed  # by the rules, not by running layers again
+    assert not computer._computer._model_trace.replayed  # by the rules, not by running layers again
     assert worst_parameter(model, found, alone(model, task, collate, rows)) < 1e-4
 
 

@@ -19,7 +19,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers import HookedGradientComputer, make_gradient_computer, per_sample_gradients
-from hf_trak.gradient_computers.per_sample import FunctionOutput
+from hf_trak.gradient_computers.per_sample import function_task, inputs_taken_by
+from hf_trak.modelout_functions.function import FunctionModelOutput
 
 
 def squared(result: Any, batch: Any) -> Tensor:
@@ -167,7 +168,7 @@ def test_layer(name: str, layer: nn.Module, batch: tuple[Tensor, ...]) -> None:
 def test_blocks_stay_below_the_limit() -> None:
     """A large parameter comes in slices; together they are the whole gradient."""
     model, batch = tiny_gpt2()
-    task = FunctionOutput(lm, model)
+    task = function_task(lm, model)
     computer = HookedGradientComputer(model, task, None, torch.float32, "cpu")
     computer.max_block_bytes = 4 * 4 * 16 * 4  # four rows of width 16 for four samples
     total, sizes = torch.zeros(4, computer.grad_dim), []
@@ -470,7 +471,7 @@ def test_company_independence() -> None:
         max_position_embeddings=32, num_labels=3,
     )  # fmt: skip
     model = perturbed(BertForSequenceClassification(config))
-    task = FunctionOutput(lambda result, batch: result.logits[:, 0] - result.logits.logsumexp(1), model)
+    task = function_task(lambda result, batch: result.logits[:, 0] - result.logits.logsumexp(1), model)
     computer = HookedGradientComputer(model, task, None, torch.float32, "cpu")
     ids = torch.randint(1, 40, (1, 6))
 
@@ -491,7 +492,7 @@ def test_images_of_different_sizes_in_different_batches() -> None:
     model = perturbed(
         nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
     )
-    computer = make_gradient_computer("auto", model, FunctionOutput(squared, model))
+    computer = make_gradient_computer("auto", model, function_task(squared, model))
     for size, side in ((4, 8), (3, 11), (5, 8), (1, 9)):
         batch = (torch.randn(size, 3, side, side),)
         total = torch.zeros(size, computer.layout.total)
@@ -511,7 +512,7 @@ def test_hooks_leave_nothing_behind() -> None:
     model.transformer.h[0].requires_grad_(False)
     model.train()
     model.transformer.h[1].eval()
-    computer = HookedGradientComputer(model, FunctionOutput(lm, model), None, torch.float32, "cpu")
+    computer = HookedGradientComputer(model, function_task(lm, model), None, torch.float32, "cpu")
 
     def state() -> Any:
         return (
@@ -541,7 +542,7 @@ def test_no_weight_gradients_are_formed_by_autograd() -> None:
     model, batch = tiny_gpt2()
     leaves: list[Tensor] = []
 
-    class Task(FunctionOutput):
+    class Task(FunctionModelOutput):
         def output(self, model_output: Any, batch: Any, side: Any = "train") -> Tensor:
             f = super().output(model_output, batch, side)
             waiting, visited = [f.grad_fn], set()
@@ -555,7 +556,8 @@ def test_no_weight_gradients_are_formed_by_autograd() -> None:
                 waiting += [following for following, _ in node.next_functions]
             return f
 
-    HookedGradientComputer(model, Task(lm, model), None, torch.float32, "cpu").stream(batch, lambda s, b: None)
+    task = Task(lm, model_inputs_fn=inputs_taken_by(model))
+    HookedGradientComputer(model, task, None, torch.float32, "cpu").stream(batch, lambda s, b: None)
     assert leaves and all(leaf.ndim == 0 for leaf in leaves)
 
 
@@ -586,10 +588,10 @@ def test_parameters_of_two_modules_are_replayed_in_what_encloses_both() -> None:
 
     torch.manual_seed(0)
     model, batch = Model(), (torch.randn(4, 6),)
-    computer = make_gradient_computer("hooked", model, FunctionOutput(squared, model))
+    computer = make_gradient_computer("hooked", model, function_task(squared, model))
     computer.stream(batch, lambda start, block: None)
     assert isinstance(computer._computer, HookedGradientComputer)
-    assert list(computer._computer._knowledge.replayed) == ["mixed"]
+    assert list(computer._computer._model_trace.replayed) == ["mixed"]
     check(model, batch)
 
 
@@ -608,8 +610,8 @@ def test_lookups_of_the_engine_are_not_taken_for_the_models() -> None:
 
     torch.manual_seed(0)
     model, batch = Product(), (torch.randn(4, 6),)
-    computer = make_gradient_computer("hooked", model, FunctionOutput(squared, model))
+    computer = make_gradient_computer("hooked", model, function_task(squared, model))
     computer.stream(batch, lambda start, block: None)
     assert isinstance(computer._computer, HookedGradientComputer)
-    assert not computer._computer._knowledge.replayed
+    assert not computer._computer._model_trace.replayed
     check(model, batch)

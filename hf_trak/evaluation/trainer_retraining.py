@@ -15,7 +15,7 @@ from transformers import set_seed
 
 from hf_trak.data.rows import Collator, RowBatches, batch_rows, default_collator, forward_columns, row_count
 from hf_trak.gradient_computers.environment import pass_settings
-from hf_trak.gradient_computers.outputs import call_model, one_per_sample
+from hf_trak.gradient_computers.outputs import one_per_sample, run_model
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
 from hf_trak.modelout_functions.base import BatchedModelOutput
 
@@ -131,7 +131,7 @@ def model_outputs(
         model.eval()
         with torch.no_grad(), pass_settings(model):
             for numbers, batch in batches.iterate(batch_rows(0, len(dataset), batch_size)):
-                values = chosen.output(call_model(chosen, model, batch), batch, "target")
+                values = chosen.output(run_model(chosen, model, batch), batch, "target")
                 found.append(one_per_sample(values, len(numbers), chosen).double().cpu())
     finally:
         model.train(was_training)

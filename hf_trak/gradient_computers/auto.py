@@ -16,7 +16,13 @@ from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.memory import is_out_of_memory
 from hf_trak.gradient_computers.padding import CollatedAlone, PaddingSearch, RowAlone
-from hf_trak.gradient_computers.self_check import Reference, Samples, check_against, check_company, reference_of
+from hf_trak.gradient_computers.self_check import (
+    Reference,
+    Samples,
+    check_against,
+    check_batch_independence,
+    reference_of,
+)
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
 logger = logging.getLogger(__name__)
@@ -190,7 +196,7 @@ class AutoGradientComputer(AbstractGradientComputer):
         if reference is None or SplitBatch.of(samples.batch).size == 1:
             return reference
         if isinstance(self.modelout_fn, BatchedModelOutput):
-            check_company(reference, self.modelout_fn, samples.batch, samples.side, self.model)
+            check_batch_independence(reference, self.modelout_fn, samples.batch, samples.side, self.model)
         return reference
 
     def _announce(self) -> None:

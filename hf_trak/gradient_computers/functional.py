@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_trak._compat import mask_code_traceable
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.environment import mask_code_traceable, pass_settings, problem_type_fixed
+from hf_trak.gradient_computers.environment import pass_settings, problem_type_fixed
 from hf_trak.gradient_computers.memory import saved_activation_bytes
-from hf_trak.gradient_computers.outputs import call_model, one_per_sample
+from hf_trak.gradient_computers.outputs import one_per_sample, run_model
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 from hf_trak.runtime.memory import free_bytes
 
@@ -94,7 +95,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
                 f = task.get_output(self.model, everything, self.func_buffers, *sample)
                 return f, (f.detach(),)
             single = split.rebuild({key: tensor.unsqueeze(0) for key, tensor in mapped.items()})
-            result = call_model(task, self.model, single, everything, self.func_buffers)
+            result = run_model(task, self.model, single, everything, self.func_buffers)
             f = one_per_sample(task.output(result, single, side), 1, task).squeeze(0)
             return f, (f.detach(), task.out_to_loss_grad(result, single, side).detach().squeeze(0))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
-from hf_trak.gradient_computers.outputs import call_model, gradients_of, one_per_sample
+from hf_trak.gradient_computers.outputs import gradients_of, one_per_sample, run_model
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
 
@@ -70,7 +70,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
             for row in range(split.size):
                 single = split.rows(row, row + 1)
                 if isinstance(task, BatchedModelOutput):
-                    result = call_model(task, self.model, single)
+                    result = run_model(task, self.model, single)
                     f = one_per_sample(task.output(result, single, side), 1, task).squeeze(0)
                     qs.append(task.out_to_loss_grad(result, single, side).detach())
                 else:

@@ -1,4 +1,4 @@
-"""Calling a model for a task, and checking that the task gives one number per sample."""
+"""Forward passes for a task, and plain autograd's gradients of what comes out."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,51 +6,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput
+from hf_trak.modelout_functions import function
+from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, call_model
 
 
-def call_model(
+def run_model(
     task: BatchedModelOutput,
     model: torch.nn.Module,
     batch: Batch,
     weights: Mapping[str, Tensor] | None = None,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> Any:
-    """One forward pass of a batch, with the model's own weights or with those given."""
+    """Run one forward pass of a batch with the inputs that the task takes from it.
+
+    Args:
+        task: the task.
+        model: the model.
+        batch: the batch.
+        weights, buffers: used in place of the model's own where `weights` is given.
+
+    Returns:
+        What the model returned.
+    """
     args, kwargs = task.model_inputs(batch)
-    if weights is None:
-        return model(*args, **kwargs)
-    return torch.func.functional_call(model, (dict(weights), dict(buffers or {})), args, kwargs)
+    return call_model(model, weights, buffers, args, kwargs)
 
 
-def one_per_sample(values: Tensor, size: int, task: AbstractModelOutput) -> Tensor:
-    """`values`, if it has shape `(size,)`.
+def one_per_sample(values: Any, size: int, task: AbstractModelOutput) -> Tensor:
+    """Check that a task returned one value per sample.
 
     Args:
         values: what the task returned.
         size: samples in the batch that it was called with: one, where an engine takes them one at a time.
-        task: for the error message, which names the user's function where the task is made of one.
+        task: named in the error message.
+
+    Returns:
+        `torch.Tensor`: `values`.
 
     Raises:
-        ValueError: it has another shape, or is no tensor.
+        ValueError: it has another shape than `(size,)`, or is no tensor.
     """
-    if not isinstance(values, Tensor) or values.shape != (size,):
-        shape = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
-        who = "`output_fn`" if hasattr(task, "output_fn") else f"The task {type(task).__name__}"
-        single = "one sample (engines may take those of a batch one at a time)"
-        raise ValueError(
-            f"{who} returned {shape[:200]} for {single if size == 1 else f'a batch of {size} samples'}. Expected a "
-            f"tensor of shape ({size},), one scalar per sample: of several outputs choose one for each, as "
-            "`logits.gather(1, labels[:, None]).squeeze(1)` does, or add them up; do not average over the batch."
-        )
-    return values
+    return function.one_per_sample(values, size, f"The task {type(task).__name__}")
 
 
 def gradients_of(f: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """Plain autograd's gradients of a scalar, `None` for parameters that it does not depend on.
+    """Take the gradients of a scalar by plain autograd.
 
-    Reentrant activation checkpointing refuses `autograd.grad`; there, gradients are accumulated in `.grad`, which is
+    Reentrant activation checkpointing refuses `autograd.grad`. There, gradients are accumulated in `.grad`, which is
     put back as it was.
+
+    Args:
+        f: the scalar.
+        parameters: what to differentiate with respect to.
+
+    Returns:
+        One gradient per parameter, `None` for one that `f` does not depend on.
+
+    Raises:
+        RuntimeError: autograd cannot differentiate `f`.
     """
     try:
         return list(torch.autograd.grad(f, parameters, allow_unused=True, retain_graph=True))

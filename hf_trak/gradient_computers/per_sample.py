@@ -9,66 +9,85 @@ from torch import Tensor
 
 from hf_trak.gradient_computers.auto import AutoGradientComputer, engines_of
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.base import Batch
+from hf_trak.modelout_functions.function import FunctionModelOutput, OutputFn
 
-OutputFn = Callable[[Any, Any], Tensor]
+ModelInputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class FunctionOutput(BatchedModelOutput):
-    """A function `output_fn(model_output, batch) -> (B,)` as a task; the output-to-loss gradient is 1."""
+def function_task(output_fn: OutputFn, model: torch.nn.Module) -> FunctionModelOutput:
+    """Make a task of a function, with q ≡ 1, that gives the model those values of a batch that its `forward` takes.
 
-    def __init__(self, output_fn: OutputFn, model: torch.nn.Module, is_tensor: bool = False) -> None:
-        """
-        Args:
-            output_fn: gives one scalar per sample.
-            model: its `forward` decides which values of the batch are handed to it.
-            is_tensor: whether the function expects a single tensor rather than a tuple of one.
-        """
-        self.output_fn = output_fn
-        self.is_tensor = is_tensor
-        parameters = list(inspect.signature(model.forward).parameters.values())
-        kinds = {parameter.kind for parameter in parameters}
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self._names = None if inspect.Parameter.VAR_KEYWORD in kinds else {p.name for p in parameters}
-        self._count = (
-            None
-            if inspect.Parameter.VAR_POSITIONAL in kinds
-            else sum(parameter.kind in positional for parameter in parameters)
-        )
+    Args:
+        output_fn: `output_fn(model_output, batch) -> (B,)`.
+        model: the model.
 
-    def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    Returns:
+        `FunctionModelOutput`: the task.
+
+    Raises:
+        TypeError: `output_fn` is not callable.
+    """
+    return FunctionModelOutput(output_fn, _ones, inputs_taken_by(model))
+
+
+def inputs_taken_by(model: torch.nn.Module) -> Callable[[Batch], ModelInputs]:
+    """Make the function that picks, out of a batch, the arguments that the model's `forward` takes.
+
+    Of a mapping it takes the values by name, of a sequence as many as there are positional parameters.
+    """
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    kinds = {parameter.kind for parameter in parameters}
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = None if inspect.Parameter.VAR_KEYWORD in kinds else {p.name for p in parameters}
+    unlimited = inspect.Parameter.VAR_POSITIONAL in kinds
+    count = None if unlimited else sum(parameter.kind in positional for parameter in parameters)
+
+    def taken(batch: Batch) -> ModelInputs:
         if isinstance(batch, Mapping):
-            return (), {key: value for key, value in batch.items() if self._names is None or key in self._names}
-        return tuple(batch)[: self._count], {}
+            return (), {key: value for key, value in batch.items() if names is None or key in names}
+        return tuple(batch)[:count], {}
 
-    def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        return self.output_fn(model_output, batch[0] if self.is_tensor else batch)  # type: ignore[index]
+    return taken
 
-    def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        return torch.ones(SplitBatch.of(batch).size)
+
+def _ones(model_output: Any, batch: Batch) -> Tensor:
+    return torch.ones(SplitBatch.of(batch).size)
+
+
+def _of_one_tensor(output_fn: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """Give the function the tensor that a batch of one tensor consists of."""
+    return lambda model_output, batch: output_fn(model_output, batch[0])
 
 
 def per_sample_gradients(
     model: torch.nn.Module,
     batch: Batch | Tensor,
-    output_fn: OutputFn,
+    output_fn: Callable[[Any, Any], Tensor],
     engine: str = "auto",
     grad_wrt: Iterable[str] | None = None,
     self_check: bool = True,
     max_block_bytes: int | None = None,
 ) -> dict[str, Tensor]:
-    """The gradient of one scalar per sample with respect to the parameters, for every sample of a batch.
+    """Compute, for every sample of a batch, the gradient of one scalar with respect to the parameters.
 
     Args:
-        model: the model, in the mode in which it is to be differentiated (usually `eval()`).
-        batch: a mapping, handed to the model as those keyword arguments that its `forward` takes; a sequence of
-            tensors, of which the model gets as many as its `forward` takes; or one tensor. Batch dimension first.
-        output_fn: `output_fn(model_output, batch) -> (B,)`; element i may depend on sample i alone.
-        engine: `"auto"`, or the name of an engine.
-        grad_wrt: names of the parameters; `None` takes those with `requires_grad`.
-        self_check: whether to compare two samples with plain autograd on each of them alone first.
-        max_block_bytes: bytes of a block at which the hooked engine cuts large parameters into slices: what it holds
-            beside the result.
+        model (`torch.nn.Module`):
+            The model, in the mode in which it is to be differentiated (usually `eval()`).
+        batch (`Mapping[str, torch.Tensor]`, `Sequence[torch.Tensor]` or `torch.Tensor`):
+            B samples, batch dimension first. The model gets, of a mapping, those values that its `forward` takes by
+            name; of a sequence, as many as its `forward` takes by position.
+        output_fn (`Callable[[Any, Any], torch.Tensor]`):
+            `output_fn(model_output, batch) -> (B,)`. Element i may depend on sample i alone.
+        engine (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"hooked"`, `"functional"` or `"iterative"`.
+        grad_wrt (`Iterable[str]`, *optional*):
+            Names of the parameters. `None` takes those with `requires_grad`.
+        self_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare two samples with plain autograd on each of them alone first.
+        max_block_bytes (`int`, *optional*):
+            Bytes of a block at which the hooked engine cuts large parameters into slices: what it holds beside the
+            result. `None` is 32 MiB, and 256 MiB on a GPU.
 
     Returns:
         `dict[str, torch.Tensor]`: by parameter name in `named_parameters()` order, shape `(B, *parameter.shape)`, in
@@ -77,11 +96,13 @@ def per_sample_gradients(
     Raises:
         ValueError: `output_fn` does not give one scalar per sample; an unknown engine or parameter name;
             `max_block_bytes` is not positive.
+        TypeError: `output_fn` is not callable.
         GradientEngineError: no engine, or not the one asked for, gives the gradients of each sample alone.
     """
-    is_tensor = isinstance(batch, Tensor)
+    task = function_task(output_fn, model)
+    if isinstance(batch, Tensor):
+        task.output_fn = _of_one_tensor(output_fn)
     given: Batch = (batch,) if isinstance(batch, Tensor) else batch
-    task = FunctionOutput(output_fn, model, is_tensor)
     computer = AutoGradientComputer(
         model, task, None, None, None, grad_wrt, engines_of(engine), self_check, max_block_bytes
     )

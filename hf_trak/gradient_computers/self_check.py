@@ -11,7 +11,7 @@ from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.gradient_computers.outputs import call_model, gradients_of, one_per_sample
+from hf_trak.gradient_computers.outputs import gradients_of, one_per_sample, run_model
 from hf_trak.gradient_computers.padding import RowAlone
 from hf_trak.gradient_computers.tolerance import SCALE, PrecisionObserver, Tolerance, norms_of, rounded_at_random
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
@@ -112,7 +112,7 @@ def reference_of(plain: IterativeGradientComputer, samples: Samples) -> Referenc
     return reference
 
 
-def check_company(
+def check_batch_independence(
     reference: Reference, task: BatchedModelOutput, batch: Batch, side: Side, model: torch.nn.Module
 ) -> None:
     """Compare f of the samples within the batch with f of each of them alone.
@@ -125,7 +125,7 @@ def check_company(
     """
     size = SplitBatch.of(batch).size
     with torch.no_grad(), pass_settings(model):
-        result = call_model(task, model, batch)
+        result = run_model(task, model, batch)
         together = one_per_sample(task.output(result, batch, side), size, task)
         task.out_to_loss_grad(result, batch, side)
     picked = together[torch.tensor(reference.rows, device=together.device)].to(reference.output)
@@ -300,7 +300,7 @@ def _otherwise_rounded(plain: IterativeGradientComputer, samples: Samples, row: 
     parameters = plain.model_params
     wanted = {id(p) for p in parameters}
     with only_differentiating(model, wanted), pass_settings(model), torch.enable_grad(), rounded_at_random(model):
-        result = call_model(task, model, pair)
+        result = run_model(task, model, pair)
         f = one_per_sample(task.output(result, pair, samples.side), 2, task)[:1]
         taken = gradients_of(f.sum() * SCALE, parameters) if f.requires_grad else [None] * len(parameters)
     home = parameters[0].device

@@ -26,7 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.auto import AutoGradientComputer, engines_of
-from hf_trak.gradient_computers.per_sample import FunctionOutput
+from hf_trak.gradient_computers.per_sample import function_task
 
 
 def _fields(value: int, names: str) -> dict[str, int]:
@@ -255,7 +255,7 @@ def gradients(
 ) -> tuple[dict[str, Tensor], AutoGradientComputer]:
     """Per-sample gradients, and the computer that took them."""
     computer = AutoGradientComputer(
-        model, FunctionOutput(output_fn, model), None, None, None, None, engines_of(engine)
+        model, function_task(output_fn, model), None, None, None, None, engines_of(engine)
     )
     size = len(next(iter(batch.values())))
     whole = torch.zeros(size, computer.layout.total)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hf_trak.gradient_computers import HookedGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.gradient_computers.per_sample import FunctionOutput
+from hf_trak.gradient_computers.per_sample import function_task
 from hf_trak.projectors import make_projector
 
 
@@ -32,7 +32,7 @@ def featurize_step(
     """Gradients of one batch, projected: what `TrakAttributor.featurize` does for it, without writing."""
     layout = ParameterLayout.from_model(model)
     projector = make_projector(projection, grad_dim=layout.total, proj_dim=k, seed=0, device="cpu")  # type: ignore[arg-type]
-    computer = HookedGradientComputer(model, FunctionOutput(output_fn, model), None, None, None)
+    computer = HookedGradientComputer(model, function_task(output_fn, model), None, None, None)
 
     def step() -> None:
         sink = projector.sink(len(next(iter(batch.values()))), 0, "cpu")

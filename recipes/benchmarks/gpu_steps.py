@@ -18,7 +18,7 @@ from hf_trak.gradient_computers import HookedGradientComputer
 from hf_trak.gradient_computers.hooked.outer import OuterBlock
 from hf_trak.gradient_computers.hooked.workspace import default_block_bytes
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.gradient_computers.per_sample import FunctionOutput
+from hf_trak.gradient_computers.per_sample import function_task
 from hf_trak.projectors import make_projector
 from hf_trak.traker.score_computers.basic import product_through_device
 
@@ -95,7 +95,7 @@ def featurize_steps(k: int, device: torch.device) -> Iterator[tuple[str, dict[st
         model = model.to(device=device, dtype=torch.bfloat16).eval()
         batch = (data.to(device=device, dtype=torch.bfloat16) if data.is_floating_point() else data.to(device),)
         total = ParameterLayout.from_model(model).total
-        computer = HookedGradientComputer(model, FunctionOutput(output_fn, model), None, None, device)
+        computer = HookedGradientComputer(model, function_task(output_fn, model), None, None, device)
         projector = make_projector("sjlt", total, k, 0, device)
         size = len(data)
         steps: dict[str, Step] = {

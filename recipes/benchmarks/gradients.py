@@ -25,7 +25,7 @@ import transformers
 from torch import Tensor, nn
 
 from hf_trak.gradient_computers import FunctionalGradientComputer, HookedGradientComputer
-from hf_trak.gradient_computers.per_sample import FunctionOutput
+from hf_trak.gradient_computers.per_sample import function_task
 
 
 def gpt2() -> tuple[nn.Module, dict[str, Tensor], Callable[..., Tensor]]:
@@ -91,7 +91,7 @@ def step_of(
     engine: str, model: nn.Module, batch: dict[str, Tensor], output_fn: Callable[..., Tensor]
 ) -> Callable[[], None]:
     """One unit of work: all gradients of one batch."""
-    task = FunctionOutput(output_fn, model)
+    task = function_task(output_fn, model)
 
     def plain() -> None:
         model.zero_grad(set_to_none=True)

@@ -10,7 +10,10 @@ from hf_trak.errors import GradientEngineError
 
 
 class Keep(torch.autograd.Function):
-    """Holds tensors as autograd holds what it saves: checked for changes in place, recomputed under checkpointing."""
+    """Holds tensors as autograd holds what it saves: checked for changes in place, recomputed under checkpointing.
+
+    Nothing depends on its result; the tensors are read from its node.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -40,7 +43,7 @@ class PerSample(torch.autograd.Function):
 
 
 class Trap(torch.autograd.Function):
-    """A parameter value whose gradient nobody can take apart; it must not be asked for."""
+    """A parameter value in an operation that cannot be taken apart: an error if a gradient comes back."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, message: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where the batch is in a tensor that some layer sees: found by comparing with a pass of one sample alone.
+"""The batch dimension of a tensor that some layer sees, found by comparing it with the pass of one sample alone.
 
 Guessing from sizes would confuse T with B as soon as they are equal. A pass of one sample shows every dimension as it
 is without the batch; the dimension that grows with B carries it.
@@ -16,9 +16,13 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """The dimension `dim` has size B, or B times `fold` rows per sample (windows, flattened tokens).
+    """The dimension of a tensor that carries the batch.
 
-    `major`: the rows of one sample are neighbours; otherwise the samples of one row are (sequence-first layouts).
+    Attributes:
+        dim: the dimension. Its size is B · `fold`.
+        fold: rows per sample (windows, flattened tokens).
+        major: whether the rows of one sample are neighbours; otherwise the samples of one row are (sequence-first
+            layouts).
     """
 
     dim: int
@@ -26,7 +30,7 @@ class BatchAxis:
     major: bool = True
 
     def rows_first(self, tensor: Tensor) -> Tensor:
-        """`(B, *)`, or `(B, fold, *)` where rows are folded."""
+        """Bring the batch to the front: `(B, *)`, or `(B, fold, *)` where rows are folded."""
         tensor = tensor.movedim(self.dim, 0)
         if self.fold == 1:
             return tensor
@@ -36,7 +40,7 @@ class BatchAxis:
         return tensor.reshape(self.fold, -1, *rest).transpose(0, 1)
 
     def sample(self, tensor: Tensor, index: int) -> Tensor:
-        """The part of one sample, in the shape that it has when it is alone."""
+        """Cut out the part of one sample, in the shape that it has when the sample is alone."""
         if self.fold == 1:
             return tensor.narrow(self.dim, index, 1)
         return self.rows_first(tensor)[index].movedim(0, self.dim)
@@ -44,14 +48,19 @@ class BatchAxis:
 
 @dataclass(frozen=True)
 class TensorTrace:
-    """What a tensor looked like when one sample was alone: its shape, and one number per row to recognize rows by."""
+    """A tensor of the pass of one sample.
+
+    Attributes:
+        shape: its shape.
+        signature: one number per row, by which rows are recognized in a batch; `None` if there is only one row.
+    """
 
     shape: torch.Size
     signature: Tensor | None
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorTrace":
-        """Trace a tensor. Rows are summed up only where there are several, that is, where they may be folded."""
+        """Trace a tensor. Rows get a signature only where there are several, because only those may be folded."""
         signature = None
         if tensor.layout is torch.strided and tensor.ndim > 0 and tensor.shape[0] > 1 and tensor.numel() > 0:
             signature = _signature(tensor)
@@ -59,6 +68,7 @@ class TensorTrace:
 
 
 def _signature(tensor: Tensor) -> Tensor:
+    """Compute one number per row."""
     rows = tensor.detach().reshape(tensor.shape[0], -1)
     # random, not constant weights: normalized rows all have the same sum
     weights = torch.sin(torch.arange(1, rows.shape[1] + 1, device=rows.device, dtype=torch.float32) * 1.7)
@@ -66,7 +76,15 @@ def _signature(tensor: Tensor) -> Tensor:
 
 
 def batch_axis(trace: TensorTrace, tensor: Tensor, size: int) -> BatchAxis | None:
-    """The dimension of `tensor` that carries `size` samples, given its trace for one sample; `None` if it has none.
+    """Find the dimension of `tensor` that carries `size` samples.
+
+    Args:
+        trace: the same tensor when one sample was alone.
+        tensor: the tensor of a batch.
+        size: B.
+
+    Returns:
+        `BatchAxis` or `None`: `None` if the tensor has no batch dimension.
 
     Raises:
         UnsupportedError: the shapes do not differ by exactly one dimension that is `size` times as large, or the

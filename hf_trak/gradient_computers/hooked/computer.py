@@ -10,44 +10,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_trak._compat import opened_backward, own_parameters
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
 from hf_trak.gradient_computers.hooked.batch_axis import UnsupportedError
+from hf_trak.gradient_computers.hooked.hooked_pass import BlockOutput, Emit, HookedPass
 from hf_trak.gradient_computers.hooked.hooks import LayerHooks
-from hf_trak.gradient_computers.hooked.opened import opened_backward
-from hf_trak.gradient_computers.hooked.outer import OuterBlock, OuterSink
-from hf_trak.gradient_computers.hooked.session import (
-    Knowledge,
+from hf_trak.gradient_computers.hooked.outer import OuterBlock, OuterSink, TakesOuter
+from hf_trak.gradient_computers.hooked.traces import (
+    ModelTrace,
     ModuleUnsupportedError,
     ParameterUnsupportedError,
-    Session,
+    RestartError,
+    SampleTrace,
 )
-from hf_trak.gradient_computers.hooked.tracker import ParameterTracker, Profile, RestartError
-from hf_trak.gradient_computers.hooked.workspace import TakesOuter, Workspace, default_block_bytes
-from hf_trak.gradient_computers.outputs import call_model, gradients_of, one_per_sample
+from hf_trak.gradient_computers.hooked.tracker import ParameterTracker
+from hf_trak.gradient_computers.hooked.workspace import Workspace, default_block_bytes
+from hf_trak.gradient_computers.outputs import gradients_of, one_per_sample, run_model
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 200
-MAX_PROFILES = 256
+MAX_SAMPLE_TRACES = 256
 
 
 class HookedGradientComputer(AbstractGradientComputer):
     """Per-sample gradients at the price of one forward and one backward pass.
 
-    Parameters are frozen for the pass, so that autograd never forms batched weight gradients; what it still computes
-    are the gradients of activations. Each layer's input is kept, and when the gradient of its output arrives, a rule
-    turns the two into the layer's per-sample gradients, which go to the sink and are freed.
+    Parameters are frozen for the pass, so that autograd never forms batched weight gradients; it still computes the
+    gradients of activations. Each layer's input is kept, and when the gradient of its output arrives, a rule turns the
+    two into the layer's per-sample gradients, which go to the sink and are freed.
 
     Before the first batch of a new shape, one sample passes through the model alone. Comparing shapes tells which
-    dimension carries the batch in everything that follows, see `axes`.
+    dimension carries the batch in everything that follows, see `batch_axis`.
 
     Attributes:
-        max_block_bytes (`int | None`): bytes of a block at which large parameters (embeddings, LM heads) are cut into
-            slices; `None` is 32 MiB, and 256 MiB on a GPU.
+        max_block_bytes (`int`, *optional*):
+            Bytes of a block at which large parameters (embeddings, LM heads) are cut into slices. `None` is 32 MiB,
+            and 256 MiB on a GPU.
     """
 
     def __init__(
@@ -60,14 +63,27 @@ class HookedGradientComputer(AbstractGradientComputer):
         grad_wrt: Iterable[str] | None = None,
         max_block_bytes: int | None = None,
     ) -> None:
-        """See [`AbstractGradientComputer`].
-
+        """
         Args:
-            max_block_bytes: see the attribute; a block is never smaller than one row of a parameter.
+            model (`torch.nn.Module`):
+                The model whose parameters are differentiated.
+            task ([`AbstractModelOutput`]):
+                The model output function, one with a batched form ([`BatchedModelOutput`]).
+            grad_dim (`int`, *optional*):
+                P, the number of attributed parameters. `None` counts them.
+            dtype (`torch.dtype`, *optional*, defaults to `torch.float16`):
+                Dtype of the gradients. `None` keeps that of the parameters.
+            device (`torch.device` or `str`, *optional*, defaults to `"cuda"`):
+                Device of the gradients, not touched before the first batch. `None` keeps that of the parameters.
+            grad_wrt (`Iterable[str]`, *optional*):
+                Names of the parameters to attribute. `None` takes those with `requires_grad`.
+            max_block_bytes (`int`, *optional*):
+                See the attribute. A block is never smaller than one row of a parameter.
 
         Raises:
             GradientEngineError: the task has no batched form.
-            ValueError: `max_block_bytes` is not positive.
+            ValueError: `max_block_bytes` is not positive, `grad_dim` is not the number of attributed parameters, or
+                `grad_wrt` does not fit the model.
         """
         super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
         if not isinstance(task, BatchedModelOutput):
@@ -78,18 +94,24 @@ class HookedGradientComputer(AbstractGradientComputer):
             )
         self.max_block_bytes = max_block_bytes
         self._workspace = Workspace() if max_block_bytes is None else Workspace(max_block_bytes)
-        self._knowledge = Knowledge()
-        self._profiles: OrderedDict[Any, Profile] = OrderedDict()
+        self._model_trace = ModelTrace()
+        self._sample_traces: OrderedDict[Any, SampleTrace] = OrderedDict()
         self.load_model_params(model)
 
     def load_model_params(self, model: torch.nn.Module) -> None:
         if model is not self.model:
-            self._profiles.clear()
-            self._knowledge = Knowledge()
+            self._sample_traces.clear()
+            self._model_trace = ModelTrace()
         self.model = model
 
     def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
-        """Gradients of f of every sample, by parameter name, shapes `(B, *shape)`, in `dtype` on `device`.
+        """Compute the gradients of f for every sample of a batch.
+
+        Args:
+            batch (`Mapping[str, torch.Tensor]` or `Sequence[torch.Tensor]`): B samples.
+
+        Returns:
+            `dict[str, torch.Tensor]`: by parameter name, shapes `(B, *shape)`, in `dtype` on `device`.
 
         Raises:
             GradientEngineError: the model uses a parameter in a way that has neither a rule nor a fallback.
@@ -106,7 +128,8 @@ class HookedGradientComputer(AbstractGradientComputer):
             for slot in self.layout.slots
         }
 
-        def emit(name: str, start: int, block: Tensor) -> None:
+        def emit(name: str, start: int, block: Tensor | OuterBlock) -> None:
+            assert isinstance(block, Tensor)  # factors are only for sinks that ask for them
             target = whole[name][:, start : start + block.shape[1]]
             target += block.to(target.device)
 
@@ -132,24 +155,24 @@ class HookedGradientComputer(AbstractGradientComputer):
 
         return self._run(batch, emit, side, sink.takes_outer if isinstance(sink, OuterSink) else None)
 
-    def _run(self, batch: Batch, emit: Any, side: Side, takes_outer: TakesOuter | None = None) -> BatchOutputs:
+    def _run(self, batch: Batch, emit: Emit, side: Side, takes_outer: TakesOuter | None = None) -> BatchOutputs:
+        """Pass a batch through the model and back, and emit the gradients on the way.
+
+        Raises:
+            GradientEngineError: the engine cannot follow what the model does with its parameters.
+        """
         split = SplitBatch.of(batch)
         if split.size == 1:
             return self._single(split, emit, side)
-        block_bytes = self.max_block_bytes
-        if block_bytes is None:
-            block_bytes = default_block_bytes(next(self.model.parameters()).device)
-        if self._workspace.max_block_bytes != block_bytes:
-            self._workspace = Workspace(block_bytes)
-        self._workspace.takes_outer = takes_outer
+        blocks = BlockOutput(emit, self._sized_workspace(), takes_outer)
         selected = self._selected()
         with only_differentiating(self.model, ()), pass_settings(self.model), torch.enable_grad():
-            session, output, q = self._forward(split, side, selected, emit)
+            hooked_pass, output, q = self._forward(split, side, selected, blocks)
             try:
                 if output.requires_grad:
-                    hooks = LayerHooks(self.model, session, selected)
+                    hooks = LayerHooks(self.model, hooked_pass, selected)
                     # checkpointed blocks run forward again during the backward pass, and need to be seen as before
-                    with hooks.attached(), ParameterTracker(session):
+                    with hooks.attached(), ParameterTracker(hooked_pass):
                         opened_backward((output.sum(),))
             except (torch.OutOfMemoryError, GradientEngineError):
                 raise
@@ -158,7 +181,7 @@ class HookedGradientComputer(AbstractGradientComputer):
                     f"The hooked engine lost track of {type(self.model).__name__} in its backward pass: {error}. Use "
                     "another engine."
                 ) from error
-            leaked = [name for name, tensor in session.stand_ins.items() if tensor.grad is not None]
+            leaked = [name for name, tensor in hooked_pass.stand_ins.items() if tensor.grad is not None]
         if leaked:
             raise GradientEngineError(
                 f"The gradient of parameter {leaked[0]!r} arrived summed over the batch: it is used by an operation "
@@ -167,37 +190,50 @@ class HookedGradientComputer(AbstractGradientComputer):
             )
         return BatchOutputs(output.detach(), q)
 
+    def _sized_workspace(self) -> Workspace:
+        """Return the scratch memory, made anew if blocks are to have another size than last time."""
+        block_bytes = self.max_block_bytes
+        if block_bytes is None:
+            block_bytes = default_block_bytes(next(self.model.parameters()).device)
+        if self._workspace.max_block_bytes != block_bytes:
+            self._workspace = Workspace(block_bytes)
+        return self._workspace
+
     def _selected(self) -> dict[int, str]:
+        """Return the names of the attributed parameters by `id`."""
         parameters = dict(self.model.named_parameters())
         return {id(parameters[name]): name for name in self.layout.names}
 
     def _forward(
-        self, split: SplitBatch, side: Side, selected: dict[int, str], emit: Any
-    ) -> tuple[Session, Tensor, Tensor]:
-        """The captured forward pass of the batch, after as many passes of one sample as it takes to understand it."""
-        signature = (
-            side,
-            self.model.training,
-            tuple((key, tuple(t.shape[1:]), t.dtype) for key, t in split.mapped.items()),
-            tuple(
-                (key, value) for key, value in split.constant.items() if isinstance(value, bool | int | float | str)
-            ),
-        )
+        self, split: SplitBatch, side: Side, selected: dict[int, str], blocks: BlockOutput
+    ) -> tuple[HookedPass, Tensor, Tensor]:
+        """Run the captured forward pass of a batch, after as many passes of one sample as it takes to understand it.
+
+        Returns:
+            The pass, f `(B,)` with its graph, and q `(B,)`.
+
+        Raises:
+            GradientEngineError: the model cannot be understood.
+        """
+        signature = self._signature(split, side)
         for _ in range(MAX_RESTARTS):
-            profile = self._profiles.get(signature)
-            fresh = profile is None
+            sample_trace = self._sample_traces.get(signature)
+            fresh = sample_trace is None
             try:
-                if profile is None:
-                    profile = Profile()
-                    self._pass(split.rows(0, 1), 1, side, selected, profile, None)
-                    self._profiles[signature] = profile
-                    if len(self._profiles) > MAX_PROFILES:
-                        self._profiles.popitem(last=False)
-                return self._pass(split.rows(0, split.size), split.size, side, selected, profile, emit)
+                # 1. Trace one sample, unless a batch of this kind has been here before.
+                if sample_trace is None:
+                    sample_trace = SampleTrace()
+                    self._pass(split.rows(0, 1), 1, side, selected, sample_trace, None)
+                    self._sample_traces[signature] = sample_trace
+                    if len(self._sample_traces) > MAX_SAMPLE_TRACES:
+                        self._sample_traces.popitem(last=False)
+                # 2. Capture the batch.
+                return self._pass(split.rows(0, split.size), split.size, side, selected, sample_trace, blocks)
+            # 3. What the pass has found out is in the model trace now: start again.
             except RestartError:
-                self._profiles.pop(signature, None)
+                self._sample_traces.pop(signature, None)
             except UnsupportedError as error:
-                self._profiles.pop(signature, None)
+                self._sample_traces.pop(signature, None)
                 if fresh:  # otherwise another sample may just take another way through the model: look again
                     self._fall_back(error, selected)
         raise GradientEngineError(
@@ -205,16 +241,39 @@ class HookedGradientComputer(AbstractGradientComputer):
             "changes from pass to pass. Use the functional or the iterative engine."
         )
 
-    def _pass(self, batch: Batch, size: int, side: Side, selected: dict[int, str], profile: Profile, emit: Any) -> Any:
+    def _signature(self, split: SplitBatch, side: Side) -> tuple[Any, ...]:
+        """Name the kind of a batch: batches of one kind share the trace of one sample."""
+        return (
+            side,
+            self.model.training,
+            tuple((key, tuple(t.shape[1:]), t.dtype) for key, t in split.mapped.items()),
+            tuple(
+                (key, value) for key, value in split.constant.items() if isinstance(value, bool | int | float | str)
+            ),
+        )
+
+    def _pass(
+        self,
+        batch: Batch,
+        size: int,
+        side: Side,
+        selected: dict[int, str],
+        sample_trace: SampleTrace,
+        blocks: BlockOutput | None,
+    ) -> Any:
+        """Run one forward pass under hooks and tracker.
+
+        Returns:
+            `None` for one sample that is traced (`blocks` is `None`); for a batch, the pass, f with its graph, and q.
+        """
         task = self.modelout_fn
         assert isinstance(task, BatchedModelOutput)
-        calibrating = emit is None
-        session = Session(self.model, selected, size, profile, self._knowledge, calibrating, emit, self._workspace)
-        if calibrating:
-            batch = session.marked(batch)
+        hooked_pass = HookedPass(self.model, selected, size, sample_trace, self._model_trace, blocks)
+        if hooked_pass.tracing:
+            batch = hooked_pass.marked(batch)
         try:
-            with LayerHooks(self.model, session, selected).attached(), ParameterTracker(session):
-                result = call_model(task, self.model, batch)
+            with LayerHooks(self.model, hooked_pass, selected).attached(), ParameterTracker(hooked_pass):
+                result = run_model(task, self.model, batch)
                 output = one_per_sample(task.output(result, batch, side), size, task)
         except (torch.OutOfMemoryError, GradientEngineError):
             raise
@@ -223,30 +282,21 @@ class HookedGradientComputer(AbstractGradientComputer):
                 f"The forward pass of {type(self.model).__name__} failed under the hooked engine: {error}. If it "
                 "succeeds without it, use the functional or the iterative engine."
             ) from error
-        if calibrating:
+        if hooked_pass.tracing:
             return None
-        return session, output, task.out_to_loss_grad(result, batch, side).detach()
+        return hooked_pass, output, task.out_to_loss_grad(result, batch, side).detach()
 
     def _fall_back(self, error: UnsupportedError, selected: dict[int, str]) -> None:
-        """Have the smallest enclosing module that is not yet replayed replayed sample by sample.
+        """Have the smallest module around what is not supported replayed sample by sample from now on.
 
-        Where that would be the whole model, an operation on parameters is trapped: the gradient of its result is an
-        error.
+        If it is replayed already, the next larger one is. Where that would be the whole model, an operation on
+        parameters is trapped: the gradient of its result is an error.
 
         Raises:
             GradientEngineError: it would be the whole model, and it is not about an operation on parameters.
         """
-        known = self._knowledge.replayed
-        roots: tuple[str, ...] = ()
-        if isinstance(error, ModuleUnsupportedError):
-            name = error.name
-        elif isinstance(error, ParameterUnsupportedError):
-            roots = error.roots
-            owners = [root.rpartition(".")[0].split(".") for root in roots]
-            common = takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))
-            name = ".".join(parts[0] for parts in common)
-        else:
-            name = ""
+        known = self._model_trace.replayed
+        name = _around(error)
         while name and name in known:
             name = name.rpartition(".")[0]
         module = self.model.get_submodule(name)
@@ -256,20 +306,29 @@ class HookedGradientComputer(AbstractGradientComputer):
         inside = _owners(module, selected)
         # replaying nearly every layer would be the iterative engine by another name
         if not name or (inside > 8 and inside > 0.8 * _owners(self.model, selected)):
-            message = (
-                f"The hooked engine has no way to take per-sample gradients of {', '.join(roots) or 'the parameters'} "
-                f"in {type(self.model).__name__}: {error}. Use the functional or the iterative engine, or leave "
-                f"{'them' if len(roots) != 1 else 'it'} out of `grad_wrt`."
-            )
-            if isinstance(error, ParameterUnsupportedError) and error.operation is not None:
-                self._knowledge.trapped[error.operation] = message
-                return
-            raise GradientEngineError(message) from error
+            self._trap(error)
+            return
         logger.info("Module %r (%s) is differentiated sample by sample: %s.", name, type(module).__name__, error)
         known[name] = str(error)
 
-    def _single(self, split: SplitBatch, emit: Any, side: Side) -> BatchOutputs:
-        """A batch of one: what arrives summed over the batch is the sample's own gradient."""
+    def _trap(self, error: UnsupportedError) -> None:
+        """Let an operation pass that nothing can take apart, and make the gradient of its result an error.
+
+        Raises:
+            GradientEngineError: the error is not about an operation that can be trapped.
+        """
+        roots = error.roots if isinstance(error, ParameterUnsupportedError) else ()
+        message = (
+            f"The hooked engine has no way to take per-sample gradients of {', '.join(roots) or 'the parameters'} "
+            f"in {type(self.model).__name__}: {error}. Use the functional or the iterative engine, or leave "
+            f"{'them' if len(roots) != 1 else 'it'} out of `grad_wrt`."
+        )
+        if not isinstance(error, ParameterUnsupportedError) or error.operation is None:
+            raise GradientEngineError(message) from error
+        self._model_trace.trapped[error.operation] = message
+
+    def _single(self, split: SplitBatch, emit: Emit, side: Side) -> BatchOutputs:
+        """Take the gradient of a batch of one by plain autograd: the sum over the batch is the sample's own."""
         task = self.modelout_fn
         assert isinstance(task, BatchedModelOutput)
         parameters = dict(self.model.named_parameters())
@@ -280,7 +339,7 @@ class HookedGradientComputer(AbstractGradientComputer):
             pass_settings(self.model),
             torch.enable_grad(),
         ):
-            result = call_model(task, self.model, batch)
+            result = run_model(task, self.model, batch)
             output = one_per_sample(task.output(result, batch, side), 1, task)
             if output.requires_grad:
                 gradients = gradients_of(output.sum(), wanted)
@@ -290,6 +349,17 @@ class HookedGradientComputer(AbstractGradientComputer):
         return BatchOutputs(output.detach(), task.out_to_loss_grad(result, batch, side).detach())
 
 
+def _around(error: UnsupportedError) -> str:
+    """Name the smallest module around what is not supported; the empty name is the whole model."""
+    if isinstance(error, ModuleUnsupportedError):
+        return error.name
+    if isinstance(error, ParameterUnsupportedError):
+        owners = [root.rpartition(".")[0].split(".") for root in error.roots]
+        common = takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))
+        return ".".join(parts[0] for parts in common)
+    return ""
+
+
 def _owners(module: torch.nn.Module, selected: dict[int, str]) -> int:
-    """How many modules have attributed parameters of their own."""
-    return sum(any(id(p) in selected for p in m._parameters.values()) for m in module.modules())
+    """Count the modules that have attributed parameters of their own."""
+    return sum(any(id(p) in selected for p in own_parameters(m).values()) for m in module.modules())

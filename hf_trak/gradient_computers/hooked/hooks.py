@@ -5,50 +5,42 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_trak._compat import own_parameters, unseen_by_modes
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.hooked.batch_axis import BatchAxis, UnsupportedError
-from hf_trak.gradient_computers.hooked.op_handlers import aligned_rows, sum_rows
+from hf_trak.gradient_computers.hooked.folded_rows import aligned_rows, sum_rows
+from hf_trak.gradient_computers.hooked.hooked_pass import HookedPass
 from hf_trak.gradient_computers.hooked.replay import Replay
 from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, RegisteredRule, find_rule, pieces_of
-from hf_trak.gradient_computers.hooked.session import ModuleUnsupportedError, Session
-from hf_trak.gradient_computers.hooked.tracker import OpTrace, RestartError, is_data, mark_data, tensors_in
+from hf_trak.gradient_computers.hooked.tensors import is_data, mark_data, tensors_in
+from hf_trak.gradient_computers.hooked.traces import LayerCallId, ModuleUnsupportedError, OpTrace, RestartError
 
 
 class LayerHooks:
-    """Registers hooks for a [`Session`] and takes them away again."""
+    """Registers hooks for a [`HookedPass`] and takes them away again."""
 
-    def __init__(self, model: nn.Module, session: Session, selected: dict[int, str]) -> None:
+    def __init__(self, model: nn.Module, hooked_pass: HookedPass, selected: dict[int, str]) -> None:
         """
         Args:
             model: the model.
-            session: the pass.
+            hooked_pass: the pass.
             selected: names of the attributed parameters by `id`.
         """
         self.model = model
-        self.session = session
+        self.hooked_pass = hooked_pass
         self.selected = selected
-        self._open: list[tuple[nn.Module, str, int]] = []
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Hooks are on the model inside this context."""
+        """Return a context in which the hooks are on the model."""
         handles: list[RemovableHandle] = []
-        session = self.session
         try:
             for name, module in self.model.named_modules():
-                own = {n: self.selected[id(p)] for n, p in module._parameters.items() if id(p) in self.selected}
-                rule = find_rule(module, frozenset(own)) if own else None
-                if name in session.knowledge.replayed:
-                    handler: _Handler = _ReplayHandler(self, name, module)
-                elif rule is not None:
-                    handler = _RuleHandler(self, name, module, rule, own)
-                elif session.calibrating:
-                    handler = _DataMarker()
-                else:
+                handler = self._handler_for(name, module)
+                if handler is None:
                     continue
                 handles += [
                     module.register_forward_pre_hook(handler.before, with_kwargs=True),
@@ -61,8 +53,19 @@ class LayerHooks:
             for handle in handles:
                 handle.remove()
 
+    def _handler_for(self, name: str, module: nn.Module) -> "_Handler | None":
+        own = {n: self.selected[id(p)] for n, p in own_parameters(module).items() if id(p) in self.selected}
+        rule = find_rule(module, frozenset(own)) if own else None
+        if name in self.hooked_pass.model_trace.replayed:
+            return _ReplayHandler(self, name, module)
+        if rule is not None:
+            return _RuleHandler(self, name, module, rule, own)
+        return _DataMarker() if self.hooked_pass.tracing else None
+
 
 class _Handler:
+    """What happens before and after a call of one module."""
+
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         raise NotImplementedError
 
@@ -89,79 +92,91 @@ class _RuleHandler(_Handler):
     def __init__(
         self, hooks: LayerHooks, name: str, module: nn.Module, rule: RegisteredRule, own: dict[str, str]
     ) -> None:
-        self.session = hooks.session
+        """
+        Args:
+            hooks: the hooks of the pass.
+            name: name of the layer in the model.
+            module: the layer.
+            rule: its rule.
+            own: names, in the model, of the attributed parameters of the layer, by their names in it.
+        """
+        self.hooked_pass = hooks.hooked_pass
         self.name = name
         self.module = module
         self.rule = rule
         self.own = own
+        # one entry per call that has begun and not ended; `None` for a call that is not looked at
         self.stack: list[int | None] = []
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        session, known = self.session, self.session.knowledge
-        if session.inside or not session.recording():
+        hooked_pass, known = self.hooked_pass, self.hooked_pass.model_trace
+        if hooked_pass.bypass_depth or not hooked_pass.recording():
             self.stack.append(None)
             return
-        index = session.next_index(self.name)
-        call = (self.name, index)
-        unknown = session.calibrating and call not in known.carrying and call not in known.batchless
+        index = hooked_pass.next_index(self.name)
+        call: LayerCallId = (self.name, index)
+        unknown = hooked_pass.tracing and call not in known.batched_calls and call not in known.unbatched_calls
         if unknown and not any(is_data(t) for t in tensors_in(args, kwargs)):
             # no input comes from the sample: the call is probably made once for the whole batch
-            known.batchless.add(call)
-        if not session.calibrating and index >= len(session.profile.calls[self.name]):
+            known.unbatched_calls.add(call)
+        if not hooked_pass.tracing and index >= len(hooked_pass.sample_trace.calls[self.name]):
             index = self._repeated(index)
             call = (self.name, index)
         self.stack.append(index)
-        if call not in known.batchless:
-            session.inside += 1
+        if call not in known.unbatched_calls:
+            hooked_pass.bypass_depth += 1  # the rule covers all that happens inside of the layer
 
     def _repeated(self, index: int) -> int:
-        """The trace for a call that one sample alone did not make: a checkpointed layer is called again."""
-        traces = self.session.profile.calls[self.name]
+        """Find the trace for a call that one sample alone did not make: a checkpointed layer is called again."""
+        traces = self.hooked_pass.sample_trace.calls[self.name]
         if not traces:
             raise ModuleUnsupportedError(self.name, "was not called for one sample alone")
         return index % len(traces)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-        session, known = self.session, self.session.knowledge
+        hooked_pass, known = self.hooked_pass, self.hooked_pass.model_trace
+        # 1. Undo what `before` did.
         index = self.stack.pop()
         if index is None:
             return None
-        call = (self.name, index)
-        batchless = call in known.batchless
-        if not batchless:
-            session.inside -= 1
+        call: LayerCallId = (self.name, index)
+        unbatched = call in known.unbatched_calls
+        if not unbatched:
+            hooked_pass.bypass_depth -= 1
         tensors = list(tensors_in(args, kwargs))
         if not isinstance(result, Tensor):  # the layer raised an exception
             return None
-        # a call without a batch leaves the tracker on: it must not take what is looked up here for the model's own
-        with session.bypassed():
-            if session.calibrating:
-                session.profile.calls[self.name].append(OpTrace.of(tensors, [result]))
-                if not batchless:
+        # 2. For one sample, note the tensors; for a batch, find out where it is in them. A call without a batch leaves
+        #    the tracker on, which must not take what is looked up here for the model's own operations.
+        with hooked_pass.bypassed():
+            if hooked_pass.tracing:
+                hooked_pass.sample_trace.calls[self.name].append(OpTrace.of(tensors, [result]))
+                if not unbatched:
                     mark_data(result)
                 return None
-            x_axis, out_axis = self._axes(session.profile.calls[self.name][index], tensors, result)
-        if batchless != (out_axis is None):
-            (known.carrying if batchless else known.batchless).add(call)
-            (known.batchless if batchless else known.carrying).discard(call)
+            x_axis, out_axis = self._axes(hooked_pass.sample_trace.calls[self.name][index], tensors, result)
+        # 3. Start again if the call sees the batch and seemed not to, or the other way round.
+        if unbatched != (out_axis is None):
+            (known.batched_calls if unbatched else known.unbatched_calls).add(call)
+            (known.unbatched_calls if unbatched else known.batched_calls).discard(call)
             raise RestartError
         if out_axis is None or x_axis is None:
             return None
 
+        # 4. Keep the input until the gradient of the output arrives.
         def receive(grad: Tensor, kept: tuple[Tensor, ...]) -> None:
-            # Rules and sinks work on plain tensors; without this every operation and every look at a shape would go
-            # through the tracker in Python.
-            with torch._C.DisableTorchFunction():
+            with unseen_by_modes():  # rules and sinks work on plain tensors, without a detour through the tracker
                 self._emit(kept[0], x_axis, grad, out_axis)
 
-        return session.capture(result, (tensors[0],), receive)
+        return hooked_pass.capture(result, (tensors[0],), receive)
 
     def _axes(
         self, trace: OpTrace, tensors: list[Tensor], result: Tensor
     ) -> tuple[BatchAxis | None, BatchAxis | None]:
+        """Find the batch dimensions of the first input and of the output."""
         try:
-            x_axis = trace.inputs[0].axis_of(tensors[0], self.session.size)
-            out_axis = trace.outputs[0].axis_of(result, self.session.size)
+            x_axis = trace.inputs[0].axis_of(tensors[0], self.hooked_pass.size)
+            out_axis = trace.outputs[0].axis_of(result, self.hooked_pass.size)
         except UnsupportedError as error:
             raise ModuleUnsupportedError(self.name, str(error)) from error
         if (x_axis is None) != (out_axis is None):
@@ -169,56 +184,62 @@ class _RuleHandler(_Handler):
         return x_axis, out_axis
 
     def _emit(self, x: Tensor, x_axis: BatchAxis, grad: Tensor, grad_axis: BatchAxis) -> None:
-        session = self.session
-        assert session.emit is not None
+        """Apply the rule, and hand on the gradients of the attributed parameters."""
+        size, blocks = self.hooked_pass.size, self.hooked_pass.blocks
         x, grad = aligned_rows(x, x_axis, grad, grad_axis, self.rule.rows)
-        call = LayerCall(self.module, x, grad, frozenset(self.own), session.workspace)
+        call = LayerCall(self.module, x, grad, frozenset(self.own), blocks.workspace, blocks.takes_outer)
         pieces = (piece for piece in pieces_of(self.rule.rule(call)) if piece[0] in self.own)
-        for name, start, block in sum_rows(pieces, session.size, grad_axis.fold if self.rule.rows else 1):
-            if block.shape[0] != session.size:
+        for name, start, block in sum_rows(pieces, size, grad_axis.fold if self.rule.rows else 1):
+            if block.shape[0] != size:
                 raise GradientEngineError(
                     f"The layer rule for {type(self.module).__name__} returned {tuple(block.shape)} for parameter "
-                    f"{name!r} of module {self.name!r}; expected {session.size} rows, one per sample."
+                    f"{name!r} of module {self.name!r}; expected {size} rows, one per sample."
                 )
-            session.emit(self.own[name], start, block)
+            blocks.emit(self.own[name], start, block)
 
 
 class _ReplayHandler(_Handler):
     """A module that is evaluated again, sample by sample, in the backward pass."""
 
     def __init__(self, hooks: LayerHooks, name: str, module: nn.Module) -> None:
-        self.session = hooks.session
+        """
+        Args:
+            hooks: the hooks of the pass.
+            name: name of the module in the model.
+            module: the module.
+        """
+        self.hooked_pass = hooks.hooked_pass
         self.name = name
         names = {id(p): hooks.selected[id(p)] for p in module.parameters() if id(p) in hooks.selected}
-        self.replay = Replay(module, name, names, hooks.session)
+        self.replay = Replay(module, name, names, hooks.hooked_pass)
         self.stack: list[int | None] = []
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        session = self.session
-        if session.inside or not session.recording():
+        hooked_pass = self.hooked_pass
+        if hooked_pass.bypass_depth or not hooked_pass.recording():
             self.stack.append(None)
             return
-        self.stack.append(session.next_index(self.name))
-        session.inside += 1
+        self.stack.append(hooked_pass.next_index(self.name))
+        hooked_pass.bypass_depth += 1
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-        session = self.session
+        hooked_pass = self.hooked_pass
         index = self.stack.pop()
         if index is None:
             return None
-        session.inside -= 1
-        if result is None:
+        hooked_pass.bypass_depth -= 1
+        if result is None:  # the module raised an exception
             return None
         inputs, outputs = self.replay.tensors_of((args, kwargs)), self.replay.tensors_of(result)
-        if session.calibrating:
-            with session.bypassed():
-                session.profile.calls[self.name].append(OpTrace.of(inputs, outputs))
+        if hooked_pass.tracing:
+            with hooked_pass.bypassed():
+                hooked_pass.sample_trace.calls[self.name].append(OpTrace.of(inputs, outputs))
             for tensor in outputs:
                 mark_data(tensor)
             return None
-        if any(id(t) in session.tracked for t in inputs):
+        if any(id(t) in hooked_pass.tracked for t in inputs):
             raise ModuleUnsupportedError(self.name, "takes a value computed from parameters alone")
-        traces = session.profile.calls[self.name]
+        traces = hooked_pass.sample_trace.calls[self.name]
         if not traces:
             raise ModuleUnsupportedError(self.name, "was not called for one sample alone")
         return self.replay.capture(args, kwargs, result, traces[index % len(traces)])

@@ -1,20 +1,18 @@
-"""Where parameter values meet the batch: one small function per kind of operation, in a registry.
+"""Handlers of the operations that models apply to parameter values outside of layers with a rule.
 
-Two ways. Values that are broadcast (added, multiplied) are expanded along the batch dimension first, so that autograd
-itself keeps the samples apart. Weights of linear maps, convolutions, lookups and norms are used as they are, and the
-rule of the corresponding layer takes the per-sample gradient from the input and the output gradient.
+One small function per kind of operation, see `batched_op` for what a handler does.
 """
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from hf_trak.gradient_computers.hooked.batch_axis import BatchAxis, UnsupportedError
-from hf_trak.gradient_computers.hooked.outer import OuterBlock
-from hf_trak.gradient_computers.hooked.rules.conv import bias_pieces, conv_pieces
+from hf_trak.gradient_computers.hooked.batch_axis import BatchAxis
+from hf_trak.gradient_computers.hooked.batched_op import BatchedOp, OpHandler, register_op_handler
+from hf_trak.gradient_computers.hooked.rules.conv import ConvGeometry, bias_pieces, conv_pieces
 from hf_trak.gradient_computers.hooked.rules.embedding import embedding_pieces
 from hf_trak.gradient_computers.hooked.rules.linear import linear_pieces
 from hf_trak.gradient_computers.hooked.rules.norm import (
@@ -22,148 +20,7 @@ from hf_trak.gradient_computers.hooked.rules.norm import (
     running_scale_and_shift,
     scale_and_shift,
 )
-from hf_trak.gradient_computers.hooked.rules.registry import Piece, pieces_of
-from hf_trak.gradient_computers.hooked.tracker import OpTrace, Tracked, outputs_of, replace_tensors, tensors_in
-
-if TYPE_CHECKING:
-    from hf_trak.gradient_computers.hooked.session import Session
-
-
-class Contact:
-    """One call in which parameter values and the batch come together."""
-
-    def __init__(
-        self,
-        session: "Session",
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        found: dict[int, Tracked],
-        roots: tuple[str, ...],
-        trace: OpTrace,
-    ) -> None:
-        self.session = session
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.found = found
-        self.roots = roots
-        self.trace = trace
-        self.tensors = list(tensors_in(args, kwargs))
-        if len(self.tensors) != len(trace.inputs):
-            raise self.unsupported("was called with other arguments for one sample alone")
-
-    def unsupported(self, reason: str) -> UnsupportedError:
-        """The error that names the parameters."""
-        from hf_trak.gradient_computers.hooked.session import ParameterUnsupportedError
-
-        return ParameterUnsupportedError(self.roots, f"{name_of(self.func)} {reason}")
-
-    def tracked(self, tensor: Tensor | None) -> Tracked | None:
-        """The parameter value behind an argument, `None` if it is none."""
-        return self.found.get(id(tensor))
-
-    def axis(self, tensor: Tensor) -> BatchAxis | None:
-        """The batch dimension of an argument."""
-        for candidate, traced in zip(self.tensors, self.trace.inputs, strict=True):
-            if candidate is tensor:
-                return traced.axis_of(tensor, self.session.size)
-        raise self.unsupported("has an argument that was not traced")
-
-    def meets_batch(self) -> bool:
-        """Whether any argument or the result has a batch dimension, as far as the trace tells."""
-        if any(self.axis(t) is not None for t in self.tensors if self.tracked(t) is None):
-            return True
-        return self.func in EXPANDING
-
-    def call(self, replacement: Callable[[Tensor], Tensor]) -> Any:
-        """The operation itself, with tensors replaced."""
-        args = (replace_tensors(a, replacement) for a in self.args)
-        return self.func(*args, **{k: replace_tensors(v, replacement) for k, v in self.kwargs.items()})
-
-    def plain(self, tensor: Tensor) -> Tensor:
-        """A tensor without the graph of parameter values."""
-        tracked = self.tracked(tensor)
-        return tensor if tracked is None else tracked.value.detach()
-
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument by position or name."""
-        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
-
-    def through_rule(
-        self, x: Tensor, weights: dict[str, Tensor | None], pieces: Callable[[Tensor, Tensor], Any], rows: bool = False
-    ) -> Any:
-        """Run the operation with plain weights; in the backward pass `pieces(x, grad)`, batch first, gives the
-        gradients.
-
-        Args:
-            x: the argument that carries the batch.
-            weights: the weight arguments under the names that the pieces have.
-            pieces: a rule's result.
-            rows: see [`RegisteredRule`].
-        """
-        session = self.session
-        targets = {name: t for name, weight in weights.items() if (t := self.tracked(weight)) is not None}
-        if self.tracked(x) is not None or len(targets) != len(self.found):
-            raise self.unsupported("takes a parameter as its input")
-        x_axis = self.axis(x)
-        if x_axis is None:
-            raise self.unsupported("has no batch dimension in its input")
-        out = self.call(self.plain)
-        out_axis = self.trace.outputs[0].axis_of(out, session.size)
-        if out_axis is None:
-            raise self.unsupported("has no batch dimension in its result")
-
-        def receive(grad: Tensor, kept: tuple[Tensor, ...]) -> None:
-            result = pieces(*aligned_rows(kept[0], x_axis, grad, out_axis, rows))
-            wanted = (piece for piece in pieces_of(result) if piece[0] in targets)
-            session.deposit_pieces(targets, sum_rows(wanted, session.size, out_axis.fold if rows else 1))
-
-        return session.capture(out, (x,), receive)
-
-
-def aligned_rows(
-    x: Tensor, x_axis: BatchAxis, grad: Tensor, grad_axis: BatchAxis, rows: bool
-) -> tuple[Tensor, Tensor]:
-    """Input and output gradient with the batch first; with folded rows in one dimension if `rows`."""
-    x, grad = x_axis.rows_first(x), grad_axis.rows_first(grad)
-    if rows:
-        x = x.flatten(0, 1) if x_axis.fold > 1 else x
-        grad = grad.flatten(0, 1) if grad_axis.fold > 1 else grad
-    return x, grad
-
-
-def sum_rows(pieces: Iterable[Piece], size: int, fold: int) -> Iterable[Piece]:
-    """Pieces of `(B · fold, n)` as `(B, n)`."""
-    for name, start, block in pieces:
-        if fold == 1:
-            yield name, start, block
-        elif isinstance(block, OuterBlock):
-            yield name, start, block.joined(fold)
-        else:
-            yield name, start, block.view(size, fold, -1).sum(1)
-
-
-Handler = Callable[[Contact], Any]
-CONTACTS: dict[Any, Handler] = {}
-EXPANDING: set[Any] = set()
-
-
-def contact(*functions: Any) -> Callable[[Handler], Handler]:
-    """Decorator: handle these torch functions."""
-
-    def decorator(handler: Handler) -> Handler:
-        for function in functions:
-            CONTACTS[function] = handler
-        return handler
-
-    return decorator
-
-
-def name_of(function: Any) -> str:
-    """A readable name of a torch function."""
-    return getattr(function, "__name__", repr(function))
-
+from hf_trak.gradient_computers.hooked.rules.registry import Piece
 
 _T = torch.Tensor
 _NAMES = """
@@ -175,141 +32,133 @@ _NAMES = """
 _BROADCASTING = [getattr(space, name) for space in (torch, _T) for name in _NAMES.split() if hasattr(space, name)]
 
 
-@contact(*_BROADCASTING)
-def broadcasting(op: Contact) -> Any:
-    """Elementwise operations: expand the parameter values along the batch dimension of the result."""
+@register_op_handler(*_BROADCASTING)
+def broadcasting(op: BatchedOp) -> Any:
+    """Elementwise operations: expand the parameter values along the batch dimension of the result.
+
+    Register it for any other torch function that broadcasts its arguments.
+    """
     rank = max(t.ndim for t in op.tensors)
     axis = None
     for tensor in op.tensors:
         own = op.axis(tensor) if op.tracked(tensor) is None else None
         if own is not None:
+            # broadcasting lines dimensions up from the last one
             shifted = BatchAxis(own.dim + rank - tensor.ndim, own.fold, own.major)
             if axis is not None and axis != shifted:
                 raise op.unsupported(f"combines tensors with the batch in dimensions {axis.dim} and {shifted.dim}")
             axis = shifted
     if axis is None:
         raise op.unsupported("has no argument with a batch dimension")
-
-    def expand(tensor: Tensor) -> Tensor:
-        tracked = op.tracked(tensor)
-        return tensor if tracked is None else op.session.per_sample(tracked, axis, rank)
-
-    return op.call(expand)
+    return _with_values_expanded(op, axis, rank)
 
 
-@contact(F.scaled_dot_product_attention)
-def attention(op: Contact) -> Any:
+@register_op_handler(F.scaled_dot_product_attention)
+def attention(op: BatchedOp) -> Any:
     """Attention with a parameter value as query, key, value or bias: all have the batch in dimension 0."""
     axes = [op.axis(t) for t in op.tensors if op.tracked(t) is None]
     if any(axis is not None and axis.dim != 0 for axis in axes):
         raise op.unsupported("has the batch in another dimension than the first")
     axis = next(axis for axis in axes if axis is not None)
-    rank = max(t.ndim for t in op.tensors)
+    return _with_values_expanded(op, axis, max(t.ndim for t in op.tensors))
+
+
+def _with_values_expanded(op: BatchedOp, axis: BatchAxis, rank: int) -> Any:
+    """Run the operation with all its parameter values expanded along the batch dimension."""
 
     def expand(tensor: Tensor) -> Tensor:
         tracked = op.tracked(tensor)
-        return tensor if tracked is None else op.session.per_sample(tracked, axis, rank)
+        return tensor if tracked is None else op.per_sample(tracked, axis, rank)
 
-    return op.call(expand)
+    return op.run(expand)
 
 
-@contact(_T.expand, _T.expand_as, _T.broadcast_to, torch.broadcast_to)
-def expanding(op: Contact) -> Any:
+@register_op_handler(_T.expand, _T.expand_as, _T.broadcast_to, torch.broadcast_to, creates_batch=True)
+def expanding(op: BatchedOp) -> Any:
     """The batch dimension comes into being: `cls_token.expand(batch_size, -1, -1)`."""
     tracked = op.tracked(op.args[0])
-    if tracked is None or len(op.found) > 1:
+    if tracked is None or len(op.call.found) > 1:
         raise op.unsupported("expands to the shape of a parameter")
-    shape = op.call(op.plain)
-    axis = op.trace.outputs[0].axis_of(shape, op.session.size)
+    out = op.run(op.plain)
+    axis = op.output_axis(out)
     if axis is None:
-        return _without_batch(op)
-    alone = list(shape.shape)
+        return op.without_batch()
+    # first everything but the batch dimension, within the small graph of parameter values
+    alone = list(out.shape)
     alone[axis.dim] = 1
     base = tracked.value.expand(alone)
-    return op.session.per_sample(op.session.track(base, tracked.roots), axis, base.ndim)
+    return op.per_sample(op.track(base), axis, base.ndim)
 
 
-@contact(_T.repeat, torch.tile, _T.tile)
-def repeating(op: Contact) -> Any:
-    """`query.repeat(batch_size, 1, 1)`: copies, one after the other, so that the rows of one copy are neighbours."""
+@register_op_handler(_T.repeat, torch.tile, _T.tile, creates_batch=True)
+def repeating(op: BatchedOp) -> Any:
+    """`query.repeat(batch_size, 1, 1)`: whole copies one after the other, so that a sample's rows are neighbours."""
     tracked = op.tracked(op.args[0])
     assert tracked is not None
-    out = op.call(op.plain)
-    axis = op.trace.outputs[0].axis_of(out, op.session.size)
+    out = op.run(op.plain)
+    axis = op.output_axis(out)
     if axis is None:
-        return _without_batch(op)
+        return op.without_batch()
     times = list(op.args[1]) if isinstance(op.args[1], tuple | list) else list(op.args[1:])
-    size = op.session.size
+    size = op.size
     if times[axis.dim] % size or (axis.fold > 1 and axis.dim != 0) or len(times) != out.ndim:
         raise op.unsupported("repeats along the batch in a way that cannot be followed")
+    # first the copies within one sample, then those for the samples
     times[axis.dim] //= size
     base = tracked.value.repeat(times)
     if axis.fold == 1:  # contiguous, as copies are
-        return op.session.per_sample(op.session.track(base, tracked.roots), axis, base.ndim).contiguous()
+        return op.per_sample(op.track(base), axis, base.ndim).contiguous()
     base = base.unsqueeze(0)
-    expanded = op.session.per_sample(op.session.track(base, tracked.roots), BatchAxis(0), base.ndim)
+    expanded = op.per_sample(op.track(base), BatchAxis(0), base.ndim)
     return expanded.flatten(0, 1)
 
 
-EXPANDING.update([_T.expand, _T.expand_as, _T.broadcast_to, torch.broadcast_to, _T.repeat, torch.tile, _T.tile])
-
-
-def _without_batch(op: Contact) -> Any:
-    """The same operation within the graph of parameter values."""
-    result = op.call(lambda t: op.found[id(t)].value if id(t) in op.found else t)
-    for tensor in outputs_of(result):
-        op.session.track(tensor, op.roots)
-    return result
-
-
-@contact(F.linear)
-def linear(op: Contact) -> Any:
+@register_op_handler(F.linear)
+def linear(op: BatchedOp) -> Any:
     """`F.linear(x, weight, bias)`: projections of attention modules, tied heads."""
-    x, weight, bias = op.argument(0, "input"), op.argument(1, "weight"), op.argument(2, "bias")
-    has = op.tracked(weight) is not None, op.tracked(bias) is not None
-    return op.through_rule(
-        x, {"weight": weight, "bias": bias}, lambda x, grad: linear_pieces(x, grad, op.session.workspace, *has)
-    )
+    return _linear_map(op, op.argument(0, "input"), op.argument(1, "weight"), op.argument(2, "bias"), False)
 
 
-@contact(torch.matmul, _T.matmul, _T.__matmul__, torch.mm, _T.mm, torch.bmm, _T.bmm, _T.__rmatmul__)
-def matmul(op: Contact) -> Any:
+@register_op_handler(torch.addmm, _T.addmm)
+def addmm(op: BatchedOp) -> Any:
+    """`addmm(bias, x, weight)`."""
+    bias, x, weight = op.args[:3]
+    if op.kwargs or bias.ndim != 1:
+        raise op.unsupported("with scaling factors or a matrix to add")
+    return _linear_map(op, x, weight, bias, True)
+
+
+@register_op_handler(torch.matmul, _T.matmul, _T.__matmul__, torch.mm, _T.mm, torch.bmm, _T.bmm, _T.__rmatmul__)
+def matmul(op: BatchedOp) -> Any:
     """`x @ W` with a matrix W is a linear map; anything else is a broadcast over leading dimensions."""
     left, right = op.args[:2]
     if op.func is _T.__rmatmul__:
         left, right = right, left
     if op.tracked(left) is None and right.ndim == 2:
-        return op.through_rule(
-            left,
-            {"weight": right},
-            lambda x, grad: linear_pieces(x, grad, op.session.workspace, bias=False, transposed=True),
-        )
+        return _linear_map(op, left, right, None, True)
     tracked, other = (right, left) if op.tracked(left) is None else (left, right)
     axis = op.axis(other) if op.tracked(other) is None else None
     rank = max(left.ndim, right.ndim)
+    # the batch has to be in a dimension over which the product broadcasts: neither of the last two
     if axis is None or axis.dim + rank - other.ndim >= rank - 2 or op.func in (torch.mm, _T.mm):
         raise op.unsupported("contracts or lines up a parameter with the batch dimension")
     shifted = BatchAxis(axis.dim + rank - other.ndim, axis.fold, axis.major)
-    expanded = op.session.per_sample(op.found[id(tracked)], shifted, rank)
-    return op.call(lambda t: expanded if t is tracked else op.plain(t))
+    expanded = op.per_sample(op.call.found[id(tracked)], shifted, rank)
+    return op.run(lambda t: expanded if t is tracked else op.plain(t))
 
 
-@contact(torch.addmm, _T.addmm)
-def addmm(op: Contact) -> Any:
-    """`addmm(bias, x, weight)`."""
-    bias, x, weight = op.args[:3]
-    if op.kwargs or bias.ndim != 1:
-        raise op.unsupported("with scaling factors or a matrix to add")
-    has = op.tracked(weight) is not None, op.tracked(bias) is not None
-    return op.through_rule(
-        x,
-        {"weight": weight, "bias": bias},
-        lambda x, grad: linear_pieces(x, grad, op.session.workspace, *has, transposed=True),
-    )
+def _linear_map(op: BatchedOp, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Any:
+    """Run y = x Wᵀ + b, or y = x W + b if `transposed`, and take the gradients of weight and bias by the rule."""
+    has_weight, has_bias = op.tracked(weight) is not None, op.tracked(bias) is not None
+
+    def pieces(x: Tensor, grad: Tensor) -> Iterator[Piece]:
+        return linear_pieces(x, grad, op.workspace, has_weight, has_bias, transposed, op.takes_outer)
+
+    return op.through_rule(x, {"weight": weight, "bias": bias}, pieces)
 
 
-@contact(F.embedding)
-def embedding(op: Contact) -> Any:
+@register_op_handler(F.embedding)
+def embedding(op: BatchedOp) -> Any:
     """`F.embedding(ids, table)`; `max_norm` and `scale_grad_by_freq` are refused."""
     ids, table = op.argument(0, "input"), op.argument(1, "weight")
     if op.argument(3, "max_norm") is not None or op.argument(5, "scale_grad_by_freq", False):
@@ -318,12 +167,14 @@ def embedding(op: Contact) -> Any:
     return op.through_rule(
         ids,
         {"weight": table},
-        lambda ids, grad: embedding_pieces(ids, grad, op.session.workspace, rows, padding),
+        lambda ids, grad: embedding_pieces(ids, grad, op.workspace, rows, padding),
     )
 
 
-def _conv(dims: int) -> Handler:
-    def handler(op: Contact) -> Any:
+def _conv(dims: int) -> OpHandler:
+    """Make the handler of `F.conv1d`, `F.conv2d` or `F.conv3d`: `conv(x, weight, bias, stride, padding, …)`."""
+
+    def handler(op: BatchedOp) -> Any:
         x, weight, bias = op.argument(0, "input"), op.argument(1, "weight"), op.argument(2, "bias")
         stride, padding, dilation = (
             _sizes(op.argument(position, name, default), dims)
@@ -331,14 +182,13 @@ def _conv(dims: int) -> Handler:
         )
         if padding is None or x.ndim != dims + 2:
             raise op.unsupported("with string padding or without a batch dimension")
-        groups = op.argument(6, "groups", 1)
+        geometry = ConvGeometry(stride, padding, dilation, op.argument(6, "groups", 1))
 
-        def pieces(x: Tensor, grad: Tensor) -> Iterable[Piece]:
+        def pieces(x: Tensor, grad: Tensor) -> Iterator[Piece]:
             if op.tracked(bias) is not None:
                 yield from bias_pieces(grad)
             if op.tracked(weight) is not None:
-                workspace = op.session.workspace
-                yield from conv_pieces(x, grad, weight.shape, stride, padding, dilation, groups, workspace)
+                yield from conv_pieces(x, grad, weight.shape, geometry, op.workspace, op.takes_outer)
 
         return op.through_rule(x, {"weight": weight, "bias": bias}, pieces, rows=True)
 
@@ -346,17 +196,18 @@ def _conv(dims: int) -> Handler:
 
 
 def _sizes(value: Any, dims: int) -> Any:
+    """Return one number per spatial dimension; `None` for a padding that is given as a word other than "valid"."""
     if isinstance(value, str):
         return None if value != "valid" else [0] * dims
     return [value] * dims if isinstance(value, int) else list(value)
 
 
 for _dims, _function in enumerate((F.conv1d, F.conv2d, F.conv3d), 1):
-    contact(_function)(_conv(_dims))
+    register_op_handler(_function)(_conv(_dims))
 
 
-@contact(F.layer_norm, torch.layer_norm)
-def layer_norm(op: Contact) -> Any:
+@register_op_handler(F.layer_norm, torch.layer_norm)
+def layer_norm(op: BatchedOp) -> Any:
     """`layer_norm(x, shape, weight, bias, eps)`."""
     x, shape = op.args[0], list(op.argument(1, "normalized_shape"))
     weight, bias, eps = op.argument(2, "weight"), op.argument(3, "bias"), op.argument(4, "eps", 1e-5)
@@ -367,8 +218,8 @@ def layer_norm(op: Contact) -> Any:
     return op.through_rule(x, {"weight": weight, "bias": bias}, pieces)
 
 
-@contact(F.rms_norm, torch.rms_norm)
-def rms_norm(op: Contact) -> Any:
+@register_op_handler(F.rms_norm, torch.rms_norm)
+def rms_norm(op: BatchedOp) -> Any:
     """`rms_norm(x, shape, weight, eps)`."""
     x, shape = op.args[0], list(op.argument(1, "normalized_shape"))
     weight, eps = op.argument(2, "weight"), op.argument(3, "eps")
@@ -379,8 +230,8 @@ def rms_norm(op: Contact) -> Any:
     return op.through_rule(x, {"weight": weight}, pieces)
 
 
-@contact(F.group_norm, torch.group_norm)
-def group_norm(op: Contact) -> Any:
+@register_op_handler(F.group_norm, torch.group_norm)
+def group_norm(op: BatchedOp) -> Any:
     """`group_norm(x, groups, weight, bias, eps)`."""
     x, groups = op.args[0], op.argument(1, "num_groups")
     weight, bias, eps = op.argument(2, "weight"), op.argument(3, "bias"), op.argument(4, "eps", 1e-5)
@@ -391,8 +242,8 @@ def group_norm(op: Contact) -> Any:
     return op.through_rule(x, {"weight": weight, "bias": bias}, pieces, rows=True)
 
 
-@contact(F.batch_norm)
-def batch_norm(op: Contact) -> Any:
+@register_op_handler(F.batch_norm)
+def batch_norm(op: BatchedOp) -> Any:
     """`batch_norm(x, mean, variance, weight, bias, training, momentum, eps)` with running statistics."""
     x, mean, variance = op.args[0], op.argument(1, "running_mean"), op.argument(2, "running_var")
     weight, bias, eps = op.argument(3, "weight"), op.argument(4, "bias"), op.argument(7, "eps", 1e-5)

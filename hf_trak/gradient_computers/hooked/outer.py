@@ -1,10 +1,14 @@
-"""Blocks of per-sample gradients in factored form, for sinks that have no need of their elements."""
+"""Blocks of per-sample gradients that are passed on as two factors, to sinks that need no single element of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+TakesOuter = Callable[[Tensor, Tensor], bool]
+"""Predicate on two factors `(B, T, I)` and `(B, T, J)`: pass this gradient on as factors instead of a dense block?"""
 
 
 @dataclass(frozen=True)
@@ -21,27 +25,27 @@ class OuterBlock:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the block."""
+        """Shape of the dense block, `(B, I · J)`."""
         return self.left.shape[0], self.left.shape[2] * self.right.shape[2]
 
     def joined(self, fold: int) -> "OuterBlock":
-        """`(B · fold, I · J)` with every `fold` rows added up: their factors side by side."""
+        """Add up every `fold` rows of a `(B · fold, I · J)` block: their factors are put side by side."""
         size = self.left.shape[0] // fold
         return OuterBlock(
             self.left.reshape(size, -1, self.left.shape[2]), self.right.reshape(size, -1, self.right.shape[2])
         )
 
     def dense(self) -> Tensor:
-        """The block itself."""
+        """Form the block, `(B, I · J)`."""
         return torch.bmm(self.left.transpose(1, 2), self.right).flatten(1)
 
 
 @runtime_checkable
 class OuterSink(Protocol):
-    """A [`GradientSink`] that may take blocks in factored form, such as [`ProjectionSink`]."""
+    """A [`GradientSink`] that can take blocks as two factors, such as [`ProjectionSink`]."""
 
     def takes_outer(self, left: Tensor, right: Tensor) -> bool:
-        """Whether this block had better come by its factors `(B, T, I)` and `(B, T, J)`."""
+        """Tell whether to pass on the factors `(B, T, I)` and `(B, T, J)` of a block rather than the block."""
 
     def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
-        """Take it; `start` is the position of its first column."""
+        """Take a block by its factors; `start` is the position of its first column."""

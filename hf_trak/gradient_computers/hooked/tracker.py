@@ -1,153 +1,185 @@
-"""Following parameters that are used outside of layers with a rule: class tokens, position tables, layer scales, tied
+"""Follow parameters that are used outside of layers with a rule: class tokens, position tables, layer scales, tied
 heads.
 
-During the forward pass every function call on a tensor goes through [`ParameterTracker`]. A value computed from
-parameters alone ("parameter value": a transposed weight, a table of relative position biases) has no batch dimension;
-it is followed with a small autograd graph of its own. Where it meets the batch (a "contact": an addition, a product,
-`F.linear`), a function of `contacts` sees to it that the gradient arrives there per sample, before broadcasting sums
-it over the batch.
+During the forward pass every call of a torch function goes through [`ParameterTracker`]. A value computed from
+parameters alone (a "parameter value": a transposed weight, a table of relative position biases) has no batch
+dimension, and is followed with a small autograd graph of its own. Where it meets the batch (an addition, a product,
+`F.linear`), a handler sees to it that its gradient arrives per sample, before broadcasting sums it over the batch.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hf_trak.gradient_computers.hooked.batch_axis import BatchAxis, TensorTrace, UnsupportedError, batch_axis
-from hf_trak.gradient_computers.hooked.opened import opened_attention
-
-if TYPE_CHECKING:
-    from hf_trak.gradient_computers.hooked.session import Session
-
-OpKey = tuple[tuple[str, ...], str]
-"""The parameters that a value comes from, and the function that is applied."""
-
-
-class RestartError(Exception):
-    """The pass has learned something that the pass of one sample must know, too: begin again."""
-
-
-@dataclass
-class TracedTensor:
-    """A tensor of the pass of one sample, and, once a batch has been seen, the dimension that carries the batch."""
-
-    trace: TensorTrace
-    axis: BatchAxis | None = None
-    resolved: bool = False
-
-    def axis_of(self, tensor: Tensor, size: int) -> BatchAxis | None:
-        """The batch dimension of the same tensor in a batch. Raises `UnsupportedError`, see [`batch_axis`]."""
-        if not self.resolved:
-            self.axis = batch_axis(self.trace, tensor, size)
-            self.trace = TensorTrace(self.trace.shape, None)
-            self.resolved = True
-        expected = list(self.trace.shape)
-        if self.axis is not None:
-            expected[self.axis.dim] *= size
-        if list(tensor.shape) != expected:
-            raise UnsupportedError(f"a tensor has shape {tuple(tensor.shape)} where {tuple(expected)} was expected")
-        return self.axis
-
-
-@dataclass
-class OpTrace:
-    """The tensors that went into one traced call, and those that came out."""
-
-    inputs: list[TracedTensor]
-    outputs: list[TracedTensor]
-
-    @classmethod
-    def of(cls, inputs: list[Tensor], outputs: list[Tensor]) -> "OpTrace":
-        return cls(
-            [TracedTensor(TensorTrace.of(t)) for t in inputs], [TracedTensor(TensorTrace.of(t)) for t in outputs]
-        )
-
-
-@dataclass
-class Profile:
-    """What the pass of one sample saw: calls of hooked modules by name, operations on parameter values by key."""
-
-    calls: dict[str, list[OpTrace]] = field(default_factory=lambda: defaultdict(list))
-    ops: dict[OpKey, list[OpTrace]] = field(default_factory=lambda: defaultdict(list))
-
-
-@dataclass(frozen=True)
-class Tracked:
-    """A parameter value: the tensor, with a graph back to stand-ins of the parameters that it comes from."""
-
-    value: Tensor
-    roots: tuple[str, ...]
-    is_parameter: bool = False
+from hf_trak._compat import opened_attention
+from hf_trak.gradient_computers.hooked import op_handlers  # noqa: F401  # registers the handlers of the library
+from hf_trak.gradient_computers.hooked.autograd_functions import Trap
+from hf_trak.gradient_computers.hooked.batch_axis import UnsupportedError
+from hf_trak.gradient_computers.hooked.batched_op import HANDLERS, BatchedOp, OpHandler, ParameterCall
+from hf_trak.gradient_computers.hooked.hooked_pass import HookedPass
+from hf_trak.gradient_computers.hooked.tensors import is_data, mark_data, outputs_of, tensors_in
+from hf_trak.gradient_computers.hooked.traces import OpKey, OpTrace, ParameterUnsupportedError, RestartError
 
 
 class ParameterTracker(TorchFunctionMode):
-    """Sees every call of a torch function during the forward pass of one [`Session`]."""
+    """See every call of a torch function during one [`HookedPass`], and take apart those with a parameter value."""
 
-    def __init__(self, session: "Session") -> None:
+    def __init__(self, hooked_pass: HookedPass) -> None:
+        """
+        Args:
+            hooked_pass: the pass.
+        """
         super().__init__()
-        self.session = session
+        self.hooked_pass = hooked_pass
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        session = self.session
-        if session.inside or not session.recording():
+        hooked_pass = self.hooked_pass
+        if hooked_pass.bypass_depth or not hooked_pass.recording():
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:  # its projections are seen one by one
                 return opened_attention(*args, **kwargs)
-        tracked = session.tracked
+        tracked = hooked_pass.tracked
         for tensor in tensors_in(args, kwargs):
             if id(tensor) in tracked:
-                break
-        else:
-            result = func(*args, **kwargs)
-            if session.calibrating and any(is_data(t) for t in tensors_in(args, kwargs)):
-                mark_data(result)
+                return self._parameter_operation(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if hooked_pass.tracing and any(is_data(t) for t in tensors_in(args, kwargs)):
+            mark_data(result)
+        return result
+
+    def _parameter_operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation with a parameter value among its arguments, in one of three ways.
+
+        Raises:
+            RestartError: whether it meets the batch is other than it seemed from one sample. The model trace now says
+                so, and the pass of one sample has to be made again.
+            ParameterUnsupportedError: it mixes parameters with the batch, and has no handler that can take it apart.
+        """
+        call = self._numbered(func, args, kwargs)
+        # 1. Nothing can take it apart, as an earlier pass has found out: an error only if a gradient comes back.
+        message = self.hooked_pass.model_trace.trapped.get(call.id)
+        if message is not None:
+            return self._trapped(call, message)
+        # 2. It meets the batch: one sample is traced through it, and in a batch its handler takes over.
+        handler = self._handler_of(call)
+        if handler is not None:
+            return self._trace_batched(call) if self.hooked_pass.tracing else self._handle(call, handler)
+        # 3. It computes from parameters alone, and gives another parameter value.
+        return self._extend_graph(call)
+
+    def _numbered(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParameterCall:
+        """Name the call so that the pass of one sample and that of a batch can tell it by the same name."""
+        tracked = self.hooked_pass.tracked
+        found = {id(t): tracked[id(t)] for t in tensors_in(args, kwargs) if id(t) in tracked}
+        roots = tuple(sorted({root for value in found.values() for root in value.roots}))
+        key: OpKey = (roots, name_of(func))
+        index = self.hooked_pass.counters[key]
+        length = 0 if self.hooked_pass.tracing else len(self.hooked_pass.sample_trace.ops.get(key, ()))
+        if length and index >= length:  # a checkpointed block runs again in the backward pass
+            index %= length
+        return ParameterCall(func, args, kwargs, found, key, index)
+
+    def _handler_of(self, call: ParameterCall) -> OpHandler | None:
+        """Return the handler of an operation that meets the batch, `None` if there is none or it does not meet it."""
+        registered, known = HANDLERS.get(call.func), self.hooked_pass.model_trace
+        if registered is None:
+            return None
+        # for one sample alone: it meets the batch if another argument was computed from the sample
+        if (
+            self.hooked_pass.tracing
+            and call.id not in known.unbatched_ops
+            and any(is_data(t) for t in tensors_in(call.args, call.kwargs))
+        ):
+            known.batched_ops.add(call.id)
+        return registered.handler if call.id in known.batched_ops else None
+
+    def _trapped(self, call: ParameterCall, message: str) -> Any:
+        """Run an operation that cannot be taken apart; the gradient of a parameter value in it raises `message`."""
+        hooked_pass = self.hooked_pass
+        hooked_pass.counters[call.key] += 1
+
+        def trap(tensor: Tensor) -> Tensor:
+            if id(tensor) not in call.found:
+                return tensor
+            value = call.plain(tensor)
+            return value if hooked_pass.tracing else Trap.apply(hooked_pass.anchor(value.device), value, message)
+
+        result = call.run(trap)
+        if hooked_pass.tracing:
+            mark_data(result)
+        return result
+
+    def _trace_batched(self, call: ParameterCall) -> Any:
+        """Run an operation that meets the batch for one sample, and note its tensors."""
+        self.hooked_pass.counters[call.key] += 1
+        inputs = [call.plain(t) for t in tensors_in(call.args, call.kwargs)]
+        trace = OpTrace.of(inputs, [])  # before the call, which may change them in place
+        result = call.run(call.plain)
+        trace.outputs = OpTrace.of([], outputs_of(result)).outputs
+        self.hooked_pass.sample_trace.ops[call.key].append(trace)
+        mark_data(result)
+        return result
+
+    def _handle(self, call: ParameterCall, handler: OpHandler) -> Any:
+        """Let the handler run an operation that meets the batch.
+
+        Raises:
+            ParameterUnsupportedError: the handler cannot.
+            RestartError: the operation does not meet the batch after all.
+        """
+        hooked_pass, known = self.hooked_pass, self.hooked_pass.model_trace
+        hooked_pass.counters[call.key] += 1
+        try:
+            op = BatchedOp(hooked_pass, call, hooked_pass.sample_trace.op(call.key, call.index))
+            if op.meets_batch():
+                return handler(op)
+        except UnsupportedError as error:
+            raise ParameterUnsupportedError(call.roots, f"{call.name}: {error}", call.id) from error
+        known.batched_ops.discard(call.id)
+        known.unbatched_ops.add(call.id)
+        raise RestartError
+
+    def _extend_graph(self, call: ParameterCall) -> Any:
+        """Run an operation on parameters alone within their small graph, and follow its results.
+
+        Raises:
+            ParameterUnsupportedError: a result has another shape than for one sample alone, so the operation does mix
+                parameters with the batch, and it has no handler.
+            RestartError: the same, and it has a handler.
+        """
+        hooked_pass = self.hooked_pass
+        with torch.enable_grad():
+            result = call.run(call.with_graph)
+        outputs = outputs_of(result)
+        if not outputs:  # a size, a dtype: not counted as a call
             return result
-        return session.parameter_operation(func, args, kwargs)
+        hooked_pass.counters[call.key] += 1
+        if hooked_pass.tracing:
+            hooked_pass.sample_trace.ops[call.key].append(OpTrace.of([], outputs))
+        else:
+            traced = hooked_pass.sample_trace.op(call.key, call.index).outputs
+            if any(tensor.shape != alone.trace.shape for tensor, alone in zip(outputs, traced, strict=True)):
+                self._require_handler(call)
+                hooked_pass.model_trace.batched_ops.add(call.id)
+                raise RestartError
+        for tensor in outputs:
+            if tensor.requires_grad and tensor.is_floating_point():
+                hooked_pass.track(tensor, call.roots)
+        return result
+
+    def _require_handler(self, call: ParameterCall) -> None:
+        if call.func not in HANDLERS or call.id in self.hooked_pass.model_trace.unbatched_ops:
+            raise ParameterUnsupportedError(call.roots, f"{call.name} mixes parameters with the batch", call.id)
 
 
-def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments of a call, including those in lists and tuples."""
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            for item in value:
-                if isinstance(item, Tensor):
-                    yield item
-
-
-def replace_tensors(value: Any, replacement: Callable[[Tensor], Any]) -> Any:
-    """Arguments with every tensor replaced, including those in lists and tuples."""
-    if isinstance(value, Tensor):
-        return replacement(value)
-    if type(value) in (tuple, list) and any(isinstance(item, Tensor) for item in value):
-        return type(value)(replacement(item) if isinstance(item, Tensor) else item for item in value)
-    return value
-
-
-def outputs_of(result: Any) -> list[Tensor]:
-    """The tensors that a function returned."""
-    if isinstance(result, Tensor):
-        return [result]
-    if isinstance(result, tuple | list):
-        return [item for item in result if isinstance(item, Tensor)]
-    return []
-
-
-def is_data(tensor: Tensor) -> bool:
-    """Whether a tensor of the pass of one sample was computed from the sample."""
-    return getattr(tensor, "_hf_trak_data", False)
-
-
-def mark_data(result: Any) -> None:
-    """Mark the tensors of a result as computed from the sample."""
-    for tensor in outputs_of(result):
-        tensor._hf_trak_data = True  # type: ignore[attr-defined]
+def name_of(function: Callable[..., Any]) -> str:
+    """Return a readable name of a torch function."""
+    return getattr(function, "__name__", repr(function))

@@ -1,11 +1,14 @@
 """Convolutions in one to three dimensions, transposed ones included."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from hf_trak._compat import padding_of_both_sides
+from hf_trak.gradient_computers.hooked.outer import TakesOuter
 from hf_trak.gradient_computers.hooked.rules.linear import outer_pieces
 from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, Piece, common, register_layer_rule
 from hf_trak.gradient_computers.hooked.workspace import Workspace
@@ -16,27 +19,40 @@ FEW_POSITIONS = 128
 """Output positions up to which unfolding the input is the cheaper order."""
 
 
+@dataclass(frozen=True)
+class ConvGeometry:
+    """Stride, padding (zeros, on both sides) and dilation, one number per spatial dimension each, and the groups of
+    channels."""
+
+    stride: Sizes
+    padding: Sizes
+    dilation: Sizes
+    groups: int
+
+    def of_groups(self, groups: int) -> "ConvGeometry":
+        """Return the same geometry with other groups of channels."""
+        return replace(self, groups=groups)
+
+
 def conv_pieces(
     x: Tensor,
     grad: Tensor,
     shape: Sizes,
-    stride: Sizes,
-    padding: Sizes,
-    dilation: Sizes,
-    groups: int,
+    geometry: ConvGeometry,
     workspace: Workspace,
+    takes_outer: TakesOuter | None = None,
 ) -> Iterator[Piece]:
-    """Slices of the per-sample weight gradient of `grad = ∂f/∂conv(x, W)`.
+    """Yield slices of the per-sample weight gradient of `grad = ∂f/∂conv(x, W)`.
 
     Args:
         x: `(N, in, *)`.
         grad: `(N, out, *)`.
-        shape: of the weight, `(out, in / groups, *kernel)`.
-        stride, padding, dilation: one number per spatial dimension, zero padding on both sides.
-        groups: channel groups.
+        shape: shape of the weight, `(out, in / groups, *kernel)`.
+        geometry: stride, padding, dilation and groups of the convolution.
         workspace: where slices are written.
+        takes_outer: see [`LayerCall`].
 
-    Chosen by shape (measured on two cores, ResNet-18 layers):
+    The order of the sums is chosen by shape (measured on two cores with the layers of a ResNet-18):
 
     * kernels that tile the input (1×1, patch embeddings) are linear maps of patches: a reshape and one batched
       product;
@@ -48,7 +64,8 @@ def conv_pieces(
       and on GPUs, where launches count, a single one in which every sample is a group of channels of its own.
     """
     x, grad = common(x, grad)
-    outs, kernel = shape[0], list(shape[2:])
+    outs, kernel, groups = shape[0], list(shape[2:]), geometry.groups
+    stride, padding, dilation = geometry.stride, geometry.padding, geometry.dilation
     positions = torch.Size(grad.shape[2:]).numel()
     whole = list(stride) == kernel and set(dilation) == {1}
     if groups == 1 and not any(padding) and (whole or set(kernel) == {1}):
@@ -56,20 +73,19 @@ def conv_pieces(
     elif groups == 1 and len(kernel) == 2 and positions <= FEW_POSITIONS:
         patches = F.unfold(x, tuple(kernel), tuple(dilation), tuple(padding), tuple(stride))
     else:
-        geometry = list(stride), list(padding), list(dilation)
         row = torch.Size(shape[1:]).numel()
         # slices of output channels exist only where every one of them sees all input channels
         step = workspace.rows(x.shape[0], row, grad.dtype, outs) if groups == 1 else outs
         contract = _one_by_one if groups == 1 and x.device.type == "cpu" else _as_groups
         for low in range(0, outs, step):
-            block = contract(x, grad[:, low : low + step], list(shape[1:]), geometry, groups, workspace)
+            block = contract(x, grad[:, low : low + step], list(shape[1:]), geometry, workspace)
             yield "weight", low * row, block
         return
-    yield from outer_pieces("weight", grad.flatten(2).transpose(1, 2), patches.transpose(1, 2), workspace)
+    yield from outer_pieces("weight", grad.flatten(2).transpose(1, 2), patches.transpose(1, 2), workspace, takes_outer)
 
 
 def _tile(x: Tensor, positions: Sizes, stride: Sizes, kernel: list[int]) -> Tensor:
-    """Non-overlapping patches as `(N, in · kernel, L)`, in the order of the weight's elements."""
+    """Cut the input into patches that do not overlap: `(N, in · kernel, L)`, in the order of the weight's elements."""
     dims = len(kernel)
     if set(kernel) == {1}:
         cut = tuple(slice(0, (n - 1) * s + 1, s) for n, s in zip(positions, stride, strict=True))
@@ -81,67 +97,64 @@ def _tile(x: Tensor, positions: Sizes, stride: Sizes, kernel: list[int]) -> Tens
     return x.permute(order).reshape(x.shape[0], -1, torch.Size(positions).numel())
 
 
-Geometry = tuple[list[int], list[int], list[int]]
-
-
-def _weight_gradient(x: Tensor, grad: Tensor, weight_shape: list[int], geometry: Geometry, groups: int) -> Tensor:
-    """The weight gradient of one ordinary convolution, summed over its batch."""
-    stride, padding, dilation = geometry
+def _weight_gradient(x: Tensor, grad: Tensor, weight_shape: list[int], geometry: ConvGeometry) -> Tensor:
+    """Compute the weight gradient of one ordinary convolution, summed over its batch."""
+    stride, padding, dilation = list(geometry.stride), list(geometry.padding), list(geometry.dilation)
+    groups = geometry.groups
     weight = x.new_empty(weight_shape)  # only its shape is read
     return torch.ops.aten.convolution_backward(
         grad, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups, [False, True, False]
     )[1]
 
 
-def _one_by_one(
-    x: Tensor, grad: Tensor, row_shape: list[int], geometry: Geometry, groups: int, workspace: Workspace
-) -> Tensor:
+def _one_by_one(x: Tensor, grad: Tensor, row_shape: list[int], geometry: ConvGeometry, workspace: Workspace) -> Tensor:
+    """Compute the weight gradients by one backward convolution per sample: `(N, rows · row)`."""
     size, rows = grad.shape[:2]
     block = workspace.empty((size, rows, *row_shape), grad)
     for i in range(size):
-        block[i] = _weight_gradient(x[i : i + 1], grad[i : i + 1], [rows, *row_shape], geometry, groups)
+        block[i] = _weight_gradient(x[i : i + 1], grad[i : i + 1], [rows, *row_shape], geometry)
     return block.view(size, -1)
 
 
-def _as_groups(
-    x: Tensor, grad: Tensor, row_shape: list[int], geometry: Geometry, groups: int, workspace: Workspace
-) -> Tensor:
+def _as_groups(x: Tensor, grad: Tensor, row_shape: list[int], geometry: ConvGeometry, workspace: Workspace) -> Tensor:
+    """Compute them by a single backward convolution, in which every sample is a group of channels of its own."""
     size, rows = grad.shape[:2]
     merged, merged_grad = x.reshape(1, -1, *x.shape[2:]), grad.reshape(1, size * rows, *grad.shape[2:])
     shape = [size * rows, *row_shape]
-    return _weight_gradient(merged, merged_grad, shape, geometry, groups * size).view(size, -1)
+    return _weight_gradient(merged, merged_grad, shape, geometry.of_groups(geometry.groups * size)).view(size, -1)
 
 
 def bias_pieces(grad: Tensor) -> Iterator[Piece]:
-    """The shift of every channel: the sum over positions."""
+    """Yield the gradient of the shift of every channel: the sum over positions."""
     yield "bias", 0, grad.flatten(2).sum(2)
 
 
 @register_layer_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, rows=True)
 def conv(call: LayerCall) -> Iterator[Piece]:
-    """dW[b] = correlation of x[b] with grad[b]; padding modes other than zeros are applied to x first."""
+    """dW[b] = correlation of x[b] with grad[b]; other padding than zeros is applied to x first."""
     module = call.module
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     if "bias" in call.wanted:
         yield from bias_pieces(call.grad)
     if "weight" not in call.wanted:
         return
-    x, padding = padded(call.x, module.padding, module.padding_mode, module._reversed_padding_repeated_twice)
-    yield from conv_pieces(
-        x,
-        call.grad,
-        module.weight.shape,
-        module.stride,
-        padding,
-        module.dilation,
-        module.groups,
-        call.workspace,
-    )
+    x, padding = padded(call.x, module.padding, module.padding_mode, padding_of_both_sides(module))
+    geometry = ConvGeometry(module.stride, padding, module.dilation, module.groups)
+    yield from conv_pieces(x, call.grad, module.weight.shape, geometry, call.workspace, call.takes_outer)
 
 
 def padded(x: Tensor, padding: Sizes | str, mode: str, sides: list[int]) -> tuple[Tensor, list[int]]:
-    """The input and the symmetric zero padding that is left to do. `sides`: both sides of every dimension, last
-    first."""
+    """Apply the padding that is not the same number of zeros on both sides.
+
+    Args:
+        x: `(N, in, *)`.
+        padding: as of the layer: numbers, "valid" or "same".
+        mode: as of the layer.
+        sides: the padding of both sides of every dimension, last dimension first.
+
+    Returns:
+        The input, and the padding with zeros on both sides that is left to do.
+    """
     if mode != "zeros":
         return F.pad(x, sides, mode=mode), [0] * (len(sides) // 2)
     if not isinstance(padding, str):
@@ -153,21 +166,12 @@ def padded(x: Tensor, padding: Sizes | str, mode: str, sides: list[int]) -> tupl
 
 @register_layer_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, rows=True)
 def conv_transpose(call: LayerCall) -> Iterator[Piece]:
-    """The transpose of a convolution: input and output gradient change places, the weight is `(in, out / groups,
-    *)`."""
+    """A transposed convolution: input and output gradient change places, the weight is `(in, out / groups, *)`."""
     module = call.module
     assert isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
     if "bias" in call.wanted:
         yield from bias_pieces(call.grad)
     if "weight" in call.wanted:
-        padding = [int(p) for p in module.padding]
-        yield from conv_pieces(
-            call.grad,
-            call.x.to(call.grad.dtype),
-            module.weight.shape,
-            module.stride,
-            padding,
-            module.dilation,
-            module.groups,
-            call.workspace,
-        )
+        x, padding = call.x.to(call.grad.dtype), [int(p) for p in module.padding]
+        geometry = ConvGeometry(module.stride, padding, module.dilation, module.groups)
+        yield from conv_pieces(call.grad, x, module.weight.shape, geometry, call.workspace, call.takes_outer)

@@ -9,16 +9,16 @@ from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, Piece, r
 from hf_trak.gradient_computers.hooked.workspace import Workspace
 
 MERGE_ELEMENTS, MERGE_ELEMENTS_OF_GPUS = 1 << 16, 1 << 23
-"""Two touched rows go into one block when the zeros between them are fewer than this: about what a block costs by
-itself, which on a GPU is the time of some kernel launches."""
+"""Two touched rows go into one block when the zeros between them are fewer than this: about the cost of a block of its
+own, which on a GPU is the time of some kernel launches."""
 
 
 def embedding_pieces(
     ids: Tensor, grad: Tensor, workspace: Workspace, rows: int, padding_idx: int | None = None
 ) -> Iterator[Piece]:
-    """Slices of Σ_t [ids[b, t] = v] · grad[b, t, :] over runs of table rows v that the batch touches.
+    """Yield slices of Σ_t [ids[b, t] = v] · grad[b, t, :] over runs of table rows v that the batch touches.
 
-    Rows that no sample looks up are left out, but for short gaps: their gradient is zero, and a vocabulary is much
+    Rows that no sample looks up are left out, except in short gaps: their gradient is zero, and a vocabulary is much
     larger than a batch.
 
     Args:
@@ -26,7 +26,7 @@ def embedding_pieces(
         grad: `(B, *, D)`.
         workspace: where the slices are written.
         rows: number of rows of the table.
-        padding_idx: row without a gradient.
+        padding_idx: the row without a gradient; `None` if there is none.
     """
     size, width = grad.shape[0], grad.shape[-1]
     flat = ids.reshape(size, -1)
@@ -49,7 +49,7 @@ def embedding_pieces(
 
 
 def _add_rows(table: Tensor, index: Tensor, rows: Tensor) -> None:
-    """`table[index[i]] += rows[i]`, in the same order in every run; `index_add_` on a GPU takes them as they come."""
+    """Do `table[index[i]] += rows[i]` in the same order in every run, which `index_add_` does not on a GPU."""
     if table.is_cuda:
         table.index_put_((index,), rows, accumulate=True)
     else:
@@ -57,7 +57,7 @@ def _add_rows(table: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def _runs(values: list[int], gap: int, step: int) -> Iterator[tuple[int, int]]:
-    """Runs `(first, last)` of sorted values, merged over gaps up to `gap`, no longer than `step`."""
+    """Yield runs `(first, last)` of sorted values, merged over gaps up to `gap`, no longer than `step`."""
     start = 0
     for i in range(1, len(values) + 1):
         if i == len(values) or values[i] - values[i - 1] > gap or values[i] - values[start] >= step:

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_trak.gradient_computers.hooked.outer import OuterBlock
+from hf_trak.gradient_computers.hooked.outer import OuterBlock, TakesOuter
 from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, Piece, common, over_tokens, register_layer_rule
 from hf_trak.gradient_computers.hooked.workspace import Workspace
 
 
-def outer_pieces(name: str, left: Tensor, right: Tensor, workspace: Workspace) -> Iterator[Piece]:
-    """Slices of Σ_t left[b, t, i] · right[b, t, j], flattened over (i, j).
+def outer_pieces(
+    name: str, left: Tensor, right: Tensor, workspace: Workspace, takes_outer: TakesOuter | None = None
+) -> Iterator[Piece]:
+    """Yield slices of Σ_t left[b, t, i] · right[b, t, j], flattened over (i, j).
 
     The sum over tokens is contracted by one batched product per slice of i: that needs B · I · J products per token
     and nothing of size T × I × J. (The other order, outer products per token first, would be T times the memory.)
@@ -22,11 +24,9 @@ def outer_pieces(name: str, left: Tensor, right: Tensor, workspace: Workspace) -
         left: `(B, T, I)`.
         right: `(B, T, J)`.
         workspace: where the slices are written.
-
-    Returns:
-        the slices, or, where the workspace says so, the whole as an [`OuterBlock`].
+        takes_outer: predicate on `left` and `right`. Where it holds, the whole is passed on as one [`OuterBlock`].
     """
-    if workspace.takes_outer is not None and workspace.takes_outer(left, right):
+    if takes_outer is not None and takes_outer(left, right):
         yield name, 0, OuterBlock(left, right)
         return
     size, _, height = left.shape
@@ -39,16 +39,23 @@ def outer_pieces(name: str, left: Tensor, right: Tensor, workspace: Workspace) -
 
 
 def linear_pieces(
-    x: Tensor, grad: Tensor, workspace: Workspace, weight: bool = True, bias: bool = True, transposed: bool = False
+    x: Tensor,
+    grad: Tensor,
+    workspace: Workspace,
+    weight: bool = True,
+    bias: bool = True,
+    transposed: bool = False,
+    takes_outer: TakesOuter | None = None,
 ) -> Iterator[Piece]:
-    """Per-sample gradients of `weight` and `bias` of a linear map over the last dimension.
+    """Yield the per-sample gradients of `weight` and `bias` of a linear map over the last dimension.
 
     Args:
         x: `(B, *, in)`.
         grad: `(B, *, out)`.
         workspace: where the slices are written.
         weight, bias: which of the two are wanted.
-        transposed: the weight is `(in, out)` instead of `(out, in)`.
+        transposed: whether the weight is `(in, out)` instead of `(out, in)`.
+        takes_outer: see [`LayerCall`].
     """
     x, grad = common(x, grad)
     if bias:
@@ -56,18 +63,22 @@ def linear_pieces(
     if weight:
         x = x.reshape(x.shape[0], -1, x.shape[-1])
         grad = grad.reshape(grad.shape[0], -1, grad.shape[-1])
-        yield from outer_pieces("weight", x if transposed else grad, grad if transposed else x, workspace)
+        left, right = (x, grad) if transposed else (grad, x)
+        yield from outer_pieces("weight", left, right, workspace, takes_outer)
 
 
 @register_layer_rule(nn.Linear)
 def linear(call: LayerCall) -> Iterator[Piece]:
     """dW[b] = Σ_t grad[b, t, :] ⊗ x[b, t, :],  db[b] = Σ_t grad[b, t, :]."""
-    return linear_pieces(call.x, call.grad, call.workspace, "weight" in call.wanted, "bias" in call.wanted)
+    return _linear_map(call, transposed=False)
 
 
 @register_layer_rule(Conv1D)
 def conv1d(call: LayerCall) -> Iterator[Piece]:
-    """The same with the weight stored as `(in, out)`."""
-    return linear_pieces(
-        call.x, call.grad, call.workspace, "weight" in call.wanted, "bias" in call.wanted, transposed=True
-    )
+    """dW[b] = Σ_t x[b, t, :] ⊗ grad[b, t, :],  db[b] = Σ_t grad[b, t, :]."""
+    return _linear_map(call, transposed=True)
+
+
+def _linear_map(call: LayerCall, transposed: bool) -> Iterator[Piece]:
+    weight, bias = "weight" in call.wanted, "bias" in call.wanted
+    return linear_pieces(call.x, call.grad, call.workspace, weight, bias, transposed, call.takes_outer)

@@ -4,29 +4,25 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from hf_trak._compat import BatchNormBase, InstanceNormBase
 from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, over_tokens, register_layer_rule
 
 
 def scale_and_shift(normalized: Tensor, grad: Tensor, trailing: int) -> dict[str, Tensor]:
-    """Gradients of scale and shift over the last `trailing` dimensions."""
+    """Compute the gradients of a scale and a shift over the last `trailing` dimensions."""
     return {"weight": over_tokens(grad * normalized, trailing), "bias": over_tokens(grad, trailing)}
 
 
 def channel_scale_and_shift(normalized: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """Gradients of a scale and a shift per channel (dimension 1), `(N, C)` each."""
+    """Compute the gradients of a scale and a shift per channel (dimension 1), `(N, C)` each."""
     product = grad * normalized
-    return (
-        {"weight": product.flatten(2).sum(2), "bias": grad.flatten(2).sum(2)}
-        if grad.ndim > 2
-        else {
-            "weight": product,
-            "bias": grad,
-        }
-    )
+    if grad.ndim > 2:
+        return {"weight": product.flatten(2).sum(2), "bias": grad.flatten(2).sum(2)}
+    return {"weight": product, "bias": grad}
 
 
 def only(wanted: frozenset[str], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients that are asked for."""
+    """Keep the gradients of the attributed parameters."""
     return {name: gradient for name, gradient in gradients.items() if name in wanted}
 
 
@@ -67,14 +63,14 @@ def _evaluating(module: nn.Module) -> bool:
 def batch_norm(call: LayerCall) -> dict[str, Tensor]:
     """x̂ with the running statistics, so that samples do not mix."""
     module = call.module
-    assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+    assert isinstance(module, BatchNormBase)
     mean, variance = module.running_mean, module.running_var
     assert mean is not None and variance is not None
     return only(call.wanted, running_scale_and_shift(call.x, call.grad, mean, variance, module.eps))
 
 
 def running_scale_and_shift(x: Tensor, grad: Tensor, mean: Tensor, variance: Tensor, eps: float) -> dict[str, Tensor]:
-    """dw = (Σ grad·x − mean Σ grad) / √(variance + ε): the statistics are constants, so x̂ need not be formed."""
+    """Compute dw = (Σ grad·x − mean Σ grad) / √(variance + ε) and db. With constant statistics x̂ is not formed."""
     if grad.ndim > 2:
         shift = grad.flatten(2).sum(2)
         product = (grad * x).flatten(2).sum(2)
@@ -89,5 +85,5 @@ def running_scale_and_shift(x: Tensor, grad: Tensor, mean: Tensor, variance: Ten
 def instance_norm(call: LayerCall) -> dict[str, Tensor]:
     """x̂ over the positions of each channel."""
     module = call.module
-    assert isinstance(module, nn.modules.instancenorm._InstanceNorm)
+    assert isinstance(module, InstanceNormBase)
     return only(call.wanted, channel_scale_and_shift(F.instance_norm(call.x, eps=module.eps), call.grad))

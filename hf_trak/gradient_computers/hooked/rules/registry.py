@@ -1,5 +1,5 @@
-"""The registry of layer rules: how the per-sample gradients of one layer follow from its input and its output
-gradient.
+"""The registry of layer rules: functions that compute the per-sample gradients of one layer from its input and its
+output gradient.
 
 A rule for a layer type of your own:
 
@@ -8,7 +8,7 @@ A rule for a layer type of your own:
         # y[b, ..., d] = scale[d] · x[b, ..., d]
         return {"scale": (call.grad * call.x).flatten(1, -2).sum(1)}
 
-and the self-check of the engine compares it with plain autograd on the first batch.
+The self-check of the engine compares it with plain autograd on the first batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hf_trak.gradient_computers.hooked.outer import OuterBlock
+from hf_trak._compat import has_foreign_forward, own_parameters
+from hf_trak.gradient_computers.hooked.outer import OuterBlock, TakesOuter
 from hf_trak.gradient_computers.hooked.workspace import Workspace
 
 Piece = tuple[str, int, Tensor | OuterBlock]
@@ -30,11 +31,13 @@ class LayerCall:
     """One call of a layer in the batched forward pass.
 
     Attributes:
-        module: the layer.
-        x: its first input, `(B, *)`; gradients are off.
-        grad: gradient of Σ_i f_i with respect to its output, `(B, *)`.
-        wanted: names of the layer's own parameters that are attributed.
-        workspace: scratch memory for the blocks.
+        module (`torch.nn.Module`): the layer.
+        x (`torch.Tensor`): its first input, `(B, *)`, detached.
+        grad (`torch.Tensor`): gradient of Σ_i f_i with respect to its output, `(B, *)`.
+        wanted (`frozenset[str]`): names of the layer's own parameters that are attributed.
+        workspace (`Workspace`): scratch memory for rules that give their result in slices.
+        takes_outer (`Callable`, *optional*): predicate on two factors: pass this gradient on as factors instead of a
+            dense block? `None` always forms the block.
     """
 
     module: nn.Module
@@ -42,20 +45,25 @@ class LayerCall:
     grad: Tensor
     wanted: frozenset[str]
     workspace: Workspace
+    takes_outer: TakesOuter | None = None
 
 
 RuleResult = Mapping[str, Tensor] | Iterable[Piece]
 LayerRule = Callable[[LayerCall], RuleResult]
-"""Gives `(B, *shape)` by parameter name, or an iterable of [`Piece`]s for parameters that are cut into slices."""
+"""Returns a dict of `(B, *shape)` by parameter name, or an iterable of [`Piece`]s for parameters cut into slices."""
 
 
 @dataclass(frozen=True)
 class RegisteredRule:
-    """A rule, the parameters that it covers, and where it applies.
+    """A rule and its conditions.
 
-    `rows`: the layer takes exactly one leading dimension (convolutions, batch and group norms). Where a model folds
-    further dimensions into it (windows, frames), the rule sees them as rows, and the engine adds up the rows of a
-    sample.
+    Attributes:
+        rule: the function.
+        parameters: names of the parameters that it covers.
+        rows: whether the layer takes exactly one leading dimension (convolutions, batch and group norms). Where a
+            model folds further dimensions into it (windows, frames), the rule sees them as rows, and the engine adds
+            up the rows of a sample.
+        applies: a condition on the layer; `None` for always.
     """
 
     rule: LayerRule
@@ -73,13 +81,20 @@ def register_layer_rule(
     rows: bool = False,
     applies: Callable[[nn.Module], bool] | None = None,
 ) -> Callable[[LayerRule], LayerRule]:
-    """Decorator: use a function as the rule of these layer types, and of subclasses that keep their `forward`.
+    """Decorate a function that is the rule of these layer types, and of subclasses that keep their `forward`.
 
     Args:
-        types: the layer types. A later registration replaces an earlier one.
-        parameters: names of the layer's own parameters that the rule covers.
-        rows: whether the layer takes exactly one leading dimension, see [`RegisteredRule`].
-        applies: a condition on the layer (its options), `None` for always.
+        types (`type[torch.nn.Module]`): the layer types. A later registration replaces an earlier one.
+        parameters (`Iterable[str]`, *optional*, defaults to `("weight", "bias")`): names of the layer's own parameters
+            that the rule covers.
+        rows (`bool`, *optional*, defaults to `False`): whether the layer takes exactly one leading dimension, as
+            convolutions do. A model that folds frames or windows into the batch dimension then still gets one
+            gradient per sample.
+        applies (`Callable`, *optional*): a condition on the layer, such as on its options. `None` applies the rule
+            always.
+
+    Returns:
+        `Callable`: the decorator, which returns the function as it is.
     """
 
     def decorator(rule: LayerRule) -> LayerRule:
@@ -91,23 +106,33 @@ def register_layer_rule(
 
 
 def unregister_layer_rule(*types: type[nn.Module]) -> None:
-    """Forget the rules of these types. Raises `KeyError` if there is none."""
+    """Forget the rules of these layer types.
+
+    Raises:
+        KeyError: one of them has no rule.
+    """
     for layer_type in types:
         del _RULES[layer_type]
 
 
 def registered_types() -> list[type[nn.Module]]:
-    """The layer types that have a rule."""
+    """Return the layer types that have a rule."""
     return list(_RULES)
 
 
 def find_rule(module: nn.Module, wanted: frozenset[str]) -> RegisteredRule | None:
-    """The rule for a layer, or `None` if none is exact for it.
+    """Find the rule for a layer.
 
-    A subclass with a `forward` of its own, a parametrized layer (weight norm), or one whose attributed parameters are
-    not all covered has no rule, whatever its base class.
+    Args:
+        module: the layer.
+        wanted: names of its own parameters that are attributed.
+
+    Returns:
+        The rule, or `None` if none is exact for the layer: a subclass with a `forward` of its own, a parametrized
+        layer (weight norm), or one whose attributed parameters are not all covered has no rule, whatever its base
+        class.
     """
-    if parametrize.is_parametrized(module) or ("forward" in vars(module) and not hasattr(module, "_hf_hook")):
+    if parametrize.is_parametrized(module) or has_foreign_forward(module):
         return None
     for base in type(module).__mro__:
         registered = _RULES.get(base)
@@ -115,14 +140,14 @@ def find_rule(module: nn.Module, wanted: frozenset[str]) -> RegisteredRule | Non
             continue
         if type(module).forward is not getattr(base, "forward", None) or not wanted <= registered.parameters:
             return None
-        if not registered.parameters <= module._parameters.keys():
+        if not registered.parameters <= own_parameters(module).keys():
             return None
         return registered if registered.applies is None or registered.applies(module) else None
     return None
 
 
 def pieces_of(result: RuleResult) -> Iterator[Piece]:
-    """The pieces of a rule's result, whichever form it has."""
+    """Yield the pieces of a rule's result, whichever of its two forms it has."""
     if isinstance(result, Mapping):
         for name, gradient in result.items():
             yield name, 0, gradient.reshape(gradient.shape[0], -1)
@@ -131,7 +156,7 @@ def pieces_of(result: RuleResult) -> Iterator[Piece]:
 
 
 def common(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the dtype of the gradient: under autocast that is the dtype in which the layer computed."""
+    """Convert the input to the dtype of the gradient: under autocast, the dtype in which the layer computed."""
     return x.to(grad.dtype), grad
 
 

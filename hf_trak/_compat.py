@@ -1,0 +1,173 @@
+"""The one place that reaches into the internals of torch, transformers, accelerate and bitsandbytes.
+
+Each entry names the version that it was written against, and says when it can go. A release that changes such an
+internal then breaks one function here, and nothing else has to be searched. This module imports nothing of `hf_trak`,
+and none of the libraries but torch.
+"""
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+__all__ = [
+    "BatchNormBase",
+    "InstanceNormBase",
+    "has_foreign_forward",
+    "keeping_4bit_weights",
+    "mask_code_traceable",
+    "opened_attention",
+    "opened_backward",
+    "own_parameters",
+    "packed_4bit_layer",
+    "padding_of_both_sides",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_unflatten",
+    "unseen_by_modes",
+]
+
+# torch 2.15. `torch.utils._pytree` (the three functions above) is what `torch.func` itself nests results with, and has
+# no public name. It can go when `torch.utils.pytree` becomes public.
+
+# torch 2.15. The private base classes of all batch norms, and of all instance norms, which other libraries derive from
+# as well. They can go when torch gives them a public name.
+BatchNormBase = nn.modules.batchnorm._BatchNorm
+InstanceNormBase = nn.modules.instancenorm._InstanceNorm
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own parameters by name, without those of its children; `None` for one that is switched off.
+
+    torch 2.15: `named_parameters(recurse=False)` leaves out what is `None` (`bias=False`) and what appears twice. This
+    can go when it has an option to keep both.
+    """
+    return module._parameters
+
+
+def padding_of_both_sides(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[int]:
+    """Return the padding before and behind every spatial dimension, last dimension first, as `F.pad` takes it.
+
+    torch 2.15: a convolution computes this list in its constructor, for `padding="same"` from kernel and dilation. It
+    can go when the list has a public name.
+    """
+    return conv._reversed_padding_repeated_twice
+
+
+def unseen_by_modes() -> AbstractContextManager[None]:
+    """Return a context in which no `TorchFunctionMode` sees the calls of torch functions.
+
+    torch 2.15: the only way to leave a mode from inside, without which each operation and each look at a shape goes
+    through Python. It can go when `torch.overrides` has a public context that does the same.
+    """
+    return torch._C.DisableTorchFunction()
+
+
+def _never(*args: Any) -> bool:
+    return False
+
+
+def _opened(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy a Python function of torch, without its first step, which hands the whole call to the active mode."""
+    if not isinstance(function, types.FunctionType):
+        raise TypeError(f"{function!r} is not a Python function. Expected one, as in torch 2.15.")
+    names = {**function.__globals__, "has_torch_function": _never}
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# torch 2.15. `F.multi_head_attention_forward` takes the projections of `nn.MultiheadAttention` as arguments, and a
+# mode sees one opaque call; in the copy it sees every inner operation. The copy can go when torch lets a mode decline
+# a call, or when `nn.MultiheadAttention` calls its projections as modules.
+opened_attention = _opened(F.multi_head_attention_forward)
+
+# torch 2.15. `torch.autograd.backward` runs with all modes switched off, and with it whatever activation checkpointing
+# computes again; in the copy they stay on. It can go when checkpointing restores the modes of the first forward pass.
+opened_backward = _opened(torch.autograd.backward)
+
+
+@contextmanager
+def mask_code_traceable() -> Iterator[None]:
+    """Let the mask code of transformers run under `torch.func.vmap`, inside this context alone.
+
+    The mask code looks for masks that are all true with `.all()`, which has no meaning under vmap. Told that it is
+    being traced, it builds the full mask instead, which gives the same values.
+
+    transformers 5.23: `is_tracing` and `torch_compilable_check` are imported by name into many modules. This can go
+    when `is_tracing` recognizes the transforms of `torch.func`.
+    """
+    replaced: list[tuple[Any, str, Any]] = []
+    utils = sys.modules.get("transformers.utils.import_utils")
+    try:
+        for name, answer in (("is_tracing", _yes), ("torch_compilable_check", _unchecked)):
+            original: Any = getattr(utils, name, None)
+            if original is None:  # transformers is not loaded, or does not have this function
+                continue
+            for module in [m for key, m in sys.modules.items() if key.startswith("transformers.")]:
+                # `is` on the module's own dict: attribute access would trigger transformers' lazy imports
+                if getattr(module, "__dict__", {}).get(name) is original and module is not utils:
+                    replaced.append((module, name, original))
+                    setattr(module, name, answer)
+        yield
+    finally:
+        for module, name, original in replaced:
+            setattr(module, name, original)
+
+
+def _yes(tensor: Any = None) -> bool:
+    return True
+
+
+def _unchecked(cond: Any, msg: Any, error_type: type[Exception] = ValueError) -> None:
+    """Skip a data-dependent input check, which cannot run under vmap; an ordinary forward pass makes it."""
+
+
+def has_foreign_forward(module: nn.Module) -> bool:
+    """Tell whether somebody has replaced `forward` of this one module, which then may compute anything.
+
+    accelerate 1.15: its own wrappers, which move weights and inputs between devices, mark the module with `_hf_hook`
+    and compute the same as before. The exception can go when accelerate uses hooks of torch.
+    """
+    return "forward" in vars(module) and not hasattr(module, "_hf_hook")
+
+
+_PACKS = "support_avx512bf16_for_cpu"
+"""bitsandbytes 0.50: this attribute of every `Linear4bit` lets it rewrite its weights for inference on CPUs with
+bfloat16 instructions, when its input needs no gradient. That rounds the scales, and no gradient passes through such a
+layer any more. The next two functions can go when bitsandbytes keeps the weights that it was given."""
+
+
+@contextmanager
+def keeping_4bit_weights(model: nn.Module) -> Iterator[None]:
+    """Keep the 4-bit layers of bitsandbytes from rewriting their weights for inference, inside this context."""
+    saved: list[tuple[nn.Module, Any]] = []
+    try:
+        for module in model.modules():
+            if module.__dict__.get(_PACKS):
+                saved.append((module, module.__dict__[_PACKS]))
+                setattr(module, _PACKS, False)
+        yield
+    finally:
+        for module, value in saved:
+            setattr(module, _PACKS, value)
+
+
+def packed_4bit_layer(model: nn.Module) -> tuple[str, str] | None:
+    """Find a 4-bit layer of bitsandbytes that has rewritten its weights for inference.
+
+    Returns:
+        The name of the first such layer, and of the attribute that keeps a layer from it; `None` if there is none.
+    """
+    for name, module in model.named_modules():
+        if _PACKS in module.__dict__:
+            state = getattr(getattr(module, "weight", None), "quant_state", None)
+            if getattr(state, "packing_format_for_cpu", False):
+                return name, _PACKS
+    return None
