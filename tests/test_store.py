@@ -22,7 +22,7 @@ from hf_trak.errors import (
     NonFiniteError,
     StoreError,
 )
-from hf_trak.store.atomic import create_bytes, remove_stale_temporaries, safe_name
+from hf_trak.store.atomic import atomic_directory, create_bytes, remove_stale_temporaries, safe_name
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import ShardPlan
 from hf_trak.store.store import FeatureStore
@@ -459,3 +459,21 @@ def test_files_of_dead_processes_are_ignored_and_cleaned(tmp_path):
         os.utime(path, (0, 0))
     remove_stale_temporaries(directory)
     assert not dead.exists() and alive.exists() and elsewhere.exists()
+
+
+def test_a_directory_is_replaced_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "rows"
+    for content in ("first", "second"):
+        with atomic_directory(path) as temporary:
+            (temporary / "inner").mkdir()
+            (temporary / "inner" / "a.txt").write_text(content)
+            assert not path.exists() or (path / "inner" / "a.txt").read_text() == "first"
+        assert (path / "inner" / "a.txt").read_text() == content
+    with pytest.raises(KeyError), atomic_directory(path) as temporary:
+        (temporary / "b.txt").write_text("third")
+        raise KeyError
+    assert [entry.name for entry in path.rglob("*.txt")] == ["a.txt"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["rows"]  # nothing temporary is left
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be written"), atomic_directory(tmp_path / "file" / "rows"):
+        pass

@@ -1,14 +1,12 @@
 """Files that recipes leave behind, each replaced at once."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
-from hf_trak.store.atomic import write_bytes
+from hf_trak.store.atomic import atomic_directory, write_bytes
 
 
 def check_exists(path: Path, name: str, what: str, suffixes: tuple[str, ...] = ()) -> None:
@@ -37,9 +35,6 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def save_dataset(dataset: Dataset, path: Path) -> None:
-    """`save_to_disk`, such that nothing half-written is ever under that name."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    dataset.with_format(None).save_to_disk(temporary)
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(temporary, path)
+    """Save a dataset with `save_to_disk`, such that nothing half-written is ever under that name."""
+    with atomic_directory(path) as temporary:
+        dataset.with_format(None).save_to_disk(temporary)

@@ -43,10 +43,10 @@ def safe_name(name: str, what: str = "name") -> str:
         what: the argument it came from, for the error message.
 
     Raises:
-        TypeError: it is not a string.
-        ValueError: it is empty or blank, starts with a dot, contains a path separator, a drive, a NUL or another
-            control character, or is longer than `MAX_NAME_BYTES` bytes: it could leave the output directory, or not
-            be written.
+        TypeError: `name` is not a string.
+        ValueError: `name` could leave the output directory, or could not be written: it is empty or blank, starts with
+            a dot, contains a path separator, a drive, a NUL or another control character, or is longer than
+            `MAX_NAME_BYTES` bytes.
     """
     if not isinstance(name, str):
         raise TypeError(f"`{what}` is {name!r} of type {type(name).__name__}; expected a string.")
@@ -73,26 +73,54 @@ def safe_name(name: str, what: str = "name") -> str:
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path in the directory of `path`; renamed onto `path` when the block ends without an exception.
+    """Yield a temporary path beside `path`, and rename it onto `path` when the block ends without an exception.
 
     The file gets the permissions that the process's umask asks for, even when the code in the block rewrites it with
     tighter ones (safetensors writes mode 0600). Parent directories are created.
+
+    Raises:
+        StoreError: the file cannot be written.
     """
     with explained(path), temporary_file(path.parent) as temporary:
         mode = stat.S_IMODE(temporary.stat().st_mode)
         yield temporary
         os.chmod(temporary, mode)
-        _sync(temporary)
+        flush_to_disk(temporary)
         os.replace(temporary, path)
-        _sync(path.parent)
+        flush_to_disk(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty temporary directory, and put it in the place of `path` when the block ends without an exception.
+
+    A process that is killed leaves the old directory or the new one under this name, or for an instant neither, but
+    never a half-written one. Parent directories are created.
+
+    Raises:
+        StoreError: the directory cannot be written.
+    """
+    with explained(path), _temporary_directory(path.parent) as temporary:
+        written, replaced = temporary / "written", temporary / "replaced"
+        written.mkdir()
+        yield written
+        for entry in sorted(written.rglob("*")):
+            flush_to_disk(entry)
+        if path.exists():
+            os.replace(path, replaced)
+        os.replace(written, path)
+        flush_to_disk(path.parent)
 
 
 @contextlib.contextmanager
 def temporary_file(directory: Path) -> Iterator[Path]:
-    """An empty file under a name that no other writer uses, in `directory` (created if need be), removed at the end.
+    """Create an empty file under a name that no other writer uses, and remove it when the block ends.
+
+    Args:
+        directory: where; created if need be.
 
     Raises:
-        StoreError: it cannot be created.
+        StoreError: the file cannot be created.
     """
     with explained(directory):
         temporary = _create_temporary(directory)
@@ -104,13 +132,13 @@ def temporary_file(directory: Path) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to `path`, atomically, replacing what is there."""
+    """Write `data` to `path` atomically, replacing a file that exists. Raises as [`atomic_path`]."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
 
 
 def create_bytes(path: Path, data: bytes) -> bool:
-    """Create `path` with `data` unless it exists, see [`create_file`]."""
+    """Create a file with the content `data` unless it exists. Returns and raises as [`create_file`]."""
     return create_file(path, lambda temporary: temporary.write_bytes(data))
 
 
@@ -123,10 +151,13 @@ def create_file(path: Path, fill: Callable[[Path], object]) -> bool:
 
     Returns:
         Whether this call created the file.
+
+    Raises:
+        StoreError: the file cannot be written.
     """
     with explained(path), temporary_file(path.parent) as temporary:
         fill(temporary)
-        _sync(temporary)
+        flush_to_disk(temporary)
         try:
             os.link(temporary, path)
         except FileExistsError:
@@ -135,13 +166,21 @@ def create_file(path: Path, fill: Callable[[Path], object]) -> bool:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             return _create_without_links(temporary, path)
-        _sync(path.parent)
+        flush_to_disk(path.parent)
         return True
 
 
 def allocate(file: IO[bytes], size: int) -> None:
-    """Give an open file its final size, and disk space for all of it where the file system can: writing into a mapped
-    file that the disk has no room for would kill the process without a word.
+    """Give an open file its final size, and reserve disk space for all of it where the file system can.
+
+    Without that, writing into a memory-mapped file on a full disk would kill the process without a message.
+
+    Args:
+        file: opened for writing.
+        size: bytes.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written.
     """
     file.flush()
     if hasattr(os, "posix_fallocate"):
@@ -155,7 +194,11 @@ def allocate(file: IO[bytes], size: int) -> None:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn what the system says of a write that failed into a `StoreError` that names the file and the room left."""
+    """Turn the system's error for a failed write into one that names the file and the free space.
+
+    Raises:
+        StoreError: the block raised an `OSError` or a `SafetensorError`.
+    """
     try:
         yield
     except HfTrakError:
@@ -163,12 +206,12 @@ def explained(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         raise StoreError(
             f"{path} cannot be written: {error}. Expected a directory that this process may write to, on a disk with "
-            f"room{_room(path.parent)}. Make room or get access, or use another output directory, and run the same "
-            "command again; files that are complete stay valid."
+            f"enough free space{_free_space(path.parent)}. Free some space, get access or use another output "
+            "directory, and run the same command again; complete files stay valid."
         ) from error
 
 
-def _room(directory: Path) -> str:
+def _free_space(directory: Path) -> str:
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     try:
@@ -178,10 +221,10 @@ def _room(directory: Path) -> str:
 
 
 def json_bytes(content: Any) -> bytes:
-    """JSON with sorted keys, so that equal content gives equal bytes.
+    """Encode content as JSON with sorted keys, so that equal content gives equal bytes.
 
     Raises:
-        TypeError, ValueError: the content is not plain JSON (NaN and infinities included).
+        TypeError, ValueError: the content is not plain JSON, or holds NaN or an infinity.
     """
     return (json.dumps(content, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
@@ -190,8 +233,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        StoreError: the file is not a JSON object.
+        FileNotFoundError: the file does not exist.
+        StoreError: its content is not a JSON object.
     """
     data = path.read_bytes()
     try:
@@ -202,12 +245,15 @@ def read_json(path: Path) -> dict[str, Any]:
             "copy, or delete the directory it describes and run again."
         ) from error
     if not isinstance(content, dict):
-        raise StoreError(f"{path} holds a JSON {type(content).__name__}; expected an object, as hf_trak writes it.")
+        raise StoreError(
+            f"{path} holds a JSON {type(content).__name__}. Expected an object, as hf_trak writes it. Restore it from "
+            "a copy, or delete the directory it describes and run again."
+        )
     return content
 
 
 def differing(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """One line per key whose values differ: `key: saved …, given …`."""
+    """List the keys whose values differ, one line each: `key: saved …, given …`."""
     absent = object()
 
     def show(value: Any) -> str:
@@ -220,8 +266,9 @@ def differing(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
 
 
 def remove_stale_temporaries(directory: Path) -> None:
-    """Remove temporary files that processes of this host left behind in a directory when they died, if they are over
-    an hour old. This is the part of the policy in `hf_trak.store.leftovers` that costs one look at one directory.
+    """Remove temporary files over an hour old that processes of this host left in a directory when they died.
+
+    This is the part of the policy in `hf_trak.store.leftovers` that costs no more than listing one directory.
     """
     for entry in directory.glob(".hf_trak-tmp-*"):
         match = TEMPORARY.fullmatch(entry.name)
@@ -233,17 +280,34 @@ def remove_stale_temporaries(directory: Path) -> None:
                 logger.info("Removed %s, left behind by a process that died.", entry)
 
 
+def temporary_name() -> str:
+    """A name for a temporary file or directory that no other writer uses, of the form [`TEMPORARY`]."""
+    return f".hf_trak-tmp-{host_name()}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+@contextlib.contextmanager
+def _temporary_directory(directory: Path) -> Iterator[Path]:
+    path = directory / temporary_name()
+    path.mkdir(parents=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _create_temporary(directory: Path) -> Path:
-    """An empty file under a name that no other writer uses, with the permissions that the umask asks for."""
+    """Create an empty file under a new name, with the permissions that the umask asks for."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f".hf_trak-tmp-{host_name()}-{os.getpid()}-{secrets.token_hex(8)}"
+    path = directory / temporary_name()
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     return path
 
 
 def _create_without_links(temporary: Path, path: Path) -> bool:
-    """Exclusive creation on file systems without hard links: one winner, but for an instant an empty file is
-    visible.
+    """Create a file on a file system without hard links: one writer wins, but an empty file is visible for an instant.
+
+    Returns:
+        Whether this call created the file.
     """
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
@@ -253,8 +317,12 @@ def _create_without_links(temporary: Path, path: Path) -> bool:
     return True
 
 
-def _sync(path: Path) -> None:
-    """Flush a file, or a directory's entries, to disk."""
+def flush_to_disk(path: Path) -> None:
+    """Flush a file, or the entries of a directory, to disk.
+
+    Raises:
+        OSError: the file cannot be opened or flushed.
+    """
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open directories
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -269,12 +337,12 @@ def _sync(path: Path) -> None:
 
 
 def host_name() -> str:
-    """This host, as it stands in the names of temporaries."""
+    """The name of this host, in the form in which it is part of the names of temporary files."""
     return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64] or "unknown"
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this host lives."""
+    """Whether a process of this host is running."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,8 +1,8 @@
-"""What a feature store knows of its checkpoints: the weights that each id stands for, and that none has vanished.
+"""What a feature store records of its checkpoints: the weights behind each id, and which checkpoints it has.
 
-`checkpoint-<model_id>/checkpoint.json` travels with the features of a checkpoint and names their weights, the id that
-they were projected under, and the configuration. `checkpoint-<model_id>.json` stays in the store, so that a checkpoint
-that has vanished is missed: an average without it would be another result.
+`checkpoint-<model_id>/checkpoint.json` travels with the features of a checkpoint. It names their weights, the id under
+which they were projected, and the configuration. `checkpoint-<model_id>.json` stays in the store, so that the loss of
+a checkpoint is noticed: an average without it would be another result.
 """
 
 import re
@@ -21,13 +21,13 @@ _CHECKPOINT = re.compile(r"checkpoint-(?P<id>0|[1-9]\d{0,17})(?P<file>\.json)?")
 
 
 class CheckpointRecords:
-    """The records of one store: see the module's docstring for the files."""
+    """The records of the checkpoints of one store. The module's docstring describes the files."""
 
     def __init__(self, output_dir: Path, config_hash: str, version: int) -> None:
         """
         Args:
-            output_dir: of the store.
-            config_hash: of its configuration, which all records repeat.
+            output_dir: directory of the store.
+            config_hash: hash of its configuration, which all records repeat.
             version: its format version.
         """
         self.output_dir = output_dir
@@ -39,7 +39,18 @@ class CheckpointRecords:
         return self.output_dir / f"checkpoint-{checked_model_id(model_id)}"
 
     def register(self, model_id: int, fingerprint: str, source: str | None) -> None:
-        """See [`FeatureStore.register_checkpoint`]."""
+        """Record a checkpoint, or compare it with its record.
+
+        Args:
+            model_id: id of the checkpoint, at least 0.
+            fingerprint: identity of its weights.
+            source: where they came from, for the reader.
+
+        Raises:
+            ValueError: `model_id` is not an integer of at least 0.
+            CheckpointMismatchError: the id is tied to other weights.
+            StoreError: the record is damaged, or belongs elsewhere.
+        """
         model_id = checked_model_id(model_id)
         path = self.directory(model_id) / "checkpoint.json"
         content = {
@@ -64,7 +75,11 @@ class CheckpointRecords:
         remove_stale_temporaries(self.output_dir)
 
     def ids(self) -> list[int]:
-        """See [`FeatureStore.model_ids`]."""
+        """List the ids of all registered checkpoints, ascending.
+
+        Raises:
+            StoreError: a checkpoint that belongs to the store is missing in part or as a whole.
+        """
         registered, directories = set(), {}
         for path in self.output_dir.glob("checkpoint-*"):
             if (match := _CHECKPOINT.fullmatch(path.name)) is not None:
@@ -76,20 +91,25 @@ class CheckpointRecords:
         for model_id, path in sorted(directories.items()):
             if model_id not in found and any(path.glob("*.safetensors")):
                 raise StoreError(
-                    f"{path / 'checkpoint.json'} is missing, and features of model id {model_id} are there. Expected "
-                    "the file that names their weights. Restore it, featurize the same checkpoint under this id again "
-                    "(finished shards stay), or delete the directory."
+                    f"{path / 'checkpoint.json'} is missing, although there are features of model id {model_id}. "
+                    "Expected the file that names their weights. Restore it, featurize the same checkpoint under this "
+                    "id again (finished shards stay), or delete the directory."
                 )
         for model_id in sorted(registered - found):
             raise StoreError(
-                f"{self.directory(model_id)} is missing, and {self._member_path(model_id).name} says that it "
+                f"{self.directory(model_id)} is missing, although {self._member_path(model_id).name} says that it "
                 "belongs here. Expected the features of every checkpoint that was featurized. Restore it, featurize "
-                "it again, or delete that file, too, if it was removed on purpose."
+                "the checkpoint again, or delete that file, too, if you removed the directory on purpose."
             )
         return sorted(found)
 
     def info(self, model_id: int) -> dict[str, Any]:
-        """See [`FeatureStore.checkpoint_info`]."""
+        """Read the record of a checkpoint.
+
+        Raises:
+            IncompleteStoreError: the checkpoint is not registered.
+            StoreError: its record is damaged, or belongs elsewhere.
+        """
         info = self._read_checkpoint(model_id)
         if self.version > 1 and self._member_path(model_id).exists():
             self._check_member(model_id)
@@ -107,25 +127,25 @@ class CheckpointRecords:
         if info.get("config_hash") != self.config_hash:
             raise StoreError(
                 f"{path} belongs to the configuration {info.get('config_hash')}, but trak_config.json next to it "
-                f"has the hash {self.config_hash}: files of two runs were mixed, or the configuration was edited. "
-                "Restore it, or use another output directory."
+                f"has the hash {self.config_hash}. Expected files of one run with an unedited configuration. Restore "
+                "the file, or use another output directory."
             )
         found = info.get("model_id")
         if found != checked_model_id(model_id) or isinstance(found, bool):
             raise StoreError(
-                f"{path} is that of model id {found!r}, and lies in the directory of model id {model_id}. Expected "
+                f"{path} is that of model id {found!r}, but lies in the directory of model id {model_id}. Expected "
                 "features that were computed under the id of their directory, since the random projection depends on "
                 "it. Give the directory its old name, or featurize this checkpoint under another id."
             )
         if not isinstance(info.get("fingerprint"), str):
-            raise StoreError(f"{path} has the fingerprint {info.get('fingerprint')!r}; expected a text. {RESTORE}")
+            raise StoreError(f"{path} has the fingerprint {info.get('fingerprint')!r}. Expected a text. {RESTORE}")
         return info
 
     def _member_path(self, model_id: int) -> Path:
         return self.output_dir / f"checkpoint-{checked_model_id(model_id)}.json"
 
     def _check_member(self, model_id: int) -> None:
-        """Compare what the store says of a checkpoint with what its directory says."""
+        """Compare the record in the store with the one in the checkpoint's directory."""
         path, info = self._member_path(model_id), self._read_checkpoint(model_id)
         said = read_record(path, self.version)
         keys = ("config_hash", "fingerprint", "model_id")
@@ -133,18 +153,18 @@ class CheckpointRecords:
             raise StoreError(
                 f"{path} and {path.with_suffix('') / 'checkpoint.json'} are of different checkpoints ("
                 + "; ".join(changes)
-                + "): files of two runs were mixed. Restore the directory that belongs here, or delete both and "
+                + "). Expected files of one run. Restore the directory that belongs here, or delete both and "
                 "featurize this checkpoint again."
             )
 
 
 def read_record(path: Path, version: int) -> dict[str, Any]:
-    """A JSON file of a store of this format version, without checksum and version. Raises as `read_sealed`."""
+    """Read a JSON file of a store of this format version, without checksum and version. Raises as `read_sealed`."""
     return unsealed(read_sealed(path, RESTORE, allow_unsealed=version == 1))
 
 
 def encoded(content: Mapping[str, Any], version: int) -> bytes:
-    """A JSON file of a store of this format version."""
+    """Encode a JSON file of a store of this format version."""
     return json_bytes(content) if version == 1 else sealed_bytes(content)
 
 

@@ -1,4 +1,4 @@
-"""What a check of every byte found of one file."""
+"""The result of checking one file of a store, byte by byte."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ class Finding:
         path: the file.
         state: see [`State`].
         detail: what is wrong with it; empty for intact files.
-        remedy: what makes it right again, for example which call computes it anew.
+        remedy: how to repair it, for example the call that computes it again.
     """
 
     path: Path

@@ -1,14 +1,14 @@
-"""What processes that died have left behind, and who may remove it when.
+"""Temporary files that processes left behind when they died, and the policy by which they are removed.
 
-Everything is written under a temporary name first, `.hf_trak-tmp-<host>-<pid>-<16 hex digits>`, beside the file that
-it becomes. One policy holds for all of them:
+Every file is first written under a temporary name, `.hf_trak-tmp-<host>-<pid>-<16 hex digits>`, beside its final name.
+One policy holds for all temporary files:
 
 * The process that wrote it removes it, unless it is killed.
-* Every run removes what is in its output directory ([`remove_stale`]) if the writer is a dead process of this host
-  and the last write is over an hour ago (process ids mean something else in another container of the same host name),
-  or if the last write is over a week ago, whoever wrote: whether a process of another host lives cannot be seen.
-* `hf-trak clean` shows all, and with `--remove` removes those of dead processes of this host whatever their age, and
-  those of other hosts that are over a day old. Only `--everything` removes what a living process may be writing.
+* Every run removes from its output directory ([`remove_stale`]) what a dead process of this host wrote, if the last
+  write is over an hour ago (a container of the same host name has other process ids), and what anybody wrote, if the
+  last write is over a week ago (this host cannot see whether a process of another host is running).
+* `hf-trak clean` shows all of them. With `--remove` it removes those of dead processes of this host whatever their
+  age, and those of other hosts that are over a day old. Only `--everything` removes what a running process may write.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ class Leftover:
         path: where it is.
         size: bytes.
         age: seconds since the last write.
-        host: of the writer; `None` where the name does not say.
-        alive: whether the writer lives; `None` where that cannot be seen from this host.
+        host: host of the writer; `None` where the name does not say.
+        alive: whether the writer is running; `None` where this host cannot see that.
     """
 
     path: Path
@@ -46,16 +46,16 @@ class Leftover:
 
     @property
     def removable(self) -> bool:
-        """Whether it is safe to remove because somebody asks for it."""
+        """Whether it may be removed on request."""
         return self.alive is False or (self.alive is None and self.age > DAY)
 
     @property
     def stale(self) -> bool:
-        """Whether any run may remove it without being asked."""
+        """Whether any run may remove it unasked."""
         return (self.alive is False and self.age > DAY / 24) or self.age > 7 * DAY
 
     def remove(self) -> bool:
-        """Remove it. Says whether it is gone; another process may have been faster."""
+        """Remove it, and return whether it is gone. Another process may have removed it first."""
         if self.path.is_dir() and not self.path.is_symlink():
             shutil.rmtree(self.path, ignore_errors=True)
         else:
@@ -65,12 +65,12 @@ class Leftover:
 
 
 def leftovers(directory: Path) -> list[Leftover]:
-    """All temporaries below a directory, sorted by path. Symbolic links to directories are not followed."""
+    """List all temporary files below a directory, sorted by path. Links to directories are not followed."""
     return sorted(_found(directory), key=lambda one: one.path)
 
 
 def remove_stale(directory: Path) -> list[Leftover]:
-    """Remove what any run may remove below a directory; see the module's docstring. Returns what was removed."""
+    """Remove what any run may remove below a directory, see the module's docstring, and return what was removed."""
     return [one for one in leftovers(directory) if one.stale and one.remove()]
 
 
@@ -85,7 +85,7 @@ def _found(directory: Path) -> Iterator[Leftover]:
             if entry.is_dir(follow_symlinks=False):
                 yield from _found(Path(entry.path))
             continue
-        with contextlib.suppress(FileNotFoundError):  # finished meanwhile
+        with contextlib.suppress(FileNotFoundError):  # finished in the meantime
             size, written = _extent(Path(entry.path))
             host = None if match is None else match["host"]
             alive = None if match is None or host != host_name() else is_alive(int(match["pid"]))
@@ -93,7 +93,7 @@ def _found(directory: Path) -> Iterator[Leftover]:
 
 
 def _extent(path: Path) -> tuple[int, float]:
-    """Bytes, and the time of the last write, of a file or of everything in a directory."""
+    """Size in bytes and time of the last write of a file, or of everything in a directory."""
     status = path.lstat()
     size, written = status.st_size, status.st_mtime
     if path.is_dir() and not path.is_symlink():

@@ -1,8 +1,8 @@
-"""What a task computes once per checkpoint before its first batch (CLIP: simulated negatives), kept in the store.
+"""References: tensors that a task computes once per checkpoint, before its first batch (CLIP: simulated negatives).
 
-`<output_dir>/checkpoint-<model_id>/references.safetensors`. The first process that writes it wins, and every process
-of this and later runs reads that one file. So all rows, on however many processes and kinds of devices, are compared
-with the same bits, and targets can be attributed where the training rows are not at hand.
+They are in `<output_dir>/checkpoint-<model_id>/references.safetensors`. The first process that writes the file wins,
+and every process of this and later runs reads it. So all rows, on any number of processes and kinds of devices, are
+compared with the same bits, and targets can be attributed without the training rows.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,24 @@ FILE_NAME = "references.safetensors"
 
 
 def write_references(store: FeatureStore, model_id: int, tensors: Mapping[str, Tensor]) -> None:
-    """Keep the references of a registered checkpoint, unless some are kept already: those stay."""
+    """Save the references of a registered checkpoint, unless some are saved already: those stay.
+
+    Args:
+        store: the store.
+        model_id: id of the checkpoint.
+        tensors: the references by name.
+
+    Raises:
+        IncompleteStoreError: the checkpoint is not registered.
+        StoreError: the file cannot be written.
+    """
     path = store.checkpoint_dir(model_id) / FILE_NAME
     identity = _identity(store, model_id)
     create_file(path, lambda temporary: write_tensors(temporary, tensors, identity, store.version))
 
 
 def read_references(store: FeatureStore, model_id: int) -> dict[str, Tensor] | None:
-    """The references of a checkpoint, or `None` if none are kept.
+    """Read the references of a checkpoint, by name; `None` if none are saved.
 
     Raises:
         IncompleteStoreError: the checkpoint is not registered.
@@ -35,7 +45,7 @@ def read_references(store: FeatureStore, model_id: int) -> dict[str, Tensor] | N
     if not path.exists():
         return None
     identity = _identity(store, model_id)
-    read_tensors(path, identity, {}, version=store.version)  # whose file it is, and whether it is whole
+    read_tensors(path, identity, {}, version=store.version)  # belongs here, and is intact
     with safe_open(path, framework="pt", device="cpu") as file:
         names = list(file.keys())
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}

@@ -1,9 +1,9 @@
-"""JSON files that carry a checksum of their own content, so that a changed byte is noticed.
+"""Sealed files: JSON with a checksum of its own content, so that a changed byte is noticed.
 
     {"checksum": xxh3-128 of all other keys as canonical JSON, "format_version": 2, …}
 
-Files of the version before (format 1) have no checksum. They are still read, and told apart by lacking both keys (or
-by `"format_version": 1`); a file that has lost one of them alone is damaged.
+Files of format 1 have no checksum. They are still read, and recognized by lacking both keys (or by
+`"format_version": 1`); a file that lacks only one of the keys is damaged.
 """
 
 import json
@@ -23,7 +23,7 @@ SEALED_VERSION = 2
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
-    """xxh3-128 of a JSON object without its checksum, the same for every order of keys. 32 hex digits.
+    """Hash a JSON object without its checksum: xxh3-128, the same for every order of keys. 32 hex digits.
 
     Raises:
         TypeError, ValueError: the content is not plain JSON.
@@ -34,7 +34,7 @@ def content_digest(content: Mapping[str, Any]) -> str:
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The content with its format version (2 unless it has one) and its checksum.
+    """Return the content with its format version (2 unless it has one) and its checksum.
 
     Raises:
         TypeError, ValueError: the content is not plain JSON.
@@ -44,22 +44,32 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sealed_bytes(content: Mapping[str, Any]) -> bytes:
-    """[`sealed`] as the bytes of a file."""
+    """Return the bytes of a sealed file. Raises as [`sealed`]."""
     return json_bytes(sealed(content))
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a sealed file, atomically, replacing what is there."""
+    """Write a sealed file atomically, replacing a file that exists.
+
+    Raises:
+        TypeError, ValueError: the content is not plain JSON.
+        StoreError: the file cannot be written.
+    """
     write_bytes(path, sealed_bytes(content))
 
 
 def create_sealed(path: Path, content: Mapping[str, Any]) -> bool:
-    """Create a sealed file unless it exists; of several processes exactly one succeeds. Says whether this one did."""
+    """Create a sealed file unless it exists, and return whether this call did: of several processes, exactly one does.
+
+    Raises:
+        TypeError, ValueError: the content is not plain JSON.
+        StoreError: the file cannot be written.
+    """
     return create_bytes(path, sealed_bytes(content))
 
 
 def is_sealed(content: Mapping[str, Any]) -> bool:
-    """Whether the content has to carry a checksum: unless neither key is there, or the version is 1."""
+    """Whether the content must have a checksum: it does not if it lacks both keys, or if its version is 1."""
     return CHECKSUM_KEY in content or content.get(VERSION_KEY, 1) != 1
 
 
@@ -68,11 +78,11 @@ def check_seal(content: Mapping[str, Any], path: Path | str, remedy: str = "") -
 
     Args:
         content: the parsed file.
-        path: the file, or what to call it.
-        remedy: what to do about a damaged one.
+        path: the file, or a name for it in the error message.
+        remedy: what to do about a damaged file, for the error message.
 
     Raises:
-        StoreError: the checksum is missing, or is that of another content.
+        StoreError: the checksum is missing, or does not fit the content.
     """
     if not is_sealed(content):
         return
@@ -89,30 +99,30 @@ def check_seal(content: Mapping[str, Any], path: Path | str, remedy: str = "") -
 
 
 def read_sealed(path: Path, remedy: str = "", allow_unsealed: bool = True) -> dict[str, Any]:
-    """Read a sealed file, and compare its checksum.
+    """Read a sealed file, and compare its checksum with its content.
 
     Args:
         path: the file.
-        remedy: what to do about a damaged one, for the message.
+        remedy: what to do about a damaged file, for the error message.
         allow_unsealed: whether a file of format 1, which has no checksum, is accepted.
 
     Returns:
-        All keys, `checksum` and `format_version` included; see [`is_sealed`] for files of format 1.
+        The content with all keys, `checksum` and `format_version` included.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        StoreError: it is no JSON object, or damaged, or has no checksum although it must.
+        FileNotFoundError: the file does not exist.
+        StoreError: it is not a JSON object, or is damaged, or lacks the checksum that it must have.
     """
     content = read_json(path)
     check_seal(content, path, remedy)
     if not allow_unsealed and not is_sealed(content):
         raise StoreError(
-            f"{path} has no checksum, as files of format version 1, but belongs to a directory of a later format. "
+            f"{path} has no checksum, like files of format 1, but lies in a directory of a later format. "
             f"{remedy or 'Restore it from a copy, or delete it and run the same command again.'}"
         )
     return content
 
 
 def unsealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The content without `checksum` and `format_version`."""
+    """Return the content without `checksum` and `format_version`."""
     return {key: value for key, value in content.items() if key not in (CHECKSUM_KEY, VERSION_KEY)}

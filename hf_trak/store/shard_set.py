@@ -1,4 +1,4 @@
-"""One feature matrix on disk: the shards that hold its rows, some of which may not be there yet."""
+"""One feature matrix on disk: the shards that hold its rows, some of which may not be written yet."""
 
 import hashlib
 import warnings
@@ -31,8 +31,13 @@ _FORMAT_1 = "its rows are intact; in format 1 nothing protects what it says of i
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows `start … stop` of a feature matrix: `grads` (rows, k) in the storage dtype, `out_to_loss` (rows,)
-    float32.
+    """Rows `start … stop − 1` of a feature matrix.
+
+    Attributes:
+        start: number of the first row.
+        stop: one past the number of the last row.
+        grads: projected gradients `(rows, k)`, in the storage dtype.
+        out_to_loss: derivatives of the loss by the model output `(rows,)`, float32.
     """
 
     start: int
@@ -42,7 +47,7 @@ class Shard:
 
 
 class ShardSet:
-    """The shards of one feature matrix (n_rows, k), some of which may not be there yet."""
+    """The shards of one feature matrix `(n_rows, k)`, some of which may not be written yet."""
 
     def __init__(
         self,
@@ -56,13 +61,13 @@ class ShardSet:
     ) -> None:
         """
         Args:
-            directory: where the files are.
+            directory: directory of the files.
             prefix: first part of their names.
-            plan: the division into shards.
-            width: k.
+            plan: the division of rows into shards.
+            width: number of columns, k.
             dtype: storage dtype of `grads`.
             identity: what the rows are computed from, see `hf_trak.store.shards`.
-            version: the format version of the store.
+            version: format version of the store.
         """
         self.directory = directory
         self.prefix = prefix
@@ -74,43 +79,56 @@ class ShardSet:
         self._warned = False
 
     def __len__(self) -> int:
-        """Number of shards, present or not."""
+        """Number of shards, written or not."""
         return len(self.plan)
 
     def path(self, index: int) -> Path:
-        """The file of a shard."""
+        """Path of the file of a shard."""
         return self.directory / self.plan.file_name(index, self.prefix)
 
     def is_written(self, index: int) -> bool:
-        """Whether a shard is there. Raises `StoreError` as `missing` does."""
+        """Whether a shard is written. Its header is checked, its tensors are not read.
+
+        Raises:
+            StoreError: the file is truncated or does not belong here.
+        """
         if not self.exists(index):
             return False
         self.header(index)
         return True
 
     def exists(self, index: int) -> bool:
-        """Whether a shard has a file, whatever is in it: `read` checks that."""
+        """Whether the file of a shard exists, whatever it contains: [`~ShardSet.read`] checks that."""
         return self.path(index).exists()
 
     def unwritten(self) -> list[int]:
-        """Indices of the shards that are not there yet.
+        """List the indices of the shards that are not written yet; see [`~ShardSet.is_written`].
 
         Raises:
-            StoreError: a file that is there is truncated or does not belong here. (Checksums are compared by `read`.)
+            StoreError: a file that exists is truncated or does not belong here.
         """
         return [index for index in range(len(self.plan)) if not self.is_written(index)]
 
     def without_file(self) -> list[int]:
-        """Indices of the shards without a file: [`~ShardSet.unwritten`] for who is about to read all the others."""
+        """List the indices of the shards without a file. Quicker than [`~ShardSet.unwritten`], for callers that are
+        about to read, and thereby check, all others."""
         return [index for index in range(len(self.plan)) if not self.exists(index)]
 
     @property
     def complete(self) -> bool:
-        """Whether every shard is there."""
+        """Whether every shard is written. Raises as [`~ShardSet.unwritten`]."""
         return not self.unwritten()
 
     def require_complete(self, remedy: str) -> None:
-        """Raise `IncompleteStoreError`, naming the first missing shards and the remedy, unless all are there."""
+        """Check that every shard is written.
+
+        Args:
+            remedy: a sentence about what to do, for the error message.
+
+        Raises:
+            IncompleteStoreError: shards are missing; names the first rows of them.
+            StoreError: see [`~ShardSet.unwritten`].
+        """
         absent = self.unwritten()
         if absent:
             rows = ", ".join(f"{self.plan.rows(i).start}–{self.plan.rows(i).stop - 1}" for i in absent[:4])
@@ -121,7 +139,7 @@ class ShardSet:
 
     @property
     def content_hash(self) -> str:
-        """Digest of the checksums of all shards.
+        """Hash of the checksums of all shards, 32 hex digits.
 
         Raises:
             StoreError: a shard is missing or invalid.
@@ -129,30 +147,31 @@ class ShardSet:
         return content_hash(self.checksums())
 
     def checksums(self) -> list[str]:
-        """The checksum of every shard, from their headers. Raises as [`~ShardSet.content_hash`]."""
+        """Read the checksum of every shard from its header. Raises as [`~ShardSet.content_hash`]."""
         return [str(self.header(index)["checksum"]) for index in range(len(self.plan))]
 
     def write(self, index: int, grads: Tensor, out_to_loss: Tensor) -> Path:
         """Write one shard.
 
         Args:
-            index: which shard.
-            grads: `(rows, k)` in any floating dtype, on any device.
-            out_to_loss: `(rows,)`.
+            index: index of the shard.
+            grads: projected gradients `(rows, k)` in any floating dtype, on any device.
+            out_to_loss: derivatives of the loss by the model output, `(rows,)`.
 
         Returns:
-            The file.
+            The path of the file.
 
         Raises:
             ValueError: the shapes do not fit the plan.
             NonFiniteError: a value is NaN or infinite, or becomes so in the storage dtype; names the row.
+            StoreError: the file cannot be written.
         """
         rows = self.plan.rows(index)
         expected = (len(rows), self.width)
         if tuple(grads.shape) != expected or tuple(out_to_loss.shape) != expected[:1]:
             raise ValueError(
-                f"Shard {index} of {self.directory} was given grads {tuple(grads.shape)} and out_to_loss "
-                f"{tuple(out_to_loss.shape)}; expected {expected} and {expected[:1]} for rows "
+                f"Shard {index} of {self.directory} was given `grads` of shape {tuple(grads.shape)} and `out_to_loss` "
+                f"of shape {tuple(out_to_loss.shape)}. Expected {expected} and {expected[:1]} for rows "
                 f"{rows.start}–{rows.stop - 1}."
             )
         grads = self._to_storage(grads.detach(), rows)
@@ -172,13 +191,13 @@ class ShardSet:
         """Read one shard.
 
         Args:
-            index: which shard.
-            verify: compare the checksum; by default on the first read by this process.
-            mapped: memory-map its tensors, so that slicing them reads only the rows of the slice; otherwise they are
-                read whole, see [`read_tensors`].
+            index: index of the shard.
+            verify: whether to compare the checksum; by default this is done on the first read by this process.
+            mapped: whether to memory-map its tensors, so that a slice reads only its own rows; otherwise the whole
+                file is read, see [`~hf_trak.store.shards.read_tensors`].
 
         Raises:
-            StoreError: the file is missing, truncated, corrupted or foreign.
+            StoreError: the file is missing, truncated or damaged, or does not belong here.
         """
         rows = self.plan.rows(index)
         tensors = read_tensors(
@@ -194,18 +213,21 @@ class ShardSet:
         return Shard(rows.start, rows.stop, tensors["grads"], tensors["out_to_loss"])
 
     def __iter__(self) -> Iterator[Shard]:
-        """All shards in order; raises `StoreError` at one that is missing or invalid."""
+        """Iterate over all shards in order. Raises as [`~ShardSet.read`]."""
         return self.part(range(len(self.plan)))
 
     def part(self, indices: Sequence[int], mapped: bool = True) -> Iterator[Shard]:
-        """Some shards, each read when it is asked for; arguments and errors as of `read`."""
+        """Iterate over some shards, reading each one when it is asked for. Raises as [`~ShardSet.read`]."""
         return (self.read(index, mapped=mapped) for index in indices)
 
     def findings(self, remedy: str) -> Iterator[Finding]:
         """Read every shard, and compare its bytes with its checksum.
 
         Args:
-            remedy: what computes missing shards.
+            remedy: a sentence that says what computes missing shards.
+
+        Returns:
+            An iterator of one finding per shard.
         """
         for index in range(len(self.plan)):
             rows, path = self.plan.rows(index), self.path(index)
@@ -226,6 +248,11 @@ class ShardSet:
         }
 
     def header(self, index: int) -> dict[str, Any]:
+        """Read and check the metadata of a shard; its tensors are not read.
+
+        Raises:
+            StoreError: the file is missing or truncated, or does not belong here.
+        """
         rows = self.plan.rows(index)
         return read_header(
             self.path(index), self.identity, self._specs(rows), self.version, start=rows.start, stop=rows.stop
@@ -245,7 +272,7 @@ class ShardSet:
 
 
 def content_hash(checksums: Sequence[str]) -> str:
-    """Digest of the checksums of all shards of a feature matrix, in their order."""
+    """Hash the checksums of all shards of a feature matrix, in their order. 32 hex digits."""
     return hashlib.sha256("".join(checksums).encode()).hexdigest()[:32]
 
 
@@ -264,6 +291,12 @@ def check_finite(values: Tensor, rows: Sequence[int], what: str) -> None:
 def cast_rows(grads: Tensor, dtype: torch.dtype, rows: Sequence[int], what: str) -> tuple[Tensor, float]:
     """Cast finite rows to the storage dtype.
 
+    Args:
+        grads: `(rows, k)`, finite.
+        dtype: the storage dtype.
+        rows: numbers of the rows, for the error message.
+        what: what a row is, for the error message.
+
     Returns:
         The cast `(rows, k)` tensor, and the largest relative change ‖cast(x) − x‖ / ‖x‖ of any row.
 
@@ -278,7 +311,7 @@ def cast_rows(grads: Tensor, dtype: torch.dtype, rows: Sequence[int], what: str)
         first = int(torch.nonzero(~finite)[0])
         raise NonFiniteError(
             f"The {what} of sample {rows[first]} has the magnitude {grads[first].abs().max().item():.3g}, "
-            f"which {dtype} cannot hold (at most {torch.finfo(dtype).max:.3g}). Store the features as float32."
+            f"too large for {dtype}. Expected at most {torch.finfo(dtype).max:.3g}. Store the features as float32."
         )
     worst = 0.0
     for before, after in zip(grads.split(_CAST_ROWS), stored.split(_CAST_ROWS), strict=True):

@@ -1,14 +1,15 @@
-"""Row shards: which rows go into which file, and how one file is written, checked and read.
+"""Shards: the division of rows into files, and how one file is written, checked and read.
 
 A shard is one safetensors file. Its metadata has the single key `hf_trak`, a JSON object with sorted keys:
 
     {"checksum": xxh3-128 of all other keys, "format_version": 2, "identity": {…}, "start": first row, "stop": one past
      the last row, "tensors": xxh3-128 of names, dtypes, shapes and bytes of the tensors}
 
-One key, because safetensors serializes several in an order that changes from call to call, and the same features have
-to give the same bytes. `identity` says what the rows were computed from (hash of the configuration, fingerprint of the
-weights, id of the checkpoint, …); a file of another identity is refused. Since `checksum` covers `tensors`, it stands
-for the whole file. In format 1 `checksum` was that of the tensors' names and bytes, and nothing covered the metadata.
+There is one key only because safetensors serializes several keys in an order that changes from call to call, and the
+same features must give the same bytes. `identity` records what the rows were computed from (hash of the configuration,
+fingerprint of the weights, id of the checkpoint, …); a file of another identity is refused. Since `checksum` covers
+`tensors`, it stands for the whole file. In format 1 `checksum` covered the names and bytes of the tensors, and nothing
+covered the metadata.
 """
 
 import json
@@ -42,10 +43,13 @@ Identity = Mapping[str, str | int]
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The division of rows `0 … n_rows` into shards of `shard_size` rows, the last one shorter.
+    """The division of rows `0 … n_rows − 1` into shards of `shard_size` rows, of which the last may be shorter.
 
-    It depends on these two numbers alone, never on the number of processes or on batches, so that any process can
+    It depends on these two numbers alone, not on the number of processes or on batches, so that any process can
     compute any shard and the result is the same.
+
+    Raises:
+        ValueError: a number is not an integer of at least 1.
     """
 
     n_rows: int
@@ -60,42 +64,49 @@ class ShardPlan:
         return -(-self.n_rows // self.shard_size)
 
     def rows(self, index: int) -> range:
-        """The rows of one shard.
+        """Return the rows of one shard.
 
         Raises:
             IndexError: there is no such shard.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"Shard {index} does not exist; expected 0 ≤ index < {len(self)}.")
+            raise IndexError(f"Shard {index} does not exist. Expected 0 ≤ index < {len(self)}.")
         start = index * self.shard_size
         return range(start, min(start + self.shard_size, self.n_rows))
 
     def shard_of(self, row: int) -> int:
-        """Index of the shard that holds a row.
+        """Return the index of the shard that holds a row.
 
         Raises:
             IndexError: there is no such row.
         """
         if not 0 <= row < self.n_rows:
-            raise IndexError(f"Row {row} does not exist; expected 0 ≤ row < {self.n_rows}.")
+            raise IndexError(f"Row {row} does not exist. Expected 0 ≤ row < {self.n_rows}.")
         return row // self.shard_size
 
     def file_name(self, index: int, prefix: str) -> str:
-        """For example `train-00000-of-00004.safetensors`."""
+        """Return the name of a shard's file, for example `train-00000-of-00004.safetensors`."""
         return f"{prefix}-{index:05d}-of-{len(self):05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor of a file has to look like: its shape, and the dtypes that are accepted."""
+    """The shape that a tensor of a file must have, and the dtypes that are accepted."""
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
 
 
 def checksum(tensors: Mapping[str, Tensor], version: int = 1) -> str:
-    """xxh3-128 (hex) of the names and bytes of CPU tensors, in the order of their names; from format version 2 on of
-    their dtypes and shapes, too."""
+    """Hash CPU tensors in the order of their names: xxh3-128 of names and bytes, since format 2 of dtypes and shapes.
+
+    Args:
+        tensors: the tensors by name.
+        version: format version of the store.
+
+    Returns:
+        32 hex digits.
+    """
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
         digest.update(name.encode())
@@ -111,14 +122,17 @@ def checksum(tensors: Mapping[str, Tensor], version: int = 1) -> str:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], identity: Identity, version: int = FORMAT_VERSION, **extra: Any
 ) -> None:
-    """Write tensors to a file, atomically; the same content gives the same bytes.
+    """Write tensors to a file atomically. The same content gives the same bytes.
 
     Args:
         path: the file.
-        tensors: what to write, by name.
-        identity: what it was computed from.
-        version: the format version of the store that the file belongs to.
+        tensors: the tensors by name.
+        identity: what they were computed from.
+        version: format version of the store that the file belongs to.
         **extra: further plain JSON for the metadata.
+
+    Raises:
+        StoreError: the file cannot be written.
     """
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     header = {**extra, "format_version": version, "identity": dict(identity)}
@@ -131,20 +145,20 @@ def write_tensors(
 def read_header(
     path: Path, identity: Identity, specs: Mapping[str, TensorSpec], version: int = FORMAT_VERSION, **extra: Any
 ) -> dict[str, Any]:
-    """Check everything about a file but the bytes of its tensors, which are not read.
+    """Check a file except for the bytes of its tensors, which are not read.
 
     Args:
         path: the file.
-        identity: the identity it has to have.
-        specs: the tensors it has to hold.
-        version: the format version of the store that it belongs to.
-        **extra: metadata that it has to have.
+        identity: the identity that it must have.
+        specs: the tensors that it must hold.
+        version: format version of the store that the file belongs to.
+        **extra: metadata that it must have.
 
     Returns:
         The metadata.
 
     Raises:
-        StoreError: the file is truncated or foreign, or anything differs.
+        StoreError: the file is missing, truncated or damaged, or differs from what is expected.
     """
     with _open(path) as file:
         return _check_header(path, file, identity, specs, version, extra)
@@ -159,21 +173,24 @@ def read_tensors(
     version: int = FORMAT_VERSION,
     **extra: Any,
 ) -> dict[str, Tensor]:
-    """The tensors of a file.
+    """Read the tensors of a file.
 
     Args:
         path: the file.
-        identity: the identity it has to have.
-        specs: the tensors it has to hold; others in the file are not returned.
-        verify: whether to compare the checksum, which reads the file once. By default this is done the first time that
-            this process reads the file as it is now.
-        mapped: memory-map them: pages are read when they are touched, and slices cost only their rows. Otherwise the
-            whole file is read at once, see `hf_trak.store.whole_file`.
-        version: the format version of the store that it belongs to.
-        **extra: metadata that it has to have.
+        identity: the identity that it must have.
+        specs: the tensors that it must hold; others in the file are not returned.
+        verify: whether to compare the checksum, which reads the whole file. By default the checksum is compared the
+            first time that this process reads the file in its present state.
+        mapped: whether to memory-map the tensors: pages are read when they are touched, and slices cost only their
+            rows. Otherwise the whole file is read at once, see `hf_trak.store.whole_file`.
+        version: format version of the store that the file belongs to.
+        **extra: metadata that it must have.
+
+    Returns:
+        The tensors of `specs` by name, on the CPU.
 
     Raises:
-        StoreError: as in `read_header`, or the checksum differs.
+        StoreError: see [`read_header`], or the checksum differs.
     """
     stamp = _stamp(path)
     with _open(path, mapped) as file:
@@ -192,8 +209,8 @@ def read_tensors(
 
 
 _verified: set[object] = set()
-"""Files whose checksum this process has compared, by path, inode, size, and the times of the last modification and the
-last change of the inode: the latter cannot be set back by a program that writes into the file."""
+"""Files whose checksum this process has compared: path, inode, size, time of the last modification, and time of the
+last change of the inode, which a program that writes into the file cannot set back."""
 
 
 def _stamp(path: Path) -> object:
@@ -226,8 +243,8 @@ def _check_header(
     found = header.get("format_version")
     if isinstance(found, int) and found > FORMAT_VERSION:
         raise StoreError(
-            f"{path} has format version {found}; this version of hf_trak reads up to {FORMAT_VERSION}. Use the "
-            "version of hf_trak that wrote it, or another output directory."
+            f"{path} has format version {found}. Expected at most {FORMAT_VERSION}, which is the newest that this "
+            "version of hf_trak reads. Use the version of hf_trak that wrote it, or another output directory."
         )
     if found != version:
         raise _broken(path, f"it has format version {found!r}, and the directory that it lies in has {version}")
@@ -255,10 +272,14 @@ def _check_header(
 
 
 def parse_metadata(path: Path, file: Any) -> dict[str, Any]:
-    """What hf_trak wrote into the metadata of an open safetensors file, unchecked.
+    """Return what hf_trak wrote into the metadata of an open safetensors file, unchecked.
+
+    Args:
+        path: the file, for the error message.
+        file: the open file, see `safetensors.safe_open`.
 
     Raises:
-        StoreError: nothing, or no JSON object.
+        StoreError: hf_trak wrote nothing there, or it is not a JSON object.
     """
     text = (file.metadata() or {}).get(METADATA_KEY)
     if not isinstance(text, str):

@@ -1,10 +1,11 @@
-"""Every byte of a feature store, compared with what the store says it is: `hf-trak verify-store`."""
+"""Verification of a feature store: every file is read and compared with its checksum (`hf-trak verify-store`)."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from hf_trak.errors import HfTrakError, IncompleteStoreError, StoreError
 from hf_trak.store.findings import Finding
+from hf_trak.store.gram_file import FILE_NAME as GRAM_FILE
 from hf_trak.store.leftovers import leftovers
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
@@ -22,8 +23,8 @@ def verify_store(output_dir: Path) -> Iterator[Finding]:
         output_dir: its directory.
 
     Returns:
-        an iterator of one finding per file of the store, missing ones included. Reports of runs, result files and
-        revisions are not among them.
+        An iterator of one finding per file of the store, missing ones included. Reports of runs, files of results and
+        revisions are not checked.
 
     Raises:
         IncompleteStoreError: there is no store in this directory.
@@ -51,7 +52,7 @@ def verify_store(output_dir: Path) -> Iterator[Finding]:
 
 
 def _checkpoint_ids(output_dir: Path) -> list[int]:
-    """Ids of checkpoints of which anything is there, registered or not."""
+    """List the ids of the checkpoints that have any file, registered or not."""
     names = {path.name.removesuffix(".json").removeprefix("checkpoint-") for path in output_dir.glob("checkpoint-*")}
     return sorted(int(name) for name in names if name.isdecimal() and len(name) < 19)
 
@@ -61,7 +62,12 @@ def _checkpoint(store: FeatureStore, model_id: int) -> Iterator[Finding]:
     record, member = directory / "checkpoint.json", store.output_dir / f"{directory.name}.json"
     again = "Featurize the same checkpoint under this id again; finished shards stay."
     if not record.exists():
-        yield Finding(record, "missing", "the features of this checkpoint say nothing without it", again)
+        yield Finding(
+            record,
+            "missing",
+            "without it, nothing says which weights the features of this checkpoint belong to",
+            again,
+        )
         return
     if member.exists():
         found = _json(member, f"Delete it. {again}")
@@ -76,21 +82,21 @@ def _checkpoint(store: FeatureStore, model_id: int) -> Iterator[Finding]:
         return
     yield _json(record, again)
     if store.version > 1 and not member.exists():
-        yield Finding(member, "missing", "the loss of this checkpoint could not be noticed", again)
+        yield Finding(member, "missing", "without it, the loss of this checkpoint would go unnoticed", again)
     shards = list(store.train(model_id).findings(_FEATURIZE))
     yield from shards
-    if store.config.get("api") != "TRAKer":  # which keeps XᵀX nowhere
+    if store.config.get("api") != "TRAKer":  # whose stores hold no XᵀX
         yield _gram(store, model_id, whole=all(one.state in ("intact", "unchecked") for one in shards))
     if (directory / REFERENCES_FILE).exists():
         yield _references(store, model_id)
 
 
 def _gram(store: FeatureStore, model_id: int, whole: bool) -> Finding:
-    path = store.checkpoint_dir(model_id) / "gram.safetensors"
+    path = store.checkpoint_dir(model_id) / GRAM_FILE
     if not path.exists():
         return Finding(path, "missing", "XᵀX of this checkpoint is not computed", _FEATURIZE)
-    if not whole:  # it names the rows that it sums over, some of which are not there
-        return Finding(path, "unchecked", "features that it belongs to are damaged or missing", _FEATURIZE)
+    if not whole:  # its identity covers the rows that it sums over, some of which are missing
+        return Finding(path, "unchecked", "features that it was computed from are damaged or missing", _FEATURIZE)
     try:
         store.read_gram(model_id)
     except HfTrakError as error:
@@ -103,7 +109,7 @@ def _references(store: FeatureStore, model_id: int) -> Finding:
     try:
         read_references(store, model_id)
     except StoreError as error:
-        # its rows were computed with the lost ones, and others would not match them
+        # the features were computed with these references, and would not fit newly computed ones
         return Finding(path, "damaged", str(error), "Restore it, or featurize this checkpoint anew.")
     return Finding(path, "intact")
 
@@ -112,7 +118,7 @@ def _experiment(store: FeatureStore, experiment: str, checkpoints: list[int]) ->
     directory = store.experiment_dir(experiment)
     path = directory / "experiment.json"
     if not path.exists():
-        yield Finding(path, "missing", "target features are not used without it", "Delete the directory.")
+        yield Finding(path, "missing", "the target features cannot be used without it", "Delete the directory.")
         return
     try:
         store.experiment_info(experiment)

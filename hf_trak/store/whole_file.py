@@ -1,7 +1,7 @@
-"""A safetensors file read at once, instead of memory-mapped.
+"""A safetensors file that is read at once, instead of memory-mapped.
 
-Page faults of one mapping wait for the removal of another, so that threads which map files hold each other up; and
-where every byte is needed once, reading costs less than faults.
+The kernel makes page faults of one mapping wait while another mapping is removed, so that threads which map files slow
+each other down. Where every byte is needed once, reading also costs less than page faults.
 """
 
 import json
@@ -16,21 +16,25 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-"""safetensors' names of the dtypes that the store holds."""
+"""The dtypes that a store holds, by their names in safetensors files."""
 
 _LENGTH = 8
-"""Bytes that say how long the header is: little-endian, at the start of the file. After it come header and tensors."""
+"""Number of bytes at the start of the file that give the length of the header, little-endian. The header follows, and
+then the tensors."""
 
 
 class WholeFile:
-    """What `safetensors.safe_open` offers, as far as shards need it."""
+    """The part of the interface of `safetensors.safe_open` that shards need."""
 
     def __init__(self, path: Path) -> None:
         """
+        Args:
+            path: the file.
+
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
             OSError: it cannot be read.
-            SafetensorError: it is cut off, or no safetensors file.
+            SafetensorError: it is truncated, or not a safetensors file.
         """
         with open(path, "rb", buffering=0) as file:
             data = np.empty(os.fstat(file.fileno()).st_size, dtype=np.uint8)
@@ -63,10 +67,11 @@ class WholeFile:
         return self._tensors[name]
 
     def get_tensor(self, name: str) -> Tensor:
-        """A view of the file's memory.
+        """Return a tensor, a view of the memory that the file was read into.
 
         Raises:
-            SafetensorError: the tensor is not where the header says, or of a dtype that the store does not hold.
+            SafetensorError: the header gives it bytes that the file does not have, or a dtype that a store does not
+                hold.
         """
         entry = self._tensors[name]
         dtype = DTYPES.get(entry.dtype)
@@ -85,7 +90,7 @@ class WholeFile:
 
 
 class _Entry:
-    """What the header says of a tensor."""
+    """The entry of a tensor in the header."""
 
     def __init__(self, dtype: str, shape: list[int], data_offsets: list[int], **_: Any) -> None:
         numbers = [*shape, *data_offsets]
