@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM (as clusters send before they take a machine away) end with a message that says how to go on."""
+"""Log how to continue when a run is interrupted by Ctrl-C, or by the SIGTERM that clusters send before preemption."""
 
 import logging
 import os
@@ -12,21 +12,21 @@ logger = logging.getLogger(__name__)
 
 
 class _Terminated(BaseException):
-    """Raised in place of dying of SIGTERM, so that files in progress are removed on the way out."""
+    """Raised instead of dying of SIGTERM at once, so that unfinished files are removed on the way out."""
 
 
 @contextmanager
 def log_on_interrupt(message: Callable[[], str]) -> Iterator[None]:
     """Log a message when the block is interrupted, and let the interruption take its course.
 
-    Ctrl-C stays a `KeyboardInterrupt`; after SIGTERM the process still dies of SIGTERM, as whoever sent it expects.
-    A handler of SIGTERM that somebody else has installed is left alone.
+    Ctrl-C stays a `KeyboardInterrupt`. After SIGTERM the process still dies of SIGTERM, as the sender expects. A
+    handler of SIGTERM that other code has installed is left in place.
 
     Args:
-        message: what has been done, and how to go on; called when the block is interrupted.
+        message: returns what has been done and how to continue; called when the block is interrupted.
 
     Raises:
-        KeyboardInterrupt: the block was interrupted by Ctrl-C, as it would be without this.
+        KeyboardInterrupt: the block was interrupted by Ctrl-C.
     """
     mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     owner = os.getpid()
@@ -34,7 +34,7 @@ def log_on_interrupt(message: Callable[[], str]) -> Iterator[None]:
     def terminate(number: int, frame: FrameType | None) -> None:
         if os.getpid() == owner:
             raise _Terminated
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker dies as it would have
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker dies as it would without this
         os.kill(os.getpid(), signal.SIGTERM)
 
     try:
@@ -47,7 +47,7 @@ def log_on_interrupt(message: Callable[[], str]) -> Iterator[None]:
     except _Terminated:
         logger.warning("Terminated by SIGTERM. %s", message())
         if not mine:
-            raise  # the block that installed the handler lets the process die, after blocks between have cleaned up
+            raise  # the outer block, which installed the handler, ends the process once blocks between have cleaned up
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
         raise  # not reached where SIGTERM ends a process

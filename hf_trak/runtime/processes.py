@@ -1,8 +1,8 @@
-"""What the processes of a run tell each other. With one process nothing is sent and nobody waits.
+"""Communication between the processes of a run. With one process nothing is sent and nothing waits.
 
-Everything that travels is small (shard numbers, reports, top-k lists, one Gram matrix) and goes over gloo on the CPU,
-beside whatever backend training uses: its waits may last as long as the slowest process computes, and when a process
-dies, those that wait for it learn so at once instead of after a timeout of hours.
+Messages are small (shard numbers, reports, top-k lists, one Gram matrix) and go over gloo on the CPU, whatever backend
+training uses. Its waits may last as long as the slowest process computes, and when a process dies, the processes that
+wait for it notice at once instead of after a timeout of hours.
 """
 
 import json
@@ -21,24 +21,24 @@ from hf_trak.errors import PeerProcessError
 T = TypeVar("T")
 
 LONGEST_WAIT = timedelta(days=1)
-"""How long a process waits for one that lives but does not answer. A dead one is noticed at once, once they have
-connected."""
+"""How long a process waits for another one that is running but does not answer. Once they have connected, the death
+of a process is noticed at once."""
 
 _MEETING_WAIT = timedelta(minutes=5)
-"""How long processes wait for each other to connect, when none has much else to do."""
+"""How long processes wait for each other to connect, at a time when none of them has long computations to do."""
 
 
 class Processes:
     """The processes started by `accelerate launch` or `torchrun`, or this one alone.
 
-    Every method but the properties, [`~Processes.share`] and `device` has to be called by all of them, in the same
-    order.
+    Every method except [`~Processes.share`] must be called by all processes, in the same order. The properties need
+    not be.
     """
 
     def __init__(self, use_cpu: bool = False) -> None:
         """
         Args:
-            use_cpu: stay on the CPU even where there is an accelerator.
+            use_cpu: whether to stay on the CPU even where there is an accelerator.
         """
         self._state = PartialState(cpu=use_cpu)
         self._group: Any = None
@@ -50,7 +50,7 @@ class Processes:
 
     @property
     def process_index(self) -> int:
-        """Rank of this process among all, over all nodes."""
+        """Rank of this process among all processes of all nodes."""
         return self._state.process_index
 
     @property
@@ -64,15 +64,26 @@ class Processes:
         return self.process_index == 0
 
     def share(self, count: int) -> range:
-        """The part of `count` things that falls to this process: contiguous, in the order of ranks."""
+        """Return the part of `count` items that falls to this process: contiguous, in the order of ranks."""
         return share_of(count, self.process_index, self.num_processes)
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has come here."""
+        """Wait until every process has called this.
+
+        Raises:
+            PeerProcessError: another process died or stopped answering.
+        """
         self.gather(None)
 
     def gather(self, value: Any) -> list[Any]:
-        """Plain JSON values of all processes, by rank."""
+        """Gather one plain JSON value from each process.
+
+        Returns:
+            The values by rank.
+
+        Raises:
+            PeerProcessError: another process died or stopped answering.
+        """
         if self.num_processes == 1:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -83,33 +94,36 @@ class Processes:
         return [json.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(received, sizes, strict=True)]
 
     def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
-        """CPU tensors of all processes, by rank; of one shape and dtype."""
+        """Gather one CPU tensor from each process, all of the same shape and dtype. Returns and raises as `gather`."""
         if self.num_processes == 1:
             return [tensor]
         result = [torch.empty_like(tensor) for _ in range(self.num_processes)]
-        with self._contact():
+        with self._connection():
             dist.all_gather(result, tensor.contiguous(), group=self._group)
         return result
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Sum over all processes, in place, on the CPU. Exact only where no addition rounds."""
+        """Sum a CPU tensor over all processes, in place, in an order that may vary. Raises as `gather`."""
         if self.num_processes > 1:
-            with self._contact():
+            with self._connection():
                 dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self._group)
         return tensor
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """Elementwise maximum over all processes, in place, on the CPU."""
+        """Take the elementwise maximum of a CPU tensor over all processes, in place. Raises as `gather`."""
         if self.num_processes > 1:
-            with self._contact():
+            with self._connection():
                 dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return tensor
 
     def broadcast_from_main(self, function: Callable[[], T]) -> T:
-        """What `function` (plain JSON) gives in the main process, in every process; it is called there alone.
+        """Call a function in the main process, and return its result in every process.
+
+        Args:
+            function: returns plain JSON.
 
         Raises:
-            PeerProcessError: it failed there. The main process itself raises the error of `function`.
+            PeerProcessError: the call failed. The main process itself raises the error of `function`.
         """
         if self.num_processes == 1:
             return function()
@@ -122,27 +136,32 @@ class Processes:
     def broadcast_tensor_from_main(
         self, function: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
-        """The same for a CPU tensor of known shape and dtype.
+        """Call a function that returns a CPU tensor in the main process, and return the tensor in every process.
+
+        Args:
+            function: returns the tensor.
+            shape: its shape.
+            dtype: the dtype to which it is cast.
 
         Raises:
-            PeerProcessError: as `broadcast_from_main`.
+            PeerProcessError: the call failed. The main process itself raises the error of `function`.
         """
         if self.num_processes == 1:
             return function()
         tensor = torch.empty(0)
         with self.all_or_none():
             tensor = function().to(dtype).contiguous() if self.is_main_process else torch.empty(shape, dtype=dtype)
-        with self._contact():
+        with self._connection():
             dist.broadcast(tensor, src=0, group=self._group)
         return tensor
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """A block that succeeds in every process or fails in every process. It must not contain other exchanges.
+        """Make a block succeed in every process or fail in every process. It must not contain other exchanges.
 
         Raises:
-            PeerProcessError: it failed in another process; quotes the error. A process in which it failed itself
-                raises that error.
+            PeerProcessError: the block failed in another process; quotes its error. A process in which the block
+                itself failed raises that error.
         """
         if self.num_processes == 1:
             yield
@@ -150,7 +169,7 @@ class Processes:
         failure: Exception | None = None
         try:
             yield
-        except Exception as error:  # told to the others, then raised
+        except Exception as error:  # reported to the other processes, then raised
             failure = error
         try:
             reports = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
@@ -165,30 +184,31 @@ class Processes:
             rank, report = next(iter(failed.items()))
             raise PeerProcessError(
                 f"{len(failed)} of {self.num_processes} processes failed; the first, number {rank}, with {report} "
-                "Expected all to finish. What has been written stays valid: see to that error, and run the same "
-                "command again."
+                "Expected all to finish. Resolve that error and run the same command again; files that were written "
+                "stay valid."
             )
 
     @contextmanager
-    def _contact(self) -> Iterator[None]:
+    def _connection(self) -> Iterator[None]:
         try:
             if self._group is None:
-                # `new_group` notices a process that has died since they met only after the whole wait, gloo's barrier
-                # at once. Other backends' barriers do not, and there it takes up to the wait.
+                # `new_group` notices the death of a process only after the whole timeout, gloo's barrier at once.
+                # Barriers of other backends do not, so that there it takes up to the timeout.
                 if dist.get_backend() == dist.Backend.GLOO:
                     dist.barrier()
                 group: Any = dist.new_group(backend="gloo", timeout=_MEETING_WAIT)
                 dist.distributed_c10d._set_pg_timeout(LONGEST_WAIT, group)
                 self._group = group
             yield
-        except RuntimeError as error:  # all that torch.distributed raises when a peer is gone
+        except RuntimeError as error:  # torch.distributed has no narrower class for a lost peer
             raise PeerProcessError(
                 f"Process {self.process_index} of {self.num_processes} lost contact with the others ({error}). "
-                "Expected them to run to the end: one was killed, failed, or ran out of memory; its own output says "
-                "why. What has been written stays valid: run the same command again, with any number of processes."
+                "Expected them to run to the end: look at the output of the process that was killed, failed, or ran "
+                "out of memory. Then run the same command again, with any number of processes; files that were "
+                "written stay valid."
             ) from error
 
 
 def share_of(count: int, index: int, parts: int) -> range:
-    """Part `index` of `count` things cut into `parts` contiguous parts, whose sizes differ by one at most."""
+    """Return part `index` of `count` items that are cut into contiguous parts, whose sizes differ by at most one."""
     return range(count * index // parts, count * (index + 1) // parts)

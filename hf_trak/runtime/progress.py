@@ -1,4 +1,4 @@
-"""How far a pass over rows has come: a bar with rate and remaining time, and one projection in the log."""
+"""Progress of a pass over rows: a bar with rate and remaining time, and one estimate of that time in the log."""
 
 import logging
 import time
@@ -14,8 +14,10 @@ _SETTLED_SECONDS = 2.0
 
 
 class RowProgress:
-    """Counts the rows that one process has done. The first batch is left out of the projection: it pays for the choice
-    of the engine, its check, and whatever is compiled or cached at first use.
+    """Counts the rows that one process has finished.
+
+    The first batch is left out of the estimate of the remaining time, since it includes the choice of the engine, its
+    check, and everything that is compiled or cached at first use.
     """
 
     def __init__(
@@ -30,12 +32,12 @@ class RowProgress:
     ) -> None:
         """
         Args:
-            rows: how many rows this process has to do.
-            description: of what.
-            processes: how many processes work alike, for the rate of all together.
-            show: whether there is a bar.
-            announce: whether the log gets a projection after the first batches (once).
-            clock: seconds.
+            rows: number of rows that this process has to do.
+            description: text before the bar.
+            processes: number of processes that do as many rows each, for the rate of all together.
+            show: whether to show the bar.
+            announce: whether to log the estimate, once, after the first batches.
+            clock: returns a time in seconds.
         """
         self.rows = rows
         self.description = description
@@ -56,7 +58,7 @@ class RowProgress:
         self._bar.close()
 
     def update(self, rows: int) -> None:
-        """Count one batch."""
+        """Count one batch of `rows` rows."""
         self._done += rows
         self._batches += 1
         self._bar.update(rows)
@@ -67,16 +69,16 @@ class RowProgress:
         seconds = now - self._first[0]
         if self._announce and self._batches > _SETTLED_BATCHES and seconds >= _SETTLED_SECONDS:
             self._announce = False
-            logger.info("%s: %s", self.description, self._projection((self._done - self._first[1]) / seconds))
+            logger.info("%s: %s", self.description, self._estimate((self._done - self._first[1]) / seconds))
 
-    def _projection(self, rate: float) -> str:
+    def _estimate(self, rate: float) -> str:
         left = self.rows - self._done
         text = f"{rate * self.processes:,.1f} rows/s, about {duration(left / rate)} left for {left:,} rows"
         return f"{text} in each of {self.processes} processes" if self.processes > 1 else text
 
 
 def duration(seconds: float) -> str:
-    """For example `45 s`, `3 min 20 s`, `2 h 5 min`."""
+    """Format a duration, for example as `45 s`, `3 min 20 s`, or `2 h 5 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

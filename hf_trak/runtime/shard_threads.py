@@ -1,8 +1,8 @@
-"""Shards worked on side by side, one per core.
+"""Shards processed in parallel, one per core.
 
-Opening, checking and hashing a shard take as long as multiplying it does, and none of that is spread over cores by the
-operators of torch. Shards are: each thread works on one of its own, with operators that keep to one core. Their bits
-then do not depend on the number of threads either.
+Opening, checking and hashing a shard takes as long as multiplying it, and torch's operators spread none of that over
+cores. So each thread processes a shard of its own, with operators that use one core. The bits of the results then do
+not depend on the number of threads either.
 """
 
 from collections import deque
@@ -16,33 +16,36 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def map_shards(function: Callable[[T], R], things: Iterable[T]) -> Iterator[R]:
-    """`function` of every thing, in their order, as many at a time as torch has threads (`torch.get_num_threads`).
+def map_shards(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Apply `function` to each item on a thread pool, and yield the results in the order of the items.
 
     Args:
-        function: called in threads whose torch operators use one core each; without any, where torch has one.
-        things: what it is called with.
+        function: called in as many threads as torch has (`torch.get_num_threads`), whose torch operators use one core
+            each; called in the calling thread if torch has one thread.
+        items: the arguments of the calls.
 
     Returns:
-        An iterator of results. One more than there are threads is held at a time, and torch keeps to one core in the
-        calling thread until the iterator ends or is closed. An error of `function` is raised in the place of its
-        result.
+        An iterator of results. At most one more result than there are threads is held at a time, and torch uses one
+        core in the calling thread until the iterator ends or is closed.
+
+    Raises:
+        Exception: an error of `function` is raised in the place of its result.
     """
     threads = torch.get_num_threads()
     if threads == 1:
-        yield from map(function, things)
+        yield from map(function, items)
         return
     pool = ThreadPoolExecutor(threads, "shards", initializer=torch.set_num_threads, initargs=(1,))
     held: deque[Future[R]] = deque()
-    torch.set_num_threads(1)  # what the caller does with results meanwhile would wait for cores that are taken
+    torch.set_num_threads(1)  # what the caller does between results would compete for cores that are in use
     try:
-        for thing in things:
-            held.append(pool.submit(function, thing))
+        for item in items:
+            held.append(pool.submit(function, item))
             if len(held) > threads:
                 yield held.popleft().result()
         while held:
             yield held.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-        # The number is a thread's own, but the last one set is also that of threads that are started from now on.
+        # Each thread has its own number, but threads that start from now on take the last one that was set anywhere.
         torch.set_num_threads(threads)

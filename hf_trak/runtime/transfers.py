@@ -1,8 +1,8 @@
-"""Tensors on their way between host and device, while the device computes.
+"""Copies of tensors between host and device that overlap with computations.
 
-A copy between pageable memory and a GPU keeps the host waiting and everything else on the GPU with it. Here tensors go
-through two pinned buffers and over a stream of their own: while the device works on one, the next is copied, and the
-host reads or writes a third. What is computed does not depend on it.
+A copy between pageable memory and a GPU blocks the host and all other work on the GPU. Here tensors go through two
+pinned buffers and over a stream of their own: while the device works on one tensor, the next is copied, and the host
+reads or writes a third. Results do not depend on it.
 """
 
 from collections import deque
@@ -19,27 +19,27 @@ class Copy(Protocol):
     """A copy that has been started."""
 
     def wait(self) -> None:
-        """Have what the device is told from now on come after the copy."""
+        """Make later operations on the device's current stream wait for the copy."""
 
     def synchronize(self) -> None:
-        """Have the host wait for the copy."""
+        """Make the host wait for the copy."""
 
 
 class CopyEngine(Protocol):
-    """What carries out copies beside the computations of a device."""
+    """An engine that copies while a device computes."""
 
     def pinned(self, size: int) -> Tensor:
-        """Host memory of so many bytes that the device reads and writes by itself, `(size,)`, uint8."""
+        """Allocate page-locked host memory of `size` bytes, a uint8 tensor `(size,)`."""
 
     def upload(self, source: Tensor) -> tuple[Tensor, Copy]:
-        """A tensor on the device, and the copy from pinned memory that will have filled it."""
+        """Start a copy of pinned memory to the device; return the tensor there and the copy that fills it."""
 
     def download(self, source: Tensor, target: Tensor) -> Copy:
-        """Copy a tensor of the device, once it has been computed, to pinned memory."""
+        """Start a copy of a tensor of the device, once it has been computed, to pinned memory."""
 
 
 class CudaCopyEngine:
-    """A stream of a CUDA device."""
+    """Copies over a stream of its own on a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -57,7 +57,7 @@ class CudaCopyEngine:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
-        source.record_stream(self.stream)  # its memory is not given to anything else before the copy is through
+        source.record_stream(self.stream)  # its memory is not reused before the copy has finished
         return _CudaCopy(self.stream, self.device, None)
 
 
@@ -78,18 +78,21 @@ class _CudaCopy:
 
 
 def copy_engine(device: torch.device) -> CopyEngine | None:
-    """The engine of a device; `None` for one that copies at once, such as the CPU."""
+    """Return the engine of a device, or `None` for a device that copies synchronously, such as the CPU."""
     return CudaCopyEngine(device) if device.type == "cuda" else None
 
 
 def uploaded(tensors: Iterable[Tensor], device: torch.device, engine: CopyEngine | None = None) -> Iterator[Tensor]:
-    """Host tensors on a device, in order, each on its way while the one before it is worked on.
+    """Copy tensors to a device, each while the caller works on the one before it.
 
     Args:
-        tensors: read one ahead of what has been asked for. Those that are on the device already are passed on,
-            those on another one moved.
-        device: where they are wanted.
-        engine: the device's own by default.
+        tensors: the tensors, read one ahead of the caller. Those on the device already are passed on, and those on
+            another device are moved.
+        device: the device.
+        engine: the engine that copies; by default that of the device.
+
+    Returns:
+        An iterator of tensors on the device, in order.
     """
     engine = engine or copy_engine(device)
     if engine is None:
@@ -107,12 +110,12 @@ def uploaded(tensors: Iterable[Tensor], device: torch.device, engine: CopyEngine
 
 
 def download(pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device, engine: CopyEngine | None = None) -> None:
-    """`target.copy_(source)` for every pair of a tensor on a device and one of its shape on the host.
+    """Copy each tensor on a device to a tensor of the same shape on the host.
 
     Args:
-        pairs: `(source, target)`; taken from the iterable while copies of the ones before are under way.
-        device: where the sources are.
-        engine: the device's own by default.
+        pairs: `(source, target)`; the next pair is taken while earlier copies are in progress.
+        device: the device of the sources.
+        engine: the engine that copies; by default that of the device.
     """
     engine = engine or copy_engine(device)
     if engine is None:
@@ -130,7 +133,7 @@ def download(pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device, engin
 
 
 class _Pinned:
-    """A pinned buffer that grows, and the copy that it is in use by."""
+    """A pinned buffer that grows as needed, and the copy that uses it."""
 
     def __init__(self, engine: CopyEngine) -> None:
         self.engine = engine
@@ -138,7 +141,7 @@ class _Pinned:
         self.copy: Copy | None = None
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Room for a tensor, contiguous, once the copy before is through."""
+        """Return a part of the buffer with the shape and dtype of a tensor, once the last copy has finished."""
         if self.copy is not None:
             self.copy.synchronize()
             self.copy = None
