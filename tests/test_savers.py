@@ -1,4 +1,4 @@
-"""The savers of the seed API, used directly: files, registration, resuming, and what they refuse."""
+"""The savers of the `trak` API, used directly: files, registration, resuming, and what they refuse."""
 
 import json
 import logging
@@ -94,7 +94,7 @@ def test_registering_twice(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", SAVERS)
 def test_metadata_is_compared_as_a_whole(tmp_path, kind):
-    """Trap 5: three keys were compared, and the rest was taken on trust."""
+    """Every key counts, whereas the `trak` package compares three of them."""
     make_saver(kind, tmp_path)
     for change in (
         {"metadata": {"JL dimension": 5}},
@@ -166,7 +166,7 @@ def test_deleting_gradients(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", SAVERS)
 def test_values_are_checked_before_anything_is_written(tmp_path, kind):
-    """Trap 7: casts to float16 that overflow."""
+    """A cast to float16 may overflow."""
     grads, q = rows(3)
     saver = make_saver(kind, tmp_path, use_half_precision=True)
     saver.register_model_id(0, False)
@@ -185,8 +185,7 @@ def test_values_are_checked_before_anything_is_written(tmp_path, kind):
     assert saver.finalized_with(0) is None
 
 
-# -- MmapSaver
-# ---------------------------------------------------------------------------------------------------------
+# -- MmapSaver --------------------------------------------------------------------------------------------------------
 
 
 def test_directory_of_the_mmap_saver(tmp_path):
@@ -275,8 +274,7 @@ def test_two_processes_may_add_experiments_at_once(tmp_path):
     assert len(make_saver(MmapSaver, tmp_path).experiments) == 40
 
 
-# -- SafetensorsSaver: rows that arrive in any order
-# -------------------------------------------------------------------
+# -- SafetensorsSaver: rows that arrive in any order ------------------------------------------------------------------
 
 
 def test_shards_appear_when_their_last_row_arrives(tmp_path):
@@ -312,7 +310,7 @@ def test_a_finished_shard_has_the_bytes_of_one_written_at_once(tmp_path):
 
 @pytest.mark.parametrize("where", ["grads", "out_to_loss", "hashes"])
 def test_a_row_that_is_there_in_part_is_missing(tmp_path, where):
-    """Trap 18: values that never reached the disk although their mark did."""
+    """As after a power failure, when the mark of a row reached the disk and its values did not."""
     grads, q = rows(N)
     writer = make_writer(tmp_path)
     writer.write([0, 1, 2], grads[:3], q[:3])

@@ -1,4 +1,4 @@
-"""The score computers of the seed API."""
+"""The score computers of the `trak` API."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hf_trak.score_computers import AbstractScoreComputer, BasicScoreComputer, B
 
 
 def exact(features: torch.Tensor, targets: torch.Tensor, lam: float = 0.0, normalized: bool = True) -> np.ndarray:
-    """The scores of the seeds in float64: X M tᵀ, M the inverse of XᵀX + λI, divided by its mean absolute value."""
+    """Scores in float64: X M tᵀ, where M is the inverse of XᵀX + λI divided by its mean absolute entry."""
     x, t = features.double().numpy(), targets.double().numpy()
     inverse = np.linalg.inv(x.T @ x + lam * np.eye(x.shape[1]))
     return x @ (inverse / np.abs(inverse).mean() if normalized else inverse) @ t.T
@@ -51,7 +51,7 @@ def test_scores_of_checkpoints_accumulate_in_place():
 
 @pytest.mark.parametrize("cls", [BasicScoreComputer, BasicSingleBlockScoreComputer])
 def test_half_precision_features_of_60000_rows(cls):
-    """Trap 7: the Gram matrix of 60,000 float16 rows overflows float16 by far; here it is exact, and scores finite."""
+    """Their Gram matrix overflows float16 by far. It is kept in float32, and scores stay finite."""
     features = torch.randn(60_000, 16).mul_(30).to(torch.float16)
     targets = torch.randn(4, 16).mul_(30).to(torch.float16)
     computer = cls(torch.float16, "cpu")
@@ -73,7 +73,6 @@ def test_half_precision_results_are_the_rounded_float32_results():
 @pytest.mark.parametrize("cls", [BasicScoreComputer, BasicSingleBlockScoreComputer])
 @pytest.mark.parametrize("n", [3, 15, 16])
 def test_fewer_examples_than_features_without_ridge_is_an_error(cls, n):
-    """Trap 8."""
     features = torch.randn(n, 16)
     computer = cls(torch.float32, "cpu")
     gram = computer.get_xtx(features)
@@ -84,7 +83,7 @@ def test_fewer_examples_than_features_without_ridge_is_an_error(cls, n):
 
 
 def test_duplicate_columns_and_rows_without_ridge_are_an_error():
-    """Trap 8: enough rows, but of too low a rank."""
+    """There are enough rows, but their rank is too low."""
     computer = BasicScoreComputer(torch.float32, "cpu")
     for features in (torch.randn(100, 8).repeat(1, 2), torch.randn(10, 16).repeat(10, 1)):
         with pytest.raises(SingularGramError, match="singular"):
@@ -111,7 +110,7 @@ def test_overflow_of_the_result_dtype_is_an_error_and_leaves_the_accumulator():
     assert torch.equal(accumulator, torch.ones(2, 2, dtype=torch.float16))
 
 
-def test_dtypes_as_in_the_seeds():
+def test_dtypes_follow_the_trak_api():
     features = torch.randn(50, 8)
     for dtype in (torch.float16, torch.float32, torch.float64):
         computer = BasicScoreComputer(dtype, "cpu")

@@ -1,4 +1,4 @@
-"""TRAKer against a float64 closed form, and each way in which it must not go wrong."""
+"""TRAKer against a closed form in float64, and each way in which it must not go wrong."""
 
 import hashlib
 import logging
@@ -35,6 +35,7 @@ from hf_trak.projectors import (
     BasicSingleBlockProjector,
     NoOpProjector,
     ProjectionType,
+    SparseProjector,
 )
 from hf_trak.savers import AbstractSaver, MmapSaver, ModelIDException, SafetensorsSaver
 from hf_trak.score_computers import AbstractScoreComputer, BasicScoreComputer, BasicSingleBlockScoreComputer
@@ -134,7 +135,7 @@ def closed_form(
     normalized: bool = True,
     lam: float = LAMBDA,
 ) -> Tensor:
-    """The formula of the seeds in float64: gradients over √P, the inverse over its mean absolute value."""
+    """The scores of the `trak` API in float64: gradients divided by √P, the inverse by its mean absolute entry."""
     products, qs = [], []
     for checkpoint in checkpoints:
         g, q = exact_gradients(checkpoint, *data, names)
@@ -150,8 +151,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-# -- agreement
-# ---------------------------------------------------------------------------------------------------------
+# -- agreement --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saver", SAVERS)
@@ -174,7 +174,7 @@ def test_savers_give_identical_scores(tmp_path, data, checkpoints):
 
 @pytest.mark.parametrize("saver", SAVERS)
 def test_half_precision_default_with_ridge(tmp_path, data, checkpoints, saver):
-    """Traps 7 and 8: the defaults store float16; with a ridge the scores stay those of float64 to float16 accuracy."""
+    """The defaults store float16. With a ridge, scores agree with float64 to the accuracy of float16."""
     lam = 0.1 * N / 38 * float(exact_gradients(checkpoints[0], *data)[0][:N].pow(2).sum()) / N / 38
     traker = make_traker(tmp_path, saver=saver, use_half_precision=True, lambda_reg=lam)
     assert traker.saver.dtype == torch.float16
@@ -224,9 +224,7 @@ def test_num_samples_writes_in_sequence(tmp_path, data, checkpoints):
 
 
 def test_loss_task_takes_other_gradients_for_targets(tmp_path, data, checkpoints):
-    """The seed notebook's formulation: loss gradients on the train side, margin gradients on the target side, q =
-    1.
-    """
+    """Train examples take gradients of the loss, targets those of the margin, and q = 1."""
     scores = run_all(make_traker(tmp_path, task="loss"), data, checkpoints[:1])
     model = make_model().double()
     model.load_state_dict({name: value.double() for name, value in checkpoints[0].items()})
@@ -240,13 +238,12 @@ def test_loss_task_takes_other_gradients_for_targets(tmp_path, data, checkpoints
     assert relative(scores, x @ (inverse / inverse.abs().mean()) @ t.T) < 2e-3
 
 
-# -- plugged-in parts
-# --------------------------------------------------------------------------------------------------
+# -- plugged-in parts -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("computer", [FunctionalGradientComputer, IterativeGradientComputer])
 def test_grad_wrt(tmp_path, data, checkpoints, computer):
-    """Trap 12: only the named parameters are differentiated, counted and projected."""
+    """Only the named parameters are differentiated, counted and projected."""
     names = ["2.weight", "0.bias"]
     traker = make_traker(tmp_path, grad_wrt=iter(names), gradient_computer=computer)
     assert traker.num_params == 15 + 5
@@ -255,14 +252,14 @@ def test_grad_wrt(tmp_path, data, checkpoints, computer):
 
 
 def test_frozen_parameters_are_left_out(tmp_path, data, checkpoints):
-    """Trap 12: without `grad_wrt`, what does not require a gradient is not attributed."""
+    """Without `grad_wrt`, parameters that do not require gradients are not attributed."""
     model = make_model()
     model[0].requires_grad_(False)
     scores = run_all(make_traker(tmp_path, model=model), data, checkpoints)
     assert relative(scores, closed_form(checkpoints, data, ["2.weight", "2.bias"])) < 2e-3
 
 
-def test_a_gradient_computer_with_the_three_methods_of_the_seeds(tmp_path, data, checkpoints):
+def test_a_gradient_computer_with_the_three_documented_methods(tmp_path, data, checkpoints):
     class Jacobian(AbstractGradientComputer):
         def __init__(self, model: Any, task: Any, grad_dim: Any, dtype: Any, device: Any) -> None:
             super().__init__(model, task, grad_dim, dtype, device)
@@ -347,6 +344,35 @@ def test_a_projector_of_ones_own(tmp_path, data, checkpoints):
         traker.init_projector(None, 10, 32)
 
 
+def test_the_sparse_map_gets_every_block_once(tmp_path, data, checkpoints):
+    """Its sink keeps sums between blocks, and calls `accumulate` of a subclass that overrides it."""
+
+    class Doubled(SparseProjector):
+        def accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
+            super().accumulate(out, 2 * block, start, model_id)
+
+    exact = exact_gradients(checkpoints[0], *data)[0][:N].float() / 43**0.5
+    for factor, projector in enumerate((SparseProjector, Doubled), start=1):
+        traker = make_traker(tmp_path / projector.__name__, projector=projector(43, 16, seed=1, device="cpu"))
+        traker.load_checkpoint(checkpoints[0], 3)
+        featurize(traker, data)
+        expected = SparseProjector(43, 16, seed=1, device="cpu").project(factor * exact, model_id=3)
+        assert torch.allclose(traker.saver.read_grads(), expected, atol=1e-5)
+
+
+def test_a_projector_that_does_not_know_its_size(tmp_path, data, checkpoints):
+    class Whole(NoOpProjector):
+        pass
+
+    for projector in (NoOpProjector(device="cpu"), Whole(device="cpu")):
+        traker = make_traker(tmp_path / type(projector).__name__, projector=projector)
+        assert traker.proj_dim == 43 and projector.grad_dim == 0  # what was given stays as it was
+        traker.load_checkpoint(checkpoints[0], 0)
+        featurize(traker, data)
+        exact = exact_gradients(checkpoints[0], *data)[0][:N].float() / 43**0.5
+        assert torch.allclose(traker.saver.read_grads(), exact, atol=1e-5)
+
+
 def test_a_score_computer_of_ones_own(tmp_path, data, checkpoints):
     class Ridge(AbstractScoreComputer):
         def get_xtx(self, grads: Tensor) -> Tensor:
@@ -369,7 +395,7 @@ def test_a_score_computer_of_ones_own(tmp_path, data, checkpoints):
 
 
 class MemorySaver(AbstractSaver):
-    """The smallest saver that the seeds' contract allows: a dictionary of tensors."""
+    """The smallest saver that the contract of the `trak` API allows: a dictionary of tensors."""
 
     def __init__(self, train_set_size: int, proj_dim: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -430,8 +456,7 @@ def test_no_device_is_touched_before_the_first_batch(tmp_path, data, checkpoints
         featurize(traker, data)
 
 
-# -- resuming
-# ----------------------------------------------------------------------------------------------------------
+# -- resuming ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saver", SAVERS)
@@ -455,7 +480,7 @@ def test_resumed_with_the_same_batches_is_bit_identical(tmp_path, data, checkpoi
 
 @pytest.mark.parametrize("saver", SAVERS)
 def test_resumed_with_other_batches_computes_only_what_is_missing(tmp_path, data, checkpoints, saver):
-    """Trap 1: gradients of a whole batch written to the indices of its missing rows."""
+    """The gradients of a partly saved batch must go to the rows of their own samples."""
     computed: list[int] = []
 
     class Counting(FunctionalGradientComputer):
@@ -504,7 +529,7 @@ def test_targets_are_resumed_too(tmp_path, data, checkpoints, saver):
 
 @pytest.mark.parametrize("saver", SAVERS)
 def test_killed_and_resumed(tmp_path, data, checkpoints, saver):
-    """Trap 18: SIGKILL in the middle of featurizing; running the same again gives the bits of an undisturbed run."""
+    """After SIGKILL in the middle of featurizing, the same script gives the bits of an undisturbed run."""
     script = (
         "import sys, torch, pathlib, tests.test_traker as t, hf_trak.savers as s\n"
         "path, name, kind = sys.argv[1:]\n"
@@ -546,13 +571,12 @@ def test_killed_and_resumed(tmp_path, data, checkpoints, saver):
     assert torch.equal(results[0], results[1])
 
 
-# -- calls out of order
-# ------------------------------------------------------------------------------------------------
+# -- calls out of order -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saver", SAVERS)
 def test_calls_out_of_order_raise_at_once(tmp_path, data, checkpoints, saver):
-    """Trap 2: scoring before finalizing logged, returned None, and made every score NaN."""
+    """Scoring before finalizing must not end in scores that are NaN."""
     x, y = data
     batch = (x[:2], y[:2])
     traker = make_traker(tmp_path, saver=saver)
@@ -586,8 +610,19 @@ def test_calls_out_of_order_raise_at_once(tmp_path, data, checkpoints, saver):
 
 
 @pytest.mark.parametrize("saver", SAVERS)
+def test_no_checkpoint_at_all(tmp_path, saver):
+    traker = make_traker(tmp_path, saver=saver)
+    with pytest.raises(
+        IncompleteStoreError, match=rf"{re.escape(str(tmp_path))} has no model ids\. .*load_checkpoint"
+    ):
+        traker.finalize_features()
+    with pytest.raises(IncompleteStoreError, match="No model ids were given"):
+        traker.finalize_features([])
+
+
+@pytest.mark.parametrize("saver", SAVERS)
 def test_allow_skip(tmp_path, data, checkpoints, caplog, saver):
-    """Trap 3: `allow_skip` must leave out a checkpoint whose targets are missing, and say so."""
+    """`allow_skip` leaves out a checkpoint whose targets are missing, and says so."""
     traker = make_traker(tmp_path, saver=saver)
     expected = run_all(traker, data, checkpoints[:2])
     traker.load_checkpoint(checkpoints[2], 2)
@@ -610,7 +645,7 @@ def test_allow_skip(tmp_path, data, checkpoints, caplog, saver):
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize("delete", [False, True])
 def test_finalizing_twice(tmp_path, data, checkpoints, saver, delete):
-    """Trap 4: a second `finalize_features`, and projecting after the memory of the projector was freed."""
+    """A second `finalize_features` changes nothing, and the projector works after its memory was freed."""
     traker = make_traker(
         tmp_path, saver=saver, projector=BasicSingleBlockProjector(43, 43, 0, "rademacher", "cpu"), lambda_reg=0.1
     )
@@ -642,8 +677,7 @@ def test_another_lambda_needs_features_of_its_own(tmp_path, data, checkpoints, s
         make_traker(tmp_path, saver=saver).finalize_features()
 
 
-# -- what must not be mixed
-# --------------------------------------------------------------------------------------------
+# -- what must not be mixed -------------------------------------------------------------------------------------------
 
 
 class OtherTask(ImageClassificationModelOutput):
@@ -667,7 +701,7 @@ class OtherTask(ImageClassificationModelOutput):
     ids=without_addresses,
 )
 def test_a_store_of_another_configuration_is_refused(tmp_path, data, checkpoints, saver, change, key):
-    """Trap 5: dtype, seed, projection, task, parameters and sizes are all compared when a store is opened again."""
+    """Dtype, random seed, projection, task, parameters and sizes are compared when a directory is opened again."""
     base = {"saver": saver, "projector": None, "proj_dim": 8}
     traker = make_traker(tmp_path, **base)
     traker.load_checkpoint(checkpoints[0], 0)
@@ -686,7 +720,7 @@ def test_a_store_of_another_configuration_is_refused(tmp_path, data, checkpoints
 
 @pytest.mark.parametrize("saver", SAVERS)
 def test_a_model_id_has_one_set_of_weights(tmp_path, data, checkpoints, saver):
-    """Trap 6: two checkpoints under one id, and targets scored with another checkpoint's weights."""
+    """Neither can two checkpoints share an id, nor can targets be scored with another checkpoint's weights."""
     traker = make_traker(tmp_path, saver=saver)
     run_all(traker, data, checkpoints[:1])
     before = digests(tmp_path)
@@ -704,7 +738,7 @@ def test_a_model_id_has_one_set_of_weights(tmp_path, data, checkpoints, saver):
 
 
 def test_weights_changed_behind_the_back_are_noticed(tmp_path, data, checkpoints):
-    """Trap 6 once more: a script that loads the next checkpoint into the model and forgets `load_checkpoint`."""
+    """As by a script that loads the next checkpoint into the model and forgets `load_checkpoint`."""
     model = make_model()
     traker = make_traker(tmp_path, model=model)
     traker.load_checkpoint(checkpoints[0], 0)
@@ -746,8 +780,7 @@ def test_an_experiment_keeps_its_number_of_targets(tmp_path, data, checkpoints, 
     assert digests(tmp_path) == before
 
 
-# -- bad input
-# ---------------------------------------------------------------------------------------------------------
+# -- bad input --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saver", SAVERS)
@@ -863,7 +896,7 @@ def test_a_gradient_that_is_not_finite_names_its_sample(tmp_path, data, checkpoi
 
 @pytest.mark.parametrize("saver", SAVERS)
 def test_a_gradient_that_half_precision_cannot_hold_is_refused(tmp_path, data, checkpoints, saver):
-    """Trap 7: a cast to float16 overflows above 65504 and vanishes below 6e-8."""
+    """A cast to float16 overflows above 65504 and vanishes below 6e-8."""
     x, y = data
     traker = make_traker(tmp_path, saver=saver, use_half_precision=True)
     large = {name: value * (1e4 if name == "2.weight" else 0) for name, value in checkpoints[0].items()}
@@ -890,7 +923,7 @@ def test_a_gradient_that_half_precision_cannot_hold_is_refused(tmp_path, data, c
 
 @pytest.mark.parametrize("saver", SAVERS)
 def test_a_singular_system_is_an_error(tmp_path, data, checkpoints, saver):
-    """Trap 8: λ = 0 with fewer rows than features, or rank-deficient ones, must not end in garbage or NaN."""
+    """λ = 0 with fewer rows than features, or with rows of too low a rank, must not end in garbage or NaN."""
     traker = make_traker(tmp_path, saver=saver, lambda_reg=0.0)
     traker.load_checkpoint(checkpoints[0], 0)
     featurize(traker, data)
@@ -925,7 +958,7 @@ def test_a_corrupted_shard_is_refused(tmp_path, data, checkpoints):
 
 
 def test_samples_do_not_depend_on_their_batch(tmp_path, data, checkpoints):
-    """Trap 17: batch size and composition do not change a sample's features."""
+    """Neither the size nor the composition of its batch changes a sample's features."""
     found = []
     for name, batches in (("one", [range(N)]), ("many", [[i] for i in range(N)]), ("back", [range(N - 1, -1, -1)])):
         traker = make_traker(tmp_path / name)

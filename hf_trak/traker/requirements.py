@@ -1,4 +1,4 @@
-"""What a saver must hold before the next step of `TRAKer` may begin."""
+"""Checks that a saver holds what the next step of `TRAKer` needs."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,10 +17,15 @@ def registered_ids(saver: AbstractSaver, model_ids: Iterable[int] | None) -> lis
     known = sorted(saver.model_ids)
     ids = known if model_ids is None else list(dict.fromkeys(checked_model_id(i) for i in model_ids))
     unknown = [model_id for model_id in ids if model_id not in known]
-    if unknown or not ids:
+    if unknown:
         raise IncompleteStoreError(
-            f"Model ids {unknown or 'none at all'} were given, but {saver.save_dir} has {known or 'none'}. Expected "
-            "ids of featurized checkpoints. Call `load_checkpoint` and `featurize` first."
+            f"The model ids {unknown} are not in {saver.save_dir}, which has {known or 'none'}. Expected ids of "
+            "featurized checkpoints. Call `load_checkpoint` and `featurize` first."
+        )
+    if not ids:
+        given = f"{saver.save_dir} has no model ids" if model_ids is None else "No model ids were given"
+        raise IncompleteStoreError(
+            f"{given}. Expected at least one featurized checkpoint. Call `load_checkpoint` and `featurize` first."
         )
     return ids
 

@@ -1,4 +1,4 @@
-"""What a directory of `TRAKer` records of the parts that its features depend on."""
+"""The identity of a run: what a directory of `TRAKer` records of the parts that its features depend on."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What `MmapSaver` and `SafetensorsSaver` have in common: a directory for a train set of a known size."""
+"""The common base of `MmapSaver` and `SafetensorsSaver`: a directory for a train set of a known size."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping

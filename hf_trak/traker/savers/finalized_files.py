@@ -145,8 +145,8 @@ class FinalizedFiles:
             )
         except StoreError as error:
             raise StoreError(
-                f"{error} To compute these features again, delete {self.settings_path(model_id)} and call "
-                "`finalize_features`."
+                f"{error} Delete {self.settings_path(model_id)}, too, so that `finalize_features` computes these "
+                "features again."
             ) from error
 
     def _features_identity(self, model_id: int, content: str, settings: Mapping[str, Any]) -> Identity:

@@ -44,7 +44,7 @@ _HEADER_ERRORS = (
     RecursionError,
     tokenize.TokenError,
 )
-"""What NumPy raises for damaged headers, since it evaluates them as Python literals."""
+"""Errors that NumPy raises for damaged headers, since it evaluates them as Python literals."""
 
 _intact: dict[str, object] = {}
 """By file: its state on disk and its seed when this process found all of its rows intact."""
