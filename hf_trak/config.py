@@ -1,10 +1,12 @@
-"""The configuration of an attribution run: what defines the features, and how they are computed."""
+"""The configuration of an attribution run."""
 
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
+
+from hf_trak.runtime.checks import checked_int
 
 ProjectionName = Literal["sjlt", "rademacher", "normal", "none"]
 EngineName = Literal["auto", "hooked", "functional", "iterative"]
@@ -13,7 +15,66 @@ FeatureDtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass
 class TrakConfig:
-    """Arguments of [`TrakAttributor`], for Python, YAML and `transformers.HfArgumentParser` alike."""
+    """Arguments of an attribution run, for Python, YAML files and `transformers.HfArgumentParser`.
+
+    Some arguments define the features: the projection, `seed`, `grad_wrt`, `model_dtype`, `feature_dtype` and
+    `shard_size`. Running again in the same `output_dir` needs the same values of those.
+
+    Args:
+        output_dir (`str`, *optional*, defaults to `"trak"`):
+            Directory of the feature store. Running again with the same arguments resumes.
+        proj_type (`str`, *optional*, defaults to `"sjlt"`):
+            Random projection of the gradients: `"sjlt"` (sparse, the fastest), `"rademacher"` or `"normal"` (dense),
+            or `"none"` (whole gradients, for small models).
+        proj_dim (`int`, *optional*, defaults to 4096):
+            Number of columns of the features, k. Not used with `proj_type="none"`.
+        proj_nonzeros (`int`, *optional*, defaults to 1):
+            Nonzero entries per gradient coordinate of the `"sjlt"` projection.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the projection and of simulated negatives.
+        grad_wrt (`list[str]`, *optional*):
+            Names of the parameters to attribute. By default all parameters that require gradients.
+        engine (`str`, *optional*, defaults to `"auto"`):
+            Engine that computes per-sample gradients: `"hooked"`, `"functional"`, `"iterative"`, or `"auto"` for the
+            fastest that is exact for the model.
+        max_block_bytes (`int`, *optional*):
+            Size in bytes of a block of per-sample gradients, at which the `"hooked"` engine cuts large parameters into
+            slices; it bounds the memory for gradients. A block holds at least one row of a parameter for the whole
+            batch. The default is 32 MiB on a CPU and 256 MiB on a GPU. Changes features by rounding only.
+        lambda_reg (`float`, *optional*):
+            Ridge term λ that is added to the diagonal of the Gram matrix. By default it follows from
+            `lambda_relative`.
+        lambda_relative (`float`, *optional*, defaults to 0.3):
+            Ridge term as a multiple of trace(XᵀX) / min(n, k), where X are the features of n training rows. Used
+            unless `lambda_reg` is given.
+        feature_dtype (`str`, *optional*, defaults to `"float32"`):
+            Storage dtype of the features: `"float32"`, `"bfloat16"` or `"float16"`. Sums are computed in float32 or
+            better.
+        model_dtype (`str`, *optional*):
+            Dtype to which the model is cast first. By default it keeps its own.
+        per_device_batch_size (`int`, *optional*, defaults to 16):
+            Rows per batch and process. Changes features by rounding only.
+        auto_find_batch_size (`bool`, *optional*, defaults to `False`):
+            Whether to lower the batch size when memory runs out, starting with `per_device_batch_size`. The size that
+            fits is saved in `output_dir`, so that a resumed run starts with it.
+        shard_size (`int`, *optional*, defaults to 1024):
+            Rows per shard of features, which is the most that a killed process loses.
+        remove_unused_columns (`bool`, *optional*, defaults to `True`):
+            Whether to drop dataset columns that the model's `forward` does not accept, as `Trainer` does.
+        label_names (`list[str]`, *optional*):
+            Names of the label columns. By default the model class tells, as for `Trainer`.
+        dataloader_num_workers (`int`, *optional*, defaults to 0):
+            Number of processes that load rows.
+        dataloader_pin_memory (`bool`, *optional*, defaults to `True`):
+            Whether to put batches into pinned memory on accelerators.
+        use_cpu (`bool`, *optional*, defaults to `False`):
+            Whether to stay on the CPU even where there is an accelerator.
+        disable_tqdm (`bool`, *optional*, defaults to `False`):
+            Whether to hide progress bars.
+
+    Raises:
+        ValueError: an argument is out of range, or of the wrong type.
+    """
 
     output_dir: str = field(
         default="trak",
@@ -22,71 +83,84 @@ class TrakConfig:
     proj_type: ProjectionName = field(
         default="sjlt",
         metadata={
-            "help": "Random projection of the gradients: `sjlt` (sparse, fastest), `rademacher` or "
-            "`normal` (dense), or `none` (keep whole gradients; for small models)."
+            "help": "Random projection of the gradients: `sjlt` (sparse, the fastest), `rademacher` or "
+            "`normal` (dense), or `none` (whole gradients, for small models)."
         },
     )
     proj_dim: int = field(
-        default=4096, metadata={"help": "Features per example (k). Not used with `proj_type='none'`."}
+        default=4096, metadata={"help": "Number of columns of the features, k. Not used with `proj_type='none'`."}
     )
     proj_nonzeros: int = field(
-        default=1, metadata={"help": "Nonzeros per gradient coordinate of the `sjlt` projection."}
+        default=1, metadata={"help": "Nonzero entries per gradient coordinate of the `sjlt` projection."}
     )
     seed: int = field(default=0, metadata={"help": "Seed of the projection and of simulated negatives."})
     grad_wrt: list[str] | None = field(
         default=None,
-        metadata={"help": "Names of the parameters to attribute. `None` takes all that require gradients."},
+        metadata={"help": "Names of the parameters to attribute. By default all that require gradients."},
     )
     engine: EngineName = field(
         default="auto",
-        metadata={"help": "How per-sample gradients are taken. `auto` picks the fastest that is right."},
+        metadata={
+            "help": "Engine that computes per-sample gradients. `auto` picks the fastest that is exact for the model."
+        },
     )
     max_block_bytes: int | None = field(
         default=None,
         metadata={
-            "help": "Bytes of a block of per-sample gradients at which the `hooked` engine cuts large parameters into "
-            "slices: the memory that it takes for gradients. At least one row of a parameter for the whole batch is "
-            "held. `None` is 32 MiB, and 256 MiB on a GPU. Changes features by rounding only."
+            "help": "Size in bytes of a block of per-sample gradients, at which the `hooked` engine cuts large "
+            "parameters into slices; it bounds the memory for gradients. A block holds at least one row of a "
+            "parameter for the whole batch. The default is 32 MiB on a CPU and 256 MiB on a GPU. Changes features by "
+            "rounding only."
         },
     )
     lambda_reg: float | None = field(
         default=None,
-        metadata={"help": "Ridge λ added to the Gram matrix, absolute. `None` derives it from `lambda_relative`."},
+        metadata={
+            "help": "Ridge term λ that is added to the diagonal of the Gram matrix. By default it follows from "
+            "`lambda_relative`."
+        },
     )
     lambda_relative: float = field(
         default=0.3,
-        metadata={"help": "Ridge λ relative to trace(Gram) / min(n, k), used when `lambda_reg` is `None`."},
+        metadata={
+            "help": "Ridge term as a multiple of trace(XᵀX) / min(n, k), where X are the features of n training rows. "
+            "Used unless `lambda_reg` is given."
+        },
     )
     feature_dtype: FeatureDtype = field(
-        default="float32", metadata={"help": "Storage dtype of features. Sums are taken in float32 or better."}
+        default="float32", metadata={"help": "Storage dtype of the features. Sums are computed in float32 or better."}
     )
     model_dtype: FeatureDtype | None = field(
-        default=None, metadata={"help": "Cast the model to this dtype first. `None` keeps the dtype that it has."}
+        default=None, metadata={"help": "Dtype to which the model is cast first. By default it keeps its own."}
     )
     per_device_batch_size: int = field(
-        default=16, metadata={"help": "Examples per batch and process. Changes features by rounding only."}
+        default=16, metadata={"help": "Rows per batch and process. Changes features by rounding only."}
     )
     auto_find_batch_size: bool = field(
         default=False,
         metadata={
-            "help": "Lower the batch size whenever memory runs out, beginning with `per_device_batch_size`. What was "
-            "found is kept in `output_dir`, so that a resumed run goes on with it."
+            "help": "Lower the batch size when memory runs out, starting with `per_device_batch_size`. The size that "
+            "fits is saved in `output_dir`, so that a resumed run starts with it."
         },
     )
     shard_size: int = field(
-        default=1024, metadata={"help": "Rows per feature shard: what a killed run loses at most, per process."}
+        default=1024,
+        metadata={"help": "Rows per shard of features, which is the most that a killed process loses."},
     )
     remove_unused_columns: bool = field(
         default=True,
-        metadata={"help": "Drop dataset columns that the model's `forward` does not take, as `Trainer` does."},
+        metadata={"help": "Drop dataset columns that the model's `forward` does not accept, as `Trainer` does."},
     )
     label_names: list[str] | None = field(
-        default=None, metadata={"help": "Names of the label columns. `None` asks the model class, as `Trainer` does."}
+        default=None,
+        metadata={"help": "Names of the label columns. By default the model class tells, as for `Trainer`."},
     )
-    dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that load rows."})
-    dataloader_pin_memory: bool = field(default=True, metadata={"help": "Pin batches in host memory on accelerators."})
+    dataloader_num_workers: int = field(default=0, metadata={"help": "Number of processes that load rows."})
+    dataloader_pin_memory: bool = field(
+        default=True, metadata={"help": "Put batches into pinned memory on accelerators."}
+    )
     use_cpu: bool = field(default=False, metadata={"help": "Stay on the CPU even where there is an accelerator."})
-    disable_tqdm: bool = field(default=False, metadata={"help": "Show no progress bars."})
+    disable_tqdm: bool = field(default=False, metadata={"help": "Hide progress bars."})
 
     def __post_init__(self) -> None:
         self.output_dir = str(self.output_dir)
@@ -110,8 +184,7 @@ class TrakConfig:
             value = getattr(self, name)
             if value is None and name == "max_block_bytes":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"`{name}` is {value!r}. Expected an integer of at least {least}.")
+            setattr(self, name, checked_int(value, name, least, type_error=ValueError))
         for name in ("lambda_reg", "lambda_relative"):
             value = getattr(self, name)
             if value is None and name == "lambda_reg":
@@ -124,19 +197,19 @@ class TrakConfig:
             raise ValueError("`output_dir` is empty. Expected the path of a directory.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
+        """Return the arguments as plain JSON values."""
         return asdict(self)
 
     def to_json_string(self) -> str:
-        """The fields as indented JSON."""
+        """Return the arguments as indented JSON."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
 
 
 def checked_args(args: TrakConfig | None) -> TrakConfig:
-    """The configuration, or the defaults where none is given.
+    """Return the given configuration, or the defaults for `None`.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: `args` is not a `TrakConfig`.
     """
     if args is None:
         return TrakConfig()

@@ -1,5 +1,9 @@
 """TrakConfig validates itself and survives the command line."""
 
+import ast
+import re
+
+import numpy as np
 import pytest
 from transformers import HfArgumentParser
 
@@ -47,3 +51,19 @@ def test_command_line_round_trip() -> None:
 def test_every_field_has_a_help_text() -> None:
     missing = [name for name, field in TrakConfig.__dataclass_fields__.items() if not field.metadata.get("help")]
     assert missing == []
+
+
+def test_the_docstring_describes_every_field_with_its_default() -> None:
+    documented = re.findall(
+        r"^ {8}(\w+) \(`[^`]+`, \*optional\*(?:, defaults to (.+))?\):$", TrakConfig.__doc__ or "", re.M
+    )
+    fields = TrakConfig.__dataclass_fields__.values()
+    assert [name for name, _ in documented] == [field.name for field in fields]
+    for (name, default), field in zip(documented, fields, strict=True):
+        assert (ast.literal_eval(default.strip("`")) if default else None) == field.default, name
+
+
+def test_other_kinds_of_integers_become_plain_ones() -> None:
+    config = TrakConfig(proj_dim=np.int64(8), seed=np.uint32(3))  # type: ignore[arg-type]
+    assert type(config.proj_dim) is int and type(config.seed) is int
+    assert '"proj_dim": 8' in config.to_json_string()
