@@ -21,6 +21,7 @@ from transformers.trainer_utils import SaveStrategy
 from hf_trak.attributor import TrakAttributor
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.modelout_functions import AbstractModelOutput
+from hf_trak.runtime.checks import is_int
 from hf_trak.store.atomic import safe_name
 from hf_trak.weights.checkpoints import INDEX_FILES, WEIGHT_FILES, read_weight_index
 
@@ -41,20 +42,53 @@ class TrakCallback(TrainerCallback):
     attributor = TrakAttributor.from_trainer(trainer, args=callback.args).featurize(callback.checkpoints)
     ```
 
-    Weights are kept in `<output_dir>/ensemble/<name>/checkpoint-<step>/`, out of the reach of `save_total_limit`.
-    `.safetensors` files are hard links to those of the trainer: they take no space until the trainer deletes its own,
-    and safetensors never writes into a file that exists. Other files, and all of them where the file system has no
+    Weights are saved in `<output_dir>/ensemble/<name>/checkpoint-<step>/`, where `save_total_limit` does not delete
+    them. `.safetensors` files are hard links to those of the trainer: they take no space until the trainer deletes its
+    own, and safetensors never writes into a file that exists. Other files, and all files where the file system has no
     hard links, are copied. Optimizer states are left out.
 
-    Training is numerically untouched: the callback draws no random number, and `featurize_at_end` gives back
-    weights, modes and the states of all random generators as they were.
+    Training is bit-for-bit identical with and without the callback: it draws no random number, and `featurize_at_end`
+    restores weights, modes and the states of all random generators.
 
-    A run that is resumed from a checkpoint keeps what was collected up to that step, takes in what the
-    trainer's directory still has, and drops later steps, which are about to be trained again.
+    A run that is resumed from a checkpoint keeps what was collected up to that step, collects what the trainer's
+    directory still has, and drops later steps, which are trained again.
 
     Independently trained models make an ensemble, too (usually a better one, TRAK paper, Section 5): give each run a
-    `name`, and featurize the `checkpoints` of all callbacks together; or, with `featurize_at_end`, give each
-    run the `first_model_id` that follows the previous run's.
+    `name`, and featurize the `checkpoints` of all callbacks together. With `featurize_at_end`, give each run the
+    `first_model_id` that follows the last one of the previous run.
+
+    Args:
+        args ([`TrakConfig`], *optional*):
+            Configuration of the attribution; checkpoints are collected in its `output_dir`. By default
+            `TrakConfig()`.
+        last (`int`, *optional*):
+            Number of checkpoints to keep; older ones are dropped. By default all are kept.
+        steps (`Sequence[int]`, *optional*):
+            Steps whose checkpoints are kept. The trainer saves them even where it would not by itself. By default
+            every checkpoint that the trainer saves is kept.
+        name (`str`, *optional*, defaults to `"run"`):
+            Name of this run's directory, a different one for each run that shares `output_dir`.
+        overwrite (`bool`, *optional*, defaults to `False`):
+            Whether a run that starts from scratch may replace the checkpoints of an earlier one.
+        trainer (`transformers.Trainer`, *optional*):
+            The trainer, which `featurize_at_end` needs. Add the callback with `trainer.add_callback` then.
+        featurize_at_end (`bool`, *optional*, defaults to `False`):
+            Whether to featurize the training dataset for the collected checkpoints when training ends. The result is
+            in `attributor`.
+        first_model_id (`int`, *optional*, defaults to 0):
+            Id of the first checkpoint in the feature store; the others follow.
+        task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
+            Model output function, see [`TrakAttributor`].
+
+    Attributes:
+        checkpoints (`list[str]`):
+            Paths of the collected checkpoints, by step, for `TrakAttributor.featurize`.
+        attributor ([`TrakAttributor`] or `None`):
+            After training with `featurize_at_end`: ready to `attribute`.
+
+    Raises:
+        ValueError: an argument is out of range, or `featurize_at_end` is set without a trainer.
+        TypeError: `args` is not a `TrakConfig`.
     """
 
     def __init__(
@@ -70,28 +104,9 @@ class TrakCallback(TrainerCallback):
         first_model_id: int = 0,
         task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
     ) -> None:
-        """
-        Args:
-            args: the configuration of the attribution; `output_dir` is where checkpoints are kept.
-            last: keep only the last so many.
-            steps: keep the checkpoints of these steps, and have them saved where the trainer would not by itself.
-                `None` keeps every one that the trainer saves.
-            name: name of this run's directory; one for each run that shares `output_dir`.
-            overwrite: whether a run that starts from scratch may replace the checkpoints of an earlier one.
-            trainer: the trainer, needed by `featurize_at_end`; add the callback with `trainer.add_callback` then.
-            featurize_at_end: featurize the training dataset for the collected checkpoints when training ends.
-                The result is in `attributor`.
-            first_model_id: the id of the first checkpoint in the feature store; the next ones follow.
-            task: see [`TrakAttributor`].
-
-        Raises:
-            ValueError: an argument is out of range, or `featurize_at_end` comes without a trainer.
-            TypeError: `args` is no `TrakConfig`.
-        """
-        if last is not None and (not isinstance(last, int) or isinstance(last, bool) or last < 1):
+        if last is not None and not is_int(last, 1):
             raise ValueError(f"`last` is {last!r}. Expected a number of checkpoints of at least 1, or `None` for all.")
-        whole = all(isinstance(step, int) and not isinstance(step, bool) and step > 0 for step in steps or ())
-        if steps is not None and not (steps and whole):
+        if steps is not None and not (steps and all(is_int(step, 1) for step in steps)):
             raise ValueError(f"`steps` is {steps!r}. Expected step numbers of at least 1, or `None` for every save.")
         if featurize_at_end and trainer is None:
             raise ValueError(
@@ -109,11 +124,10 @@ class TrakCallback(TrainerCallback):
         self.first_model_id = first_model_id
         self.task = task
         self.attributor: TrakAttributor | None = None
-        """After training with `featurize_at_end`: ready to `attribute`."""
 
     @property
     def checkpoints(self) -> list[str]:
-        """Paths of the collected checkpoints, by step: what `TrakAttributor.featurize` takes."""
+        """Paths of the collected checkpoints, by step, for `TrakAttributor.featurize`."""
         return [str(self.directory / f"checkpoint-{step}") for step in self._collected()]
 
     def _collected(self) -> list[int]:
@@ -127,12 +141,12 @@ class TrakCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check that there will be something to collect; bring an ensemble that is there in line with this run.
+        """Check that there will be checkpoints to collect, and drop collected ones that this run trains again.
 
         Raises:
             ValueError: nothing would be collected, steps lie beyond the end of the training, `output_dir` is the
                 trainer's own or holds checkpoints of another run, or the training is part of a hyperparameter search.
-                With `featurize_at_end` also all of [`TrakAttributor.from_trainer`].
+                With `featurize_at_end` also the errors of [`TrakAttributor.from_trainer`].
             FileNotFoundError: a checkpoint that the trainer saved earlier holds no weights.
         """
         if state.is_hyper_param_search:
@@ -155,7 +169,9 @@ class TrakCallback(TrainerCallback):
             raise ValueError(f"`steps` has {late}, but this training ends at step {state.max_steps}. Leave them out.")
         if self.featurize_at_end:
             with _random_states_kept():
-                TrakAttributor.from_trainer(self.trainer, self.args, self.task)  # what it would refuse, it refuses now
+                TrakAttributor.from_trainer(
+                    self.trainer, self.args, self.task
+                )  # fail now rather than after the training
         if not state.is_world_process_zero:
             return
         stale = [step for step in self._collected() if step > state.global_step]
@@ -170,7 +186,7 @@ class TrakCallback(TrainerCallback):
         if self.directory.is_dir():
             for leftover in self.directory.glob(f"{_UNFINISHED}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-        for path in sorted(output_dir.glob("checkpoint-*")):  # saved before the kill, or before there was a callback
+        for path in sorted(output_dir.glob("checkpoint-*")):  # saved before a kill, or by a run without the callback
             match = _STEP.fullmatch(path.name)
             if match and int(match[1]) <= state.global_step:
                 self._collect(path, int(match[1]))
@@ -178,16 +194,16 @@ class TrakCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Ask for the checkpoints of `steps`."""
+        """Make the trainer save the checkpoints of `steps`."""
         if self.steps is not None and state.global_step in self.steps:
             control.should_save = True
         return control
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Take in the checkpoint that was just written.
+        """Collect the checkpoint that was just saved.
 
         Raises:
-            FileNotFoundError: there are no whole weights in it.
+            FileNotFoundError: it does not hold whole weights.
             ValueError: its index of weights is damaged.
         """
         if state.is_world_process_zero:
@@ -196,12 +212,8 @@ class TrakCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Featurize, if asked to.
-
-        Raises:
-            As [`TrakAttributor.featurize`].
-        """
-        PartialState().wait_for_everyone()  # the main process collects, all look
+        """Featurize the training dataset if `featurize_at_end` is set. Raises as [`TrakAttributor.featurize`]."""
+        PartialState().wait_for_everyone()  # the main process collects, and all processes look
         found = self.checkpoints
         if self.steps is not None and len(found) < min(len(self.steps), self.last or len(self.steps)):
             logger.warning("Collected %s only, although the steps %s were asked for.", found, sorted(self.steps))
@@ -215,7 +227,7 @@ class TrakCallback(TrainerCallback):
     # -- files -------------------------------------------------------------------------------------------------------
 
     def _collect(self, source: Path, step: int, fresh: bool = False) -> None:
-        """Link or copy the weights of a checkpoint directory; drop those beyond `last`."""
+        """Link or copy the weights of a checkpoint directory, and drop the oldest ones beyond `last`."""
         target = self.directory / f"checkpoint-{step}"
         if (self.steps is None or step in self.steps) and (fresh or not target.exists()):
             files = _weight_files(source)
@@ -236,10 +248,10 @@ def _output_dir(args: TrainingArguments) -> Path:
 
 
 def _weight_files(source: Path) -> list[str]:
-    """Names of the files of a checkpoint directory that hold weights, or say what they are.
+    """List the files of a checkpoint directory that hold weights or describe them.
 
     Raises:
-        FileNotFoundError: there are no weights in it.
+        FileNotFoundError: the directory holds no weights.
         ValueError: its index of weights is damaged.
     """
     names = [name for name in WEIGHT_FILES if (source / name).is_file()]
@@ -267,7 +279,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _random_states_kept() -> Iterator[None]:
-    """The random generators of Python, NumPy and torch (CPU and the current device) afterwards as before."""
+    """Restore the random generators of Python, NumPy and torch (CPU and current device) when the block ends."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
     try:
