@@ -1,4 +1,4 @@
-"""Datasets are identified by content, and rows arrive in order whatever the loader does."""
+"""Datasets are identified by their content, and rows arrive in order whatever the loader does."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def table(n: int = 50) -> Dataset:
 
 
 def test_fingerprint_survives_storage_and_row_selection(tmp_path: Path) -> None:
-    """The same rows have the same fingerprint in memory, on disk, from parquet, and picked out of a longer dataset."""
+    """Equal rows have equal fingerprints in memory, on disk, in parquet files, and selected from a longer dataset."""
     dataset = table()
     expected = fingerprint_dataset(dataset)
     dataset.save_to_disk(str(tmp_path / "saved"))
@@ -93,7 +93,7 @@ def test_rows_arrive_in_the_given_order(num_workers: int) -> None:
 
 
 def test_columns_that_only_a_transform_needs_are_kept() -> None:
-    """Trainer drops them before the transform runs; here they are dropped after it."""
+    """Trainer drops columns before the transform runs; here they are dropped after it."""
     dataset = Dataset.from_dict({"raw": [1, 2, 3]}).with_transform(
         lambda rows: {"pixel_values": [torch.tensor([float(v)]) for v in rows["raw"]], "debug": rows["raw"]}
     )

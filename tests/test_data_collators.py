@@ -1,4 +1,4 @@
-"""Trainer's data collators end to end: whatever pads a batch, a row has the features that it has alone."""
+"""Trainer's data collators, end to end: a row in a padded batch has the features that it has by itself."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def equal_lengths(tokenizer: BertTokenizerFast) -> tuple[Any, Dataset, Any]:
 
 
 def with_transform(tokenizer: BertTokenizerFast) -> tuple[Any, Dataset, Any]:
-    """Tokenized when rows are read; the column `text` is there for the transform alone."""
+    """A dataset that is tokenized when rows are read. Only the transform needs its column `text`."""
     model, dataset, collator = classifier(tokenizer)
     raw = dataset.select_columns(["text", "label"])
     raw.set_transform(
@@ -105,7 +105,7 @@ CASES = [classifier, equal_lengths, with_transform, causal, seq2seq, tagger]
 
 @pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
 def test_padding_does_not_change_features(case: Any, tokenizer: BertTokenizerFast, tmp_path: Path) -> None:
-    """Trap 17, for each collator: batches of one (no padding) and of four (padded to the longest)."""
+    """Features are the same in batches of one (no padding) and of four (padded to the longest), for each collator."""
     torch.manual_seed(0)
     model, dataset, collator = case(tokenizer)
     model.eval()
@@ -193,7 +193,7 @@ def test_images_that_reach_the_default_collator_are_refused(tmp_path: Path) -> N
 
 
 def test_a_task_may_make_inputs_of_entries_that_the_model_does_not_take(tmp_path: Path) -> None:
-    """The check of the batch trusts entries that it does not know."""
+    """The check of the batch accepts entries that it does not know."""
     data = Dataset.from_dict({"picture": np.random.default_rng(0).random((3, 1, 8, 8)), "label": [0, 1, 2]})
     task = FunctionModelOutput(
         lambda result, batch: result.logits[:, 0],
@@ -203,7 +203,7 @@ def test_a_task_may_make_inputs_of_entries_that_the_model_does_not_take(tmp_path
 
 
 def test_labels_of_text_are_refused_with_the_remedy(tokenizer: BertTokenizerFast, tmp_path: Path) -> None:
-    """`label` fails in every collator, `labels` are dropped by the default one and fail in the one that pads."""
+    """Texts in `label` fail in every collator. The default one drops texts in `labels`, the padding one fails."""
     pixels = np.zeros((2, 1, 8, 8), dtype=np.float32)
     for name, says in (("label", r"`label` of the first row is 'cat', a text"), ("labels", "none hold labels")):
         data = Dataset.from_dict({"pixel_values": pixels, name: ["cat", "dog"]})

@@ -1,4 +1,4 @@
-"""The mean of targets, groups of targets, groups of training rows: equal to averages and sums of single scores."""
+"""Scores of groups of targets and of training rows equal means and sums of single scores."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,7 @@ def targets() -> Dataset:
 
 @pytest.fixture(scope="module")
 def attributor(tmp_path_factory: pytest.TempPathFactory) -> TrakAttributor:
-    """An ensemble of two independently trained models, so that the mean of q's matters."""
+    """An attributor of two independently trained models, for which the mean of the weights q matters."""
     rows = digits(0, N_TRAIN)
     nets = [trained_net(rows, seed=seed) for seed in (0, 1)]
     return make(nets[0], tmp_path_factory.mktemp("store"), rows).featurize(nets)
@@ -78,7 +78,7 @@ def test_values_given_in_place_of_a_column(attributor, targets):
 
 
 def test_full_scores_of_different_groupings_do_not_overwrite_each_other(attributor, targets, scores):
-    """Both results are memory-mapped from files: the first must still be itself after the second."""
+    """Both results are memory-mapped from files. The first one does not change when the second one is made."""
     mean = attributor.attribute(targets, top_k=None, aggregate="mean", name="same")
     single = attributor.attribute(targets, top_k=None, name="same")
     grouped = attributor.attribute(targets, top_k=None, group_by="source", name="same")
@@ -114,7 +114,7 @@ def test_scores_of_groups_of_training_rows_are_sums(attributor, targets, scores)
 
 
 def test_class_by_class_view(attributor, targets, scores):
-    """One row per class of targets, one entry per class of training rows; images of a class help their own class."""
+    """Results have one row per class of targets and one entry per class of training rows; classes help themselves."""
     result = attributor.group_scores(targets, "labels", group_by="labels")
     train, held_out = np.array(attributor.train_dataset["labels"]), np.array(targets["labels"])
     matrix = stacked(result, "trak_group_scores")

@@ -1,4 +1,4 @@
-"""Columns of images and captions, and what is said where they are something else, or too much for the model."""
+"""`ImageTextCollator`, and the errors for columns and inputs that it or the model cannot take."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def attributor(model: torch.nn.Module, collator: Any, dataset: Dataset, director
 
 
 def test_a_processor_makes_the_batches(tokenizer: BertTokenizerFast, tmp_path: Any) -> None:
-    """Captions of different lengths are padded; the columns reach the collator though `forward` does not take them."""
+    """Captions of different lengths are padded. The collator gets columns that `forward` does not take."""
     collator = ImageTextCollator("picture", "caption", processor=processor(tokenizer))
     batch = collator(list(squares()))
     assert batch["pixel_values"].shape == (8, 3, 8, 8) and batch["input_ids"].shape == (8, 5)

@@ -1,4 +1,4 @@
-"""Chats, prompts with completions, masked tokens."""
+"""Tokenization of chats, prompts with completions, and masked tokens."""
 
 import pytest
 import transformers as tf

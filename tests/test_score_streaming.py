@@ -1,4 +1,4 @@
-"""Streamed scores against the closed form in float64."""
+"""Streamed scores equal the closed form in float64."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def shards(features: torch.Tensor, q: torch.Tensor, size: int) -> Iterator[Shard
 
 @pytest.fixture
 def problem():
-    """Features of correlated columns, targets and q of three checkpoints, and λ of each."""
+    """Features with correlated columns, targets, q and λ of three checkpoints."""
     mixing = torch.randn(K, K) / K**0.5 + 0.2
     features = [torch.randn(N, K) @ mixing for _ in range(CHECKPOINTS)]
     targets = [torch.randn(M, K) @ mixing for _ in range(CHECKPOINTS)]
@@ -43,7 +43,7 @@ def problem():
 
 
 def closed_form(features, targets, qs) -> np.ndarray:
-    """τ of TRAK in float64, written out, with λ = 0.1 · trace / min(n, k)."""
+    """Compute TRAK scores by the formula, in float64, with λ = 0.1 · trace / min(n, k)."""
     products = []
     for x, t in zip(features, targets, strict=True):
         x, t = x.double().numpy(), t.double().numpy()
@@ -128,7 +128,7 @@ def test_one_shard_at_a_time_is_held(problem):
 
 
 def test_nan_never_leaves(problem):
-    """A score that is not finite is an error that names the train row."""
+    """A score that is not finite raises an error that names the training row."""
     features, targets, qs, systems = problem
     solved = [system.solve(t) for system, t in zip(systems, targets, strict=True)]
     broken = features[1].clone()

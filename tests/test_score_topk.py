@@ -1,4 +1,4 @@
-"""The running top-k against a full sort."""
+"""The running top-k equals a full sort."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from hf_trak.scores.topk import PADDING, TopK
 
 
 def sorted_rows(scores: torch.Tensor, k: int, largest: bool) -> np.ndarray:
-    """Row indices of every column by score, ties by index, from a stable sort of numpy."""
+    """Sort the row indices of every column by score, ties by index, with a stable sort of NumPy."""
     values = scores.numpy().T
     return np.argsort(-values if largest else values, axis=1, kind="stable")[:, :k]
 
@@ -89,7 +89,7 @@ def test_misuse():
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("levels", [2, 40, 10**6])
 def test_many_blocks_of_which_few_scores_matter(largest, levels):
-    """Long streams with ties of every kind, blocks in any order: the same as sorting everything, lower row first."""
+    """Long streams with many ties, and blocks in any order, give the result of sorting all scores, lower row first."""
     scores = torch.randint(-levels, levels, (3000, 7)).float() / levels
     top = TopK(12, largest)
     starts = list(range(0, 3000, 100))

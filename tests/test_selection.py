@@ -1,4 +1,4 @@
-"""`select` and its parts: which rows, in which order, as which dataset; and that the choice is worth something."""
+"""`select` and its parts: the rows chosen, their order, the type of dataset, and the benefit of the choice."""
 
 from pathlib import Path
 
@@ -125,7 +125,7 @@ def test_unknown_criterion(attributor, targets):
 
 @pytest.mark.slow
 def test_the_selected_half_trains_a_better_network_than_the_rejected_half(tmp_path: Path):
-    """800 real digits, a third of them with a wrong label, 400 held out for choosing, 300 for judging."""
+    """Of 800 digits, a third have a wrong label; 400 others are used to choose rows, and 300 to judge the choice."""
     rng = np.random.default_rng(0)
     rows = digits(0, 800)
     labels = np.array(rows["labels"])

@@ -58,7 +58,7 @@ def scores(result) -> np.ndarray:
 
 
 def test_the_default_collator_pads_labels(attributor):
-    """Rows of different lengths with labels, a tokenizer that pads on the left, and nothing else from the user."""
+    """Rows of different lengths with labels need no collator, even if the tokenizer pads on the left."""
     batch = next(iter(attributor.featurizer().batches(attributor.train_dataset).iterate([[0, 1]])))[1]
     assert batch["labels"].shape == batch["input_ids"].shape == (2, 9)
     assert batch["labels"][1, :3].tolist() == [-100] * 3 and int(batch["attention_mask"][1, 0]) == 0

@@ -1,4 +1,4 @@
-"""Streams with an order and a length fixed by the user."""
+"""`StreamedRows`: streams with a length, in an order that is checked."""
 
 from pathlib import Path
 
