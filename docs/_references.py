@@ -1,33 +1,29 @@
 """Shows docstrings in the form of doc-builder as mkdocstrings expects them; mkdocs.yml names this file."""
 
-import ast
 import re
 from typing import Any
 
-from griffe import Attribute, Docstring, Extension, Object
+from griffe import Extension, Object
 
 _REFERENCE = re.compile(r"\[`~?([^`\]]+)`\](?![\[(])")
 """[`TrakConfig`] or [`~TrakConfig.to_dict`], outside of a link."""
 
-_ARGUMENT_TYPE = re.compile(r"^(\s+\w[\w, ]*) \((`[^\n]*)\):(?=\s|$)", re.MULTILINE)
-"""The type and the default after the name of an argument, which the signature shows already."""
+_ARGUMENT = re.compile(r"^(?P<name>\s+\w[\w, ]*) \((?P<type>`[^\n]*)\):(?=\s|$)", re.MULTILINE)
+"""An argument with its type, such as "proj_dim (`int`, *optional*, defaults to 4096):"."""
+
+_DEFAULT = re.compile(r", \*optional\*|, defaults to .*")
+"""What the signature shows already."""
 
 
 class DocBuilderForm(Extension):
-    """Turns references into code, leaves types to signatures, takes the help of configuration fields as their text."""
+    """Turns references into code, and types of arguments into plain text."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         """Rewrite the docstring of one object."""
         if obj.docstring is not None:
             text = _REFERENCE.sub(r"`\1`", obj.docstring.value)
-            obj.docstring.value = _ARGUMENT_TYPE.sub(r"\1:", text)
+            obj.docstring.value = _ARGUMENT.sub(_plain, text)
 
-    def on_attribute_instance(self, *, node: Any, attr: Attribute, **kwargs: Any) -> None:
-        """Give `field(metadata={"help": …})` of a dataclass its help as a docstring."""
-        value = getattr(node, "value", None)
-        if attr.docstring is not None or not isinstance(value, ast.Call):
-            return
-        for keyword in value.keywords:
-            if keyword.arg == "metadata" and isinstance(keyword.value, ast.Dict):
-                text = ast.literal_eval(keyword.value).get("help")
-                attr.docstring = None if text is None else Docstring(text, parent=attr)
+
+def _plain(match: re.Match[str]) -> str:
+    return f"{match['name']} ({_DEFAULT.sub('', match['type']).replace('`', '')}):"
