@@ -6,7 +6,8 @@ from typing import Any
 
 from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.modelout_functions import AbstractModelOutput, LossModelOutput
-from hf_trak.projectors import BlockProjector
+from hf_trak.projectors import BasicProjector, BlockProjector, ProjectionType
+from hf_trak.runtime.checks import checked_int
 
 
 def construct(cls: Any, required: Mapping[str, Any], optional: Mapping[str, tuple[Any, Any]]) -> Any:
@@ -38,6 +39,17 @@ def construct(cls: Any, required: Mapping[str, Any], optional: Mapping[str, tupl
                 f"{neutral!r} with this class. Add the argument to its constructor, or leave it out."
             )
     return cls(**arguments)
+
+
+def default_projector(num_params: int, proj_dim: int, seed: int, device: Any) -> BasicProjector:
+    """Make the projector of a run whose user gave none: a Rademacher projection, as the `trak` API has it."""
+    return BasicProjector(
+        grad_dim=num_params,
+        proj_dim=checked_int(proj_dim, "proj_dim", 1, type_error=ValueError),
+        seed=seed,
+        proj_type=ProjectionType.rademacher,
+        device=device,
+    )
 
 
 def is_ours(function: Any) -> bool:

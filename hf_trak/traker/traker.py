@@ -22,22 +22,16 @@ from torch import Tensor
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.gradient_computers import AbstractGradientComputer, FunctionalGradientComputer, ParameterLayout
 from hf_trak.modelout_functions import AbstractModelOutput, Batch, Side, get_task
-from hf_trak.projectors import AbstractProjector, BasicProjector, NoOpProjector, ProjectionType
+from hf_trak.projectors import AbstractProjector, NoOpProjector
 from hf_trak.runtime.checks import checked_int
 from hf_trak.store.atomic import safe_name
 from hf_trak.store.checkpoint_records import checked_model_id
+from hf_trak.traker import requirements
 from hf_trak.traker.batch_rows import materialize, selected
 from hf_trak.traker.ensemble import ScoreEnsemble
 from hf_trak.traker.gradient_pipeline import GradientPipeline, require_device
 from hf_trak.traker.open_checkpoint import OpenCheckpoint
-from hf_trak.traker.plugins import construct, require_both_sides, require_size
-from hf_trak.traker.requirements import (
-    missing_targets,
-    registered_ids,
-    require_all_rows,
-    require_experiment,
-    require_finalized,
-)
+from hf_trak.traker.plugins import construct, default_projector, require_both_sides, require_size
 from hf_trak.traker.run_identity import class_name, projection_identity, run_metadata
 from hf_trak.traker.savers import AbstractSaver, SafetensorsSaver
 from hf_trak.traker.score_computers import AbstractScoreComputer, BasicScoreComputer
@@ -188,13 +182,7 @@ class TRAKer:
                 the open directory.
         """
         if projector is None and proj_dim:
-            projector = BasicProjector(
-                grad_dim=self.num_params,
-                proj_dim=checked_int(proj_dim, "proj_dim", 1, type_error=ValueError),
-                seed=self.projector_seed,
-                proj_type=ProjectionType.rademacher,
-                device=self.device,
-            )
+            projector = default_projector(self.num_params, proj_dim, self.projector_seed, self.device)
         elif projector is None or (type(projector) is NoOpProjector and not projector.grad_dim):
             projector = NoOpProjector(grad_dim=self.num_params, device=self.device)
         require_size(projector, self.num_params)
@@ -277,12 +265,12 @@ class TRAKer:
             SingularGramError: XᵀX + λI cannot be inverted.
             NonFiniteError: a feature is not finite in the storage dtype.
         """
-        ids = registered_ids(self.saver, model_ids)
+        ids = requirements.registered_ids(self.saver, model_ids)
         self._opened = None
         settings = self._settings()
         for model_id in ids:
             self.saver.load_current_store(model_id)
-            require_all_rows(self.saver, model_id, self.train_set_size)
+            requirements.require_all_rows(self.saver, model_id, self.train_set_size)
             if self.saver.finalized_with(model_id) == settings:
                 self.logger.info("The features of model id %d have been finalized before.", model_id)
             else:
@@ -317,8 +305,8 @@ class TRAKer:
         """
         safe_name(exp_name, "exp_name")
         num_targets = checked_int(num_targets, "num_targets", 1, type_error=ValueError)
-        model_id = registered_ids(self.saver, [model_id])[0]
-        require_finalized(self.saver, model_id, self._settings())
+        model_id = requirements.registered_ids(self.saver, [model_id])[0]
+        requirements.require_finalized(self.saver, model_id, self._settings())
         weights = self._load_weights(checkpoint)
         self.saver.verify_checkpoint(model_id, weights.fingerprint)
         self.saver.open_experiment(exp_name, num_targets, model_id)
@@ -377,9 +365,9 @@ class TRAKer:
         """
         safe_name(exp_name, "exp_name")
         self._opened = None
-        ensemble = ScoreEnsemble(self.train_set_size, require_experiment(self.saver, exp_name))
-        for model_id in registered_ids(self.saver, model_ids):
-            problem = missing_targets(self.saver, exp_name, model_id)
+        ensemble = ScoreEnsemble(self.train_set_size, requirements.require_experiment(self.saver, exp_name))
+        for model_id in requirements.registered_ids(self.saver, model_ids):
+            problem = requirements.missing_targets(self.saver, exp_name, model_id)
             if problem and not allow_skip:
                 raise IncompleteStoreError(
                     f"{problem} Score them first, or pass `allow_skip=True` to leave this id out."
@@ -387,7 +375,7 @@ class TRAKer:
             if problem:
                 self.logger.warning("%s This model id is left out.", problem)
                 continue
-            require_finalized(self.saver, model_id, self._settings())
+            requirements.require_finalized(self.saver, model_id, self._settings())
             targets = self.saver.read_targets()
             self.saver.load_current_store(model_id)
             features, out_to_loss = self.saver.read_features()

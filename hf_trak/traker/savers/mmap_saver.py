@@ -245,6 +245,7 @@ class MmapSaver(DirectorySaver):
         model_id = self.require_model_id()
         info = self.model_ids[model_id]
         features = self.to_storage(range(len(features)), features, "feature")
+        # The features do not count as finalized while they are exchanged.
         if info.get("finalized"):
             info["finalized"] = 0
             self.serialize_current_model_id_metadata()
