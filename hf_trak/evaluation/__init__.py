@@ -7,7 +7,9 @@ from hf_trak.evaluation.counterfactual import CounterfactualCurves, Counterfactu
 from hf_trak.evaluation.intervals import Interval, mean_interval
 from hf_trak.evaluation.lds import LdsResult, compare_lds, evaluate_lds, linear_datamodeling_score
 from hf_trak.evaluation.leave_one_out import LeaveOneOutResult, leave_one_out_correlation
+from hf_trak.evaluation.masking import mask_rows
 from hf_trak.evaluation.mislabelled import MislabelledResult, mislabel_detection, with_wrong_labels
+from hf_trak.evaluation.reliability import Reliability, measure_reliability, repeated_outputs
 from hf_trak.evaluation.retraining import masks_and_outputs, retrain_on_subsets
 from hf_trak.evaluation.subsets import group_sums, leave_one_out_subsets, random_subsets
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
@@ -19,6 +21,7 @@ __all__ = [
     "LdsResult",
     "LeaveOneOutResult",
     "MislabelledResult",
+    "Reliability",
     "TrainerRetraining",
     "compare_lds",
     "counterfactual_plan",
@@ -27,11 +30,14 @@ __all__ = [
     "leave_one_out_correlation",
     "leave_one_out_subsets",
     "linear_datamodeling_score",
+    "mask_rows",
     "masks_and_outputs",
     "mean_interval",
+    "measure_reliability",
     "mislabel_detection",
     "model_outputs",
     "random_subsets",
+    "repeated_outputs",
     "retrain_on_subsets",
     "with_wrong_labels",
 ]

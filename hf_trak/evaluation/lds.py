@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hf_trak.errors import NonFiniteError
-from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval, scipy_stats
+from hf_trak.evaluation.correlation import spearman
+from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def linear_datamodeling_score(scores: ArrayLike, masks: ArrayLike, outputs: Arra
         ValueError: shapes do not fit, or there are fewer than three subsets.
         NonFiniteError: a score or an output is NaN or infinite.
     """
-    return _spearman(*_predicted_and_measured(scores, masks, outputs))
+    return spearman(*_predicted_and_measured(scores, masks, outputs))
 
 
 def evaluate_lds(
@@ -80,7 +81,7 @@ def evaluate_lds(
     """
     check_interval(confidence, resamples)
     predicted, measured = _predicted_and_measured(scores, masks, outputs)
-    per_target = _spearman(predicted, measured)
+    per_target = spearman(predicted, measured)
     values, means = _resampled(predicted, measured, resamples, seed)
     ends = [(1 - confidence) / 2, (1 + confidence) / 2]
     low, high = np.quantile(values, ends, axis=0)
@@ -112,7 +113,7 @@ def compare_lds(
     """
     check_interval(confidence, resamples)
     both = [_predicted_and_measured(scores, masks, outputs) for scores in (first, second)]
-    value = float(_spearman(*both[0]).mean() - _spearman(*both[1]).mean())
+    value = float(spearman(*both[0]).mean() - spearman(*both[1]).mean())
     one, other = (_resampled(*each, resamples, seed)[1] for each in both)
     low, high = np.quantile(one - other, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(value, float(low), float(high), confidence)
@@ -127,7 +128,7 @@ def _resampled(
     values, means = np.empty((resamples, m)), np.empty(resamples)
     for index in range(resamples):
         subsets = rng.integers(0, s, s)
-        values[index] = _spearman(predicted[subsets], measured[subsets])
+        values[index] = spearman(predicted[subsets], measured[subsets])
         means[index] = values[index, rng.integers(0, m, m)].mean()
     return values, means
 
@@ -148,13 +149,3 @@ def _predicted_and_measured(scores: ArrayLike, masks: ArrayLike, outputs: ArrayL
         if not np.isfinite(values).all():
             raise NonFiniteError(f"`{name}` holds NaN or infinite values. Expected finite ones.")
     return member @ tau, measured
-
-
-def _spearman(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Spearman's correlation of the columns of two matrices `(s, m)`; 0 where a column is constant. Shape `(m,)`."""
-    stats = scipy_stats()
-    one, other = stats.rankdata(first, axis=0), stats.rankdata(second, axis=0)
-    one -= one.mean(axis=0)
-    other -= other.mean(axis=0)
-    norms = np.linalg.norm(one, axis=0) * np.linalg.norm(other, axis=0)
-    return np.divide((one * other).sum(axis=0), norms, out=np.zeros_like(norms), where=norms > 0)

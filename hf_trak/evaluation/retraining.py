@@ -1,7 +1,7 @@
-"""Train on every subset, once or several times, and keep what each model gives on the targets.
+"""Train on every subset, once or several times, and save the outputs of each model on the targets.
 
-Every training is a file of its own, so that a killed run loses the trainings in flight alone; processes divide the
-trainings, whose seeds depend on their numbers and not on who does them.
+Every training has a file of its own, so that a killed run loses only the trainings in progress. Processes divide the
+trainings among themselves; seeds depend on the number of a training, not on the process that does it.
 
 `hf_trak.evaluation.retraining_files` describes the files.
 """
@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike
 from hf_trak.errors import IncompleteStoreError, NonFiniteError
 from hf_trak.evaluation.retraining_check import DATASET, upgrade_retraining, verify_retraining
 from hf_trak.evaluation.retraining_files import RetrainingFiles, subset_digest, training_seed
+from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.interruption import log_on_interrupt
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores.scored_dataset import fixed_size_list
@@ -42,7 +43,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Retrain = Callable[[np.ndarray, int], ArrayLike]
-"""`retrain(rows, seed)`: train on these rows (ascending numbers), with all randomness from the seed, and return the
+"""`retrain(rows, seed)` trains on these rows (ascending numbers), takes all randomness from the seed, and returns the
 model output on every target, `(m,)`."""
 
 COLUMNS = ("subset", "repeat", "seed", "mask", "outputs")
@@ -59,55 +60,61 @@ def retrain_on_subsets(
     settings: Mapping[str, Any] | None = None,
     processes: Processes | None = None,
 ) -> Dataset:
-    """Outputs on the targets after training on each subset. The same call again does what is missing.
+    """Train on each subset, and return the outputs on the targets. The same call again does only missing trainings.
 
     Under `torchrun` or `accelerate launch` the trainings are divided among the processes, which must share the
-    directory; [`TrainerRetraining`] then trains in each process alone. More subsets or more repeats may be asked for
-    later; those at hand stay.
+    directory; [`TrainerRetraining`] then trains in each process alone. A later call may ask for more subsets or more
+    repeats, and keeps the trainings that exist.
 
     Args:
-        masks: `(s, n)`, true where a training row belongs to the subset; of [`random_subsets`], for example.
-        retrain: the training, see [`Retrain`].
-        output_dir: where trainings are kept.
-        repeats: trainings of each subset, whose mean has less noise.
-        seed: training r of subset i has the seed (`seed` + r · 1,000,003 + i) mod 2³¹.
-        settings: plain JSON that the result depends on (learning rate, model). A directory made with others is
+        masks (`ArrayLike` of shape `(s, n)`):
+            True where a training row belongs to the subset; from [`random_subsets`], for example.
+        retrain (`Callable`):
+            The training, see [`Retrain`].
+        output_dir (`str` or `os.PathLike`):
+            Directory of the trainings.
+        repeats (`int`, *optional*, defaults to 1):
+            Number of trainings of each subset. Their mean has less noise.
+        seed (`int`, *optional*, defaults to 0):
+            Training r of subset i has the seed (`seed` + r · 1,000,003 + i) mod 2³¹.
+        settings (`Mapping[str, Any]`, *optional*):
+            Plain JSON that the result depends on (learning rate, model). A directory made with other settings is
             refused.
-        processes: those to divide among; all of the launch by default.
+        processes (`Processes`, *optional*):
+            The processes that divide the trainings. By default all processes of the launch.
 
     Returns:
-        One row per training, with [`COLUMNS`]. [`masks_and_outputs`] gives arrays for the scores.
+        `datasets.Dataset`: one row per training, with [`COLUMNS`]. [`masks_and_outputs`] turns it into arrays.
 
     Raises:
-        ValueError: a mask is empty, a number is out of range, or `retrain` returned another shape than before.
+        ValueError: a mask is empty, a number is out of range, or `retrain` returned outputs of varying shapes.
         ConfigMismatchError: the directory belongs to other rows, subsets, seeds or settings; shows both.
         NonFiniteError: an output is NaN or infinite.
         StoreError: a file is damaged, or cannot be written.
         PeerProcessError: another process failed or died.
     """
     member = check_masks(masks)
-    if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
-        raise ValueError(f"`repeats` is {repeats!r}. Expected an integer of at least 1.")
+    repeats = checked_int(repeats, "repeats", 1, type_error=ValueError)
     processes = Processes(use_cpu=not torch.accelerator.is_available()) if processes is None else processes
     directory = Path(output_dir)
     wanted = [(subset, repeat) for repeat in range(repeats) for subset in range(len(member))]
     config = {"rows": member.shape[1], "seed": seed, "settings": dict(settings or {})}
 
-    def missing() -> list[int]:
+    def unfinished() -> list[int]:
         files = RetrainingFiles.open(directory, config)
         remove_stale(directory)
-        present = [files.path(*training).is_file() for training in wanted]
-        for (subset, repeat), there in zip(wanted, present, strict=True):
-            if there:
+        exist = [files.path(*training).is_file() for training in wanted]
+        for (subset, repeat), exists in zip(wanted, exist, strict=True):
+            if exists:
                 files.read(subset, repeat, subset_digest(member[subset]))
-        return [i for i, there in enumerate(present) if not there]
+        return [i for i, exists in enumerate(exist) if not exists]
 
-    todo = processes.broadcast_from_main(missing)
+    todo = processes.broadcast_from_main(unfinished)
     mine = [wanted[todo[i]] for i in processes.share(len(todo))]
     done = 0
 
     def progress() -> str:
-        return f"{done} of {len(mine)} trainings of this process are done and kept in {directory}; run the same again."
+        return f"{done} of {len(mine)} trainings of this process are saved in {directory}. Run the same again."
 
     with processes.all_or_none(), log_on_interrupt(progress):
         files = RetrainingFiles.load(directory)
@@ -122,16 +129,20 @@ def retrain_on_subsets(
 
 
 def masks_and_outputs(retrained: Dataset) -> tuple[np.ndarray, np.ndarray]:
-    """What the scores of this module take: `masks (s, n)`, and `outputs (s, m)` averaged over repeats.
+    """Turn a dataset of retrainings into the arrays that the evaluation functions take.
 
     Args:
-        retrained: of [`retrain_on_subsets`], or loaded from disk or the Hub.
+        retrained (`datasets.Dataset`):
+            The result of [`retrain_on_subsets`], or the same loaded from disk or the Hub.
+
+    Returns:
+        `tuple[np.ndarray, np.ndarray]`: masks of shape `(s, n)`, and outputs of shape `(s, m)` averaged over repeats.
 
     Raises:
-        ValueError: it has not [`COLUMNS`], or some subsets have fewer repeats than others.
+        ValueError: the dataset lacks [`COLUMNS`], or some subsets have fewer repeats than others.
     """
-    if absent := [name for name in ("subset", "mask", "outputs") if name not in retrained.column_names]:
-        raise ValueError(f"The dataset has no columns {absent}. Expected those of `retrain_on_subsets`: {COLUMNS}.")
+    if missing := [name for name in ("subset", "mask", "outputs") if name not in retrained.column_names]:
+        raise ValueError(f"The dataset has no columns {missing}. Expected those of `retrain_on_subsets`: {COLUMNS}.")
     arrays = retrained.with_format("numpy")
     subsets = np.asarray(arrays["subset"][:])
     distinct, first, counts = np.unique(subsets, return_index=True, return_counts=True)
@@ -140,15 +151,25 @@ def masks_and_outputs(retrained: Dataset) -> tuple[np.ndarray, np.ndarray]:
             f"Subsets have from {counts.min()} to {counts.max()} trainings. Expected the same number of each: finish "
             "the run that made the dataset."
         )
-    outputs = np.stack(list(arrays["outputs"][:])).astype(np.float64)
+    outputs = outputs_of(retrained)
     means = np.zeros((len(distinct), outputs.shape[1]))
     np.add.at(means, np.searchsorted(distinct, subsets), outputs)
     masks = np.stack([np.asarray(arrays[int(row)]["mask"], dtype=bool) for row in first])
     return masks, means / counts[0]
 
 
+def outputs_of(retrained: Dataset) -> np.ndarray:
+    """Outputs of all trainings, `(trainings, m)`, in float64; the NumPy format of datasets would round to float32."""
+    exact = retrained.select_columns(["outputs"]).with_format("numpy", dtype=np.float64)
+    return np.stack(list(exact["outputs"][:]))
+
+
 def check_masks(masks: ArrayLike) -> np.ndarray:
-    """Masks as booleans `(s, n)`. Raises `ValueError` unless each has a row, and all are 0 or 1."""
+    """Return masks as booleans `(s, n)`.
+
+    Raises:
+        ValueError: the array has another shape, an entry other than 0 and 1, or a subset without rows.
+    """
     given = np.asarray(masks)
     if given.ndim != 2 or given.size == 0 or not np.isin(given, (0, 1)).all():
         raise ValueError(
@@ -170,18 +191,21 @@ def _checked(outputs: ArrayLike, subset: int) -> np.ndarray:
     if not np.isfinite(values).all():
         raise NonFiniteError(
             f"Target {int(np.argmin(np.isfinite(values)))} has a NaN or infinite output after training on subset "
-            f"{subset}. Expected finite ones: the training diverged, or the output is saturated."
+            f"{subset}. Expected finite ones. Check whether the training diverged, or the output is saturated."
         )
     return values
 
 
 def _write_dataset(files: RetrainingFiles, wanted: list[tuple[int, int]], member: np.ndarray) -> None:
-    """One row per training, in the order of repeats, then subsets; the file's bytes depend on nothing else."""
+    """Write one row per training, ordered by repeat and subset. The bytes depend on nothing else."""
     outputs = []
     for subset, repeat in wanted:
         path = files.path(subset, repeat)
         if not path.is_file():
-            raise IncompleteStoreError(f"{path} is missing after every process has finished. Run the same again.")
+            raise IncompleteStoreError(
+                f"{path} is missing after every process has finished. Expected a file for each training, in a "
+                "directory that all processes share. Run the same again."
+            )
         outputs.append(files.read(subset, repeat, subset_digest(member[subset]))[0])
     if len({len(values) for values in outputs}) > 1:
         raise ValueError(

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,10 +14,12 @@ from torch.utils.data import Subset
 from transformers import set_seed
 
 from hf_trak.data.rows import Collator, RowBatches, batch_rows, default_collator, forward_columns, row_count
+from hf_trak.evaluation.masking import RowLosses, mask_rows
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.gradient_computers.outputs import one_per_sample, run_model
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
 from hf_trak.modelout_functions.base import BatchedModelOutput
+from hf_trak.runtime.checks import checked_int
 
 _LAUNCH_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
@@ -45,20 +47,48 @@ class TrainerRetraining:
         task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
         data_collator: Collator | None = None,
         batch_size: int = 64,
+        drop: Literal["rows", "mask"] = "rows",
+        seed: int | None = None,
+        row_losses: RowLosses | None = None,
     ) -> None:
         """
         Args:
-            make_trainer: `make_trainer(rows, seed)` gives a `Trainer` of a fresh model for these rows. Everything is
-                seeded before it is called; `seed` is for `TrainingArguments`.
-            train_dataset: the training rows; those of a subset are selected.
-            eval_dataset: the targets.
-            task: the model output function, which is that of the attribution; inferred from the model by default.
-            data_collator: for the targets; that of the trainer by default.
-            batch_size: targets per batch.
+            make_trainer (`Callable`):
+                `make_trainer(rows, seed)` returns a `Trainer` of a fresh model for these rows. Everything is seeded
+                before it is called; `seed` is for `TrainingArguments`.
+            train_dataset (`Dataset`):
+                The training rows.
+            eval_dataset (`Dataset`):
+                The targets.
+            task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
+                The model output function, which is that of the attribution. By default it follows from the model.
+            data_collator (`Callable`, *optional*):
+                Collates targets. By default that of the trainer.
+            batch_size (`int`, *optional*, defaults to 64):
+                Targets per batch.
+            drop (`str`, *optional*, defaults to `"rows"`):
+                `"rows"` trains on the rows of the subset alone. `"mask"` trains on all rows with the same order and
+                batches, and the others weigh zero in the loss, see [`~hf_trak.evaluation.masking.mask_rows`].
+            seed (`int`, *optional*):
+                One seed for every training, so that trainings differ by their rows alone. By default each training
+                has a seed of its own.
+            row_losses (`Callable`, *optional*):
+                `row_losses(model_output, batch) -> (B,)`, for `drop="mask"` with a loss that ignores no label, such as
+                that of a regression.
 
         Raises:
             TypeError, ValueError: as of `TrakAttributor`.
+            ValueError: `drop` is no such name, or `row_losses` is given without `drop="mask"`.
         """
+        if drop not in ("rows", "mask"):
+            raise ValueError(f"`drop` is {drop!r}. Expected 'rows' or 'mask'.")
+        if row_losses is not None and drop != "mask":
+            raise ValueError(
+                f"`row_losses` is given with `drop={drop!r}`. Expected it with 'mask' only, which weighs rows."
+            )
+        self.drop = drop
+        self.seed = seed if seed is None else checked_int(seed, "seed", 0)
+        self.row_losses = row_losses
         self.make_trainer = make_trainer
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -70,24 +100,29 @@ class TrainerRetraining:
 
     def __call__(self, rows: np.ndarray, seed: int) -> np.ndarray:
         """Train on these rows. Returns f of every target, `(m,)`, float64."""
-        chosen = [int(row) for row in rows]
-        selected = (
-            self.train_dataset.select(chosen)
-            if hasattr(self.train_dataset, "select")
-            else Subset(self.train_dataset, chosen)
-        )
+        seed = seed if self.seed is None else self.seed
         with training_alone():
             set_seed(seed)
-            trainer = self.make_trainer(selected, seed)
+            trainer = self.make_trainer(self.train_dataset if self.drop == "mask" else self._selected(rows), seed)
+            collator = self.data_collator or trainer.data_collator
+            if self.drop == "mask":
+                kept = np.zeros(len(self.train_dataset), dtype=bool)
+                kept[rows] = True
+                mask_rows(trainer, kept, self.row_losses)
             trainer.train()
             return model_outputs(
                 trainer.accelerator.unwrap_model(trainer.model),
                 self.eval_dataset,
                 self.task,
-                self.data_collator or trainer.data_collator,
+                collator,
                 self.batch_size,
                 trainer.args.remove_unused_columns,
             )
+
+    def _selected(self, rows: np.ndarray) -> Any:
+        chosen = [int(row) for row in rows]
+        select = getattr(self.train_dataset, "select", None)
+        return Subset(self.train_dataset, chosen) if select is None else select(chosen)
 
 
 def model_outputs(

@@ -1,0 +1,156 @@
+"""How well repeated trainings agree, and with it the highest score that any attribution method could reach.
+
+Outputs of retrained models are measurements with noise: another seed, or on a GPU the same seed once more, gives other
+outputs. With R repeats of every subset, the repeats are split into halves, and the correlation r of the halves' means
+over the subsets tells the reliability of one half. By the Spearman–Brown formula (Spearman 1910; Brown 1910) the mean
+of k times as many repeats has the reliability
+
+    ρ_k = k r / (1 + (k - 1) r),
+
+and no prediction, not even the expected output itself, correlates with the measured mean by more than √ρ in
+expectation (correction for attenuation, Spearman 1904). That is the ceiling of the linear datamodeling score.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from numpy.typing import ArrayLike
+
+from hf_trak.errors import NonFiniteError
+from hf_trak.evaluation.correlation import spearman
+from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval
+from hf_trak.evaluation.retraining import outputs_of
+
+_SPLITS = 100
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Agreement of repeated trainings of the same subsets.
+
+    Attributes:
+        repeats: R, trainings of each subset.
+        noise: `(m,)`, standard deviation of a target's output between repeats of the same subset.
+        signal: `(m,)`, standard deviation of the expected output between subsets.
+        one: `(m,)`, reliability of a single training of each subset, in [0, 1].
+        mean: `(m,)`, reliability of the mean of all R.
+        ceiling: expected score of a perfect prediction of the mean of all R, averaged over targets, with an interval
+            from resampled subsets and targets.
+        ceiling_of_one: the same for single trainings.
+    """
+
+    repeats: int
+    noise: np.ndarray
+    signal: np.ndarray
+    one: np.ndarray
+    mean: np.ndarray
+    ceiling: Interval
+    ceiling_of_one: Interval
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain JSON values."""
+        columns = {name: getattr(self, name).tolist() for name in ("noise", "signal", "one", "mean")}
+        ends = {name: getattr(self, name).to_dict() for name in ("ceiling", "ceiling_of_one")}
+        return {"repeats": self.repeats, **ends, **columns}
+
+
+def repeated_outputs(retrained: Dataset) -> np.ndarray:
+    """Arrange the trainings of [`retrain_on_subsets`] as an array `(R, s, m)`: repeats, subsets, targets.
+
+    Args:
+        retrained (`datasets.Dataset`):
+            Trainings, each subset equally often.
+
+    Raises:
+        ValueError: columns are missing, or subsets have different numbers of repeats.
+    """
+    if absent := [name for name in ("subset", "repeat", "outputs") if name not in retrained.column_names]:
+        raise ValueError(f"The dataset has no columns {absent}. Expected those that `retrain_on_subsets` returns.")
+    arrays = retrained.with_format("numpy")
+    subsets, repeats = np.asarray(arrays["subset"][:]), np.asarray(arrays["repeat"][:])
+    outputs = outputs_of(retrained)
+    rows, columns = np.unique(repeats, return_inverse=True), np.unique(subsets, return_inverse=True)
+    shape = (len(rows[0]), len(columns[0]))
+    places = rows[1] * shape[1] + columns[1]
+    if len(places) != shape[0] * shape[1] or len(np.unique(places)) != len(places):
+        raise ValueError(
+            f"There are {len(places)} trainings of {shape[1]} subsets, in up to {shape[0]} repeats. Expected every "
+            "subset in every repeat, once: finish the run that made the dataset."
+        )
+    return outputs[np.argsort(places)].reshape(*shape, -1)
+
+
+def measure_reliability(
+    outputs: ArrayLike,
+    confidence: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Reliability:
+    """Measure how well repeated trainings agree, and the highest linear datamodeling score that is possible.
+
+    Args:
+        outputs (`np.ndarray`):
+            `(R, s, m)`: outputs of R ≥ 2 trainings of each of s subsets on m targets, see [`repeated_outputs`].
+        confidence (`float`, *optional*, defaults to 0.95):
+            Confidence of the intervals.
+        resamples (`int`, *optional*, defaults to 1000):
+            Bootstrap samples of subsets and targets.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the splits and of the bootstrap.
+
+    Raises:
+        ImportError: scipy is not installed.
+        ValueError: there are fewer than 2 repeats or 3 subsets.
+        NonFiniteError: an output is NaN or infinite.
+    """
+    check_interval(confidence, resamples)
+    values = np.asarray(outputs, dtype=np.float64)
+    if values.ndim != 3 or len(values) < 2 or values.shape[1] < 3 or values.shape[2] < 1:
+        raise ValueError(
+            f"`outputs` has the shape {values.shape}. Expected (R, s, m) with at least 2 repeats, 3 subsets and 1 "
+            "target."
+        )
+    if not np.isfinite(values).all():
+        raise NonFiniteError("`outputs` holds NaN or infinite values. Expected finite ones.")
+    repeats, s, m = values.shape
+    rng = np.random.default_rng(seed)
+    halves = [_halves(repeats, rng) for _ in range(1 if repeats == 2 else _SPLITS)]
+    half = _half_reliability(values, halves)
+    size = repeats // 2  # trainings in each half
+    one, mean = _stepped(half, 1 / size), _stepped(half, repeats / size)
+    ends = np.empty((2, resamples))
+    few = halves[:5]  # a bootstrap sample needs no more precision than the sampling itself has
+    for index in range(resamples):
+        chosen, targets = rng.integers(0, s, s), rng.integers(0, m, m)
+        found = _half_reliability(values[:, chosen][:, :, targets], few)
+        ends[0, index] = np.sqrt(_stepped(found, repeats / size)).mean()
+        ends[1, index] = np.sqrt(_stepped(found, 1 / size)).mean()
+    ceiling = _interval(np.sqrt(mean), ends[0], confidence)
+    ceiling_of_one = _interval(np.sqrt(one), ends[1], confidence)
+    noise = values.var(axis=0, ddof=1).mean(axis=0)
+    signal = np.maximum(values.mean(axis=0).var(axis=0, ddof=1) - noise / repeats, 0.0)
+    return Reliability(repeats, np.sqrt(noise), np.sqrt(signal), one, mean, ceiling, ceiling_of_one)
+
+
+def _interval(values: np.ndarray, resampled: np.ndarray, confidence: float) -> Interval:
+    low, high = np.quantile(resampled, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(values.mean()), float(low), float(high), confidence)
+
+
+def _halves(repeats: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Two halves of the repeats of equal size; an odd one is left out."""
+    order = rng.permutation(repeats)
+    return order[: repeats // 2], order[repeats // 2 : 2 * (repeats // 2)]
+
+
+def _half_reliability(values: np.ndarray, halves: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """Rank correlation over the subsets of the means of two halves, `(m,)`, averaged over splits, not below 0."""
+    found = [spearman(values[one].mean(axis=0), values[other].mean(axis=0)) for one, other in halves]
+    return np.clip(np.mean(found, axis=0), 0.0, 1.0)
+
+
+def _stepped(reliability: np.ndarray, times: float) -> np.ndarray:
+    """The Spearman–Brown formula: reliability of the mean of `times` as many trainings."""
+    return times * reliability / (1 + (times - 1) * reliability)
