@@ -193,7 +193,7 @@ def test_sjlt_of_float16(ampere):
 
 
 def test_batch_size_does_not_change_a_bit(tensor_cores):
-    """Trap 17. Samples alone and in batches that take other tiles, with values whose sums are not exact."""
+    """Samples alone and in batches that take other tiles, with values whose sums are not exact."""
     block = torch.randn(70, 300).to(torch.bfloat16)
     whole = torch.zeros(70, 20)
     accumulate_dense(tensor_cores, "rademacher", whole, block, 9, SEED, MODEL_ID, 1)

@@ -189,7 +189,7 @@ def test_shapes_of_outer_products(dtype, tokens, height, width, outputs, nonzero
 
 
 def test_outer_products_beyond_32_bits():
-    """Trap 11: more than 2³² elements of one sample. As the coordinates of the identity map of ones: their parity."""
+    """More than 2³² elements of one sample. As the coordinates of the identity map of ones: their parity."""
     height, width = 2**17 + 1, 2**15 + 3
     left, right = (torch.ones(1, 1, size, dtype=torch.bfloat16, device=CUDA) for size in (height, width))
     out = outer_on(CUDA, left, right, 4096, 5).cpu().double()
@@ -198,7 +198,7 @@ def test_outer_products_beyond_32_bits():
 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_outer_products_do_not_depend_on_what_else_happens(tokens):
-    """Trap 17: batch size, stream and repetition. Against the product that torch forms, to rounding."""
+    """Batch size, stream and repetition. Against the product that torch forms, to rounding."""
     left, right = torch.randn(60, tokens, 700, device=CUDA), torch.randn(60, tokens, 900, device=CUDA)
     first = outer_on(CUDA, left, right, 4096, 11)
     assert torch.equal(outer_on(CUDA, left[17:18], right[17:18], 4096, 11), first[17:18])
@@ -273,7 +273,7 @@ def test_sparse_values_are_right(dtype):
 
 @pytest.mark.parametrize("name", ["sjlt", "rademacher", "normal"])
 def test_batch_size_stream_and_repetition_do_not_change_a_bit(name, instruction):
-    """Trap 17, and everything that could make a result depend on what else happens."""
+    """Everything that could make a result depend on what else happens."""
     block = torch.randn(200, 100_003, device=CUDA)
     first = on_gpu(name, block, 300, 11)
     for rows in (slice(0, 1), slice(17, 34), slice(100, 200)):
@@ -309,7 +309,7 @@ def test_results_do_not_depend_on_the_device():
 
 @pytest.mark.parametrize("name", ["sjlt", "rademacher"])
 def test_ones_beyond_32_bits_have_the_parity_of_their_number(name, instruction):
-    """Trap 11: more than 2³² elements, in rows longer than 2³¹. No coordinate is dropped or doubled."""
+    """More than 2³² elements, in rows longer than 2³¹. No coordinate is dropped or doubled."""
     rows, columns = 2, 2**31 + 12_345
     if torch.cuda.mem_get_info()[0] < 3 * rows * columns:
         pytest.skip("needs 13 GB of GPU memory")

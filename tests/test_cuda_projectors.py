@@ -1,4 +1,4 @@
-"""`CudaProjector`, `ChunkedCudaProjector` and `FastJlProjector`: names of the seeds and the alternative backend."""
+"""`CudaProjector`, `ChunkedCudaProjector` and `FastJlProjector`: names of the `trak` API, and another backend."""
 
 import sys
 import types
@@ -63,7 +63,7 @@ def test_chunks_add_up(on_cpu):
     for _ in range(2):
         assert torch.equal(chunked.project(grads, 2), expected)
         assert torch.equal(chunked.project(mapping, 2), expected)
-        chunked.free_memory()  # trap 4: the next one works all the same
+        chunked.free_memory()  # the next call works all the same
 
 
 def test_chunks_of_projectors_without_blocks_go_through_the_buffer(on_cpu):
@@ -109,7 +109,7 @@ def test_chunked_projector_needs_a_cuda_device():
 
 
 def test_fast_jl_is_called_by_name_and_warns(monkeypatch):
-    """Trap 9: its map depends on the GPU model, and it says so."""
+    """Its map depends on the GPU model, and it says so."""
     calls = []
 
     def project(grads, proj_dim, seed, multiprocessors):

@@ -54,7 +54,7 @@ def test_cache_key_is_everything_a_cubin_depends_on(cache_directory, monkeypatch
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "text"])
 def test_damaged_cubins_are_compiled_again(cache_directory, damage):
-    """Trap 18: a half-written file never counts."""
+    """A half-written file never counts."""
     good = cache.cubin(REDUCE, "80")
     path = cache.path_of(REDUCE, "80")
     data = path.read_bytes()

@@ -100,7 +100,7 @@ def test_mapping_and_tuple_batches_give_the_paper_formula(cls, label_name, vit, 
 
 
 def test_the_labels_are_not_passed_to_the_model(vit, digits):
-    """Trap 17: with labels the model would compute a mean over the batch."""
+    """With labels the model would compute a mean over the batch."""
     task = ImageClassificationModelOutput()
     args, kwargs = task.model_inputs({"pixel_values": digits[0], "labels": digits[1]})
     assert args == () and set(kwargs) == {"pixel_values"}
@@ -108,7 +108,7 @@ def test_the_labels_are_not_passed_to_the_model(vit, digits):
 
 
 def test_functional_form_is_one_sample_and_differentiable_under_vmap(cnn, digits):
-    """The seeds' `vmap(grad(get_output))` equals autograd on every sample alone."""
+    """`vmap(grad(get_output))`, as the `trak` API calls it, equals autograd on every sample alone."""
     images, labels = digits
     weights, buffers = dict(cnn.named_parameters()), dict(cnn.named_buffers())
     get_output = ImageClassificationModelOutput().get_output
@@ -144,7 +144,7 @@ def test_iterative_form_takes_a_batch_and_the_model_itself(cnn, digits):
 
 @pytest.mark.parametrize("cls", IMAGE_TASKS)
 def test_a_sample_does_not_depend_on_its_batch(cls, cnn, digits):
-    """Trap 17."""
+    """f and q of a sample are the same alone and among others."""
     task = cls()
     whole = task.output(cnn(digits[0]), digits), task.out_to_loss_grad(cnn(digits[0]), digits)
     for row in range(12):
@@ -172,7 +172,7 @@ def test_text_mapping_and_tuple_and_single_sample_agree(bert, text):
         assert float(single.detach()) == pytest.approx(f[row], rel=1e-4, abs=1e-5)
 
 
-def test_text_inputs_beyond_those_of_the_seeds_reach_the_model_by_name(text):
+def test_text_inputs_beyond_those_of_the_trak_api_reach_the_model_by_name(text):
     """A mapping without token types (RoBERTa, DistilBERT) and with other inputs is passed as it is."""
     batch = {"input_ids": text["input_ids"], "position_ids": text["input_ids"], "labels": text["labels"]}
     _, kwargs = TextClassificationModelOutput().model_inputs(batch)

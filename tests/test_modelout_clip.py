@@ -1,4 +1,4 @@
-"""The CLIP task on tiny open_clip and transformers models. Every test marked "trap 15" fails if that trap returns."""
+"""The CLIP task on tiny open_clip and transformers models."""
 
 import copy
 import gc
@@ -186,7 +186,7 @@ def test_q_is_minus_the_derivative_of_the_loss_as_both_contrasts_move_alike(scal
 @pytest.mark.parametrize("true", [-60.0, 0.0, 60.0])
 @pytest.mark.parametrize("negative", [-60.0, 60.0])
 def test_f_and_q_are_finite_at_logits_of_60(dtype, true, negative):
-    """Trap 14, for this loss: with p formed first, f is infinite from contrasts of 17 (float32) or 6 (bfloat16)."""
+    """With p formed first, f is infinite from contrasts of 17 (float32) or 6 (bfloat16)."""
     count, axis = 3, torch.eye(4)[:1]
     model = Given(1.0)
     task = given_task(model, negative * axis.expand(count, 4), negative * axis.expand(count, 4))
@@ -204,7 +204,7 @@ def test_f_and_q_are_finite_at_logits_of_60(dtype, true, negative):
 
 
 def test_a_batch_of_one_gives_the_same_f_q_and_gradient(case):
-    """Trap 15: with in-batch negatives, q of a batch of one is 0, and every score with it."""
+    """With in-batch negatives, q of a batch of one is 0, and every score with it."""
     model, batch, task = case
     parameters = [parameter for name, parameter in model.named_parameters() if name != "logit_scale"]
     result = call(task, model, batch)
@@ -268,7 +268,7 @@ def test_batched_form_under_vmap_gives_the_same_q_and_leaves_nothing_wrapped(cas
 
 
 def test_negatives_are_drawn_uniformly():
-    """Trap 15: with weights proportional to the index, the first pair is never drawn, the last one most often."""
+    """With weights proportional to the index, the first pair is never drawn, the last one most often."""
     counts = np.zeros(10)
     for seed in range(3000):
         chosen = draw_rows(10, 3, seed)
@@ -304,7 +304,7 @@ def test_taking_the_reference_rows_first_gives_the_negatives_of_embedding_everyt
 
 
 def test_embeddings_live_on_the_task(pairs):
-    """Trap 15: in a class attribute, those of the second model would replace those of the first."""
+    """In a class attribute, those of the second model would replace those of the first."""
     models = open_clip_model(0), open_clip_model(1)
     tasks = [CLIPModelOutput(simulated_batch_size=NEGATIVES) for _ in models]
     for task, model in zip(tasks, models, strict=True):
@@ -320,7 +320,7 @@ def test_embeddings_live_on_the_task(pairs):
         np.testing.assert_allclose(task.output(model(*pairs), pairs).detach(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_called_on_the_class_as_in_the_seeds(pairs):
+def test_called_on_the_class_as_in_the_trak_api(pairs):
     """The default of tasks without embeddings of their own, and of the static form of `get_output`."""
 
     class Task(CLIPModelOutput):
@@ -342,7 +342,7 @@ def test_called_on_the_class_as_in_the_seeds(pairs):
 
 
 def test_embeddings_of_another_checkpoint_are_refused(case):
-    """Traps 6 and 15: the second checkpoint must not be featurized with the negatives of the first."""
+    """The second checkpoint must not be featurized with the negatives of the first."""
     model, batch, task = case
     other = {name: weight + 0.01 * torch.randn_like(weight) for name, weight in model.state_dict().items()}
     original = copy.deepcopy(model.state_dict())
@@ -382,7 +382,7 @@ def test_embeddings_of_another_model_object_are_refused_once_bound(pairs):
 
 
 def test_the_logit_scale_is_that_of_the_model_at_every_batch(case):
-    """Trap 15: the temperature of the first batch must not be reused for other checkpoints."""
+    """The temperature of the first batch must not be reused for other checkpoints."""
     model, batch, task = case
     first = task.out_to_loss_grad(call(task, model, batch), batch)
     with torch.no_grad():
@@ -434,7 +434,7 @@ def test_autocast_does_not_round_the_contrasts(case):
 
 
 def test_attention_backends_and_training_mode_are_left_alone(case):
-    """Trap 15: SDP settings are process-global."""
+    """SDP settings are process-global."""
     model, batch, task = case
     cuda = torch.backends.cuda
     flags = (cuda.flash_sdp_enabled, cuda.math_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled)
@@ -450,7 +450,7 @@ def test_attention_backends_and_training_mode_are_left_alone(case):
 
 
 def test_without_embeddings_the_remedy_is_named(pairs):
-    """An `AssertionError`, as in the seeds."""
+    """An `AssertionError`, as in the `trak` API."""
     model = open_clip_model()
     task = get_task("clip")
     for attempt in (
@@ -463,7 +463,7 @@ def test_without_embeddings_the_remedy_is_named(pairs):
             attempt()
 
 
-def test_preprocessing_and_size_as_in_the_seeds(pairs):
+def test_preprocessing_and_size_as_in_the_trak_api(pairs):
     model = open_clip_model()
     raw = [(pairs[0][i : i + 7] * 2, [tuple(text.tolist()) for text in pairs[1][i : i + 7]]) for i in (0, 7, 14)]
     task = CLIPModelOutput(simulated_batch_size=NEGATIVES)
@@ -511,7 +511,7 @@ def test_bad_input_says_what_to_do(pairs):
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_trak_end_to_end_does_not_depend_on_the_batch_size(batch_size, pairs, tmp_path):
-    """Trap 15, in the seeds' API: two checkpoints, batches of one and of five, against the closed form in float64."""
+    """Through the `trak` API: two checkpoints, batches of one and of five, against the closed form in float64."""
     model = open_clip_model()
     checkpoints = [open_clip_model(seed).state_dict() for seed in (0, 1)]
     names = ["visual.proj", "text_projection"]

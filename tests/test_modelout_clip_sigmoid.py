@@ -77,7 +77,7 @@ def test_q_is_minus_the_derivative_of_the_loss_by_f() -> None:
 @pytest.mark.parametrize("similarity", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("negative", [-1.0, 1.0])
 def test_finite_at_logits_of_60(dtype: torch.dtype, similarity: float, negative: float) -> None:
-    """Trap 14, for this loss: with p formed first, f is infinite from logits of about 17."""
+    """With p formed first, f is infinite from logits of about 17."""
     model = Given(60.0, 0.0)
     axis = torch.eye(4)[:1]
     task = task_for(model, negative * axis.expand(3, 4), negative * axis.expand(3, 4))

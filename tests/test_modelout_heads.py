@@ -187,7 +187,7 @@ def test_q_of_question_answering_is_minus_the_derivative_of_the_loss():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_margins_are_finite_at_60(sign, dtype):
-    """Trap 14."""
+    """With p formed first, f would be infinite from margins of 17 (float32) or 6 (bfloat16)."""
     logits = torch.full((2, 3), 60.0 * sign, dtype=dtype)
     labels = {"labels": torch.ones(2, 3)}
     multi = get_task("multi_label_classification")
@@ -206,7 +206,7 @@ def test_margins_are_finite_at_60(sign, dtype):
 
 
 def test_padding_is_no_answer():
-    """Trap 17: logits of padding must not change a sample's output, on either side."""
+    """Logits of padding must not change a sample's output, on either side."""
     torch.manual_seed(0)
     ends = torch.randn(2, 1, 4)
     alone = {"start_logits": ends[0], "end_logits": ends[1]}

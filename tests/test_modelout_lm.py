@@ -145,7 +145,7 @@ def agree(result, expected) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", CAUSAL)
 def test_causal_lm_equals_each_sample_alone(family, side, aggregation):
-    """Trap 17, and positions: left padding must move neither positions nor the first prediction."""
+    """Left padding must move neither positions nor the first prediction."""
     given = rows()
     expected = alone_in_float64(CAUSAL[family], "causal_lm", given, aggregation)
     task = type(get_task("causal_lm"))(aggregation=aggregation)
@@ -183,7 +183,7 @@ def test_every_engine_gives_the_same(engine):
 
 
 def test_a_sample_does_not_depend_on_its_company():
-    """Trap 17: alone, with others, and with more padding than needed."""
+    """Alone, with others, and with more padding than needed."""
     given, task = rows(), get_task("causal_lm")
     together, _ = engine_result(CAUSAL["gpt2"], task, padded(given, "left", width=14))
     for i, row in enumerate(given):
@@ -253,7 +253,7 @@ def test_q_is_minus_the_derivative_of_the_loss_as_all_margins_move_alike(name, a
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_margins_are_finite_at_60(sign, dtype):
-    """Trap 14: per token, with gradient."""
+    """Per token, with gradient."""
     for name in ("causal_lm", "masked_lm", "token_classification", "seq2seq_lm"):
         logits = torch.zeros(2, 4, 8, dtype=dtype)
         labels = torch.full((2, 4), 3)

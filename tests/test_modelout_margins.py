@@ -25,7 +25,7 @@ def exact(logits: torch.Tensor, label: int, temperature: float = 1.0) -> tuple[f
 @pytest.mark.parametrize("classes", [2, 3, 1000])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 6.0, 17.0, 100.0, 1000.0])
 def test_margin_and_probabilities_are_exact_for_logits_of_any_size(dtype, classes, scale):
-    """Trap 14: log p − log(1 − p) is infinite from margins of 17 (float32) or 6 (bfloat16)."""
+    """The difference log p − log(1 − p) is infinite from margins of 17 (float32) or 6 (bfloat16)."""
     logits = torch.randn(2, classes)
     logits[0, 1] += scale
     logits[1, 1] -= scale

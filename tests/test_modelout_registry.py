@@ -95,7 +95,7 @@ def test_a_function_on_mappings_and_with_inputs_of_its_own():
 
 @pytest.mark.parametrize("reduce", [torch.Tensor.mean, lambda t: t, lambda t: 3.0, lambda t: t[:2, 0]])
 def test_a_function_that_does_not_give_one_value_per_sample_is_refused(reduce):
-    """Trap 17: a mean over the batch would make features depend on its size."""
+    """A mean over the batch would make features depend on its size."""
     batch = (torch.randn(4, 3), torch.zeros(4))
     for task in (
         FunctionModelOutput(lambda output, batch: reduce(output)),

@@ -50,7 +50,7 @@ def test_layout_equals_reference_beyond_32_bits(start):
 
 
 def test_signs_use_all_128_bits_in_order():
-    """Trap 10: signs must not come from a few low bits."""
+    """Signs must not come from a few low bits."""
     words = philox_words(99, 3, 4, 5, Stream.RADEMACHER_1)
     signs = sign_tensor(packed_words(words))
     assert signs.shape == (3, 128)

@@ -1,5 +1,6 @@
 """What must hold for every seed, cut and position: drawn at random, compared with the definition and with itself."""
 
+import math
 import random
 from itertools import pairwise
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounding import assert_within, random_walk_bound
 
 from hf_trak.kernels import torch_sparse
 from hf_trak.kernels.philox import Stream, philox_words
@@ -83,9 +85,12 @@ def test_any_cut_and_order_gives_the_same_features(name, nonzeros, data, seed, k
     for first, last in blocks:
         projector.accumulate(accumulated, grads[:, first:last], first, 1)
         sink(first, grads[:, first:last])
-    # Sums of 9,001 terms of size 1 and random sign: rounding is far below 1e-3 of their spread, which is at least 3.
-    assert torch.allclose(accumulated, whole, rtol=0, atol=3e-3)
-    assert torch.allclose(sink.result(), whole, rtol=0, atol=3e-3)
+    # Sums of 9,001 terms of random sign in blocks of 1024 at most, and of 9 blocks and up to 7 pieces. The norm of 9,001
+    # normal entries varies by 1.5 %, in 2,048 of them by 6 %.
+    norms = 1.1 * math.sqrt(projector.nonzeros if name == "sjlt" else 1) * grads.norm(dim=1, keepdim=True)
+    bound = random_walk_bound(1024 + 9 + 7, norms, sums=4 * k, computations=2)
+    assert_within(accumulated, whole, bound)
+    assert_within(sink.result(), whole, bound)
 
 
 @pytest.mark.parametrize(("name", "nonzeros"), MAPS)
@@ -116,7 +121,7 @@ def test_same_cut_gives_the_same_bits(name, nonzeros, total):
 @pytest.mark.parametrize(("name", "nonzeros"), MAPS)
 @pytest.mark.parametrize("n", [40, 30_000])
 def test_half_precision_blocks_are_summed_in_float32(name, nonzeros, dtype, n):
-    """Trap 7. Half-precision values are exact in float32, and so the features must be those of the same values."""
+    """Half-precision values are exact in float32, and so the features must be those of the same values."""
     grads = torch.randn(2, n, generator=torch.Generator().manual_seed(0)).to(dtype)
     projector = make_projector(name, n, 10, 4, "cpu", nonzeros=nonzeros)
     expected = projector.project(grads.float(), 0)
@@ -138,7 +143,7 @@ def test_ones_have_the_parity_of_their_number(total):
 
 
 def test_no_repeated_rows():
-    """Trap 10: neither equal nor opposite, over half a million parameters."""
+    """Neither equal nor opposite, over half a million parameters."""
     rows = []
     for start in range(0, 500_000, 100_000):
         signs = RademacherProjector(500_000, 128, 3).matrix(start, 100_000, 0).numpy() > 0
@@ -154,7 +159,7 @@ def unique_calls(calls):
 
 
 def test_no_two_of_seed_model_and_block_share_bits():
-    """Trap 9: `base + 1000 · block + 100,000 · model` collided. 200,000 combinations, some built to collide."""
+    """Seeding with `base + 1000 · block + 100,000 · model` collides. 200,000 combinations, some built to collide."""
     seed_values = [*range(24), *(1000 * i for i in range(1, 5)), *(2**32 * i for i in range(1, 5)), 2**63 - 1, 100_000]
     model_values = [*range(8), 100, 1000, 100_000, 2**31, 2**32 - 1]
     blocks = torch.tensor([*range(14), 100, 1000, 2**16, 2**24 - 1])
@@ -212,7 +217,7 @@ def test_cache_of_the_sparse_map_is_bounded_and_harmless(monkeypatch):
 
 
 def test_block_larger_than_32_bits_can_count():
-    """Trap 11: B · n = 2.2 · 10⁹ elements (one row, repeated without memory) do not wrap around."""
+    """B · n = 2.2 · 10⁹ elements (one row, repeated without memory) do not wrap around."""
     batch, n = 67_000, 33_000
     projector = SparseProjector(n, 64)
     row = torch.randn(1, n, generator=torch.Generator().manual_seed(0))
@@ -222,12 +227,14 @@ def test_block_larger_than_32_bits_can_count():
     projector.accumulate(out, block, 0, 0)
     single = torch.zeros(1, 64)
     projector.accumulate(single, row, 0, 0)
-    assert torch.allclose(out, single.expand(batch, 64), atol=1e-3)
+    # 33,000 / 64 terms for each output, give or take a third
+    bound = random_walk_bound(33_000 // 48, float(row.norm()) / math.sqrt(48), sums=64, computations=2)
+    assert_within(out, single.expand(batch, 64), bound)
 
 
 @pytest.mark.slow
 def test_parameter_larger_than_32_bits_can_count():
-    """Trap 11: one parameter of 2³² + 5 elements; the parity of the sums shows that none is dropped or doubled."""
+    """One parameter of 2³² + 5 elements; the parity of the sums shows that none is dropped or doubled."""
     n = 2**32 + 5
     out = torch.zeros(1, 4096)
     SparseProjector(n, 4096).accumulate(out, torch.ones(1, 1).expand(1, n), 0, 0)

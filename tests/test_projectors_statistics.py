@@ -246,12 +246,12 @@ def check_edges(eigenvalues, total, k):
 @pytest.mark.parametrize("total", [5000, 50_000])
 @pytest.mark.parametrize("projector_class", [RademacherProjector, NormalProjector])
 def test_spectrum_ends_at_the_edge(projector_class, total):
-    """Trap 10: correlated columns show as a top eigenvalue up to 20 times the edge."""
+    """Correlated columns show as a top eigenvalue up to 20 times the edge."""
     check_edges(spectrum(projector_class, total, 512), total, 512)
 
 
 def test_spectrum_of_half_a_million_rows():
-    """Trap 10."""
+    """Correlated columns would show as a top eigenvalue beyond the edge."""
     check_edges(spectrum(RademacherProjector, 500_000, 256), 500_000, 256)
 
 
@@ -272,7 +272,7 @@ def test_spectrum_of_half_a_million_rows():
     ],
 )
 def test_spectrum_of_larger_maps(projector_class, total, k):
-    """Trap 10."""
+    """Correlated columns would show as a top eigenvalue beyond the edge."""
     check_edges(spectrum(projector_class, total, k), total, k)
 
 

@@ -1,4 +1,4 @@
-"""The structs that kernels take, as ctypes: one per kernel, passed by value, laid out as in the `.cu` files."""
+"""Argument structs of the kernels as ctypes: one per kernel, passed by value, laid out as in the `.cu` files."""
 
 import ctypes
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Destination(ctypes.Structure):
-    """`Destination` of `common.cu`."""
+    """The struct `Destination` of `common.cu`."""
 
     _fields_ = (
         ("out", ctypes.c_void_p),
@@ -18,25 +18,25 @@ class Destination(ctypes.Structure):
 
     @classmethod
     def of(cls, out: Tensor, partials: Tensor | None) -> "Destination":
-        """Sums for `out`, `(B, columns)` with columns side by side; `partials` is `(slots, B, columns)`."""
+        """Describe sums for `out`, `(B, columns)` with columns side by side; `partials` is `(slots, B, columns)`."""
         rows, columns = out.shape
         return cls(out.data_ptr(), None if partials is None else partials.data_ptr(), out.stride(0), rows, columns)
 
 
 class Generator(ctypes.Structure):
-    """`Generator` of `common.cu`."""
+    """The struct `Generator` of `common.cu`."""
 
     _fields_ = (("seed", ctypes.c_uint64), ("model_id", ctypes.c_uint32))
 
 
 class ReduceArguments(ctypes.Structure):
-    """Of `reduce.cu`."""
+    """Arguments of `reduce.cu`."""
 
     _fields_ = (("to", Destination), ("slots", ctypes.c_int64))
 
 
 class SjltArguments(ctypes.Structure):
-    """Of `sjlt.cu`."""
+    """Arguments of `sjlt.cu`."""
 
     _fields_ = (
         ("to", Destination),
@@ -53,7 +53,7 @@ class SjltArguments(ctypes.Structure):
 
 
 class OuterArguments(ctypes.Structure):
-    """Of `outer.cu`."""
+    """Arguments of `outer.cu`."""
 
     _fields_ = (
         ("to", Destination),
@@ -76,7 +76,7 @@ class OuterArguments(ctypes.Structure):
 
 
 class DenseArguments(ctypes.Structure):
-    """Of `rademacher.cu`, `rademacher_wgmma.cu` and `dense.cu`."""
+    """Arguments of `rademacher.cu`, `rademacher_wgmma.cu` and `dense.cu`."""
 
     _fields_ = (
         ("to", Destination),

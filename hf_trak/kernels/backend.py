@@ -1,4 +1,4 @@
-"""Which backend computes a projection: the kernels of this package or torch operators. Both compute the same map."""
+"""The choice of the backend: the CUDA kernels of this package or torch operators. Both compute the same map."""
 
 import os
 
@@ -11,9 +11,9 @@ _NAMES = ("auto", "cuda", "torch")
 
 
 def kernels_wanted(device: torch.device) -> bool:
-    """Whether tensors on `device` are projected by the CUDA kernels.
+    """Tell whether the CUDA kernels project tensors on `device`.
 
-    They are on every NVIDIA GPU, unless the environment variable `HF_TRAK_BACKEND` is `torch`. Its other values,
+    They do on every NVIDIA GPU, unless the environment variable `HF_TRAK_BACKEND` is `torch`. Its other values,
     `auto` and `cuda`, change nothing. torch's builds for AMD GPUs, which call their devices `cuda` too, use torch
     operators.
 
@@ -27,7 +27,7 @@ def kernels_wanted(device: torch.device) -> bool:
 
 
 def float32_terms() -> int:
-    """How many bfloat16 terms the tensor cores make of a float32 gradient: `HF_TRAK_FLOAT32_TERMS`, 2 or 1.
+    """Read the number of bfloat16 terms of a float32 gradient on tensor cores: `HF_TRAK_FLOAT32_TERMS`, 2 or 1.
 
     Two keep the relative error of a projection below 10⁻⁵; one halves the time and rounds gradients to bfloat16.
 
@@ -41,10 +41,10 @@ def float32_terms() -> int:
 
 
 def wgmma_wanted() -> bool:
-    """Whether Hopper GPUs multiply by their own instructions, unless `HF_TRAK_WGMMA` is 0: then by those of all GPUs.
+    """Tell whether Hopper GPUs use their own matrix instructions; with `HF_TRAK_WGMMA=0` they use those of all GPUs.
 
     Raises:
-        ValueError: the variable has another value than 0 or 1.
+        ValueError: the variable is neither 0 nor 1.
     """
     value = os.environ.get(WGMMA_VARIABLE, "1")
     if value not in ("0", "1"):

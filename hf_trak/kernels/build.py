@@ -1,4 +1,4 @@
-"""Compile every kernel ahead of time: for the cache of this machine, or to see what the compilers say.
+"""Compile every kernel ahead of time, for the cache of this machine or to see the compilers' reports.
 
     python -m hf_trak.kernels.build                      # for the GPUs of this machine, or without one for all
     python -m hf_trak.kernels.build --arch 90a --arch 100
@@ -25,13 +25,13 @@ from hf_trak.kernels.sources import ARCHITECTURES, VOLTA, Kernel, all_kernels, s
 
 
 def capability_of(arch: str) -> tuple[int, int]:
-    """`90a` → (9, 0)."""
+    """Turn an architecture into a compute capability: `90a` into (9, 0)."""
     number = int(arch.rstrip("af"))
     return number // 10, number % 10
 
 
 def find_nvcc() -> str | None:
-    """nvcc on the path, or the one of the package `nvidia-cuda-nvcc`; `None` where there is neither."""
+    """Find nvcc on the path or in the package `nvidia-cuda-nvcc`; return `None` if neither has one."""
     packaged = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin/nvcc"))
     return shutil.which("nvcc") or (str(packaged[-1]) if packaged else None)
 
@@ -40,9 +40,9 @@ def compile_with_nvcc(kernels: list[Kernel], arch: str, nvcc: str) -> dict[Kerne
     """Compile instances of one file's templates with nvcc.
 
     Args:
-        kernels: of one file.
-        arch: such as `90a`.
-        nvcc: the compiler.
+        kernels: kernels of one file.
+        arch: the architecture, such as `90a`.
+        nvcc: path of the compiler.
 
     Raises:
         KernelError: nvcc refuses the program; shows its output.
@@ -75,7 +75,7 @@ def compile_with_nvcc(kernels: list[Kernel], arch: str, nvcc: str) -> dict[Kerne
 
 
 def _mangled(kernel: Kernel) -> str:
-    """How the name of a kernel begins in machine code (Itanium ABI): types and integers, in order."""
+    """Return the beginning of a kernel's name in machine code (Itanium ABI): types and integers, in order."""
     name, _, parameters = kernel.expression.partition("<")
     if not parameters:
         return f"{name}'"
@@ -115,7 +115,7 @@ def _show(kernel: Kernel, arch: str, found: Resources) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command; see the module's docstring."""
+    """Run the command, see the module's docstring."""
     args = _parse(arguments)
     for arch in args.arch or _own_architectures() or _all_architectures():
         kernels = [kernel for kernel in all_kernels() if kernel.runs_on(capability_of(arch))]

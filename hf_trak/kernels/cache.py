@@ -15,7 +15,7 @@ DIRECTORY_VARIABLE = "HF_TRAK_KERNEL_CACHE"
 
 
 def directory() -> Path:
-    """`$HF_TRAK_KERNEL_CACHE`, else `hf_trak/kernels` in the user's cache directory."""
+    """Return `$HF_TRAK_KERNEL_CACHE`, or else `hf_trak/kernels` in the user's cache directory."""
     given = os.environ.get(DIRECTORY_VARIABLE)
     if given:
         return Path(given)
@@ -24,21 +24,21 @@ def directory() -> Path:
 
 
 def path_of(kernel: Kernel, arch: str) -> Path:
-    """The file of a cubin: named by everything that it is a function of."""
+    """Return the path of a cubin, whose name holds a digest of everything that the cubin depends on."""
     version = ".".join(map(str, nvrtc_version()))
     key = "\0".join((source(kernel.file), kernel.expression, arch, version, *OPTIONS))
     return directory() / f"{kernel.file}-sm_{arch}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
 
 
 def cubin(kernel: Kernel, arch: str) -> Cubin:
-    """The cubin of a kernel from the disk, or from the compiler and then on the disk.
+    """Read a kernel's cubin from the disk, or compile it and keep it there.
 
-    Many processes may ask at once: each writes a file of its own and renames it, and all of them write the same
-    bytes. A damaged file is compiled again; a directory that cannot be written to is reported once per file and left
-    alone.
+    Many processes may do this at once: each writes a file of its own and renames it, and all of them write the same
+    bytes. A kernel whose file is damaged is compiled again. A directory that cannot be written to is reported once per
+    file.
 
     Raises:
-        KernelError: as [`compile_kernel`].
+        KernelError: the kernel cannot be compiled, see [`compile_kernel`].
     """
     path = path_of(kernel, arch)
     found = _read(path)
@@ -60,7 +60,7 @@ def cubin(kernel: Kernel, arch: str) -> Cubin:
 
 
 def _read(path: Path) -> Cubin | None:
-    """One line, `<sha256 of the rest> <name>`, then the image; `None` if that is not what is there."""
+    """Read a file of one line, `<sha256 of the rest> <name>`, and the image; return `None` for anything else."""
     try:
         header, _, image = path.read_bytes().partition(b"\n")
     except OSError:

@@ -1,4 +1,4 @@
-"""NVRTC: from CUDA C++ to a cubin, without a compiler on the machine, a header, a driver or a GPU."""
+"""Compilation with NVRTC, from CUDA C++ to a cubin, without a compiler, headers, a driver or a GPU on the machine."""
 
 import importlib
 import re
@@ -19,17 +19,17 @@ class Cubin:
     """A compiled kernel."""
 
     name: str
-    """What it is called in the cubin."""
+    """Name of the kernel in the cubin."""
 
     image: bytes
 
     log: str = ""
-    """What the compiler said; empty for one that comes from the disk."""
+    """Log of the compiler; empty for a cubin from the disk."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What the compiler's report says about one kernel."""
+    """Resources of one kernel, from the compiler's report."""
 
     registers: int
     stack_bytes: int
@@ -51,7 +51,7 @@ def _nvrtc() -> Any:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Version of the compiler.
+    """Return the version of the compiler.
 
     Raises:
         KernelError: NVRTC is missing.
@@ -62,9 +62,9 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The architecture to compile for, such as `90a`, for a GPU of a compute capability.
+    """Choose the architecture to compile for, such as `90a`, for a GPU of a compute capability.
 
-    The newest one that NVRTC knows and that the GPU can run: machine code runs on the same and on higher minor
+    It is the newest one that NVRTC knows and that the GPU can run: machine code runs on the same and on higher minor
     numbers of its major number.
 
     Raises:
@@ -88,7 +88,7 @@ def compile_kernel(kernel: Kernel, arch: str) -> Cubin:
     """Compile one kernel for an architecture such as `80` or `90a`.
 
     Raises:
-        KernelError: NVRTC is missing or refuses the program; shows the log.
+        KernelError: NVRTC is missing, or refuses the program; shows the log.
     """
     nvrtc = _nvrtc()
     result, program = nvrtc.nvrtcCreateProgram(source(kernel.file).encode(), f"{kernel.file}.cu".encode(), 0, [], [])
@@ -116,7 +116,7 @@ def compile_kernel(kernel: Kernel, arch: str) -> Cubin:
 
 
 def resources(log: str) -> Resources:
-    """Registers, stack and spills from a log of [`compile_kernel`].
+    """Read registers, stack and spills from a log of [`compile_kernel`].
 
     Raises:
         ValueError: the log has no such report.
@@ -132,7 +132,7 @@ def resources(log: str) -> Resources:
 def _text(size_of: Any, read: Any, program: Any) -> bytes:
     result, size = size_of(program)
     _check(result, size_of.__name__)
-    data = bytes(size)  # of our own, and written into: this is how cuda-bindings takes a `char *`
+    data = bytes(size)  # written into by the call: cuda-bindings takes a `char *` in this form
     _check(read(program, data)[0], read.__name__)
     return data
 

@@ -1,6 +1,6 @@
-"""How a dense projection is cut into launches of `rademacher.cu`, `rademacher_wgmma.cu` and `dense.cu`.
+"""Launches of `rademacher.cu`, `rademacher_wgmma.cu` and `dense.cu` for a dense projection.
 
-As in `sparse.py` the cuts along the positions depend on the block's place and length and on k alone, and the order of
+As in `sparse.py`, the cuts along the positions depend on the block's position and length and on k alone. The order of
 the sum of one output of one sample does not depend on the tile of samples that it is computed in.
 """
 
@@ -25,7 +25,7 @@ from hf_trak.kernels.sources import (
 Distribution = Literal["rademacher", "normal"]
 
 Instruction = Literal["wgmma", "mma", "fma"]
-"""What multiplies: tensor cores, by Hopper's instructions or those of all GPUs since Ampere, or float32 arithmetic."""
+"""Instructions that multiply: Hopper's for tensor cores, those of all GPUs since Ampere, or float32 arithmetic."""
 
 _TENSOR_CORE_COLUMNS, _TENSOR_CORE_POSITIONS = 256, 64
 _COLUMNS, _POSITIONS = 128, 32
@@ -43,18 +43,18 @@ class DensePlan:
     positions_per_split: int
     splits: int
     samples: int
-    """Of a block of threads."""
+    """Number of samples of a block of threads."""
 
     shared_bytes: int
 
 
 def tile_of_samples(rows: int, largest: int) -> int:
-    """Samples per block of threads for a batch: 16, 64 or 128."""
+    """Choose the number of samples per block of threads for a batch: 16, 64 or `largest`."""
     return next((samples for samples in (16, 64) if rows <= samples), largest)
 
 
 def fastest_instruction(distribution: Distribution, capability: tuple[int, int]) -> Instruction:
-    """Of those that a GPU has for a map."""
+    """Choose the fastest instructions that a GPU has for a map."""
     if distribution == "normal" or capability < TENSOR_CORE_CAPABILITY:
         return "fma"
     return "wgmma" if capability == HOPPER_CAPABILITY else "mma"
@@ -73,7 +73,7 @@ def plan_dense(
     """Cut a block `(rows, columns)` at position `start`, for `outputs` outputs.
 
     Args:
-        instruction: what multiplies.
+        instruction: the instructions that multiply.
         terms: bfloat16 terms per float32 element, 1 or 2.
     """
     if instruction != "fma":
@@ -109,14 +109,14 @@ def accumulate_dense(
     terms: int,
     instruction: Instruction | None = None,
 ) -> None:
-    """`out += block @ R[start : start + n]` for a dense map.
+    """Add a block's projection by a dense map, `out += block @ R[start : start + n]`.
 
     Args:
         out: `(B, k)`, float32, columns side by side.
         block: `(B, n)`, columns side by side.
         terms: bfloat16 terms that a float32 element is split into for the tensor cores: 2 for a relative error below
             10⁻⁵, 1 for speed.
-        instruction: what multiplies, one that the GPU has; the fastest by default.
+        instruction: instructions of the GPU that multiply; the fastest by default.
     """
     instruction = instruction or fastest_instruction(distribution, runtime.capability(block.device))
     for first in range(0, block.shape[0], _ROWS_AT_ONCE):

@@ -1,6 +1,6 @@
-"""How the sparse projection of a sum of outer products is cut into launches of `outer.cu`.
+"""Launches of `outer.cu` for the sparse projection of a sum of outer products.
 
-As in `sparse.py` the cuts depend on the place and shape of the matrix and on k alone.
+As in `sparse.py`, the cuts depend on the position and shape of the matrix and on k alone.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from hf_trak.kernels.sources import TOKENS, outer_kernel
 from hf_trak.kernels.sparse import TILE, Tiling, plan_tiles
 
 STRIP = 2048
-"""Columns of a block of threads, as in `outer.cu`."""
+"""Number of columns of a block of threads, as in `outer.cu`."""
 
 _THREADS, _COLUMNS_PER_THREAD = 256, 8
 _STEPS_PER_STAGE, _MAX_ROWS_PER_STEP = 8, 16
@@ -24,12 +24,12 @@ _BLOCKS_WANTED = 64  # per sample; more than that only take workspace
 _MIN_WIDTH, _MAX_WIDTH = _COLUMNS_PER_THREAD * _MAX_ROWS_PER_STEP, 2**24
 
 _WORTHWHILE = {torch.float32: 8, torch.bfloat16: 4, torch.float16: 4}
-"""Numbers of outer products up to which this beats a matrix product and `sjlt.cu`; estimates, see cuda_ext/README."""
+"""Largest numbers of outer products with which this beats a matrix product and `sjlt.cu`; see cuda_ext/README."""
 
 
 @dataclass(frozen=True)
 class OuterPlan:
-    """One segment's launch."""
+    """Sizes of the launch for one segment."""
 
     tiling: Tiling
     strips: int
@@ -39,12 +39,12 @@ class OuterPlan:
 
     @property
     def slots(self) -> int:
-        """Parts of the sum."""
+        """Number of partial sums."""
         return self.strips * self.splits * self.tiling.parts
 
 
 def plan_outer(height: int, width: int, outputs: int) -> OuterPlan:
-    """Cut a matrix `(height, width)`, for a segment of `outputs` outputs."""
+    """Cut a matrix `(height, width)` for a segment of `outputs` outputs."""
     strips = -(-width // STRIP)
     columns = min(width, STRIP)
     rows_per_step = min(_THREADS // -(-columns // _COLUMNS_PER_THREAD), _MAX_ROWS_PER_STEP)
@@ -56,7 +56,7 @@ def plan_outer(height: int, width: int, outputs: int) -> OuterPlan:
 
 
 def worthwhile(left: Tensor, right: Tensor, segments: list[tuple[int, int]]) -> bool:
-    """Whether to project a sum of outer products from its factors.
+    """Tell whether projecting a sum of outer products from its factors is faster than forming it.
 
     Args:
         left: `(B, T, I)`.
@@ -66,20 +66,20 @@ def worthwhile(left: Tensor, right: Tensor, segments: list[tuple[int, int]]) -> 
     return (
         left.dtype == right.dtype
         and 0 < left.shape[1] <= _WORTHWHILE.get(left.dtype, 0)
-        # several tiles would each make all elements
+        # each of several tiles would make all elements again
         and all(plan_tiles(last - first).tiles == 1 for first, last in segments)
-        # of narrower ones a step would leave threads idle
+        # a step of a narrower matrix would leave threads idle
         and _MIN_WIDTH <= right.shape[2] <= _MAX_WIDTH
     )
 
 
 def tokens_of_instance(tokens: int) -> int:
-    """The instance of `outer.cu` that takes `tokens` outer products, or as many of them as it can."""
+    """Choose the instance of `outer.cu` for `tokens` outer products, or the largest one if they are more."""
     return next((number for number in TOKENS if tokens <= number), TOKENS[-1])
 
 
 def shared_bytes(tokens: int) -> int:
-    """sizeof(OuterShared): rows of a stage or the fold's words, bits of 8 steps, their places, the accumulators."""
+    """Compute sizeof(OuterShared): rows of a stage or words of a fold, bits of 8 steps, their places, accumulators."""
     left = max(4 * _STEPS_PER_STAGE * _MAX_ROWS_PER_STEP * tokens + 16, 2**13)
     return left + _STEPS_PER_STAGE * ((STRIP // 128 + 2) * 16 + 2 * 16) + 4 * (TILE + 32)
 
@@ -94,7 +94,7 @@ def accumulate_outer(
     model_id: int,
     segments: list[tuple[int, int]],
 ) -> None:
-    """`out[b] += vec(Σ_t left[b, t] ⊗ right[b, t]) @ R[start : start + I · J]` for the sparse map.
+    """Add a projection by the sparse map, `out[b] += vec(Σ_t left[b, t] ⊗ right[b, t]) @ R[start : start + I · J]`.
 
     Args:
         out: `(B, k)`, float32, columns side by side.

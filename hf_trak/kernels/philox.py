@@ -4,7 +4,7 @@ Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC'11
 64-bit key and a 128-bit counter go through ten rounds of multiplications and xors; for a fixed key the result is a
 bijection of the counter. There is no state: any word of any matrix can be computed by itself, in any order, anywhere.
 
-How the bits are spent (the same for every map, see `reference.py` for the maps themselves):
+Use of the bits, the same for every map (`hf_trak/projectors/reference.py` defines the maps themselves):
 
 | word | content |
 |---|---|
@@ -14,7 +14,7 @@ How the bits are spent (the same for every map, see `reference.py` for the maps 
 | counter 3 | model id, 0 ≤ model_id < 2³² |
 
 No two combinations of (seed, model id, stream, position, column block) share key and counter, so no two checkpoints,
-seeds, maps or parameters share random bits: it is the layout that guarantees this, not a hash.
+seeds, maps or parameters share random bits. The layout guarantees this, not a hash.
 """
 
 from enum import IntEnum
@@ -36,7 +36,7 @@ Word = int | Tensor
 
 
 class Stream(IntEnum):
-    """Stream numbers, one per use of random bits. A changed map gets a new number (and a new version in its id)."""
+    """Stream numbers, one per use of random bits. A changed map gets a new number, and a new version in its name."""
 
     RADEMACHER_1 = 1
     NORMAL_1 = 2
@@ -46,7 +46,7 @@ class Stream(IntEnum):
 
 
 def philox_4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds of Philox on counters that broadcast against each other.
+    """Apply ten rounds of Philox to counters that broadcast against each other.
 
     Args:
         counter: four words, at least one of them a tensor. The first two rounds run on the unbroadcast shapes.
@@ -88,15 +88,16 @@ def philox_words(
     column_blocks: Word = 0,
     device: str | torch.device = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The words at positions `start … start + n` of a stream, with the key and counter layout of this module.
+    """Generate the words at positions `start … start + n` of a stream, with the key and counter layout of this module.
 
     Args:
-        start, n: positions, start + n ≤ 2⁶³.
-        seed: in [0, 2⁶³).
-        model_id: in [0, 2³²).
-        stream: what the bits are for.
-        column_blocks: in [0, 2²⁴), an int or a 1-D int64 tensor of them.
-        device: where to compute.
+        start: first position.
+        n: number of positions, start + n ≤ 2⁶³.
+        seed: seed in [0, 2⁶³).
+        model_id: id of the checkpoint in [0, 2³²).
+        stream: use of the bits.
+        column_blocks: column block in [0, 2²⁴), an int or a 1-D int64 tensor of them.
+        device: device to compute on.
 
     Returns:
         Four int64 tensors, `(n,)`, or `(n, number of column blocks)` for a tensor of column blocks.

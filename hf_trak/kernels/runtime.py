@@ -1,4 +1,4 @@
-"""Load and launch kernels through the driver, in torch's context and on its current stream."""
+"""Loading and launching of kernels through the driver, in torch's context and on its current stream."""
 
 import ctypes
 import importlib
@@ -32,13 +32,13 @@ class Launch:
 
 
 class Runtime(Protocol):
-    """What runs launches: a GPU, or in tests an emulation of one."""
+    """Anything that runs launches: a GPU, or an emulation of one in tests."""
 
     def capability(self, device: torch.device) -> tuple[int, int]:
         """Compute capability of a device."""
 
     def launch(self, launch: Launch, device: torch.device) -> None:
-        """Run a kernel on the memory of a device, after whatever has been launched there before."""
+        """Run a kernel on the memory of a device, after everything that has been launched there before."""
 
 
 class CudaRuntime:
@@ -85,9 +85,8 @@ class CudaRuntime:
                 return self._functions[kernel, index]
             if torch.cuda.is_current_stream_capturing():
                 raise KernelError(
-                    f"`{kernel.expression}` was asked for while a CUDA graph is being recorded on cuda:{index}. It "
-                    "has not been loaded there, which cannot be recorded. Project a block of this dtype and "
-                    "batch size once before recording."
+                    f"`{kernel.expression}` is not loaded on cuda:{index}, where a CUDA graph is being recorded. A "
+                    "load cannot be recorded: project a block of this dtype and batch size once before recording."
                 )
             arch = architecture(_capability(index))
             compiled = cubin(kernel, arch)
@@ -95,11 +94,11 @@ class CudaRuntime:
             _check(result, f"Loading `{kernel.expression}`, compiled for sm_{arch}, on cuda:{index}")
             result, function = driver.cuModuleGetFunction(module, compiled.name.encode())
             _check(result, f"Finding `{compiled.name}` in its module")
-            # Above 48 KiB shared memory is given only to kernels that ask. 64 KiB is the most that Turing has, and
-            # enough for all kernels but one, whose need does not change from launch to launch.
+            # More than 48 KiB of shared memory are given only to kernels that ask. 64 KiB is the most that Turing has,
+            # and enough for all kernels but one, whose need is the same in every launch.
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             wanted = [(attribute, max(2**16, launch.shared_bytes))]
-            if launch.shared_bytes > 48 * 2**10:  # as much as there is of the L1 cache, for a second block
+            if launch.shared_bytes > 48 * 2**10:  # take all of the L1 cache, so that a second block fits
                 carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
                 wanted.append((carveout, 100))  # per cent
             for attribute, value in wanted:
@@ -110,13 +109,13 @@ class CudaRuntime:
 
 
 CUDA = CudaRuntime()
-"""The one of this process."""
+"""Process-wide runtime singleton."""
 
 
 def _make_context_current(index: int) -> None:
     """Give a thread that has not called CUDA yet (autograd's, a user's) the context that torch uses on the device.
 
-    torch sets it with the first call of its own that needs one, and selecting the device that is selected is none.
+    torch sets it with its first call that needs one. Selecting the current device again is no such call.
     """
     driver = _driver()
     result, context = driver.cuCtxGetCurrent()
@@ -132,10 +131,10 @@ def _make_context_current(index: int) -> None:
 
 
 def workspace(slots: int, out: Tensor) -> Tensor | None:
-    """Memory for the partial sums of `out`, one slot per part; nothing where a single part adds to `out` itself.
+    """Allocate memory for the partial sums of `out`, or return `None` if a single one is added to `out` itself.
 
     Raises:
-        KernelError: the device has no memory left for it; says how much was asked for.
+        KernelError: the device has too little memory left; names the size.
     """
     if slots == 1:
         return None
@@ -151,7 +150,7 @@ def workspace(slots: int, out: Tensor) -> Tensor | None:
 
 
 def reduce(runtime: Runtime, out: Tensor, partials: Tensor | None) -> None:
-    """`out += partials.sum(0)`, in the order of the slots."""
+    """Add the partial sums, `out += partials.sum(0)`, in the order of the slots."""
     if partials is None:
         return
     rows, columns = out.shape

@@ -1,8 +1,8 @@
-"""Kernels against the reference, on the GPU at hand, before their first result is used.
+"""Checks of kernels against torch operators, on the user's GPU, before their first result is used.
 
-A kernel is the one part of a projection that is compiled on the user's machine. What it computes for a small block of
-integers is compared with what torch computes on the CPU: signs and indices must agree to the bit. This takes
-milliseconds, once per kernel, process and device.
+A kernel is the one part of a projection that is compiled on the user's machine. Its result for a small block of
+integers is compared with that of `torch_sparse` or `torch_dense` on the CPU: signs and indices must agree to the bit.
+This takes milliseconds, once per kernel, process and device.
 """
 
 import logging
@@ -127,7 +127,7 @@ def checked_instruction(
     rounded elsewhere, takes its place on that device for the rest of the process.
 
     Raises:
-        KernelError: none can be run with a right result.
+        KernelError: no kernel runs with a right result.
         ValueError: `HF_TRAK_WGMMA` is neither 0 nor 1.
     """
     instruction = fastest_instruction(distribution, runtime.capability(device))
@@ -165,7 +165,7 @@ def _require(
     if key in _done:
         return
     if device.type == "cuda" and _is_capturing(device):
-        return  # results cannot be looked at while a CUDA graph is recorded; the next call outside of one checks
+        return  # results cannot be read while a CUDA graph is recorded; the next call outside of one checks
     # Integers up to 8 are exact in every dtype, and so are their sums in float32, whatever the order.
     generator = torch.Generator().manual_seed(0)
     block = torch.randint(-8, 9, shape, generator=generator).to(dtype)

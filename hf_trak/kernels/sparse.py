@@ -1,4 +1,4 @@
-"""How a sparse projection is cut into launches of `sjlt.cu`.
+"""Launches of `sjlt.cu` for a sparse projection.
 
 The cuts depend on the position and length of the block and on k alone, never on the batch size or on the GPU: a sample
 gives the same bits in every batch and on every GPU.
@@ -14,36 +14,36 @@ from hf_trak.kernels.sources import sjlt_kernel
 from hf_trak.kernels.torch_sparse import ACCUMULATORS, CHUNK, RUN
 
 TILE = 12288
-"""Accumulators that a block of threads holds, as in `accumulators.cu`."""
+"""Number of accumulators that a block of threads holds, as in `accumulators.cu`."""
 
 _MIN_CHUNKS, _MAX_CHUNKS = 8, 128  # per split: short ones cost a fold each, long ones leave processors idle
 _SPLITS_WANTED, _MAX_SPLITS = 64, 4096
-# A split costs 8 bytes per output in the workspace, and twice that where two tiles add to the same outputs. So many
-# coordinates per output keep it to a sixteenth of the bytes of a long row of 16-bit gradients, and to a quarter in
-# short ones, of which there may be few in a block: otherwise they would be too few splits for all processors.
+# A split costs 8 bytes per output in the workspace, and twice that where two tiles add to the same outputs. With these
+# numbers of coordinates per output the workspace takes a sixteenth of the bytes of a long row of 16-bit gradients, and
+# a quarter of those of a short one. A block may have few short rows, which need more splits to occupy all processors.
 _COORDINATES_PER_OUTPUT, _COORDINATES_PER_OUTPUT_OF_SHORT = 64, 16
 _SHORT_CHUNKS = 512
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the K accumulators of a segment of m outputs are cut into tiles."""
+    """Division of the K accumulators of a segment of m outputs into tiles."""
 
     groups: int
     """K / m."""
 
     tile: int
-    """Accumulators per tile."""
+    """Number of accumulators per tile."""
 
     tiles: int
 
     parts: int
-    """Tiles that add to the same outputs."""
+    """Number of tiles that add to the same outputs."""
 
 
 @dataclass(frozen=True)
 class SjltPlan:
-    """One segment's launch."""
+    """Sizes of the launch for one segment."""
 
     tiling: Tiling
     chunks_per_split: int
@@ -51,7 +51,7 @@ class SjltPlan:
 
     @property
     def slots(self) -> int:
-        """Parts of the sum."""
+        """Number of partial sums."""
         return self.splits * self.tiling.parts
 
 
@@ -83,7 +83,7 @@ def plan_sjlt(start: int, columns: int, outputs: int) -> SjltPlan:
 
 
 def shared_bytes(element_size: int) -> int:
-    """sizeof(SjltShared): bits of 8 chunks, places of 16, and the padded accumulators with their margins."""
+    """Compute sizeof(SjltShared): bits of 8 chunks, places of 16, and the padded accumulators with their margins."""
     per_vector = 16 // element_size
     size = 8 * CHUNK // 8 + 16 * 8 + 4 * per_vector * ((TILE + 2 * RUN) // per_vector + 32 // per_vector)
     return -(-size // 16) * 16
@@ -98,7 +98,7 @@ def accumulate_sjlt(
     model_id: int,
     segments: list[tuple[int, int]],
 ) -> None:
-    """`out += block @ R[start : start + n]` for the sparse map.
+    """Add a block's projection by the sparse map, `out += block @ R[start : start + n]`.
 
     Args:
         out: `(B, k)`, float32, columns side by side.

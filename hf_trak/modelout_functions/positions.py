@@ -14,10 +14,10 @@ from transformers import GenerationMixin
 
 
 def unwrapped(model: torch.nn.Module) -> tuple[Any, Any]:
-    """Return a model without the wrappers of `accelerate`, `torch.compile` and data parallelism, and without PEFT's too.
+    """Take off the wrappers of `accelerate`, `torch.compile` and data parallelism, and then PEFT's.
 
     Returns:
-        The model without the first kinds of wrappers, which may be PEFT's, and the model within PEFT's.
+        The model without the former, which may be one of PEFT's, and the model inside of that.
     """
     outer: Any = extract_model_from_parallel(model, keep_torch_compile=False)
     return outer, outer.get_base_model() if hasattr(outer, "get_base_model") else outer

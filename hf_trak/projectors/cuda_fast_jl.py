@@ -66,8 +66,8 @@ class FastJlProjector(AbstractProjector):
         check_proj_type(type(self), proj_type, (ProjectionType.rademacher, ProjectionType.normal))
         if self.proj_dim % 512:
             raise ValueError(
-                f"`proj_dim` is {proj_dim}. fast_jl takes multiples of 512: pass one, or use a projector that takes any "
-                "number."
+                f"`proj_dim` is {proj_dim}. fast_jl takes multiples of 512: pass one, or use another projector, which "
+                "takes any number."
             )
         self.max_batch_size = checked_int(max_batch_size, "max_batch_size", 1)
         if self.max_batch_size not in _BATCH_SIZES:
