@@ -1,4 +1,4 @@
-"""Files that recipes leave behind, each replaced at once."""
+"""Files that recipes write, each replaced in one step."""
 
 import json
 from pathlib import Path
@@ -10,16 +10,16 @@ from hf_trak.store.atomic import atomic_directory, write_bytes
 
 
 def check_exists(path: Path, name: str, what: str, suffixes: tuple[str, ...] = ()) -> None:
-    """Refuse the name of a file or directory that is not there, rather than ask the Hub for it.
+    """Refuse the name of a file or directory that does not exist, rather than ask the Hub for it.
 
     Args:
-        path: of the name.
-        name: as given. Those of repos have no such suffix, and do not start with a dot, a slash or `~`.
-        what: what is wanted, for the error message.
-        suffixes: of files that it may be.
+        path: the path that the name stands for.
+        name: the name as given. Names of repos have none of the suffixes, and do not start with a dot, a slash or `~`.
+        what: what is expected, for the error message.
+        suffixes: suffixes of files.
 
     Raises:
-        FileNotFoundError: there is nothing at the path.
+        FileNotFoundError: nothing exists at the path.
     """
     local = name.startswith((".", "/", "~")) or path.suffix in suffixes
     if local and not path.exists():
@@ -30,7 +30,7 @@ def check_exists(path: Path, name: str, what: str, suffixes: tuple[str, ...] = (
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace a JSON file at once. It is for people and their scripts: the library reads none of those back."""
+    """Replace a JSON file in one step. It is for people and their scripts; the library does not read it back."""
     write_bytes(path, (json.dumps(content, indent=2) + "\n").encode())
 
 

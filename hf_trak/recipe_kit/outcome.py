@@ -1,4 +1,4 @@
-"""What recipes on text show at the end: for each target the training rows on either side of it."""
+"""The output of recipes: for each target the training rows with the highest and the lowest scores."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -16,13 +16,14 @@ def attributions(
     target: Callable[[int], dict[str, Any]],
     train: Callable[[int], dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """For each of some targets the `count` training rows that helped and harmed it most, as plain JSON.
+    """List for some targets the training rows that helped and harmed them most, as plain JSON.
 
     Args:
         scored: result of `attribute` with `top_k` ≥ `count`.
-        rows: the targets.
-        count: rows per side.
-        target, train: what to say about a target and about a training row, by row number.
+        rows: row numbers of the targets.
+        count: number of training rows per side.
+        target: what to add about a target, by its row number.
+        train: what to add about a training row, by its row number.
     """
     found = []
     for row in rows:
@@ -36,7 +37,7 @@ def attributions(
 
 
 def print_attributions(found: Sequence[dict[str, Any]], headline: Callable[[dict[str, Any]], str]) -> None:
-    """Print what [`attributions`] found, one line per training row; `text` (and `label`, if there is one) of each."""
+    """Print the result of [`attributions`], one line per training row: its `text`, after its `label` if it has one."""
     for entry in found:
         print(f"\nTarget {entry['row']}: {headline(entry)}")
         for side in SIDES:
@@ -47,5 +48,5 @@ def print_attributions(found: Sequence[dict[str, Any]], headline: Callable[[dict
 
 
 def shortened(text: str, width: int = 90) -> str:
-    """The beginning of a text, on one line."""
+    """Return the beginning of a text, on one line."""
     return textwrap.shorten(text, width, placeholder=" …")

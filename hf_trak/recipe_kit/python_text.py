@@ -1,4 +1,4 @@
-"""Real text that every Python brings along: its language reference, and the documentation strings of its library."""
+"""Real text that ships with Python: its language reference, and the documentation strings of its library."""
 
 import ast
 import os
@@ -7,19 +7,19 @@ from pathlib import Path
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
 PACKAGES = ("asyncio", "email", "importlib", "logging", "unittest")
-"""Packages of the standard library with a hundred documentation strings or more each."""
+"""Packages of the standard library with at least a hundred documentation strings each."""
 
 _LEAST_CHARACTERS = 60
 _LEAST_WORDS = 12
 
 
 def python_packages() -> DatasetDict:
-    """Documentation strings of the standard library, labelled with the package that they are from.
+    """Load documentation strings of the standard library, labelled with the package that they are from.
 
     Columns `text` and `label`; a fifth of each package is held out as `test`.
 
     Raises:
-        FileNotFoundError: this Python came without the source of its library.
+        FileNotFoundError: this Python was installed without the source of its library.
     """
     texts: list[str] = []
     labels: list[int] = []
@@ -33,7 +33,7 @@ def python_packages() -> DatasetDict:
 
 
 def docstrings(directory: Path) -> list[str]:
-    """The distinct documentation strings of some length in the source files of a package, in the order of files.
+    """List the distinct documentation strings of some length in the source files of a package, in the order of files.
 
     Raises:
         FileNotFoundError: there are no source files in the directory.
@@ -55,8 +55,10 @@ def docstrings(directory: Path) -> list[str]:
 
 
 def python_reference() -> DatasetDict:
-    """Paragraphs of Python's language reference, as `help()` shows them. Columns `topic` and `text`; a twentieth is
-    held out as `test`."""
+    """Load the paragraphs of Python's language reference, as `help()` shows them.
+
+    Columns `topic` and `text`; a twentieth is held out as `test`.
+    """
     from pydoc_data.topics import topics
 
     rows = {

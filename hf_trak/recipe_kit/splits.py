@@ -1,4 +1,4 @@
-"""Which rows a recipe trains on, and which it explains: built-in data, a dataset of the Hub, or one on disk."""
+"""The rows that a recipe trains on and those that it explains: built-in data, a dataset of the Hub, or one on disk."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,11 +8,12 @@ import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
+from hf_trak.runtime.checks import checked_int
 
 
 @dataclass
 class SplitArguments:
-    """Where rows come from. Recipes add the names of their columns."""
+    """The source of the rows. Recipes add the names of their columns."""
 
     dataset_name: str = field(
         default="", metadata={"help": "A dataset on the Hub, or a directory written by `save_to_disk`."}
@@ -36,8 +37,8 @@ class SplitArguments:
     def __post_init__(self) -> None:
         for name in ("max_train_samples", "max_eval_samples"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` is {value}. Expected at least 1, or `None` for all.")
+            if value is not None:
+                checked_int(value, name, 1, remedy="Leave it at `None` for all rows.")
         if not 0 < self.eval_fraction < 1:
             raise ValueError(f"`eval_fraction` is {self.eval_fraction}. Expected a number between 0 and 1.")
 
@@ -47,15 +48,15 @@ def load_splits(
     built_in: Mapping[str, Callable[[], DatasetDict]],
     from_directory: str | None = None,
 ) -> tuple[Dataset, Dataset]:
-    """The training rows and the targets.
+    """Load the training rows and the targets.
 
     Args:
-        args: what to load.
-        built_in: makers of the datasets that need no network, by `dataset_name`.
+        args: the names of dataset and splits, and limits of rows.
+        built_in: functions that make the datasets that need no network, by `dataset_name`.
         from_directory: builder of `datasets` for directories not written by `save_to_disk`, such as `"imagefolder"`.
 
     Raises:
-        ValueError: there is no such split.
+        ValueError: the dataset has no such split.
         FileNotFoundError: `dataset_name` is a directory of another kind, or nothing is found under that name.
     """
     path = Path(args.dataset_name)
@@ -90,7 +91,7 @@ def load_splits(
 
 
 def evenly_spaced(dataset: Dataset, limit: int | None) -> Dataset:
-    """Rows ⌊i · rows / limit⌋, so that a dataset sorted by class keeps all of its classes."""
+    """Select rows ⌊i · rows / limit⌋, so that a dataset sorted by class keeps all of its classes."""
     if limit is None or limit >= len(dataset):
         return dataset
     return dataset.select([i * len(dataset) // limit for i in range(limit)])
@@ -107,7 +108,7 @@ def require_columns(datasets: tuple[Dataset, ...], wanted: Mapping[str, str], da
 
 
 def digits() -> DatasetDict:
-    """Scikit-learn's 1,797 handwritten digits of 8 × 8 pixels, a fifth of each kind held out."""
+    """Load scikit-learn's 1,797 handwritten digits of 8 × 8 pixels, with a fifth of each class held out."""
     from PIL import Image as PILImage
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split

@@ -9,13 +9,13 @@ PAD, START, END, MASK = "<pad>", "<s>", "</s>", "<mask>"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int, pairs: bool) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of given texts: the same texts give the same tokenizer.
+    """Train a byte-level BPE tokenizer. The same texts give the same tokenizer.
 
     Args:
-        texts: what to learn the vocabulary from.
+        texts: the texts to learn the vocabulary from.
         vocab_size: number of tokens, at least the 256 bytes and four special ones.
-        max_length: where `truncation=True` cuts.
-        pairs: whether to put one text or two between special tokens, as encoders want it.
+        max_length: length at which `truncation=True` cuts.
+        pairs: whether to put special tokens around one text or a pair of texts, as encoders expect.
     """
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(

@@ -1,9 +1,13 @@
-"""What recipes that train with `Trainer` have in common: arguments, and a training that resumes or is already done."""
+"""Training with `Trainer`, and attribution, as the recipes share them.
+
+`TrainingRecipeArguments` are the arguments of every recipe, `start` makes those of `Trainer` and the attributor out of
+them, and `train_and_attribute` does the work, resuming what an earlier run left.
+"""
 
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -17,11 +21,12 @@ from hf_trak.config import TrakConfig
 from hf_trak.errors import StoreError
 from hf_trak.hub.foreign_json import shown
 from hf_trak.modelout_functions import AbstractModelOutput
+from hf_trak.runtime.checks import checked_int
 from hf_trak.store.sealed import read_sealed, write_sealed
 from hf_trak.weights.checkpoints import load_into
 
 RECORD = "run.json"
-"""What a model was trained with, and whether its training is finished; sealed, see `hf_trak.store.sealed`."""
+"""File that records the settings of a training and whether it is finished; sealed, see `hf_trak.store.sealed`."""
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 
@@ -30,10 +35,10 @@ TrakConfigT = TypeVar("TrakConfigT", bound=TrakConfig)
 
 @dataclass
 class TrainingRecipeArguments:
-    """How to train, and how much to attribute. Recipes add fields of their own, and other defaults."""
+    """How to train, and how much to attribute. Recipes add fields, and other defaults."""
 
     COUNTS: ClassVar[tuple[str, ...]] = ("num_checkpoints", "num_targets", "top_k")
-    """Fields that start at 1."""
+    """Fields whose smallest value is 1."""
 
     output_dir: str = field(
         default="outputs",
@@ -62,11 +67,10 @@ class TrainingRecipeArguments:
 
     def __post_init__(self) -> None:
         for name in self.COUNTS:
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}. Expected at least 1.")
+            checked_int(getattr(self, name), name, 1)
 
     def settings(self, *names: str) -> dict[str, Any]:
-        """What a trained model depends on, besides the rows themselves: the common fields, and those named."""
+        """Collect what a trained model depends on, besides its rows: the common fields, and the named ones."""
         common = (
             "num_train_epochs", "per_device_train_batch_size", "learning_rate", "weight_decay", "warmup_steps",
             "save_steps", "seed",
@@ -75,12 +79,12 @@ class TrainingRecipeArguments:
 
 
 def start(args: TrainingRecipeArguments, trak: TrakConfigT, **more: Any) -> tuple[TrainingArguments, TrakConfigT]:
-    """The arguments of the trainer and of the attributor, which get directories of their own below `output_dir`.
+    """Make the arguments of the trainer and of the attributor, each with a directory of its own below `output_dir`.
 
     Args:
-        args: the recipe's arguments. With `overwrite`, what an earlier run left is deleted here.
-        trak: the attribution's arguments.
-        more: further arguments of `TrainingArguments`, over those that follow from `args`.
+        args: the recipe's arguments. With `overwrite`, the files of an earlier run are deleted here.
+        trak: the arguments of the attribution.
+        more: further arguments of `TrainingArguments`, which replace those that follow from `args`.
     """
     if args.disable_tqdm:
         disable_progress_bars()
@@ -114,8 +118,8 @@ def train_once(trainer: Trainer, settings: dict[str, Any]) -> list[str]:
     """Train, or finish an interrupted training, or take the finished one.
 
     Args:
-        trainer: set up to train into a directory of its own.
-        settings: what defines the trained model, as plain JSON.
+        trainer: a trainer with an output directory of its own.
+        settings: everything that defines the trained model, as plain JSON.
 
     Returns:
         The checkpoint directories, oldest first. The trainer's model has the weights of the last.
@@ -124,11 +128,12 @@ def train_once(trainer: Trainer, settings: dict[str, Any]) -> list[str]:
         ValueError: the directory holds a model trained with other settings, or checkpoints of another program.
         StoreError: the record of the training is damaged, or says that it is finished and its checkpoints are gone.
     """
+    trainer.accelerator.wait_for_everyone()  # the main process may still be deleting files, see `start`
     model_dir = Path(str(trainer.args.output_dir))
     record_path = model_dir / RECORD
     record = _read_record(record_path) if record_path.is_file() else None
     saved = saved_checkpoints(model_dir)
-    trainer.accelerator.wait_for_everyone()  # nobody writes before everybody has looked
+    trainer.accelerator.wait_for_everyone()  # no process writes before all of them have read
     if record is None and saved:
         raise ValueError(f"{model_dir} holds checkpoints of another program. Set another `output_dir`.")
     if record is not None and record["settings"] != settings:
@@ -145,8 +150,8 @@ def train_once(trainer: Trainer, settings: dict[str, Any]) -> list[str]:
     if record is not None and record["finished"]:
         if not saved:
             raise StoreError(
-                f"{record_path} says that the training is finished, and {model_dir} holds no checkpoint. Expected the "
-                "last one at least. Restore it, or set `--overwrite` to train anew."
+                f"{record_path} says that the training is finished, but {model_dir} holds no checkpoint. Expected at "
+                "least the last one. Restore it, or set `--overwrite` to train anew."
             )
         load_into(trainer.accelerator.unwrap_model(trainer.model), saved[-1])
         return saved
@@ -160,7 +165,7 @@ def train_once(trainer: Trainer, settings: dict[str, Any]) -> list[str]:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """What an earlier run says of its training; records of earlier versions have no checksum."""
+    """Read the record of an earlier run's training. Records of earlier versions have no checksum."""
     remedy = "Set `--overwrite` to train anew, or restore the file from a copy."
     record = read_sealed(path, remedy)
     settings, finished = record.get("settings"), record.get("finished")
@@ -173,7 +178,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def saved_checkpoints(model_dir: Path) -> list[str]:
-    """Complete checkpoints by step: `Trainer` writes `trainer_state.json` last."""
+    """List the complete checkpoints by step: `Trainer` writes `trainer_state.json` last."""
     complete = {
         int(match[1]): path.parent
         for path in model_dir.glob("checkpoint-*/trainer_state.json")
@@ -183,10 +188,10 @@ def saved_checkpoints(model_dir: Path) -> list[str]:
 
 
 def spread(checkpoints: Sequence[str], count: int) -> list[str]:
-    """`count` checkpoints from the first to the last, evenly spaced; the last alone if `count` is 1.
+    """Choose `count` checkpoints from the first to the last, evenly spaced, or the last alone if `count` is 1.
 
     Early ones matter: at the end of the training of a small network q = 1 − p is close to 0 for all but a few rows,
-    and those few would be the answer for every target.
+    and those few would score highest for every target.
     """
     if count >= len(checkpoints):
         return list(checkpoints)
@@ -197,20 +202,22 @@ def spread(checkpoints: Sequence[str], count: int) -> list[str]:
 
 @dataclass
 class Outcome:
-    """What a run found, and what to say of it."""
+    """The results of a run."""
 
     attributor: TrakAttributor
+    targets: Dataset
+    """The targets as the model takes them."""
     scored: Dataset
     """The targets with the columns of `TrakAttributor.attribute`."""
     checkpoints: list[str]
     seconds: dict[str, float]
-    """How long training, featurizing and scoring took."""
+    """Durations of training, featurizing and scoring."""
 
     def facts(self, *arguments: Any) -> dict[str, Any]:
-        """Attributed parameters, checkpoints, times, and all arguments, as plain JSON for a summary.
+        """Collect number of parameters, checkpoints, durations and all arguments, as plain JSON for a summary.
 
         Args:
-            arguments: dataclasses; where two have a field of one name, the later one's value is taken.
+            arguments: dataclasses; where two have a field of the same name, the later one's value is taken.
         """
         return {
             "parameters": self.attributor.layout.total,
@@ -225,27 +232,28 @@ def train_and_attribute(
     args: TrainingRecipeArguments,
     trak: TrakConfig,
     settings: dict[str, Any],
-    targets: Dataset,
+    targets: Dataset | Callable[[Any], Dataset],
     task: str | AbstractModelOutput | None = None,
 ) -> Outcome:
     """Train, or take what an earlier run left; featurize some checkpoints; score the targets.
 
     Args:
         trainer: see [`train_once`]. Afterwards its model has the weights of the last checkpoint.
-        args: how many checkpoints, how many training rows per target.
+        args: the numbers of checkpoints and of training rows per target.
         trak: arguments of the attribution.
         settings: see [`train_once`].
-        targets: rows as the trainer's datasets have them.
-        task: the model output function; `None` follows from the model.
+        targets: rows in the form of the trainer's datasets, or a function that makes them with the trained model.
+        task: the model output function; `None` infers it from the model.
     """
     clock = [time.perf_counter()]
     checkpoints = spread(train_once(trainer, settings), args.num_checkpoints)
+    rows = targets if isinstance(targets, Dataset) else targets(trainer.accelerator.unwrap_model(trainer.model))
     clock.append(time.perf_counter())
     attributor = TrakAttributor.from_trainer(trainer, args=trak, task=task)
     attributor.featurize(checkpoints=checkpoints)
     clock.append(time.perf_counter())
-    scored = attributor.attribute(targets, top_k=args.top_k)
+    scored = attributor.attribute(rows, top_k=args.top_k)
     clock.append(time.perf_counter())
     stages = ("training", "featurizing", "scoring")
     seconds = {stage: round(b - a, 1) for stage, a, b in zip(stages, clock, clock[1:], strict=False)}
-    return Outcome(attributor, scored, checkpoints, seconds)
+    return Outcome(attributor, rows, scored, checkpoints, seconds)

@@ -1,5 +1,4 @@
-"""Which engine takes the per-sample gradients of which architecture: every model of transformers that can be built
-tiny.
+"""Engines for per-sample gradients of every architecture of transformers that can be built tiny.
 
     python recipes/benchmarks/architectures.py                      # all heads, a Markdown table on stdout
     python recipes/benchmarks/architectures.py --only mixtral swin  # some model types
@@ -254,9 +253,7 @@ def gradients(
     model: nn.Module, batch: dict[str, Tensor], output_fn: Any, engine: str = "auto"
 ) -> tuple[dict[str, Tensor], AutoGradientComputer]:
     """Per-sample gradients, and the computer that took them."""
-    computer = AutoGradientComputer(
-        model, function_task(output_fn, model), None, None, None, None, engines_of(engine)
-    )
+    computer = AutoGradientComputer(model, function_task(output_fn, model), None, None, None, None, engines_of(engine))
     size = len(next(iter(batch.values())))
     whole = torch.zeros(size, computer.layout.total)
 

@@ -1,4 +1,4 @@
-"""What features cost: hooked gradients and the sparse projection to k = 4096, against a plain training step.
+"""Costs of features: hooked gradients and the sparse projection to k = 4096, against a plain training step.
 
     python recipes/benchmarks/featurize.py
 

@@ -1,4 +1,4 @@
-"""How fast the CUDA kernels are, as ratios to what the GPU can do, all measured in one run.
+"""Speed of the CUDA kernels, as ratios to what the GPU can do, all measured in one run.
 
     python recipes/benchmarks/gpu_kernels.py --json kernels.json
 
@@ -6,8 +6,8 @@ Ceilings: a large bf16 matrix product, and a device-to-device copy (bytes read p
 are compared with the first (2 · B · P · k operations; float32 gradients take twice as many by default, and batches
 that are not 16, 64 or a multiple of 128 fill only part of a tile), sparse ones with the second (bytes of the
 gradients, each read once). Beside them, doing it with torch: generate R, then multiply; and `fast_jl`, if it is
-installed. All methods take turns, medians are shown. Of the parts `dense`, `sparse` and `fused` these are times of
-kernels alone; `featurize` and `scoring` include all of Python.
+installed. All methods take turns, and medians are shown. The parts `dense`, `sparse` and `fused` show times of kernels
+alone; `featurize` and `scoring` include all of Python.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from hf_trak.kernels.self_check import checked_instruction
 from hf_trak.projectors import BlockProjector, FastJlProjector, RademacherProjector, make_projector
 
 Measurement = tuple[Callable[[], object], float]
-"""What to run, and how many operations or bytes that is."""
+"""A function to time, and its number of operations or bytes."""
 
 MATMUL, COPY = "bf16 matmul", "copy"
 

@@ -1,4 +1,4 @@
-"""What the kernels are for, end to end on a GPU: features of a ResNet-18 and a GPT-2, and scores of features in RAM.
+"""End-to-end work of the kernels on a GPU: features of a ResNet-18 and a GPT-2, and scores of features in RAM.
 
     python recipes/benchmarks/gpu_kernels.py        # runs this too
 

@@ -1,4 +1,4 @@
-"""What per-sample gradients cost: the hooked engine against a plain training step and against vmap of the whole model.
+"""Costs of per-sample gradients: the hooked engine against a plain training step and against vmap of the whole model.
 
     python recipes/benchmarks/gradients.py
     python recipes/benchmarks/gradients.py --models vit-197 --threads 2 --repeats 5
@@ -152,7 +152,7 @@ def high_water() -> int:
 
 
 def in_own_process(*arguments: str) -> Any:
-    """What this script prints with other arguments."""
+    """Run this script with other arguments in a process of its own, and return what it prints."""
     command = [sys.executable, __file__, *arguments]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 

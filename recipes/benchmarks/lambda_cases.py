@@ -180,7 +180,7 @@ def train(task: Task, masks: Tensor, seed: int, ends: list[int] | None = None) -
 
 @dataclass
 class Settings:
-    """What defines the files of a task in the work directory."""
+    """Settings that define the files of a task in the work directory."""
 
     work: Path
     ratios: list[float]
@@ -197,7 +197,7 @@ class Settings:
 
 @dataclass
 class Checkpoint:
-    """What all rules and scores are made from, for one checkpoint and one k."""
+    """The data that all rules and scores are made from, for one checkpoint and one k."""
 
     features: Spectrum
     again: Spectrum | None
@@ -309,7 +309,7 @@ class Prepared:
         path.write_text(json.dumps(seconds, indent=2) + "\n")
 
     def seconds(self) -> dict[str, float]:
-        """What the files in the work directory took to compute, by stage."""
+        """Read how many seconds each stage of the files in the work directory took."""
         path = self.directory / "seconds.json"
         return json.loads(path.read_text()) if path.is_file() else {}
 
@@ -317,7 +317,7 @@ class Prepared:
 def features(
     model: nn.Module, output: str, rows: Dataset, dims: list[int], seeds: tuple[int, ...], model_id: int
 ) -> dict[Any, np.ndarray]:
-    """Features `(rows, k)` by k and seed from one pass, as `TrakAttributor` has them, and f and q `(rows,)`."""
+    """Compute features `(rows, k)` by k and seed in one pass, as `TrakAttributor` does, and f and q `(rows,)`."""
     task = get_task(output)
     computer = make_gradient_computer("auto", model, task, device=torch.device("cpu"))
     total = ParameterLayout.from_model(model, None).total

@@ -1,4 +1,4 @@
-"""What λ could be chosen from: the spectrum of the features, errors of ridge regressions, agreement of checkpoints.
+"""Evidence to choose λ from: the spectrum of the features, errors of ridge regressions, agreement of checkpoints.
 
 Everything follows from one eigendecomposition per checkpoint, for any number of λ. With X = U √S Vᵀ of rank r:
 
@@ -85,7 +85,7 @@ def predictions(one: Spectrum, weights: np.ndarray, relative: np.ndarray) -> np.
 
 @dataclass
 class Evidence:
-    """What is known of a case without retraining. Every λ is relative to trace(XᵀX) / min(n, k).
+    """Everything known about a case without retraining. Every λ is relative to trace(XᵀX) / min(n, k).
 
     Attributes:
         n, k, count: training rows, features, and checkpoints.

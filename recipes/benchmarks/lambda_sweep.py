@@ -1,4 +1,4 @@
-"""Which λ is good on which task, and whether a rule that looks at the data finds a better one than a fixed number.
+"""The best λ on several tasks, and rules that choose λ from the data compared with a fixed number.
 
     python recipes/benchmarks/lambda_sweep.py --work lambda_work --json lambda_sweep.json --png lambda_sweep.png
 
@@ -213,7 +213,7 @@ def _row(name: str, values: list[Any]) -> str:
 
 
 def judge(rule: Rule, every: list[Case], known: list[Case]) -> dict[str, Any]:
-    """What a rule reaches on every task with the constant that is best, on average, on the others among `known`."""
+    """Judge a rule on every task, with the constant that is best on average on the other tasks among `known`."""
     chosen: list[float] = []
     constants: dict[str, float] = {}
     for name in dict.fromkeys(case.task for case in every):

@@ -1,8 +1,7 @@
-"""Linear datamodeling score on scikit-learn's digits: which projection, which k, which λ.
+"""Linear datamodeling score on scikit-learn's digits, by projection, k and λ.
 
-Networks are retrained on random halves of 1,000 digits; the scores of one checkpoint (or several) predict the
-margins of 200
-test digits. Everything runs on a CPU.
+Networks are retrained on random halves of 1,000 digits; the scores of one checkpoint, or several, predict the margins
+of 200 test digits. Everything runs on a CPU.
 
     python recipes/benchmarks/lds_digits.py                       # projections against each other
     python recipes/benchmarks/lds_digits.py --sweep lambda        # the relative λ

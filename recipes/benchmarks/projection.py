@@ -1,4 +1,4 @@
-"""How long a batch of gradients takes to project on a CPU: this library's maps, memory bandwidth, and traker 0.3.2.
+"""Time to project a batch of gradients on a CPU: this library's maps, memory bandwidth, and traker 0.3.2.
 
     pip install --no-deps --target peers traker==0.3.2
     python recipes/benchmarks/projection.py --traker peers

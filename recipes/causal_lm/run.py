@@ -7,7 +7,6 @@ See README.md beside this file.
 """
 
 import math
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +24,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.data.language import tokenize_prompt_completion
 from hf_trak.data.rows import fingerprint_dataset
@@ -35,7 +34,7 @@ from hf_trak.recipe_kit.outcome import attributions, print_attributions
 from hf_trak.recipe_kit.python_text import python_reference
 from hf_trak.recipe_kit.splits import SplitArguments
 from hf_trak.recipe_kit.text_models import train_tokenizer
-from hf_trak.recipe_kit.training import TrainingRecipeArguments, spread, start, train_once
+from hf_trak.recipe_kit.training import TrainingRecipeArguments, start, train_and_attribute
 
 
 @dataclass
@@ -94,7 +93,7 @@ class RecipeArguments(TrainingRecipeArguments):
 
 
 def load_documents(args: DataArguments) -> tuple[Dataset, Dataset]:
-    """The training documents and those to explain, without rows of few words."""
+    """Load the training documents and those to explain, without rows of few words."""
     train, targets = splits.load_splits(args_without_limits(args), {"python_reference": python_reference})
     splits.require_columns((train, targets), {"text_column": args.text_column}, args.dataset_name)
     train, targets = (
@@ -113,12 +112,12 @@ def load_documents(args: DataArguments) -> tuple[Dataset, Dataset]:
 
 
 def args_without_limits(args: DataArguments) -> DataArguments:
-    """The same arguments for all rows: limits count documents, after short rows have been left out."""
+    """Copy the arguments without limits, which count the documents that are left after short rows are dropped."""
     return DataArguments(**{**asdict(args), "max_train_samples": None, "max_eval_samples": None})
 
 
 def build_model(args: RecipeArguments, data: DataArguments, train: Dataset) -> tuple[PreTrainedModel, Any]:
-    """The model to train and its tokenizer."""
+    """Load or make the model to train, and its tokenizer."""
     if args.model_name_or_path is not None:
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
         if tokenizer.pad_token is None:
@@ -133,7 +132,7 @@ def build_model(args: RecipeArguments, data: DataArguments, train: Dataset) -> t
 
 
 def tokenized(rows: Dataset, tokenizer: Any, args: RecipeArguments, data: DataArguments) -> Dataset:
-    """One sample per document, its first `block_size` tokens, all of them labels."""
+    """Make one sample per document: its first `block_size` tokens, all of them labels."""
 
     def tokenize(row: dict[str, Any]) -> dict[str, list[int]]:
         encoded = tokenizer(row[data.text_column], truncation=True, max_length=args.block_size)
@@ -144,7 +143,7 @@ def tokenized(rows: Dataset, tokenizer: Any, args: RecipeArguments, data: DataAr
 
 
 def completed(model: PreTrainedModel, tokenizer: Any, args: RecipeArguments, data: DataArguments) -> Dataset:
-    """The prompt with its completion, whose tokens alone are labels."""
+    """Make a target of the prompt and its completion, whose tokens alone are labels."""
     assert data.prompt is not None
     completion = data.completion
     if completion is None:
@@ -155,7 +154,7 @@ def completed(model: PreTrainedModel, tokenizer: Any, args: RecipeArguments, dat
             )
         completion = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     row = tokenize_prompt_completion(data.prompt, completion, tokenizer, max_length=args.block_size)
-    ended = row["labels"][-1] == tokenizer.eos_token_id  # the end was not said
+    ended = row["labels"][-1] == tokenizer.eos_token_id  # no part of what the model said
     return Dataset.from_list(
         [
             {
@@ -170,9 +169,8 @@ def main(argv: list[str] | None = None) -> None:
     kinds = (RecipeArguments, DataArguments, TrakConfig)
     args, data, trak = parse_yaml_and_args(kinds, argv, description=__doc__.splitlines()[0])
     output_dir = Path(args.output_dir)
-    # Evaluation keeps all logits, and there are as many as tokens of the vocabulary.
+    # A token has as many logits as the vocabulary has entries: small batches, of which only the loss is kept.
     training, trak = start(args, trak, per_device_eval_batch_size=8, prediction_loss_only=True)
-    clock = [time.perf_counter()]
     with training.main_process_first(desc="loading the dataset"):
         train, targets = load_documents(data)
     set_seed(args.seed)
@@ -183,34 +181,19 @@ def main(argv: list[str] | None = None) -> None:
         model=model, args=training, train_dataset=train_tokens, processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer),  # pads labels, too
     )  # fmt: skip
-    trainer.accelerator.wait_for_everyone()
-
     settings = args.settings("model_name_or_path", "block_size")
     settings |= {"text_column": data.text_column, "train_dataset": fingerprint_dataset(train)}
-    checkpoints = spread(train_once(trainer, settings), args.num_checkpoints)
-    loss = trainer.evaluate(target_tokens)["eval_loss"]
-    if data.prompt is not None:
-        target_tokens = completed(trainer.accelerator.unwrap_model(trainer.model), tokenizer, args, data)
-    clock.append(time.perf_counter())
 
-    attributor = TrakAttributor.from_trainer(trainer, args=trak)
-    attributor.featurize(checkpoints=checkpoints)
-    clock.append(time.perf_counter())
-    scored = attributor.attribute(target_tokens, top_k=args.top_k)
-    shown = target_tokens.select(range(min(args.num_targets, len(target_tokens))))
-    by_token = attributor.attribute_tokens(shown, top_k=args.texts_per_side)
-    clock.append(time.perf_counter())
-    stages = ("training", "featurizing", "scoring")
-    seconds = {stage: round(b - a, 1) for stage, a, b in zip(stages, clock, clock[1:], strict=False)}
+    def targets_of(model: PreTrainedModel) -> Dataset:
+        return target_tokens if data.prompt is None else completed(model, tokenizer, args, data)
+
+    outcome = train_and_attribute(trainer, args, trak, settings, targets_of)
+    shown = outcome.targets.select(range(min(args.num_targets, len(outcome.targets))))
+    by_token = outcome.attributor.attribute_tokens(shown, top_k=args.texts_per_side)
+    loss = trainer.evaluate(target_tokens)["eval_loss"]
     if trainer.is_world_process_zero():
-        facts = {
-            "parameters": attributor.layout.total,
-            "checkpoints": checkpoints,
-            "perplexity": math.exp(loss),
-            "seconds": seconds,
-            "arguments": {**asdict(trak), **asdict(data), **asdict(args)},
-        }
-        present(train, scored, by_token, tokenizer, args, data, output_dir, facts)
+        facts = {**outcome.facts(trak, data, args), "perplexity": math.exp(loss)}
+        present(train, outcome.scored, by_token, tokenizer, args, data, output_dir, facts)
     trainer.accelerator.wait_for_everyone()
 
 
@@ -252,7 +235,7 @@ def present(
 
 
 def strongest_words(target: dict[str, Any], tokenizer: Any, count: int = 6) -> list[dict[str, Any]]:
-    """The label tokens that the document which helped most helped most."""
+    """Find the label tokens that the most helpful document helped most."""
     pairs = zip(target["trak_token_positions"], target["trak_token_scores"][0], strict=True)
     best = sorted(pairs, key=lambda pair: -pair[1])[:count]
     return [

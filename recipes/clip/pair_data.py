@@ -40,7 +40,7 @@ class DataArguments(SplitArguments):
 
 
 def load_pairs(args: DataArguments, seed: int) -> tuple[Dataset, Dataset]:
-    """The training rows and the targets, with an `Image` column and a column of one caption per row.
+    """Load the training rows and the targets, with an `Image` column and a column of one caption per row.
 
     With `swapped_captions`, the training rows have the columns `swapped` and `true_caption`, too.
     """
@@ -52,7 +52,7 @@ def load_pairs(args: DataArguments, seed: int) -> tuple[Dataset, Dataset]:
 
 
 def captioned_digits() -> DatasetDict:
-    """Scikit-learn's digits with captions such as "seven by hand"."""
+    """Load scikit-learn's digits with captions such as "seven by hand"."""
     return splits.digits().map(
         lambda row: {"caption": f"{WORDS[row['label']]} by hand"}, remove_columns="label", desc="Captions"
     )
@@ -68,10 +68,10 @@ def _one_caption(dataset: Dataset, args: DataArguments) -> Dataset:
 
 
 def with_swaps(train: Dataset, args: DataArguments, seed: int) -> Dataset:
-    """Captions exchanged between random pairs of rows with different ones.
+    """Exchange the captions of random pairs of rows that have different ones.
 
     Raises:
-        ValueError: there are not as many such pairs.
+        ValueError: there are fewer such pairs than `swapped_captions`.
     """
     captions = list(train[args.caption_column])
     swapped = list(captions)
@@ -87,7 +87,7 @@ def with_swaps(train: Dataset, args: DataArguments, seed: int) -> Dataset:
     if left:
         raise ValueError(
             f"`swapped_captions` is {args.swapped_captions}, but only {args.swapped_captions - left} pairs of rows "
-            "with different captions were found. Expected fewer swaps, or more rows."
+            "with different captions were found. Expected as many or more: ask for fewer swaps, or use more rows."
         )
     train = train.remove_columns(args.caption_column).add_column(args.caption_column, swapped)
     return train.add_column(SWAPPED, marks).add_column(TRUE_CAPTION, captions)

@@ -31,7 +31,7 @@ from hf_trak.recipe_kit.training import TrainingRecipeArguments, start, train_an
 from hf_trak.report import image_grid
 
 SIDE, WIDTH, CONTEXT = 16, 32, 8
-"""Of the small model that is trained from scratch: pixels, width of both towers, tokens."""
+"""Sizes of the small model that is trained from scratch: pixels, width of both towers, tokens."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class RecipeTrakConfig(TrakConfig):
 
 
 class ContrastiveTrainer(Trainer):
-    """`Trainer` with a loss that compares the pairs of a batch, over all processes."""
+    """A `Trainer` whose loss compares the pairs of a batch, over all processes."""
 
     def __init__(self, kind: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -89,7 +89,7 @@ class ContrastiveTrainer(Trainer):
 
 
 def build_model(args: RecipeArguments) -> tuple[torch.nn.Module, Callable[..., Any], Callable[..., Any]]:
-    """The model to train, what turns an image into its pixels, and its tokenizer."""
+    """Load or make the model to train, its image transform, and its tokenizer."""
     bias = {"init_logit_scale": float(np.log(10)), "init_logit_bias": -10.0} if args.loss == "sigmoid" else {}
     if args.model_name is not None:
         model, _, preprocess = open_clip.create_model_and_transforms(
@@ -103,7 +103,7 @@ def build_model(args: RecipeArguments) -> tuple[torch.nn.Module, Callable[..., A
         output_dict=True,
         **bias,
     )
-    # Random vectors tell words apart as well as learned ones; trained, they were nearly all of the parameters.
+    # Random vectors tell words apart as well as learned ones. Trained, they would be nearly all of the parameters.
     model.token_embedding.requires_grad_(False)
     return model, image_transform(SIDE, is_train=False), open_clip.SimpleTokenizer(context_length=CONTEXT)
 
@@ -112,7 +112,7 @@ def build_model(args: RecipeArguments) -> tuple[torch.nn.Module, Callable[..., A
 def matched_captions(
     model: torch.nn.Module, collator: ImageTextCollator, targets: Dataset, captions: list[str], device: torch.device
 ) -> list[str]:
-    """For the image of each target, the caption that the model finds most similar, of all distinct ones."""
+    """Find for the image of each target the most similar caption among all distinct ones."""
     model.eval()
     distinct = sorted(set(captions))
     rows = list(targets)
@@ -169,7 +169,7 @@ def present(
 
 
 def find_swapped(attributor: TrakAttributor, train: Dataset, data: DataArguments, top_k: int) -> dict[str, Any]:
-    """How many pairs with a swapped caption are opponents of the same image with the right caption."""
+    """Count the pairs with a swapped caption that are opponents of the same image with the right caption."""
     swapped = [row for row, mark in enumerate(train[SWAPPED]) if mark]
     probes = train.select(swapped).remove_columns([data.caption_column, SWAPPED])
     probes = probes.rename_column(TRUE_CAPTION, data.caption_column)
@@ -190,7 +190,7 @@ def find_swapped(attributor: TrakAttributor, train: Dataset, data: DataArguments
 def main(argv: list[str] | None = None) -> None:
     kinds = (RecipeArguments, DataArguments, RecipeTrakConfig)
     args, data, trak = parse_yaml_and_args(kinds, argv, description=__doc__.splitlines()[0])
-    # The caption column is what the collator reads, not the model.
+    # The collator reads the image and the caption column, which the trainer would remove.
     training, trak = start(args, trak, remove_unused_columns=False)
     with training.main_process_first(desc="loading the dataset"):
         train, targets = load_pairs(data, args.seed)

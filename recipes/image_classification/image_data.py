@@ -26,7 +26,7 @@ class DataArguments(SplitArguments):
 
 
 def load_splits(args: DataArguments) -> tuple[Dataset, Dataset]:
-    """The training rows and the targets, with an `Image` and a `ClassLabel` column."""
+    """Load the training rows and the targets, with an `Image` and a `ClassLabel` column."""
     train, targets = splits.load_splits(args, {DIGITS: digits}, from_directory="imagefolder")
     splits.require_columns(
         (train, targets), {"image_column": args.image_column, "label_column": args.label_column}, args.dataset_name
@@ -35,7 +35,7 @@ def load_splits(args: DataArguments) -> tuple[Dataset, Dataset]:
 
 
 def with_labels(train: Dataset, targets: Dataset, args: DataArguments) -> tuple[Dataset, Dataset]:
-    """Both datasets with the image and the label column in the types that the rest relies on."""
+    """Cast the image and the label column of both datasets to the types that the rest relies on."""
     if not isinstance(train.features[args.label_column], ClassLabel):
         kind = ClassLabel(names=[str(label) for label in sorted(set(train[args.label_column]))])
         train, targets = (

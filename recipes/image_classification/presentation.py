@@ -1,4 +1,4 @@
-"""What the recipe shows at the end: printed targets, a summary, a picture, the scored dataset."""
+"""The end of the recipe: printed targets, a summary, a picture, the scored dataset."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,26 +9,21 @@ import torch
 from datasets import Dataset
 from image_data import DataArguments
 
+from hf_trak.modelout_functions.margins import margin
 from hf_trak.recipe_kit.files import save_dataset, write_json
 from hf_trak.report import image_grid
 
 
 @dataclass
 class Attribution:
-    """The outcome of a run: rows and their scores, and what the model predicted for the targets."""
+    """The outcome of a run: rows, their scores, and the model's predictions for the targets."""
 
     train: Dataset
     scored: Dataset
     logits: np.ndarray
-    """Of the last checkpoint, `(targets, classes)`."""
+    """Logits of the last checkpoint, `(targets, classes)`."""
     self_influence: torch.Tensor
-    """Of the training rows, `(n_train,)`."""
-
-
-def margins(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Logit of the label minus log-sum-exp of the others: the more negative, the surer the model is of its mistake."""
-    values, index = torch.from_numpy(logits).double(), torch.from_numpy(labels)[:, None]
-    return (values.gather(1, index)[:, 0] - values.scatter(1, index, -torch.inf).logsumexp(dim=1)).numpy()
+    """Self-influence of the training rows, `(n_train,)`."""
 
 
 def present(
@@ -47,7 +42,9 @@ def present(
     names = found.train.features[data.label_column].names
     train_labels, labels = (np.asarray(dataset[data.label_column]) for dataset in (found.train, found.scored))
     guesses = found.logits.argmax(axis=-1)
-    rows = np.argsort(margins(found.logits, labels))[:num_targets].tolist()
+    # The more negative the margin, the surer the model is of its mistake.
+    margins = margin(torch.from_numpy(found.logits).double(), torch.from_numpy(labels)).numpy()
+    rows = np.argsort(margins)[:num_targets].tolist()
 
     def side(target: dict[str, Any], prefix: str) -> list[dict[str, Any]]:
         indices, scores = (target[f"trak_{prefix}{part}"][:images_per_side] for part in ("indices", "scores"))

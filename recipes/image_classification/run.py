@@ -75,7 +75,7 @@ class RecipeTrakConfig(TrakConfig):
 def build_model(
     args: RecipeArguments, data: DataArguments, train: Dataset
 ) -> tuple[PreTrainedModel, Any, Callable[[Any], torch.Tensor]]:
-    """The model to train, its processor if it has one, and what turns a list of images into `pixel_values`."""
+    """Load or make the model to train, its processor if it has one, and the function from images to `pixel_values`."""
     names = train.features[data.label_column].names
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     if args.model_name_or_path is not None:
@@ -112,7 +112,7 @@ def build_model(
 
 
 def with_pixels(dataset: Dataset, preprocess: Callable[[Any], torch.Tensor], data: DataArguments) -> Dataset:
-    """The dataset with images turned into what the model takes, whenever rows are read."""
+    """Turn images into what the model takes whenever rows of the dataset are read."""
 
     def transform(rows: dict[str, list[Any]]) -> dict[str, Any]:
         return {"pixel_values": preprocess(rows[data.image_column]), "labels": rows[data.label_column]}
@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
     kinds = (RecipeArguments, DataArguments, RecipeTrakConfig)
     args, data, trak = parse_yaml_and_args(kinds, argv, description=__doc__.splitlines()[0])
     output_dir = Path(args.output_dir)
-    # The image column is what the transform reads.
+    # The transform reads the image column, which the trainer would remove.
     training, trak = start(args, trak, remove_unused_columns=False)
     with training.main_process_first(desc="loading the dataset"):
         train, targets = load_splits(data)
@@ -133,8 +133,6 @@ def main(argv: list[str] | None = None) -> None:
     trainer = Trainer(
         model=model, args=training, train_dataset=with_pixels(train, preprocess, data), processing_class=processor
     )
-    trainer.accelerator.wait_for_everyone()
-
     settings = args.settings("model_name_or_path", "architecture", "image_size")
     settings |= {"label_column": data.label_column, "train_dataset": fingerprint_dataset(train)}
     seen_targets = with_pixels(targets, preprocess, data)

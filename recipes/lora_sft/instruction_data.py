@@ -39,7 +39,7 @@ class DataArguments(SplitArguments):
 
 
 def load_instructions(args: DataArguments) -> tuple[Dataset, Dataset]:
-    """The training rows and the targets, with columns of prompts and completions."""
+    """Load the training rows and the targets, with columns of prompts and completions."""
     loaded = splits.load_splits(args, {PYTHON_QUESTIONS: python_questions})
     wanted = {"prompt_column": args.prompt_column, "completion_column": args.completion_column}
     splits.require_columns(loaded, wanted, args.dataset_name)
@@ -47,7 +47,7 @@ def load_instructions(args: DataArguments) -> tuple[Dataset, Dataset]:
 
 
 def python_questions() -> DatasetDict:
-    """What functions of Python's library do, in the first sentence of their documentation.
+    """Make questions about functions of Python's library, answered by the first sentence of their documentation.
 
     The test split asks for the same facts in other words, so each target has one training row with its answer.
     """
@@ -71,7 +71,7 @@ def python_questions() -> DatasetDict:
 
 
 def tokenized(rows: Dataset, tokenizer: Any, max_length: int, args: DataArguments) -> Dataset:
-    """The rows with `input_ids`, `attention_mask` and `labels`; only tokens of the completion are labels.
+    """Add `input_ids`, `attention_mask` and `labels` to the rows; only tokens of the completion are labels.
 
     Raises:
         ValueError: a row has no token of its completion within `max_length`.
@@ -94,5 +94,5 @@ def tokenized(rows: Dataset, tokenizer: Any, max_length: int, args: DataArgument
 
 
 def as_text(value: Any) -> str:
-    """A prompt or completion as text, messages one after the other."""
+    """Write a prompt or completion as text, messages one after the other."""
     return value if isinstance(value, str) else " ".join(f"{turn['role']}: {turn['content']}" for turn in value)

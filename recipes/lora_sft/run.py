@@ -64,7 +64,7 @@ class RecipeArguments(TrainingRecipeArguments):
 
 
 def build_model(args: RecipeArguments, data: DataArguments, train: Dataset) -> tuple[PeftModel, Any]:
-    """The base model below new adapters, and its tokenizer."""
+    """Load or make the base model, put new adapters on it, and return both with the tokenizer."""
     to_save = None
     if args.model_name_or_path is not None:
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)

@@ -34,7 +34,7 @@ class Network(nn.Module):
 
 
 def data() -> tuple[Dataset, Dataset]:
-    """Training rows and targets."""
+    """Load training rows and targets."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     rows = {"pixel_values": (digits.images[order] / 16.0).astype(np.float32), "labels": digits.target[order]}
@@ -83,7 +83,7 @@ def score(args: argparse.Namespace) -> None:
 
 
 def part(text: str) -> tuple[int, int]:
-    """`2/8` as (2, 8)."""
+    """Read `2/8` as (2, 8)."""
     index, _, count = text.partition("/")
     return int(index), int(count)
 

@@ -6,8 +6,7 @@
 See README.md beside this file.
 """
 
-import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.data.rows import fingerprint_dataset
 from hf_trak.modelout_functions.margins import margin
@@ -34,7 +33,7 @@ from hf_trak.recipe_kit.outcome import attributions, print_attributions
 from hf_trak.recipe_kit.python_text import python_packages
 from hf_trak.recipe_kit.splits import SplitArguments
 from hf_trak.recipe_kit.text_models import train_tokenizer
-from hf_trak.recipe_kit.training import TrainingRecipeArguments, spread, start, train_once
+from hf_trak.recipe_kit.training import TrainingRecipeArguments, start, train_and_attribute
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 
@@ -92,7 +91,7 @@ class RecipeArguments(TrainingRecipeArguments):
 
 
 def load_texts(args: DataArguments) -> tuple[Dataset, Dataset]:
-    """The training rows and the targets, with text columns and a `ClassLabel` column."""
+    """Load the training rows and the targets, with text columns and a `ClassLabel` column."""
     train, targets = splits.load_splits(args, {"python_packages": python_packages})
     columns = {"text_columns": args.text_columns[0], "label_column": args.label_column}
     splits.require_columns((train, targets), columns, args.dataset_name)
@@ -106,7 +105,7 @@ def load_texts(args: DataArguments) -> tuple[Dataset, Dataset]:
 
 
 def build_model(args: RecipeArguments, data: DataArguments, train: Dataset) -> tuple[PreTrainedModel, Any]:
-    """The model to train and its tokenizer."""
+    """Load or make the model to train, and its tokenizer."""
     names = train.features[data.label_column].names
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     if args.model_name_or_path is not None:
@@ -124,7 +123,7 @@ def build_model(args: RecipeArguments, data: DataArguments, train: Dataset) -> t
 
 
 def tokenized(rows: Dataset, tokenizer: Any, args: RecipeArguments, data: DataArguments) -> Dataset:
-    """The rows with what the model takes beside the texts."""
+    """Add the columns that the model takes to the rows."""
 
     def tokenize(batch: dict[str, list[Any]]) -> dict[str, Any]:
         texts = [batch[column] for column in data.text_columns]
@@ -138,7 +137,6 @@ def main(argv: list[str] | None = None) -> None:
     args, data, trak = parse_yaml_and_args(kinds, argv, description=__doc__.splitlines()[0])
     output_dir = Path(args.output_dir)
     training, trak = start(args, trak)
-    clock = [time.perf_counter()]
     with training.main_process_first(desc="loading the dataset"):
         train, targets = load_texts(data)
     set_seed(args.seed)
@@ -146,30 +144,14 @@ def main(argv: list[str] | None = None) -> None:
     with training.main_process_first(desc="tokenizing"):
         train_tokens, target_tokens = (tokenized(rows, tokenizer, args, data) for rows in (train, targets))
     trainer = Trainer(model=model, args=training, train_dataset=train_tokens, processing_class=tokenizer)
-    trainer.accelerator.wait_for_everyone()
-
     settings = args.settings("model_name_or_path", "max_length")
     settings |= {"text_columns": data.text_columns, "train_dataset": fingerprint_dataset(train)}
-    checkpoints = spread(train_once(trainer, settings), args.num_checkpoints)
+    outcome = train_and_attribute(trainer, args, trak, settings, target_tokens)
     logits = trainer.predict(target_tokens).predictions
-    clock.append(time.perf_counter())
-
-    attributor = TrakAttributor.from_trainer(trainer, args=trak)
-    attributor.featurize(checkpoints=checkpoints)
-    clock.append(time.perf_counter())
-    scored = attributor.attribute(target_tokens, top_k=args.top_k)
-    self_influence = attributor.self_influence()
-    clock.append(time.perf_counter())
-    stages = ("training", "featurizing", "scoring")
-    seconds = {stage: round(b - a, 1) for stage, a, b in zip(stages, clock, clock[1:], strict=False)}
+    self_influence = outcome.attributor.self_influence()
     if trainer.is_world_process_zero():
-        facts = {
-            "parameters": attributor.layout.total,
-            "checkpoints": checkpoints,
-            "seconds": seconds,
-            "arguments": {**asdict(trak), **asdict(data), **asdict(args)},
-        }
-        present(train, targets, scored, logits, self_influence, args, data, output_dir, facts)
+        facts = outcome.facts(trak, data, args)
+        present(train, targets, outcome.scored, logits, self_influence, args, data, output_dir, facts)
     trainer.accelerator.wait_for_everyone()
 
 

@@ -26,7 +26,7 @@ LENGTH = 24
 
 @dataclass(frozen=True)
 class Size:
-    """What flags say about a case; `None` is its own default."""
+    """The size of a case as flags give it; `None` is the default of the case."""
 
     train_rows: int | None = None
     targets: int = 100

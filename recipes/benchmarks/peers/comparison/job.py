@@ -1,4 +1,4 @@
-"""What one library does in a process of its own: read requests, do the work, write scores, tell times."""
+"""The worker of one library: a process that reads requests, does the work, writes scores and tells times."""
 
 import importlib
 import json
@@ -58,7 +58,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is asked for.
+    """A request to a worker.
 
     Attributes:
         models: the checkpoints.
@@ -134,7 +134,7 @@ def serve(library: str, path: Path) -> None:
 
 
 class PeakMemory:
-    """Most memory of this process since, above what it held. Linux tells; elsewhere it is unknown."""
+    """Peak memory of this process since then, above what it held; known on Linux only."""
 
     def __init__(self) -> None:
         self.before: float | None = None

@@ -23,7 +23,7 @@ LIBRARIES = list(REQUIREMENTS)
 
 
 def install(library: str, directory: Path) -> None:
-    """Install a peer into a folder of its own, unless it is there."""
+    """Install a peer into a folder of its own, unless it is installed."""
     if not REQUIREMENTS[library] or (directory / library).is_dir():
         return
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(directory / library)]
@@ -77,7 +77,7 @@ class Worker:
 
 
 def kept(path: Path, key: dict[str, Any], make: Any) -> dict[str, Any]:
-    """What `make()` gives, from a file if it is there and was made for the same `key`. Errors are not kept."""
+    """Return the result of `make()`, or read it from a file that was made for the same `key`. Errors are not kept."""
     if path.is_file():
         read = json.loads(path.read_text())
         if read["key"] == key:

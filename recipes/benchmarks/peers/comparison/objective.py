@@ -1,4 +1,4 @@
-"""What is attributed, from logits: a sum of margins, as the TRAK paper has it (Park et al. 2023, Section 3)."""
+"""The attributed output, from logits: a sum of margins (TRAK paper, Park et al. 2023, Section 3)."""
 
 import torch
 from torch import Tensor

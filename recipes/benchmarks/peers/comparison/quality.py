@@ -56,7 +56,7 @@ def tune(path: Path, library: str, seed: int, truth: Truth) -> dict[str, Any]:
 
 
 def judge(path: Path, library: str, seeds: list[int], tuned: str, truth: Truth) -> tuple[dict[str, Any], Resampled]:
-    """LDS of the judging targets, by kind of λ, over projection seeds; and what intervals of differences need."""
+    """LDS of the judging targets, by kind of λ, over projection seeds; and its resamples, for intervals."""
     result: dict[str, Any] = {}
     resampled: Resampled = {}
     for kind, name in ((DEFAULT, DEFAULT), ("tuned", tuned)):
@@ -70,7 +70,7 @@ def judge(path: Path, library: str, seeds: list[int], tuned: str, truth: Truth) 
 
 
 def differences(ours: Resampled, theirs: Resampled) -> dict[str, dict[str, float]]:
-    """How much higher ours is, by kind of λ, on the same subsets and targets."""
+    """Subtract their LDS from ours, by kind of λ, on the same subsets and targets."""
     return {
         f"behind_{kind}": interval(ours[kind][0] - theirs[kind][0], ours[kind][1] - theirs[kind][1])
         for kind in theirs

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 Results = dict[str, dict[str, Any]]
-"""What was found, by library."""
+"""Results by library."""
 
 
 def seconds(once: dict[str, Any], stage: str) -> float | None:
-    """Of one timed round; `all` is featurizing and scoring."""
+    """Seconds of a stage in one timed round; `all` is featurizing and scoring."""
     taken = once["seconds"]
     if stage == "all" and "all" not in taken:
         return taken["featurize"] + taken["score"]
@@ -17,7 +17,7 @@ def seconds(once: dict[str, Any], stage: str) -> float | None:
 
 
 def cpu_minutes(entry: dict[str, Any]) -> float:
-    """Of featurizing and scoring, the median of the rounds."""
+    """CPU minutes of featurizing and scoring, the median of the rounds."""
     used = [each["cpu"] for each in entry["rounds"]]
     return statistics.median(cpu.get("all", cpu.get("featurize", 0.0) + cpu.get("score", 0.0)) for cpu in used) / 60
 

@@ -1,4 +1,4 @@
-"""Ground truth: what retraining on random halves does to every target."""
+"""Ground truth: the outputs of every target after retraining on random halves."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from comparison.objective import label_tokens, losses, margins
 from hf_trak.evaluation import random_subsets
 
 GROUP = 20
-"""Models that are trained at once; what an interrupted run loses at most."""
+"""Number of models that are trained at once, and the most that an interrupted run loses."""
 
 BATCH = 50
 
@@ -80,7 +80,7 @@ def checkpoints(case: Case, count: int, directory: Path) -> list[nn.Module]:
 
 
 def ground_truth(case: Case, subsets: int, repeats: int, directory: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Masks `(s, n)`, and f of the targets `(s, m)` averaged over repeats. What is in the directory is not redone."""
+    """Masks `(s, n)`, and f of the targets `(s, m)` averaged over repeats. Existing files are not made again."""
     masks = random_subsets(case.train_rows, subsets, seed=7)
     np.save(directory / f"masks-{subsets}.npy", masks)
     outputs = np.zeros((subsets, len(case.labels) - case.train_rows))

@@ -113,7 +113,7 @@ def save(case: Case, model: nn.Module, directory: Path) -> None:
 
 
 def longer(model: Any) -> Any:
-    """A GPT-2 with room for as many positions as a batch has tokens; those beyond a row's end are never used."""
+    """A GPT-2 with as many positions as a batch has tokens; those beyond a row's end are never used."""
     config = copy.deepcopy(model.config)
     config.n_positions = TOKENS
     bigger = type(model)(config)
