@@ -1,4 +1,4 @@
-"""What several test modules share: scikit-learn's digits as datasets, and a small classifier of them."""
+"""Scikit-learn's digits as datasets, and a small classifier of them, for several test modules."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class DigitNet(nn.Module):
 
 
 def digits(start: int, stop: int) -> Dataset:
-    """Rows `start … stop` of the digits, with a column that no model takes."""
+    """Load rows `start … stop` of the digits, with a column that no model takes."""
     data = load_digits()
     source = ["scan", "photo", "form"]
     rows = {
@@ -40,7 +40,7 @@ def digits(start: int, stop: int) -> Dataset:
 
 
 def trained_net(rows: Dataset, steps: int = 30, seed: int = 0) -> DigitNet:
-    """A network that has learned something of these rows."""
+    """Train a network on these rows for a few steps."""
     torch.manual_seed(seed)
     net = DigitNet()
     pixels = torch.tensor(np.array(rows["pixel_values"]), dtype=torch.float32)
@@ -54,7 +54,7 @@ def trained_net(rows: Dataset, steps: int = 30, seed: int = 0) -> DigitNet:
 
 
 def make(model: nn.Module, directory: Path, train_dataset: Any, **options: Any) -> TrakAttributor:
-    """An attributor with small shards and batches that do not divide anything."""
+    """Make an attributor with small shards, and batches whose size divides nothing."""
     defaults = {"proj_type": "sjlt", "proj_dim": 64, "shard_size": 16, "per_device_batch_size": 5}
     config = TrakConfig(output_dir=str(directory), use_cpu=True, disable_tqdm=True, **{**defaults, **options})
     return TrakAttributor(model, config, train_dataset=train_dataset, task="image_classification")

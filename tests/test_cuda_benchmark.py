@@ -94,7 +94,7 @@ def test_both_kernels_of_hopper_are_measured(monkeypatch):
 
 
 def test_the_way_of_torch_projects_by_random_signs(monkeypatch):
-    """What it adds to a sum has the parity of the number of ones, and the size of a random walk."""
+    """Its part of a sum has the parity of the number of ones, and the size of a random walk."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu_kernels
 

@@ -284,7 +284,7 @@ def test_wrong_kernels_are_refused(ampere, monkeypatch):
 
 @pytest.mark.parametrize("failure", ["wrong", "refused"])
 def test_hopper_goes_on_without_its_own_instructions(hopper, monkeypatch, caplog, failure):
-    """Where their kernel is wrong or cannot run: with a warning, by the kernel for all GPUs."""
+    """If their kernel is wrong or cannot run, the kernel for all GPUs takes its place, with a warning."""
     monkeypatch.setattr(self_check, "_done", set())
     monkeypatch.setattr(self_check, "_without_wgmma", set())
     arguments = ("rademacher", torch.bfloat16, 3, torch.device("cpu"), 1)

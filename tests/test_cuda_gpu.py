@@ -49,7 +49,7 @@ def _kernels_are_tested():
 
 @pytest.fixture(params=["wgmma", "mma"])
 def instruction(request, monkeypatch):
-    """What multiplies signs: Hopper's own instructions, or those of all GPUs."""
+    """The instructions that multiply signs: Hopper's own, or those of all GPUs."""
     if request.param == "wgmma" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("only Hopper has wgmma")
     monkeypatch.setenv("HF_TRAK_WGMMA", "1" if request.param == "wgmma" else "0")
@@ -114,7 +114,7 @@ def test_long_chains(dtype, rows, terms, instruction, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [7, 70])
 def test_signs_without_tensor_cores(dtype, rows):
-    """What GPUs before Ampere run."""
+    """The kernels of GPUs before Ampere."""
     block = integers(rows, 9001, dtype)
     out = torch.zeros(rows, 300, device=CUDA)
     accumulate_dense(RUNTIME, "rademacher", out, block.to(CUDA), 5, SEED, MODEL_ID, 2, "fma")

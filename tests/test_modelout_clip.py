@@ -324,7 +324,7 @@ def test_called_on_the_class_as_in_the_trak_api(pairs):
     """The default of tasks without embeddings of their own, and of the static form of `get_output`."""
 
     class Task(CLIPModelOutput):
-        """What this test leaves on a class stays on this one."""
+        """Keeps on itself what this test leaves on a class."""
 
     model = open_clip_model()
     Task.get_embeddings(model, [pairs] * 20, batch_size=PAIRS, embedding_dim=12)

@@ -438,7 +438,7 @@ def test_tuple_batches_are_read_by_position():
 
 
 def test_decoder_inputs_are_the_models_own():
-    """What the model makes of labels alone, and what the task gives it, must be the same."""
+    """The decoder inputs that the model makes of labels, and those that the task gives it, must be the same."""
     labels = torch.tensor([[5, 6, 7, 1], [9, 1, -100, -100]])
     inputs = torch.randint(3, VOCAB, (2, 5))
     for build in SEQ2SEQ.values():

@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-
 from rounding import assert_within, product_bound, random_walk_bound, unit_roundoff
 
 from hf_trak.errors import NonFiniteError

@@ -1,4 +1,4 @@
-"""What must hold for every seed, cut and position: drawn at random, compared with the definition and with itself."""
+"""Properties of the maps for every seed, cut and position, drawn at random: by the definition and among themselves."""
 
 import math
 import random
@@ -153,7 +153,7 @@ def test_no_repeated_rows():
 
 
 def unique_calls(calls):
-    """How many different 128-bit outputs, out of how many."""
+    """Count the different 128-bit outputs, and all of them."""
     words = np.concatenate([torch.stack(words, -1).reshape(-1, 4).numpy() for words in calls])
     return len(np.unique(words, axis=0)), len(words)
 

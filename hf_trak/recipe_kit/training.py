@@ -35,7 +35,7 @@ TrakConfigT = TypeVar("TrakConfigT", bound=TrakConfig)
 
 @dataclass
 class TrainingRecipeArguments:
-    """How to train, and how much to attribute. Recipes add fields, and other defaults."""
+    """Arguments of training, and how much to attribute. Recipes add fields and change defaults."""
 
     COUNTS: ClassVar[tuple[str, ...]] = ("num_checkpoints", "num_targets", "top_k")
     """Fields whose smallest value is 1."""

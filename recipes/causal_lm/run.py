@@ -39,7 +39,7 @@ from hf_trak.recipe_kit.training import TrainingRecipeArguments, start, train_an
 
 @dataclass
 class DataArguments(SplitArguments):
-    """Which documents to train on, and which to explain."""
+    """The documents to train on and those to explain."""
 
     dataset_name: str = field(
         default="Salesforce/wikitext",
@@ -71,7 +71,7 @@ class DataArguments(SplitArguments):
 
 @dataclass
 class RecipeArguments(TrainingRecipeArguments):
-    """How to train, and what to show. `DataArguments` and `TrakConfig` come beside these."""
+    """Arguments of the model, its training and the output; `DataArguments` and `TrakConfig` hold the others."""
 
     COUNTS: ClassVar[tuple[str, ...]] = (*TrainingRecipeArguments.COUNTS, "texts_per_side")
 

@@ -15,7 +15,7 @@ SWAPPED, TRUE_CAPTION = "swapped", "true_caption"
 
 @dataclass
 class DataArguments(SplitArguments):
-    """Which pairs to train on, and which to explain."""
+    """The pairs to train on and those to explain."""
 
     dataset_name: str = field(
         default=DIGITS,

@@ -36,7 +36,7 @@ SIDE, WIDTH, CONTEXT = 16, 32, 8
 
 @dataclass
 class RecipeArguments(TrainingRecipeArguments):
-    """How to train, and what to show. `DataArguments` and `RecipeTrakConfig` come beside these."""
+    """Arguments of the model, its training and the output; `DataArguments` and `RecipeTrakConfig` hold the others."""
 
     COUNTS: ClassVar[tuple[str, ...]] = (*TrainingRecipeArguments.COUNTS, "simulated_negatives", "images_per_side")
 

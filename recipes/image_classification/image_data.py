@@ -12,7 +12,7 @@ DIGITS = "digits"
 
 @dataclass
 class DataArguments(SplitArguments):
-    """Which images to train on, and which to explain."""
+    """The images to train on and those to explain."""
 
     dataset_name: str = field(
         default=DIGITS,

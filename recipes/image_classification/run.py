@@ -36,7 +36,7 @@ from hf_trak.recipe_kit.training import TrainingRecipeArguments, start, train_an
 
 @dataclass
 class RecipeArguments(TrainingRecipeArguments):
-    """How to train, and what to show. `DataArguments` and `RecipeTrakConfig` come beside these."""
+    """Arguments of the model, its training and the output; `DataArguments` and `RecipeTrakConfig` hold the others."""
 
     COUNTS: ClassVar[tuple[str, ...]] = (*TrainingRecipeArguments.COUNTS, "images_per_side")
 

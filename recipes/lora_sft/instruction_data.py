@@ -19,7 +19,7 @@ TRAIN_PROMPT, TEST_PROMPT = "Question: What does {} do?\nAnswer:", "Question: Ex
 
 @dataclass
 class DataArguments(SplitArguments):
-    """Which instructions to train on, and which to explain."""
+    """The instructions to train on and those to explain."""
 
     dataset_name: str = field(
         default="trl-lib/tldr",

@@ -38,7 +38,7 @@ TOKENS = ("input_ids", "attention_mask", "labels")
 
 @dataclass
 class RecipeArguments(TrainingRecipeArguments):
-    """How to tune, and what to show. `DataArguments` and `TrakConfig` come beside these."""
+    """Arguments of the model, its training and the output; `DataArguments` and `TrakConfig` hold the others."""
 
     output_dir: str = field(
         default="outputs/lora_sft",

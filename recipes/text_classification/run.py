@@ -39,7 +39,7 @@ from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 @dataclass
 class DataArguments(SplitArguments):
-    """Which texts to train on, and which to explain."""
+    """The texts to train on and those to explain."""
 
     dataset_name: str = field(
         default="nyu-mll/glue",
@@ -73,7 +73,7 @@ class DataArguments(SplitArguments):
 
 @dataclass
 class RecipeArguments(TrainingRecipeArguments):
-    """How to train, and what to show. `DataArguments` and `TrakConfig` come beside these."""
+    """Arguments of the model, its training and the output; `DataArguments` and `TrakConfig` hold the others."""
 
     output_dir: str = field(
         default="outputs/text_classification",
