@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "hf_trak"
-INTERNAL = {"gradient_computers", "report"}
+INTERNAL = {"report"}
 
 
 def statements(function: ast.AST) -> Iterator[ast.AST]:

@@ -377,7 +377,7 @@ def test_seed_tasks_on_tuple_batches() -> None:
     for engine, task in (("auto", SeedMargin()), ("functional", SeedMargin()), ("iterative", SeedIterativeMargin())):
         computer = make_gradient_computer(engine, model, task)
         assert_close(streamed(computer, list(batch), 5)[0], concatenated(expected, computer.layout))
-    with pytest.raises(TypeError, match="seeds' form"):
+    with pytest.raises(TypeError, match="functional form"):
         functional.compute_per_sample_grad({"x": batch[0], "y": batch[1]})
 
 

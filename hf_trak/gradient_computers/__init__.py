@@ -1,4 +1,13 @@
-"""How per-sample gradients are taken: the engines, and the choice among them."""
+"""Gradient computers: a model, a task and a batch in; blocks of per-sample gradients out.
+
+`base` has the contract, and `layout` the order of the parameters. The engines are `hooked/` (one pass over the batch),
+`functional` (vmap) and `iterative` (one sample at a time). `auto` chooses among them, and checks the choice on the
+first batch against plain autograd (`self_check`, `tolerance`, `padding`). `per_sample` is the public function without
+tasks. Start reading at `auto`, or at the map in `hooked/__init__`.
+
+The package imports tasks (`hf_trak.modelout_functions`), free memory and `_compat`. It knows no files and no
+projections.
+"""
 
 from collections.abc import Iterable
 
@@ -7,8 +16,9 @@ import torch
 from hf_trak.gradient_computers.auto import ENGINES, AutoGradientComputer, engines_of
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink, batch_size_of
 from hf_trak.gradient_computers.functional import FunctionalGradientComputer
+from hf_trak.gradient_computers.hooked.batched_op import BatchedOp, register_op_handler, unregister_op_handler
 from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
-from hf_trak.gradient_computers.hooked.rules import LayerCall, register_layer_rule
+from hf_trak.gradient_computers.hooked.rules import LayerCall, register_layer_rule, unregister_layer_rule
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.gradient_computers.per_sample import per_sample_gradients
@@ -19,6 +29,7 @@ __all__ = [
     "AbstractGradientComputer",
     "AutoGradientComputer",
     "BatchOutputs",
+    "BatchedOp",
     "FunctionalGradientComputer",
     "GradientSink",
     "HookedGradientComputer",
@@ -30,6 +41,9 @@ __all__ = [
     "make_gradient_computer",
     "per_sample_gradients",
     "register_layer_rule",
+    "register_op_handler",
+    "unregister_layer_rule",
+    "unregister_op_handler",
 ]
 
 
@@ -43,22 +57,33 @@ def make_gradient_computer(
     self_check: bool = True,
     max_block_bytes: int | None = None,
 ) -> AutoGradientComputer:
-    """A gradient computer by name, which checks itself on the first batch.
+    """Make a gradient computer by name. It checks itself on the first batch.
 
     Args:
-        engine: `"auto"` tries the engines of [`ENGINES`] in order; a name takes that one alone, and its failing the
-            check is an error.
-        model: the model.
-        task: the model output function.
-        grad_wrt: names of the parameters to attribute; `None` takes those with `requires_grad`.
-        dtype: dtype of the gradients; `None` keeps that of the parameters.
-        device: device of the gradients; `None` keeps that of the parameters.
-        self_check: whether to compare two samples of the first batch with plain autograd on each alone.
-        max_block_bytes: bytes of a block of gradients at which the hooked engine cuts large parameters into slices;
-            `None` is 32 MiB, and 256 MiB on a GPU.
+        engine (`str`):
+            `"auto"` tries the engines of [`ENGINES`] in order. A name takes that one alone, and raises where it fails
+            the check.
+        model (`torch.nn.Module`):
+            The model.
+        task ([`AbstractModelOutput`]):
+            The model output function.
+        grad_wrt (`Iterable[str]`, *optional*):
+            Names of the parameters to attribute. `None` takes those with `requires_grad`.
+        dtype (`torch.dtype`, *optional*):
+            Dtype of the gradients. `None` keeps that of the parameters.
+        device (`torch.device` or `str`, *optional*):
+            Device of the gradients. `None` keeps that of the parameters.
+        self_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare two samples of the first batch with plain autograd on each alone.
+        max_block_bytes (`int`, *optional*):
+            Bytes of a block of gradients at which the hooked engine cuts large parameters into slices. `None` is
+            32 MiB, and 256 MiB on a GPU.
+
+    Returns:
+        [`AutoGradientComputer`]: the gradient computer.
 
     Raises:
-        ValueError: an unknown engine; `max_block_bytes` is not positive.
+        ValueError: an unknown engine; `max_block_bytes` is not positive; `grad_wrt` does not fit the model.
     """
     return AutoGradientComputer(
         model, task, None, dtype, device, grad_wrt, engines_of(engine), self_check, max_block_bytes

@@ -1,4 +1,4 @@
-"""The engine that chooses an engine, and checks it on the first batch before it is trusted."""
+"""The choice of an engine, and its check on the first batch."""
 
 import logging
 from collections import defaultdict
@@ -38,7 +38,11 @@ _NOT_OF_ENGINES = (NonFiniteError, PeerProcessError, OSError, MemoryError)  # a 
 
 
 def engines_of(engine: str) -> tuple[str, ...]:
-    """The engines that a choice allows: all of them in order for `"auto"`. Raises `ValueError` for an unknown name."""
+    """List the engines that a choice allows: all of them in order for `"auto"`.
+
+    Raises:
+        ValueError: `engine` is no name of an engine.
+    """
     if engine != "auto" and engine not in ENGINES:
         raise ValueError(f"`engine` is {engine!r}; expected 'auto' or one of {list(ENGINES)}.")
     return tuple(ENGINES) if engine == "auto" else (engine,)
@@ -47,20 +51,23 @@ def engines_of(engine: str) -> tuple[str, ...]:
 class AutoGradientComputer(AbstractGradientComputer):
     """Tries engines in order, and keeps the first whose gradients are those of plain autograd on each sample alone.
 
-    The check takes two samples of the first batch (and of the first batch that looks different: another side, other
-    keys). It costs one extra pass over that batch and one forward and backward pass of each of the two samples; in
-    half precision, another two of each, to measure what rounding does.
+    The check takes two samples of the first batch (and of the first batch of another kind: another side, other keys).
+    It costs one extra pass over that batch and one forward and backward pass of each of the two samples; in half
+    precision, another two of each, to measure what rounding does.
 
-    A batch that is already padded does not show what padding does to a sample. Whoever can have a row collated alone
-    sets `collated_alone` before each batch: then the first padded row that is found (see `padding`) is compared with
+    A batch that is already padded does not show what padding does to a sample. Callers that can collate a row alone
+    set `collated_alone` before each batch: then the first padded row that is found (see `padding`) is compared with
     itself alone, in the first batch or a later one.
 
     Attributes:
-        engine (`str` or `None`): name of the engine in use, `None` before the first batch.
-        collated_alone (`Callable[[int], Batch]` or `None`): gives, for a position within the batch that comes next,
-            the batch that the data collator makes of that row alone, on the same device. Called for few rows.
-        half_precision (`bool` or `None`): whether the forward pass was seen to compute in half precision, be it under
-            an autocast that only the model itself switches on; `None` before the first check.
+        engine (`str`, *optional*):
+            Name of the engine in use. `None` before the first batch.
+        collated_alone (`Callable[[int], Batch]`, *optional*):
+            Returns, for a position within the batch that comes next, the batch that the data collator makes of that
+            row alone, on the same device. Called for few rows.
+        half_precision (`bool`, *optional*):
+            Whether the forward pass was seen to compute in half precision, also under an autocast that the model
+            itself switches on. `None` before the first check.
     """
 
     def __init__(
@@ -75,15 +82,32 @@ class AutoGradientComputer(AbstractGradientComputer):
         self_check: bool = True,
         max_block_bytes: int | None = None,
     ) -> None:
-        """See [`AbstractGradientComputer`].
-
+        """
         Args:
-            engines: names from [`ENGINES`] in the order in which they are tried.
-            self_check: whether to compare two samples of the first batch with plain autograd.
-            max_block_bytes: see [`HookedGradientComputer`]; the other engines do not cut parameters into slices.
+            model (`torch.nn.Module`):
+                The model whose parameters are differentiated.
+            task ([`AbstractModelOutput`]):
+                The model output function.
+            grad_dim (`int`, *optional*):
+                P, the number of attributed parameters. `None` counts them.
+            dtype (`torch.dtype`, *optional*, defaults to `torch.float16`):
+                Dtype in which gradients are returned. `None` keeps that of the parameters.
+            device (`torch.device` or `str`, *optional*, defaults to `"cuda"`):
+                Device of the returned gradients, not touched before the first batch. `None` keeps that of the
+                parameters.
+            grad_wrt (`Iterable[str]`, *optional*):
+                Names of the parameters to attribute, see [`ParameterLayout.from_model`]. `None` takes those with
+                `requires_grad`.
+            engines (`Sequence[str]`, *optional*, defaults to `("hooked", "functional", "iterative")`):
+                Names from [`ENGINES`] in the order in which they are tried.
+            self_check (`bool`, *optional*, defaults to `True`):
+                Whether to compare two samples of the first batch with plain autograd.
+            max_block_bytes (`int`, *optional*):
+                See [`HookedGradientComputer`]. The other engines do not cut parameters into slices.
 
         Raises:
-            ValueError: an unknown engine; `max_block_bytes` is not positive.
+            ValueError: an unknown engine; `max_block_bytes` is not positive; `grad_dim` is not the number of
+                attributed parameters; `grad_wrt` does not fit the model.
         """
         super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
         unknown = [name for name in engines if name not in ENGINES]
@@ -124,7 +148,7 @@ class AutoGradientComputer(AbstractGradientComputer):
         return self._ready(batch, side).stream(batch, sink, side)
 
     def _ready(self, batch: Batch, side: Side) -> AbstractGradientComputer:
-        """The engine to use for this batch, chosen and checked."""
+        """Choose and check the engine for this batch."""
         split = SplitBatch.of(batch)
         # a batch of one cannot show that samples mix, so a larger one is checked again
         kind = (side, split.keys, split.size > 1)
@@ -146,15 +170,14 @@ class AutoGradientComputer(AbstractGradientComputer):
         return computer
 
     def _chosen(self, reference: Reference | None, samples: Samples) -> AbstractGradientComputer:
-        """The engine in use, or else the next, if its gradients are those of the reference; else one that comes
-        after it."""
+        """Return the engine in use, or the next one, that has the gradients of the reference."""
         while True:
             try:
                 computer = self._computer or self._next()
                 if reference is not None:
                     self._check(computer, reference, samples.batch, samples.side)
                 return computer
-            except Exception as error:  # an engine may fail in any way, where plain autograd has just not
+            except Exception as error:  # an engine may fail in any way; plain autograd has just not failed
                 self._refuse(error)
 
     def _refuse(self, error: Exception) -> None:
@@ -187,7 +210,10 @@ class AutoGradientComputer(AbstractGradientComputer):
             ) from error
 
     def _reference(self, samples: Samples) -> Reference | None:
-        """Plain autograd's gradients, after making sure that samples do not mix. What fails here is no engine."""
+        """Take the gradients by plain autograd, and make sure that samples do not mix.
+
+        An error here is about the model or the batch, and no other engine is tried.
+        """
         plain = self._make("iterative", dtype=None)
         assert isinstance(plain, IterativeGradientComputer)
         reference = reference_of(plain, samples)
@@ -200,7 +226,7 @@ class AutoGradientComputer(AbstractGradientComputer):
         return reference
 
     def _announce(self) -> None:
-        """Say which engine it is: a warning where a faster one was refused, with the reason."""
+        """Log which engine is used: as a warning, with the reason, where a faster one was refused."""
         name = type(self.model).__name__
         if not self._refusals:
             logger.info("Per-sample gradients of %s by the %s engine.", name, self.engine)
@@ -215,7 +241,7 @@ class AutoGradientComputer(AbstractGradientComputer):
         )
 
     def _check(self, computer: AbstractGradientComputer, reference: Reference, batch: Batch, side: Side) -> None:
-        """[`check_against`], at the precision of the parameters rather than that of the features."""
+        """Run [`check_against`] at the precision of the parameters rather than that of the features."""
         kept = computer.dtype, computer.device
         computer.dtype = computer.device = None
         try:
@@ -224,16 +250,18 @@ class AutoGradientComputer(AbstractGradientComputer):
             computer.dtype, computer.device = kept
 
     def _next(self) -> AbstractGradientComputer:
+        """Make the engine that comes next."""
         self.engine = self._remaining.pop(0)
         self._computer = self._make(self.engine, self.dtype)
         return self._computer
 
     def _make(self, name: str, dtype: torch.dtype | None) -> AbstractGradientComputer:
+        """Make an engine by name."""
         computer = ENGINES[name](self.model, self.modelout_fn, self.grad_dim, dtype, self.device, self.grad_wrt)
         if isinstance(computer, HookedGradientComputer):
             computer.max_block_bytes = self.max_block_bytes
         if isinstance(computer, IterativeGradientComputer) and not isinstance(self.modelout_fn, BatchedModelOutput):
-            # chosen by name, the iterative engine calls a task without a batched form as the seeds' one does; as a
+            # chosen by name, the iterative engine calls a task without a batched form as in the `trak` API; as a
             # stand-in or reference for the functional engine, it calls it as that one would
             computer.sample_form = self.engines != ("iterative",)
         return computer

@@ -13,23 +13,37 @@ from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, Side
 
 GradientSink = Callable[[int, Tensor], None]
 """Receives `(start, block)`: `block` of shape `(B, n)` holds columns `start … start + n` of the per-sample gradients,
-in the order of [`ParameterLayout`]. Blocks come in any order; columns that come twice (shared parameters) are to be
-added up. The block may be reused or freed by its producer as soon as the sink returns."""
+in the order of [`ParameterLayout`]. Blocks come in any order, and a sink adds up columns that come twice (shared
+parameters). The producer may reuse or free the block as soon as the sink returns."""
 
 
 @dataclass(frozen=True)
 class BatchOutputs:
-    """What one pass over a batch yields besides the gradients, both detached: f `(B,)` and q `(B,)`."""
+    """Results of one pass over a batch besides the gradients, both detached.
+
+    Attributes:
+        output (`torch.Tensor`): f of every sample, `(B,)`.
+        out_to_loss (`torch.Tensor`): q of every sample, `(B,)`.
+    """
 
     output: Tensor
     out_to_loss: Tensor
 
 
 class AbstractGradientComputer(ABC):
-    """Per-sample gradients of a task's model output function (seed API).
+    """Per-sample gradients of a task's model output function, as in the `trak` API.
 
-    Subclasses implement the three methods of the seeds. Those that can produce gradients piece by piece also override
-    [`~AbstractGradientComputer.stream`], so that nothing of size B × P is ever held.
+    Subclasses implement the three methods of the `trak` API. Those that can produce gradients piece by piece also
+    override [`~AbstractGradientComputer.stream`], so that nothing of size B × P is ever held.
+
+    Attributes:
+        model (`torch.nn.Module`): the model.
+        modelout_fn ([`AbstractModelOutput`]): the task.
+        layout ([`ParameterLayout`]): the attributed parameters and their places in the gradient vector.
+        grad_dim (`int`): P, the number of attributed parameters.
+        grad_wrt (`list[str]`, *optional*): their names as given.
+        dtype (`torch.dtype`, *optional*): dtype of the gradients.
+        device (`torch.device` or `str`, *optional*): device of the gradients.
     """
 
     def __init__(
@@ -43,12 +57,20 @@ class AbstractGradientComputer(ABC):
     ) -> None:
         """
         Args:
-            model: the model whose parameters are differentiated.
-            task: the model output function.
-            grad_dim: P, the number of attributed parameters. `None` counts them.
-            dtype: dtype in which gradients are returned; `None` keeps that of the parameters.
-            device: device of the returned gradients. Not touched before the first batch.
-            grad_wrt: names of the parameters to attribute, see [`ParameterLayout.from_model`].
+            model (`torch.nn.Module`):
+                The model whose parameters are differentiated.
+            task ([`AbstractModelOutput`]):
+                The model output function.
+            grad_dim (`int`, *optional*):
+                P, the number of attributed parameters. `None` counts them.
+            dtype (`torch.dtype`, *optional*, defaults to `torch.float16`):
+                Dtype in which gradients are returned. `None` keeps that of the parameters.
+            device (`torch.device` or `str`, *optional*, defaults to `"cuda"`):
+                Device of the returned gradients, not touched before the first batch. `None` keeps that of the
+                parameters.
+            grad_wrt (`Iterable[str]`, *optional*):
+                Names of the parameters to attribute, see [`ParameterLayout.from_model`]. `None` takes those with
+                `requires_grad`.
 
         Raises:
             ValueError: `grad_dim` is not the number of attributed parameters, or `grad_wrt` does not fit the model.
@@ -72,23 +94,43 @@ class AbstractGradientComputer(ABC):
 
     @abstractmethod
     def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor] | Tensor:
-        """Gradients of f for every sample: `(B, P)`, or a dict of `(B, *shape)` by parameter name."""
+        """Compute the gradients of f for every sample of a batch.
+
+        Args:
+            batch (`Mapping[str, torch.Tensor]` or `Sequence[torch.Tensor]`): B samples.
+
+        Returns:
+            `torch.Tensor` or `dict[str, torch.Tensor]`: `(B, P)`, or `(B, *shape)` by parameter name.
+        """
 
     @abstractmethod
     def compute_loss_grad(self, batch: Batch) -> Tensor:
-        """The output-to-loss gradients q of every sample, shape `(B,)`."""
+        """Compute the output-to-loss gradient q of every sample of a batch.
+
+        Args:
+            batch (`Mapping[str, torch.Tensor]` or `Sequence[torch.Tensor]`): B samples.
+
+        Returns:
+            `torch.Tensor`: `(B,)`.
+        """
 
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
         """Push the per-sample gradients of a batch into `sink`, block by block.
 
         Args:
-            batch: B samples.
-            sink: called with `(start, (B, n))` blocks, see [`GradientSink`].
-            side: whether the samples are training examples or targets (the `loss` task takes gradients of L for the
-                former, of f for the latter).
+            batch (`Mapping[str, torch.Tensor]` or `Sequence[torch.Tensor]`):
+                B samples.
+            sink (`Callable[[int, torch.Tensor], None]`):
+                Called with `(start, (B, n))` blocks, see [`GradientSink`].
+            side (`"train"` or `"target"`, *optional*, defaults to `"train"`):
+                Whether the samples are training examples or targets. The `loss` task takes gradients of L for the
+                former, of f for the latter.
 
         Returns:
-            [`BatchOutputs`] with f and q of the batch.
+            [`BatchOutputs`]: f and q of the batch.
+
+        Raises:
+            NotImplementedError: the gradient computer has no streaming form.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not stream. Implement `stream`, or use the built-in gradient computers."
@@ -96,7 +138,13 @@ class AbstractGradientComputer(ABC):
 
 
 def batch_size_of(batch: Any) -> int:
-    """B, from the leading dimension of the first tensor of a batch.
+    """Return B, the leading dimension of the first tensor of a batch.
+
+    Args:
+        batch (`Mapping[str, Any]` or `Sequence[Any]`): the batch.
+
+    Returns:
+        `int`: the number of samples.
 
     Raises:
         ValueError: the batch holds no tensor with a batch dimension.

@@ -1,4 +1,4 @@
-"""Cutting a batch into samples: what carries the batch dimension, and what is handed on as it is."""
+"""Batches cut into samples: tensors with a batch dimension, and all the rest, which is passed on as it is."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,9 +12,14 @@ from hf_trak.modelout_functions.base import Batch
 
 @dataclass(frozen=True)
 class SplitBatch:
-    """A batch taken apart: tensors whose leading dimension is B, and everything else (flags, constants, tables).
+    """A batch taken apart. Keys are the names of a mapping or the positions of a sequence.
 
-    Keys are the names of a mapping or the positions of a sequence.
+    Attributes:
+        size: B.
+        mapped: the tensors whose leading dimension is B.
+        constant: everything else (flags, constants, tables).
+        keys: all keys, in order.
+        is_mapping: whether the batch is a mapping.
     """
 
     size: int
@@ -25,7 +30,11 @@ class SplitBatch:
 
     @classmethod
     def of(cls, batch: Batch) -> "SplitBatch":
-        """Take a batch apart. Raises `ValueError` where no tensor carries a batch dimension."""
+        """Take a batch apart.
+
+        Raises:
+            ValueError: no tensor has a batch dimension.
+        """
         size = batch_size_of(batch)
         is_mapping = isinstance(batch, Mapping)
         items = dict(batch.items()) if isinstance(batch, Mapping) else dict(enumerate(batch))
@@ -34,17 +43,17 @@ class SplitBatch:
         return cls(size, mapped, constant, tuple(items), is_mapping)
 
     def rebuild(self, mapped: Mapping[Any, Tensor]) -> Batch:
-        """A batch of the same kind with other tensors in place of the mapped ones."""
+        """Make a batch of the same kind with other tensors in place of the mapped ones."""
         values = {**self.constant, **mapped}
         if self.is_mapping:
             return {key: values[key] for key in self.keys}
         return tuple(values[key] for key in self.keys)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Samples `start … stop` as a batch of their own."""
+        """Make a batch of samples `start … stop`."""
         return self.rebuild({key: tensor[start:stop] for key, tensor in self.mapped.items()})
 
     @property
     def sample_elements(self) -> int:
-        """Number of tensor elements per sample: how the cost of batches of different lengths compares."""
+        """Number of tensor elements per sample, a measure of the cost of batches of different lengths."""
         return sum(tensor.numel() for tensor in self.mapped.values()) // max(self.size, 1)

@@ -26,7 +26,11 @@ def only_differentiating(model: torch.nn.Module, wanted: Collection[int]) -> Ite
 def problem_type_fixed(model: torch.nn.Module, labels: Any) -> Iterator[None]:
     """Set `config.problem_type`, which the sequence-classification loss otherwise writes during its first call.
 
-    Under vmap that write would be decided by a tensor of one sample. The rule is that of transformers.
+    Under vmap a tensor of one sample would decide what is written. The rule is that of transformers.
+
+    Args:
+        model: the model.
+        labels: the labels of the batch; nothing is set without them.
     """
     config = getattr(model, "config", None)
     if labels is None or config is None or getattr(config, "problem_type", "absent") is not None:

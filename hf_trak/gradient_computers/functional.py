@@ -1,4 +1,4 @@
-"""The functional engine: `torch.func.vmap` of the gradient of one sample (the seeds' default engine)."""
+"""The functional engine: `torch.func.vmap` of the gradient of one sample, the default engine of the `trak` API."""
 
 import contextlib
 import logging
@@ -21,14 +21,15 @@ from hf_trak.runtime.memory import free_bytes
 logger = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.5
-"""Share of the free memory that the vectorized pass may plan with."""
+"""Share of the free memory that the vectorized pass may use."""
 
 
 class FunctionalGradientComputer(AbstractGradientComputer):
     """`vmap(grad(f))` over the samples of a batch, differentiating the attributed parameters alone.
 
     Attributes:
-        chunk_size (`int` or `None`): samples that are vectorized together. `None` chooses by free memory.
+        chunk_size (`int`, *optional*):
+            Number of samples that are vectorized together. `None` chooses by free memory.
     """
 
     def __init__(
@@ -40,7 +41,26 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         device: torch.device | str | None = "cuda",
         grad_wrt: Iterable[str] | None = None,
     ) -> None:
-        """See [`AbstractGradientComputer`]."""
+        """
+        Args:
+            model (`torch.nn.Module`):
+                The model whose parameters are differentiated.
+            task ([`AbstractModelOutput`]):
+                The model output function.
+            grad_dim (`int`, *optional*):
+                P, the number of attributed parameters. `None` counts them.
+            dtype (`torch.dtype`, *optional*, defaults to `torch.float16`):
+                Dtype in which gradients are returned. `None` keeps that of the parameters.
+            device (`torch.device` or `str`, *optional*, defaults to `"cuda"`):
+                Device of the returned gradients, not touched before the first batch. `None` keeps that of the
+                parameters.
+            grad_wrt (`Iterable[str]`, *optional*):
+                Names of the parameters to attribute, see [`ParameterLayout.from_model`]. `None` takes those with
+                `requires_grad`.
+
+        Raises:
+            ValueError: `grad_dim` is not the number of attributed parameters, or `grad_wrt` does not fit the model.
+        """
         super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
         self.chunk_size: int | None = None
         self._measured: tuple[int, int] | None = None
@@ -52,11 +72,17 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         self.func_buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
 
     def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
-        """Gradients of f of every sample, by parameter name, shapes `(B, *shape)`, in `dtype` on `device`.
+        """Compute the gradients of f for every sample of a batch.
+
+        Args:
+            batch (`Mapping[str, torch.Tensor]` or `Sequence[torch.Tensor]`): B samples.
+
+        Returns:
+            `dict[str, torch.Tensor]`: by parameter name, shapes `(B, *shape)`, in `dtype` on `device`.
 
         Raises:
             GradientEngineError: the model does something that `torch.func.vmap` cannot vectorize.
-            TypeError: a mapping is given to a task that only has the seeds' functional form.
+            TypeError: the batch is a mapping, and the task has only the functional form of the `trak` API.
         """
         gradients, _, _ = self._run(batch, "train")
         return {name: gradient.to(self.device, self.dtype) for name, gradient in gradients.items()}
@@ -76,13 +102,13 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         return BatchOutputs(output, q)
 
     def _run(self, batch: Batch, side: Side) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
-        """Gradients, f, and q where the task has a batched form (`None` where it has not)."""
+        """Compute the gradients by name, f `(B,)`, and q `(B,)`; `None` for q where the task has no batched form."""
         split = SplitBatch.of(batch)
         task = self.modelout_fn
         if split.is_mapping and not isinstance(task, BatchedModelOutput):
             raise TypeError(
                 f"The batch is a mapping with keys {list(split.keys)}, but the task {type(task).__name__} has only "
-                "the seeds' form get_output(model, weights, buffers, *sample). Pass a tuple of tensors, or derive "
+                "the functional form get_output(model, weights, buffers, *sample). Pass a tuple of tensors, or derive "
                 "the task from BatchedModelOutput."
             )
         attributed = {name: self.func_weights[name] for name in self.layout.names}
@@ -124,10 +150,10 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         return gradients, aux[0], aux[1] if len(aux) > 1 else None
 
     def _chunk_by_memory(self, split: SplitBatch, forward: Any) -> int:
-        """Samples that fit into [`MEMORY_SHARE`] of the free memory, at least one.
+        """Count the samples that fit into [`MEMORY_SHARE`] of the free memory, at least one.
 
-        A sample costs what its forward pass saves, about as much again for the backward pass, and its gradient twice
-        (once as it is taken, once in the result, for which the whole batch is accounted beforehand).
+        A sample costs the activations that its forward pass saves, about as much again for the backward pass, and its
+        gradient twice (once when it is taken, once in the result, which is subtracted for the whole batch beforehand).
         """
         if self._measured is None or self._measured[0] < split.sample_elements:
             with contextlib.ExitStack() as stack:
@@ -141,6 +167,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
 
 
 def _first(split: SplitBatch) -> dict[Any, Tensor]:
+    """Return the tensors of the first sample, without batch dimension."""
     return {key: tensor[0] for key, tensor in split.mapped.items()}
 
 

@@ -15,8 +15,8 @@ from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedM
 class IterativeGradientComputer(AbstractGradientComputer):
     """One forward and one backward pass per sample. Slow; works for anything that autograd can differentiate.
 
-    Tasks without a batched form are called as in the seeds, `get_output(model, None, None, *batch)`, with a batch of
-    one sample. Set `sample_form=True` for a task whose `get_output` expects weights and a sample without a batch
+    Tasks without a batched form are called as in the `trak` API, `get_output(model, None, None, *batch)`, with a batch
+    of one sample. Set `sample_form=True` for a task whose `get_output` expects weights and a sample without a batch
     dimension.
     """
 
@@ -30,7 +30,29 @@ class IterativeGradientComputer(AbstractGradientComputer):
         grad_wrt: Iterable[str] | None = None,
         sample_form: bool = False,
     ) -> None:
-        """See [`AbstractGradientComputer`]. `sample_form`: how a task without a batched form is called."""
+        """
+        Args:
+            model (`torch.nn.Module`):
+                The model whose parameters are differentiated.
+            task ([`AbstractModelOutput`]):
+                The model output function.
+            grad_dim (`int`, *optional*):
+                P, the number of attributed parameters. `None` counts them.
+            dtype (`torch.dtype`, *optional*, defaults to `torch.float16`):
+                Dtype in which gradients are returned. `None` keeps that of the parameters.
+            device (`torch.device` or `str`, *optional*, defaults to `"cuda"`):
+                Device of the returned gradients, not touched before the first batch. `None` keeps that of the
+                parameters.
+            grad_wrt (`Iterable[str]`, *optional*):
+                Names of the parameters to attribute, see [`ParameterLayout.from_model`]. `None` takes those with
+                `requires_grad`.
+            sample_form (`bool`, *optional*, defaults to `False`):
+                Whether to call the `get_output` of a task without a batched form with weights, and with a sample that
+                has no batch dimension.
+
+        Raises:
+            ValueError: `grad_dim` is not the number of attributed parameters, or `grad_wrt` does not fit the model.
+        """
         super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
         self.sample_form = sample_form
         self.load_model_params(model)
@@ -41,8 +63,18 @@ class IterativeGradientComputer(AbstractGradientComputer):
         self.model_params = [parameters[name] for name in self.layout.names]
 
     def compute_per_sample_grad(self, batch: Batch) -> Tensor:
-        """Gradients of f of every sample, shape `(B, P)`, in `dtype` on `device`; zeros where f does not depend on a
-        parameter."""
+        """Compute the gradients of f for every sample of a batch.
+
+        Args:
+            batch (`Mapping[str, torch.Tensor]` or `Sequence[torch.Tensor]`): B samples.
+
+        Returns:
+            `torch.Tensor`: `(B, P)`, in `dtype` on `device`; zeros where f does not depend on a parameter.
+
+        Raises:
+            TypeError: the batch is a mapping, and the task has only the functional form of the `trak` API.
+            ValueError: the task does not return one scalar per sample.
+        """
         return self._run(batch, "train")[0]
 
     def compute_loss_grad(self, batch: Batch) -> Tensor:
@@ -60,6 +92,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
         return BatchOutputs(output, self.compute_loss_grad(batch).detach() if q is None else q)
 
     def _run(self, batch: Batch, side: Side) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compute the gradients `(B, P)`, f `(B,)`, and q `(B,)`; `None` for q where the task has no batched form."""
         split = SplitBatch.of(batch)
         task = self.modelout_fn
         device = self.model_params[0].device if self.device is None else self.device
@@ -85,11 +118,12 @@ class IterativeGradientComputer(AbstractGradientComputer):
         return gradients, torch.stack(outputs), torch.cat(qs) if qs else None
 
     def _plain_output(self, split: SplitBatch, row: int, single: Batch) -> Tensor:
+        """Compute f of one sample by a task without a batched form."""
         task = self.modelout_fn
         if split.is_mapping:
             raise TypeError(
                 f"The batch is a mapping with keys {list(split.keys)}, but the task {type(task).__name__} has only "
-                "the seeds' form get_output(model, weights, buffers, *sample). Pass a tuple of tensors, or derive "
+                "the functional form get_output(model, weights, buffers, *sample). Pass a tuple of tensors, or derive "
                 "the task from BatchedModelOutput."
             )
         if self.sample_form:
@@ -100,6 +134,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
         return one_per_sample(f.reshape(1) if f.ndim == 0 else f, 1, task).squeeze(0)
 
     def _dtype(self) -> torch.dtype:
+        """Return the dtype of the gradients, one that holds those of all parameters."""
         if self.dtype is not None:
             return self.dtype
         dtype = self.model_params[0].dtype

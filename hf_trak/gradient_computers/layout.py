@@ -1,4 +1,4 @@
-"""The order of parameters: which are attributed, and where each begins in the concatenated gradient vector."""
+"""The attributed parameters, in order, and the place of each in the concatenated gradient vector."""
 
 import hashlib
 import json
@@ -10,7 +10,13 @@ import torch
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """One attributed parameter: its name, its shape, and the position of its first element in the gradient vector."""
+    """One attributed parameter.
+
+    Attributes:
+        name (`str`): its name.
+        shape (`tuple[int, ...]`): its shape.
+        offset (`int`): position of its first element in the gradient vector.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -37,9 +43,14 @@ class ParameterLayout:
         """Lay out the parameters that are attributed.
 
         Args:
-            model: the model; a tied parameter appears once, under its first name, as in `named_parameters()`.
-            grad_wrt: names of the parameters to attribute, any alias of a tied one. `None` takes every parameter with
-                `requires_grad`; a frozen parameter that is named is attributed all the same.
+            model (`torch.nn.Module`):
+                The model. A tied parameter appears once, under its first name, as in `named_parameters()`.
+            grad_wrt (`Iterable[str]`, *optional*):
+                Names of the parameters to attribute; any alias of a tied one will do. `None` takes every parameter
+                with `requires_grad`. A frozen parameter that is named is attributed all the same.
+
+        Returns:
+            [`ParameterLayout`]: the layout.
 
         Raises:
             ValueError: a name in `grad_wrt` is unknown, or no parameter is left.
@@ -71,7 +82,7 @@ class ParameterLayout:
 
     @property
     def total(self) -> int:
-        """P, the length of the gradient vector."""
+        """Length P of the gradient vector."""
         last = self.slots[-1]
         return last.offset + last.numel
 
@@ -81,14 +92,18 @@ class ParameterLayout:
         return [slot.name for slot in self.slots]
 
     def slot(self, name: str) -> ParameterSlot:
-        """The slot of one parameter. Raises `KeyError` if it is not attributed."""
+        """Return the slot of one parameter.
+
+        Raises:
+            KeyError: the parameter is not attributed.
+        """
         for slot in self.slots:
             if slot.name == name:
                 return slot
         raise KeyError(name)
 
     def to_list(self) -> list[list[object]]:
-        """JSON form: `[[name, shape, offset], …]`."""
+        """Return the JSON form: `[[name, shape, offset], …]`."""
         return [[slot.name, list(slot.shape), slot.offset] for slot in self.slots]
 
     @property

@@ -1,11 +1,11 @@
-"""Finding a row that the collator pads, so that it can be compared with the same row collated alone.
+"""The search for a row that the collator pads, so that it can be compared with the same row collated alone.
 
-Whether a model's features of a row depend on its padding shows only in a row that is padded. The first batch may have
-none, and collating every row of every batch a second time would cost as much as loading the data. So rows are collated
-alone only where padding is likely, and only until one was found to be padded: up to four rows of the first batch;
-later the first and the last row of a batch of another shape, and up to two rows of any batch that end or begin with
-one value repeated, as padding does. After eight batches in vain (fixed lengths, or padding that a row alone has, too)
-only the 16th, the 32nd and so on is looked at.
+Only a padded row shows whether the features of a row depend on its padding. The first batch may have none, and
+collating every row of every batch a second time would cost as much as loading the data. So rows are collated alone
+only where padding is likely, and only until a padded one is found: up to four rows of the first batch; later the first
+and the last row of a batch of another shape, and up to two rows of any batch that end or begin with one value
+repeated, as padding does. After eight batches in vain (fixed lengths, or padding that a row alone has as well), only
+the 16th, the 32nd and so on is looked at.
 """
 
 from collections.abc import Callable
@@ -19,21 +19,21 @@ from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.modelout_functions.base import Batch
 
 CollatedAlone = Callable[[int], Batch]
-"""`collated_alone(i)`: the batch that the collator makes of row i of the current batch alone, on the same device."""
+"""`collated_alone(i)` returns the batch that the collator makes of row i of the current batch alone, on its device."""
 
 MASKS = ("attention_mask", "pixel_mask", "padding_mask")
-"""How names of masks end that are 0 on padding."""
+"""Endings of the names of masks that are 0 on padding."""
 
 _LOOKS = 8
 
 
 @dataclass(frozen=True)
 class RowAlone:
-    """A row of which the collator makes something else alone than within its batch.
+    """A row that differs when it is collated alone.
 
     Attributes:
         row: its position in the batch.
-        batch: what it is alone.
+        batch: the batch that the collator makes of the row alone.
         padded: whether it has another shape in the batch.
         changed: keys whose values differ by more than padding: a collator that draws at random, or that normalizes
             over the batch.
@@ -46,7 +46,16 @@ class RowAlone:
 
     @classmethod
     def of(cls, split: SplitBatch, row: int, alone: Batch) -> "RowAlone | None":
-        """Compare; `None` if nothing differs, or if the collator makes another number of samples than rows."""
+        """Compare a row of a batch with the same row alone.
+
+        Args:
+            split: the batch.
+            row: position of the row in it.
+            alone: the batch that the collator makes of the row alone.
+
+        Returns:
+            `RowAlone` or `None`: `None` if nothing differs, or if `alone` holds another number of samples than one.
+        """
         single = SplitBatch.of(alone)
         if single.size != 1:
             return None
@@ -64,7 +73,7 @@ class PaddingSearch:
     """The search for a padded row among the batches of one kind.
 
     Attributes:
-        finished: whether one was found and compared with itself alone. Set by whoever compares.
+        finished: whether one was found and compared with itself alone. The caller that compares sets it.
     """
 
     def __init__(self) -> None:
@@ -81,8 +90,11 @@ class PaddingSearch:
             collated_alone: see [`CollatedAlone`].
 
         Returns:
-            The first padded row that was found, or else one of which the collator makes other values; `None` if
-            there was neither.
+            `RowAlone` or `None`: the first padded row that was found, or else one whose values change when it is
+            collated alone; `None` if there was neither.
+
+        Raises:
+            Exception: what the data collator raises for a single row, with a note.
         """
         self._batches += 1
         if split.size == 1 or (self._vain >= _LOOKS and self._batches & (self._batches - 1)):
@@ -106,6 +118,7 @@ class PaddingSearch:
         return other
 
     def _candidates(self, split: SplitBatch) -> list[int]:
+        """Choose the rows to collate alone."""
         shapes = tuple(tensor.shape[1:] for tensor in split.mapped.values())
         unknown = shapes not in self._shapes
         self._shapes.add(shapes)
@@ -115,7 +128,7 @@ class PaddingSearch:
 
 
 def likely_padded(split: SplitBatch) -> list[int]:
-    """Rows with zeros in a mask, those with the most first, then rows that end or begin with one value repeated."""
+    """List the rows with zeros in a mask, most zeros first, then rows that end or begin with one value repeated."""
     masked, repeated = [0] * split.size, [0] * split.size
     for key, tensor in split.mapped.items():
         if str(key).endswith(MASKS) and tensor.ndim > 1:
@@ -131,14 +144,14 @@ def _summed(counts: list[int], more: Tensor) -> list[int]:
 
 
 def _run(tensor: Tensor) -> Tensor:
-    """How many positions at the end of dimension 1 repeat the one before them, `(B,)`; 0 where all do."""
+    """Count the positions at the end of dimension 1 that repeat the one before them, `(B,)`; 0 where all do."""
     same = (tensor[:, :-1] == tensor[:, 1:]).flatten(2).all(2) if tensor.ndim > 2 else tensor[:, :-1] == tensor[:, 1:]
     length = same.flip(1).int().cumprod(1).sum(1)
     return length.masked_fill(length == same.shape[1], 0)
 
 
 def _contains(within: Tensor, alone: Tensor) -> bool:
-    """Whether a row is the same row alone, or that with something put before or behind it in one dimension."""
+    """Tell whether a row is the row alone, possibly with something before or behind it in one dimension."""
     if within.shape == alone.shape:
         return _equal(within, alone)
     dims = [d for d in range(within.ndim) if alone.ndim == within.ndim and within.shape[d] != alone.shape[d]]
@@ -151,4 +164,5 @@ def _contains(within: Tensor, alone: Tensor) -> bool:
 
 
 def _equal(left: Tensor, right: Tensor) -> bool:
+    """Compare values; a NaN equals a NaN."""
     return bool(((left == right) | ((left != left) & (right != right))).all())

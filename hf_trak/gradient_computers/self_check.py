@@ -1,10 +1,11 @@
-"""The first-batch check: the gradients of two samples of the batch must be those of each sample alone."""
+"""The check on the first batch: the gradients of two samples of the batch must be those of each sample alone."""
 
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from hf_trak._compat import BatchNormBase
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs
 from hf_trak.gradient_computers.batches import SplitBatch
@@ -17,25 +18,24 @@ from hf_trak.gradient_computers.tolerance import SCALE, PrecisionObserver, Toler
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 
 REMEDY = (
-    "Remedies: call model.eval() (train-mode BatchNorm and dropout mix samples or are random), use a task "
-    "without terms "
-    'that mix samples (in-batch negatives), register a layer rule for that module, or choose engine="iterative".'
+    "Remedies: call model.eval() (train-mode BatchNorm and dropout mix samples or are random), use a task without "
+    'terms that mix samples (in-batch negatives), register a layer rule for that module, or choose engine="iterative".'
 )
 
 
 class SamplesMixedError(GradientEngineError):
-    """f itself, or its gradient, depends on the company that a sample keeps: no engine can help."""
+    """f itself, or its gradient, depends on the other samples of the batch, so that no engine can help."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a batch that are looked at.
+    """The samples of a batch that are checked.
 
     Attributes:
         batch: the batch.
         side: whether its samples are training examples or targets.
         rows: their positions in it, ascending.
-        apart: that one of them of which the collator makes something else alone, if there is one.
+        apart: the one of them that differs when it is collated alone, if there is one.
     """
 
     batch: Batch
@@ -45,25 +45,32 @@ class Samples:
 
     @classmethod
     def of(cls, batch: Batch, side: Side, apart: RowAlone | None = None) -> "Samples":
-        """The first and the last sample; one that is collated alone takes the place of the last."""
+        """Choose the first and the last sample. One that is collated alone takes the place of the last."""
         rows = {0, SplitBatch.of(batch).size - 1}
         if apart is not None and apart.row not in rows:
             rows = {0, apart.row}
         return cls(batch, side, tuple(sorted(rows)), apart)
 
     def alone(self, row: int) -> Batch:
-        """One sample as a batch of its own: what the collator makes of it alone, where that is known to differ."""
+        """Make a batch of one sample: the one that the collator makes, where that is known to differ."""
         return self.apart.batch if self.apart is not None and row == self.apart.row else self.within(row)
 
     def within(self, *rows: int) -> Batch:
-        """Samples as a batch of their own, as they are in the whole batch."""
+        """Make a batch of some samples, as they are in the whole batch."""
         split = SplitBatch.of(self.batch)
         return split.rebuild({key: tensor[list(rows)] for key, tensor in split.mapped.items()})
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Plain autograd's answer for some samples of a batch, each taken alone: gradients `(rows, P)` and f `(rows,)`."""
+    """Results of plain autograd for some samples of a batch, each taken alone.
+
+    Attributes:
+        rows: positions of the samples in the batch.
+        gradients: `(rows, P)`.
+        output: f, `(rows,)`.
+        tolerance: the errors that rounding explains.
+    """
 
     rows: tuple[int, ...]
     gradients: Tensor
@@ -72,17 +79,17 @@ class Reference:
 
 
 def reference_of(plain: IterativeGradientComputer, samples: Samples) -> Reference | None:
-    """Gradients of samples taken alone, after checking that they can be repeated and do not depend on padding.
+    """Take the gradients of samples alone, and check that they can be repeated and do not depend on padding.
 
-    A sample whose gradient is not finite is left out: it cannot be compared, and whoever uses the gradients will name
-    it.
+    A sample whose gradient is not finite is left out: it cannot be compared, and the consumer of the gradients will
+    name it.
 
     Args:
         plain: takes the gradients, in the dtype of the parameters.
-        samples: which.
+        samples: the samples.
 
     Returns:
-        The gradients, or `None` if none is finite.
+        `Reference` or `None`: `None` if no gradient is finite.
 
     Raises:
         GradientEngineError: the same sample gives two different gradients (dropout), or a BatchNorm is in training
@@ -117,11 +124,18 @@ def check_batch_independence(
 ) -> None:
     """Compare f of the samples within the batch with f of each of them alone.
 
-    Whatever is wrong with the batch itself (labels that are no classes) shows here, in an ordinary forward pass, and
-    not while an engine is tried.
+    An error in the batch itself (labels that are no classes) shows here, in an ordinary forward pass, and not while an
+    engine is tried.
+
+    Args:
+        reference: f of samples alone.
+        task: the task.
+        batch: the whole batch.
+        side: whether its samples are training examples or targets.
+        model: the model.
 
     Raises:
-        SamplesMixedError: they differ; no engine can help.
+        SamplesMixedError: they differ, so that no engine can help.
     """
     size = SplitBatch.of(batch).size
     with torch.no_grad(), pass_settings(model):
@@ -148,6 +162,14 @@ def check_against(
 
     The comparison subtracts block by block in place, so that it needs no memory beyond the reference.
 
+    Args:
+        reference: gradients of samples alone.
+        computer: the engine.
+        batch: the whole batch.
+        side: whether its samples are training examples or targets.
+        model: the model.
+        engine: name of the engine, for the error message.
+
     Raises:
         GradientEngineError: they differ; names the worst parameter, its module, and the remedies.
     """
@@ -159,7 +181,7 @@ def check_against(
 
     computer.stream(batch, sink, side)
     if not (reference.gradients.isfinite().all() and reference.output.isfinite().all()):
-        return  # nothing to compare; whoever receives the features names the sample that is not finite
+        return  # nothing to compare; the consumer of the gradients names the sample that is not finite
     worst = worst_parameter(computer.layout, residual, reference.gradients, reference.tolerance)
     if worst is not None:
         owner = worst.name.rpartition(".")[0]
@@ -173,7 +195,13 @@ def check_against(
 
 @dataclass(frozen=True)
 class Deviation:
-    """A parameter whose gradient is off: its name, the relative error, and what would have been allowed."""
+    """A parameter whose gradient is wrong.
+
+    Attributes:
+        name: its name.
+        error: the relative error.
+        allowed: the relative error that rounding explains.
+    """
 
     name: str
     error: float
@@ -183,7 +211,14 @@ class Deviation:
 def worst_parameter(
     layout: ParameterLayout, residual: Tensor, reference: Tensor, tolerance: Tolerance
 ) -> Deviation | None:
-    """The parameter with the largest relative error that rounding does not explain, or `None`."""
+    """Find the parameter with the largest relative error that rounding does not explain, `None` if there is none.
+
+    Args:
+        layout: the parameters.
+        residual: `(rows, P)`, the differences.
+        reference: `(rows, P)`, the right gradients.
+        tolerance: the errors that rounding explains.
+    """
     errors, _ = norms_of(layout, residual)
     norms, totals = norms_of(layout, reference)
     tiny = torch.finfo(torch.float32).tiny
@@ -202,19 +237,19 @@ def worst_parameter(
 
 
 def _require_frozen_statistics(model: torch.nn.Module) -> None:
+    """Raise `GradientEngineError` if a batch norm uses the statistics of the batch."""
     training = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training
+        name for name, module in model.named_modules() if isinstance(module, BatchNormBase) and module.training
     ]
     if training:
         raise GradientEngineError(
-            f"The BatchNorm layers {_some(training)} are in training mode: what a sample's gradient is then depends "
-            "on the other samples of its batch. Call model.eval() first."
+            f"The BatchNorm layers {_some(training)} are in training mode: the gradient of a sample then depends on "
+            "the other samples of its batch. Call model.eval() first."
         )
 
 
 def _require_repeatable(plain: IterativeGradientComputer, samples: Samples, reference: Reference) -> None:
+    """Raise `GradientEngineError` if a second pass gives a sample another gradient."""
     model = plain.model
     again, _ = _taken(plain, samples.alone(reference.rows[0]), samples.side)
     first = reference.gradients[:1]
@@ -228,7 +263,7 @@ def _require_repeatable(plain: IterativeGradientComputer, samples: Samples, refe
 
 
 def _reference_within(plain: IterativeGradientComputer, samples: Samples, reference: Reference) -> Reference:
-    """The same samples, still one at a time, but padded as they are in their batch."""
+    """Take the same samples, still one at a time, but padded as they are in their batch."""
     if samples.apart is None or samples.apart.row not in reference.rows:
         return reference
     index = reference.rows.index(samples.apart.row)
@@ -239,7 +274,11 @@ def _reference_within(plain: IterativeGradientComputer, samples: Samples, refere
 
 
 def _check_apart(layout: ParameterLayout, apart: RowAlone, reference: Reference, within: Reference) -> None:
-    """Compare a sample collated alone with what it is in its batch. Raises `SamplesMixedError` if they differ."""
+    """Compare a sample collated alone with the same sample in its batch.
+
+    Raises:
+        SamplesMixedError: they differ.
+    """
     residual = within.gradients - reference.gradients
     worst = worst_parameter(layout, residual, reference.gradients, reference.tolerance)
     if worst is None and not _outputs_differ(reference, within.output):
@@ -257,13 +296,14 @@ def _check_apart(layout: ParameterLayout, apart: RowAlone, reference: Reference,
             "audio: a feature extractor that returns an attention mask)."
         )
     raise SamplesMixedError(
-        f"What the model makes of row {apart.row} of the batch depends on how far the data collator pads it, and so "
+        f"The model's result for row {apart.row} of the batch depends on how far the data collator pads it, and so "
         f"on the other rows: {what}. Expected the same as for the row alone. Use `per_device_batch_size=1`, rows of "
         "one length, or a processor or data collator that returns an attention mask."
     )
 
 
 def _outputs_differ(reference: Reference, output: Tensor) -> bool:
+    """Tell whether f differs by more than rounding explains; a NaN equals a NaN."""
     limits = reference.tolerance.output_limits(reference.output)
     within = (output - reference.output).abs() <= limits
     same = (output == reference.output) | (output.isnan() & reference.output.isnan())
@@ -271,7 +311,7 @@ def _outputs_differ(reference: Reference, output: Tensor) -> bool:
 
 
 def _measured(plain: IterativeGradientComputer, samples: Samples, within: Reference) -> Tolerance:
-    """The tolerance of half precision: what other rounding changes in the gradients and in f.
+    """Measure the changes that other rounding makes in the gradients and in f, for the tolerance of half precision.
 
     Args:
         plain: takes gradients.
@@ -288,9 +328,10 @@ def _measured(plain: IterativeGradientComputer, samples: Samples, within: Refere
 
 
 def _otherwise_rounded(plain: IterativeGradientComputer, samples: Samples, row: int) -> tuple[Tensor, Tensor]:
-    """Gradient `(1, P)` and f `(1,)` of a sample beside itself, see the module `tolerance`.
+    """Take the gradient `(1, P)` and f `(1,)` of a sample with other rounding, see the module `tolerance`.
 
-    In a batch of another size, but in no other company, on which it must not depend.
+    The sample is put into a batch with a copy of itself: the batch has another size, but no other samples, on which
+    the result must not depend.
     """
     task, model = plain.modelout_fn, plain.model
     if not isinstance(task, BatchedModelOutput):  # it takes one sample at a time
@@ -309,11 +350,12 @@ def _otherwise_rounded(plain: IterativeGradientComputer, samples: Samples, row: 
 
 
 def _taken(plain: AbstractGradientComputer, single: Batch, side: Side) -> tuple[Tensor, Tensor]:
-    """Gradient `(1, P)` and f `(1,)` of a batch of one."""
+    """Take the gradient `(1, P)` and f `(1,)` of a batch of one."""
     kept: list[Tensor] = []
     outputs: BatchOutputs = plain.stream(single, lambda start, block: kept.append(block), side)
     return kept[0], outputs.output
 
 
 def _some(names: list[str]) -> str:
+    """Name the first three, and count the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,9 +1,9 @@
-"""How far a right gradient may be from plain autograd's: as far as rounding explains, at the precision in use.
+"""Tolerance of the self-check: a right gradient differs from that of plain autograd by rounding alone.
 
-Half precision rounds every intermediate result to two or three digits, and how much of that reaches a gradient
+Half precision rounds every intermediate result to two or three digits, and the part of that which reaches a gradient
 depends on the model: in bfloat16 0.5 % for a Llama, 8 % for a T5. So it is measured, by computing the gradients of
 the same samples once more with other rounding: in a batch of another size, with f scaled by a factor that is no power
-of two, and with the last bit of what layers return drawn at random (Monte Carlo arithmetic, Parker, Pierce & Eggert
+of two, and with the last bit of the outputs of layers drawn at random (Monte Carlo arithmetic, Parker, Pierce & Eggert
 2000, doi:10.1109/5992.852391).
 """
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hf_trak.gradient_computers.layout import ParameterLayout
 
 SCALE = 1.37
-"""What f is multiplied by, so that every rounding of the backward pass falls differently."""
+"""Factor on f which makes every rounding of the backward pass fall differently."""
 
 _NOISE_FACTOR = 8.0
 """Over 63 tiny architectures the engines are off by up to 3.7 times what other rounding changes (T5, whose attention
@@ -33,16 +33,16 @@ _HALF_EPS = 1e-6
 class Tolerance:
     """An error e of a parameter's gradient g passes if ‖e‖ ≤ relative · (‖g‖ + share · ‖all gradients of the sample‖).
 
-    The second term is for parameters whose gradient vanishes by symmetry (the key bias of an attention layer), where
-    rounding is all there is. In half precision an error passes, too, if it is no more than eight times what other
-    rounding changed, up to `ceiling · (‖g‖ + 0.1 · ‖all gradients of the sample‖)`.
+    The second term is for parameters whose gradient vanishes by symmetry (the key bias of an attention layer), so that
+    it consists of rounding only. In half precision an error also passes if it is at most eight times the change that
+    other rounding made, up to `ceiling · (‖g‖ + 0.1 · ‖all gradients of the sample‖)`.
 
     Attributes:
-        relative: the relative error that is always allowed.
-        share: the share of the sample's whole gradient that a parameter's gradient counts for at least.
-        ceiling: the relative error that is never allowed, whatever other rounding changed; `None` in float32.
-        noise: `(rows, parameters)`, norms of what other rounding changed; `None`: not measured.
-        output_noise: `(rows,)`, what it changed in f.
+        relative: relative error that is always allowed.
+        share: smallest share of the sample's whole gradient that a parameter's gradient counts for.
+        ceiling: relative error above which nothing passes, whatever other rounding changed; `None` in float32.
+        noise: `(rows, parameters)`, norms of the changes that other rounding made; `None` if not measured.
+        output_noise: `(rows,)`, the changes that it made in f; `None` if not measured.
     """
 
     relative: float
@@ -53,12 +53,15 @@ class Tolerance:
 
     @classmethod
     def of(cls, model: torch.nn.Module, output: Tensor, dtypes: Iterable[torch.dtype] = ()) -> "Tolerance":
-        """Before any measurement.
+        """Choose the tolerance before any measurement, from the lowest precision in use.
 
         Args:
-            model: its parameters' dtypes count.
+            model: the model, for the dtypes of its parameters.
             output: f, on the device where the model computes.
             dtypes: dtypes seen during the forward pass, see [`PrecisionObserver`].
+
+        Returns:
+            `Tolerance`: 4 ε in half precision, 2 % where a GPU multiplies in TF32, and 0.1 % in float32.
         """
         floats = [p.dtype for p in model.parameters() if p.is_floating_point()] + [output.dtype, *dtypes]
         eps = max(torch.finfo(dtype).eps for dtype in floats)
@@ -71,20 +74,23 @@ class Tolerance:
 
     @property
     def to_be_measured(self) -> bool:
-        """Whether rounding has to be measured before this tolerance says anything."""
+        """Whether rounding has to be measured before this tolerance can be used."""
         return self.ceiling is not None and self.noise is None
 
     @property
     def coarsest(self) -> "Tolerance":
-        """What it would be if other rounding changed everything."""
+        """The tolerance that there would be if other rounding changed everything."""
         return self if self.ceiling is None else Tolerance(self.ceiling, 0.1)
 
     def limits(self, norms: Tensor, totals: Tensor) -> Tensor:
-        """The norm of the error that passes, `(rows, parameters)`.
+        """Compute the largest norms of errors that pass.
 
         Args:
             norms: `(rows, parameters)`, norms of the gradients of each parameter.
             totals: `(rows,)`, norms of the whole gradients.
+
+        Returns:
+            `torch.Tensor`: `(rows, parameters)`.
         """
         allowed = self.relative * (norms + self.share * totals[:, None])
         if self.noise is None or self.ceiling is None:
@@ -92,9 +98,12 @@ class Tolerance:
         return allowed.maximum((_NOISE_FACTOR * self.noise).minimum(self.ceiling * (norms + 0.1 * totals[:, None])))
 
     def output_limits(self, output: Tensor) -> Tensor:
-        """The error of f that passes, `(rows,)`: relative to each f and to the mean of all.
+        """Compute the largest errors of f that pass, `(rows,)`, relative to each f and to the mean of all.
 
-        In half precision a quarter of what gradients are allowed, which are rounded on the way back, too.
+        In half precision they are a quarter of those of gradients, which are rounded on the way back as well.
+
+        Args:
+            output: f, `(rows,)`.
         """
         size = output.abs() + output.abs().mean()
         if self.output_noise is None or self.ceiling is None:
@@ -104,7 +113,7 @@ class Tolerance:
 
 
 def norms_of(layout: ParameterLayout, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms of the gradients `(rows, P)` by parameter, `(rows, parameters)`, and as a whole, `(rows,)`."""
+    """Compute the norms of gradients `(rows, P)`: by parameter, `(rows, parameters)`, and as a whole, `(rows,)`."""
     # the squares of gradients that float32 holds may be too large for it; no Apple GPU knows float64
     dtype = torch.float32 if gradients.device.type == "mps" else torch.float64
     pieces = (gradients[:, slot.offset : slot.offset + slot.numel] for slot in layout.slots)
@@ -113,13 +122,13 @@ def norms_of(layout: ParameterLayout, gradients: Tensor) -> tuple[Tensor, Tensor
 
 
 class PrecisionObserver(TorchFunctionMode):
-    """Notes which half-precision dtypes the functions of torch return.
+    """Notes the half-precision dtypes that torch functions return.
 
-    Whether autocast is on has to be seen inside of `forward`: `accelerate` wraps it there, and has the outputs
-    converted to float32.
+    Autocast can only be seen inside of `forward`: `accelerate` switches it on there, and has the outputs converted to
+    float32.
 
     Attributes:
-        dtypes: those seen.
+        dtypes: the dtypes seen.
     """
 
     def __init__(self) -> None:
@@ -137,7 +146,7 @@ class PrecisionObserver(TorchFunctionMode):
 
 @contextmanager
 def rounded_at_random(model: torch.nn.Module) -> Iterator[None]:
-    """Change what layers return in half precision by up to half a unit in the last place, the same way every time."""
+    """Change the half-precision outputs of layers by up to half a unit in the last place, the same way every time."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def hook(module: torch.nn.Module, args: Any, result: Any) -> Any:
@@ -156,7 +165,7 @@ def rounded_at_random(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _RandomlyRounded(torch.autograd.Function):
-    """The gradient passes as it is, so that nothing has to be kept for it."""
+    """Rounds at random; the gradient passes unchanged, so that nothing has to be kept for it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, generator: torch.Generator) -> Tensor:

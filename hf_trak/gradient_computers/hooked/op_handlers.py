@@ -37,6 +37,9 @@ def broadcasting(op: BatchedOp) -> Any:
     """Elementwise operations: expand the parameter values along the batch dimension of the result.
 
     Register it for any other torch function that broadcasts its arguments.
+
+    Raises:
+        ParameterUnsupportedError: no argument has a batch dimension, or two have it in different dimensions.
     """
     rank = max(t.ndim for t in op.tensors)
     axis = None
@@ -55,7 +58,11 @@ def broadcasting(op: BatchedOp) -> Any:
 
 @register_op_handler(F.scaled_dot_product_attention)
 def attention(op: BatchedOp) -> Any:
-    """Attention with a parameter value as query, key, value or bias: all have the batch in dimension 0."""
+    """Attention with a parameter value as query, key, value or bias: all have the batch in dimension 0.
+
+    Raises:
+        ParameterUnsupportedError: one has it in another dimension.
+    """
     axes = [op.axis(t) for t in op.tensors if op.tracked(t) is None]
     if any(axis is not None and axis.dim != 0 for axis in axes):
         raise op.unsupported("has the batch in another dimension than the first")
@@ -75,7 +82,11 @@ def _with_values_expanded(op: BatchedOp, axis: BatchAxis, rank: int) -> Any:
 
 @register_op_handler(_T.expand, _T.expand_as, _T.broadcast_to, torch.broadcast_to, creates_batch=True)
 def expanding(op: BatchedOp) -> Any:
-    """The batch dimension comes into being: `cls_token.expand(batch_size, -1, -1)`."""
+    """The batch dimension comes into being: `cls_token.expand(batch_size, -1, -1)`.
+
+    Raises:
+        ParameterUnsupportedError: a parameter is not what is expanded, but gives the shape.
+    """
     tracked = op.tracked(op.args[0])
     if tracked is None or len(op.call.found) > 1:
         raise op.unsupported("expands to the shape of a parameter")
@@ -92,7 +103,11 @@ def expanding(op: BatchedOp) -> Any:
 
 @register_op_handler(_T.repeat, torch.tile, _T.tile, creates_batch=True)
 def repeating(op: BatchedOp) -> Any:
-    """`query.repeat(batch_size, 1, 1)`: whole copies one after the other, so that a sample's rows are neighbours."""
+    """`query.repeat(batch_size, 1, 1)`: whole copies one after the other, so that a sample's rows are neighbours.
+
+    Raises:
+        ParameterUnsupportedError: the copies cannot be assigned to samples.
+    """
     tracked = op.tracked(op.args[0])
     assert tracked is not None
     out = op.run(op.plain)
@@ -121,7 +136,11 @@ def linear(op: BatchedOp) -> Any:
 
 @register_op_handler(torch.addmm, _T.addmm)
 def addmm(op: BatchedOp) -> Any:
-    """`addmm(bias, x, weight)`."""
+    """`addmm(bias, x, weight)`.
+
+    Raises:
+        ParameterUnsupportedError: with scaling factors, or with a matrix to add.
+    """
     bias, x, weight = op.args[:3]
     if op.kwargs or bias.ndim != 1:
         raise op.unsupported("with scaling factors or a matrix to add")
@@ -130,7 +149,11 @@ def addmm(op: BatchedOp) -> Any:
 
 @register_op_handler(torch.matmul, _T.matmul, _T.__matmul__, torch.mm, _T.mm, torch.bmm, _T.bmm, _T.__rmatmul__)
 def matmul(op: BatchedOp) -> Any:
-    """`x @ W` with a matrix W is a linear map; anything else is a broadcast over leading dimensions."""
+    """`x @ W` with a matrix W is a linear map; anything else is a broadcast over leading dimensions.
+
+    Raises:
+        ParameterUnsupportedError: the batch is in one of the last two dimensions.
+    """
     left, right = op.args[:2]
     if op.func is _T.__rmatmul__:
         left, right = right, left
@@ -159,7 +182,11 @@ def _linear_map(op: BatchedOp, x: Tensor, weight: Tensor, bias: Tensor | None, t
 
 @register_op_handler(F.embedding)
 def embedding(op: BatchedOp) -> Any:
-    """`F.embedding(ids, table)`; `max_norm` and `scale_grad_by_freq` are refused."""
+    """`F.embedding(ids, table)`.
+
+    Raises:
+        ParameterUnsupportedError: with `max_norm` or `scale_grad_by_freq`.
+    """
     ids, table = op.argument(0, "input"), op.argument(1, "weight")
     if op.argument(3, "max_norm") is not None or op.argument(5, "scale_grad_by_freq", False):
         raise op.unsupported("with max_norm or scale_grad_by_freq")
@@ -244,7 +271,11 @@ def group_norm(op: BatchedOp) -> Any:
 
 @register_op_handler(F.batch_norm)
 def batch_norm(op: BatchedOp) -> Any:
-    """`batch_norm(x, mean, variance, weight, bias, training, momentum, eps)` with running statistics."""
+    """`batch_norm(x, mean, variance, weight, bias, training, momentum, eps)` with running statistics.
+
+    Raises:
+        ParameterUnsupportedError: with the statistics of the batch, which mix samples.
+    """
     x, mean, variance = op.args[0], op.argument(1, "running_mean"), op.argument(2, "running_var")
     weight, bias, eps = op.argument(3, "weight"), op.argument(4, "bias"), op.argument(7, "eps", 1e-5)
     if op.argument(5, "training", False) or mean is None:
