@@ -44,16 +44,16 @@ class DenseMap(ABC):
 
     @abstractmethod
     def _generate(self, start: int, n: int, columns: range, model_id: int, device: torch.device) -> Tensor:
-        """Rows `start … start + n` of some columns in whatever form the generator gives, `(n, …)`."""
+        """Generate rows `start … start + n` of some columns, in the form of the generator, `(n, …)`."""
 
     @abstractmethod
     def _entries(self, generated: Tensor, workspace: Tensor) -> Tensor:
-        """float32 entries, with up to `column_multiple` − 1 columns too many, of rows that were generated."""
+        """Turn generated rows into float32 entries, with up to `column_multiple` − 1 columns too many."""
 
     def _tiles(
         self, start: int, n: int, columns: range, model_id: int, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
-        """Tiles of R from top to bottom: first row, relative to `start`, and entries that hold until the next tile."""
+        """Yield tiles of R from top to bottom: first row, relative to `start`, and entries that hold until the next."""
         width = -(-len(columns) // self.column_multiple) * self.column_multiple
         calls = _CALLS_PER_TILE.get(device.type, _CALLS_ELSEWHERE)
         together = min(n, max(1, calls * self.entries_per_call // width))
@@ -66,7 +66,7 @@ class DenseMap(ABC):
                 yield tile + row, entries[:, : len(columns)]
 
     def accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
-        """`out += block @ R[start : start + n]`.
+        """Add a block's projection, `out += block @ R[start : start + n]`.
 
         Args:
             out: `(B, k)`, float32, changed in place.
@@ -87,7 +87,7 @@ class DenseMap(ABC):
             total.finish()
 
     def matrix(self, start: int, n: int, model_id: int, device: str | torch.device = "cpu") -> Tensor:
-        """Rows `start … start + n` of the unscaled R, float32 `(n, k)`."""
+        """Generate rows `start … start + n` of the unscaled R, float32 `(n, k)`."""
         result = torch.empty(n, self.proj_dim, dtype=torch.float32, device=device)
         for row, matrix in self._tiles(start, n, range(self.proj_dim), model_id, torch.device(device)):
             result[row : row + len(matrix)] = matrix

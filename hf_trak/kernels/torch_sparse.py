@@ -1,12 +1,13 @@
-"""The sparse Johnson–Lindenstrauss map `sjlt-1` in torch operators: s entries ±1 per row of R, laid out for
-sequential reading.
+"""The sparse Johnson–Lindenstrauss map `sjlt-1` in torch operators, laid out so that gradients are read sequentially.
+
+R has s entries ±1 per row.
 
 Kane and Nelson, "Sparser Johnson-Lindenstrauss transforms" (J. ACM 61, 2014), the block construction: the k outputs
 are cut into s segments, and every coordinate has one ±1 in each. Per segment of k outputs:
 
 1. coordinates are taken in chunks of 8192 = 16 runs of 512 consecutive ones. The generator gives every chunk an offset
    r and a step d; run a of the chunk is added, with one sign per coordinate, to K ≥ 10240 accumulators from position
-   r + a·d on, going around at K. One strided vector addition adds a whole chunk.
+   r + a·d on, wrapping at K. One strided vector addition adds a whole chunk.
 2. the K accumulators, a multiple of k, are folded into k outputs: every group of k is rotated by an amount of its own.
 
 Signs are independent, so E⟨Rx, Ry⟩ = s⟨x, y⟩ exactly, and the variance depends on nothing but the probability that
@@ -41,12 +42,12 @@ _LOOP_FOLD_GROUPS = 64
 
 
 def accumulators(outputs: int) -> int:
-    """K: the smallest multiple of the number of outputs that is at least `ACCUMULATORS`."""
+    """Return K, the smallest multiple of the number of outputs that is at least `ACCUMULATORS`."""
     return -(-ACCUMULATORS // outputs) * outputs
 
 
 def segment_bounds(proj_dim: int, nonzeros: int) -> list[tuple[int, int]]:
-    """The s ranges of outputs: consecutive, sizes differing by at most one, the larger first."""
+    """Return the s segments of the outputs, consecutive ranges whose sizes differ by at most one, the larger first."""
     small, larger = divmod(proj_dim, nonzeros)
     starts = [segment * small + min(segment, larger) for segment in range(nonzeros + 1)]
     return list(pairwise(starts))
@@ -66,7 +67,7 @@ class _Region:
         return self.signs.numel() * 4 + len(self.offsets) * 128
 
     def place(self, position: int) -> tuple[int, int, int]:
-        """Accumulator of a coordinate, not yet modulo K; the chunk's step; and the coordinate's index in its chunk."""
+        """Return a coordinate's accumulator (not yet modulo K), its chunk's step, and its index in the chunk."""
         chunk, within = divmod(position - self.origin, CHUNK)
         run, inside = divmod(within, RUN)
         return self.offsets[chunk] + run * self.steps[chunk] + inside, self.steps[chunk], within
@@ -95,7 +96,7 @@ class SparseMap:
         self._rotation_cache.clear()
 
     def accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
-        """`out += block @ R[start : start + n]`.
+        """Add a block's projection, `out += block @ R[start : start + n]`.
 
         Args:
             out: `(B, k)`, float32, changed in place.
@@ -115,17 +116,17 @@ class SparseMap:
                 self.fold(segment, sums, model_id, copy)
 
     def empty_sums(self, batch_size: int, copy: int, device: str | torch.device) -> Tensor:
-        """Zeroed accumulators for one segment, `(B, K + the span of a chunk)`: additions need not go around at K."""
+        """Make zeroed accumulators for one segment, `(B, K + span of a chunk)`: additions need not wrap at K."""
         first, last = self.segments[copy]
         return torch.zeros(batch_size, accumulators(last - first) + _SPAN, dtype=torch.float32, device=device)
 
     def add_to_sums(self, sums: Tensor, block: Tensor, start: int, model_id: int, copy: int) -> None:
-        """Step 1 of the map: add a block to the accumulators of [`~SparseMap.empty_sums`]."""
+        """Do step 1 of the map: add a block to the accumulators of [`~SparseMap.empty_sums`]."""
         for first, last, region in self._slices(start, block.shape[1], model_id, copy, block.device):
             _add_slice(sums, block[:, first - start : last - start], _signs(region, first, last), first, region)
 
     def fold(self, out: Tensor, sums: Tensor, model_id: int, copy: int) -> None:
-        """Step 2 of the map: go around at K, rotate every group of accumulators, and add them all to a segment."""
+        """Do step 2 of the map: wrap at K, rotate every group of accumulators, and add them all to a segment."""
         outputs = out.shape[1]
         rotations = self._rotations(model_id, copy)
         size = outputs * len(rotations)
@@ -143,7 +144,7 @@ class SparseMap:
                 out[:, :rotation] += values[:, outputs - rotation :]
 
     def _add_pieces(self, out: Tensor, block: Tensor, start: int, model_id: int, copy: int) -> None:
-        """Both steps at once for a short block: every stretch of a run that stays together goes straight to `out`."""
+        """Do both steps at once for a short block: each stretch of a run that stays together goes straight to `out`."""
         outputs = out.shape[1]
         rotations = self._rotations(model_id, copy)
         size = outputs * len(rotations)
@@ -162,7 +163,7 @@ class SparseMap:
     def _slices(
         self, start: int, n: int, model_id: int, copy: int, device: torch.device
     ) -> Iterator[tuple[int, int, _Region]]:
-        """The block cut into slices: first and last coordinate, and the region that they lie in."""
+        """Cut a block into slices: first coordinate, end, and the region that they lie in."""
         position = start
         while position < start + n:
             last = min(start + n, (position // _SLICE + 1) * _SLICE)
@@ -170,7 +171,7 @@ class SparseMap:
             position = last
 
     def _region(self, index: int, model_id: int, copy: int, device: torch.device) -> _Region:
-        """Bits of region `index`, from the cache or from the generator."""
+        """Get the bits of region `index` from the cache or from the generator."""
         key = (index, model_id, copy, device)
         region = self._regions.get(key)
         if region is not None:
@@ -193,7 +194,7 @@ class SparseMap:
         return region
 
     def _rotations(self, model_id: int, copy: int) -> list[int]:
-        """By how much each group of accumulators is rotated in the fold; the first one is not."""
+        """Return the rotation of each group of accumulators in the fold; the first group is not rotated."""
         key = (model_id, copy)
         if key not in self._rotation_cache:
             if len(self._rotation_cache) >= 64:
@@ -222,7 +223,7 @@ def sum_of_outer_products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _signs(region: _Region, first: int, last: int) -> Tensor:
-    """±1 for coordinates `first … last`, float32."""
+    """Return ±1 for coordinates `first … last`, float32."""
     offset = first - region.origin
     word = offset // 32
     signs = sign_tensor(region.signs[word : -(-(last - region.origin) // 32)])
@@ -260,7 +261,7 @@ def _add_slice(sums: Tensor, block: Tensor, signs: Tensor, first: int, region: _
 
 
 def _add_part_of_chunk(sums: Tensor, block: Tensor, signs: Tensor, first: int, region: _Region) -> None:
-    """[`_add_slice`] for a block within one chunk: a part of a run, whole runs, a part of a run."""
+    """Do the same as [`_add_slice`] for a block within one chunk: part of a run, whole runs, part of a run."""
     n = block.shape[1]
     column = 0
     while column < n:
