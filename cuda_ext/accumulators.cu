@@ -10,7 +10,7 @@ constexpr int kChunk = 8192, kRun = 512, kShortestStep = 512, kSteps = 128;
 constexpr int kTile = 12288;  // accumulators per block of threads: 48 KiB, for every GPU since Turing
 constexpr int kFoldWords = 2048;
 
-// Blocks of threads that a multiprocessor's shared memory has room for, about 61 KiB each: it has 64 KiB on Turing, 96 on
+// Blocks of threads that fit into a multiprocessor's shared memory, about 61 KiB each: it has 64 KiB on Turing, 96 on
 // Volta, 100 on GeForce and workstation GPUs since, 164 and more on those of data centres.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 constexpr int kBlocksAtOnce = 1;
@@ -18,8 +18,8 @@ constexpr int kBlocksAtOnce = 1;
 constexpr int kBlocksAtOnce = 2;
 #endif
 
-// With a margin there are so many more in front of the first and behind the last one, whose sums mean nothing: a run that
-// reaches out of a tile is added as a whole.
+// A margin is that many more accumulators in front of the first and behind the last one. Their sums mean nothing, but a
+// run that reaches out of a tile can be added as a whole.
 template <int kPerVector, int kMargin = 0>
 struct Accumulators {
     static constexpr int kRow = (kTile + 2 * kMargin) / kPerVector + 32 / kPerVector;
@@ -38,7 +38,7 @@ struct Accumulators {
     }
 };
 
-// Which of the K accumulators a block of threads has: `size` of them from `first` on.
+// The accumulators of a block of threads, out of K: `size` of them from `first` on.
 struct Tile {
     uint32 first, size, accumulators;
 };
@@ -108,7 +108,7 @@ __device__ __forceinline__ void add_run(Accumulators<kPerVector, kMargin>& to, c
     }
 }
 
-// Group g of accumulators is rotated by ρ(g) when folded.
+// ρ(g), by which group g of accumulators is rotated when it is folded.
 __device__ __forceinline__ uint32 rotation(const Generator& generator, uint32 copy, uint32 group, uint32 outputs) {
     return group ? draw(philox(generator, Stream::sjlt_folds, group, copy).w[0], outputs) : 0;
 }

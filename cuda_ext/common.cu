@@ -4,7 +4,7 @@
 
 enum class Stream : uint32 { rademacher = 1, normal = 2, sjlt_signs = 3, sjlt_places = 4, sjlt_folds = 5 };
 
-// What one projection's calls have in common.
+// Arguments that all calls for one projection share.
 struct Generator {
     uint64 seed;
     uint32 model_id;
@@ -71,7 +71,7 @@ struct Float16 {
     __device__ static __forceinline__ void flip(Words4& v, uint32 bits) { BFloat16::flip(v, bits); }
 };
 
-// One element, wherever it is.
+// Loads one element from any address.
 template <typename In>
 __device__ __forceinline__ float load_element(const void* memory, int64 index) {
     if constexpr (In::kBytes == 4) {
@@ -114,7 +114,7 @@ struct Row {
         shift = static_cast<uint32>(reinterpret_cast<uint64>(begin + first_column * In::kBytes)) & 15u;
     }
 
-    // Of the aligned vector that holds the vector's first byte, wherever in the row or beside it that is.
+    // Address of the aligned vector that holds the vector's first byte, which may lie beside the row.
     __device__ __forceinline__ const char* address(int64 column) const { return begin + column * In::kBytes - shift; }
 
     // First half of a load, to be issued early: the aligned vector that holds the vector's first byte.
@@ -141,7 +141,7 @@ struct Row {
     }
 };
 
-// ---- Where results go ----
+// ---- Destinations of results ----
 
 // Sums of one part of the gradient: added to the output, or, where several parts are computed at once, kept in a slot
 // of a workspace until `reduce` adds the slots in their order. No atomics: every run gives the same bits.
@@ -152,12 +152,12 @@ struct Destination {
     int64 rows;
     int64 columns;
 
-    // Where the sums of a row begin.
+    // Address of the sums of a row.
     __device__ __forceinline__ float* row(int64 slot, int64 row) const {
         return partials ? partials + (slot * rows + row) * columns : out + row * out_stride;
     }
 
-    // Whether a sum replaces what is there: in a slot that nobody has written to.
+    // True for slots, which nothing has been written to before: a sum replaces their content.
     __device__ __forceinline__ bool replaces(bool first) const { return partials && first; }
 
     __device__ __forceinline__ void put(int64 slot, int64 row_of_sum, int64 column, float value, bool first) const {

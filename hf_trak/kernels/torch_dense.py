@@ -53,7 +53,10 @@ class DenseMap(ABC):
     def _tiles(
         self, start: int, n: int, columns: range, model_id: int, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield tiles of R from top to bottom: first row, relative to `start`, and entries that hold until the next."""
+        """Yield tiles of R from top to bottom: the first row, relative to `start`, and entries.
+
+        The entries hold until the next tile is made.
+        """
         width = -(-len(columns) // self.column_multiple) * self.column_multiple
         calls = _CALLS_PER_TILE.get(device.type, _CALLS_ELSEWHERE)
         together = min(n, max(1, calls * self.entries_per_call // width))

@@ -144,7 +144,7 @@ class SparseMap:
                 out[:, :rotation] += values[:, outputs - rotation :]
 
     def _add_pieces(self, out: Tensor, block: Tensor, start: int, model_id: int, copy: int) -> None:
-        """Do both steps at once for a short block: each stretch of a run that stays together goes straight to `out`."""
+        """Do both steps at once for a short block: a stretch of a run that stays together goes straight to `out`."""
         outputs = out.shape[1]
         rotations = self._rotations(model_id, copy)
         size = outputs * len(rotations)
