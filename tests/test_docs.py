@@ -46,6 +46,42 @@ def small(directory: str, **settings: Any) -> TrakConfig:
     return TrakConfig(output_dir=directory, proj_dim=64, use_cpu=True, disable_tqdm=True, **settings)
 
 
+def layouts() -> list[str]:
+    """The paths that docs/formats.md names, as regular expressions. Below a directory of which it names no files there
+    may be any: datasets have files of their own."""
+    text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
+    paths = [
+        name for line in re.findall(r"^\| (`.+?`) \|", text, re.MULTILINE) for name in re.findall(r"`(.+?)`", line)
+    ]
+    for block in blocks_of(ROOT / "docs/formats.md"):
+        parents: list[str] = []
+        for line in block.code.splitlines():
+            entry = re.split(r" {2,}", line.strip())[0]
+            depth = (len(line) - len(line.lstrip())) // 2
+            parents = [*parents[:depth], entry]
+            if 'see "' not in line:  # what is described further down
+                paths += ["".join([*parents[:-1], name]) for name in entry.split(", ")]
+    parents_of_others = {path for path in paths if any(other.startswith(path) and other != path for other in paths)}
+    return [pattern(path) for path in paths if path not in parents_of_others]
+
+
+def pattern(path: str) -> str:
+    """Numbers stand for any number of as many digits or more, `<name>` and `…` for anything in one name."""
+    escaped = re.sub(r"<[^>]*>|…", "\0", path)
+    escaped = re.sub(r"\d+", "\1", re.sub(r"\.hf_trak-tmp.*", "", escaped))
+    found = re.escape(escaped).replace("\0", "[^/]+").replace("\1", r"\d+")
+    return found + (".+" if path.endswith("/") else "")
+
+
+def assert_documented(directory: Path, root: str) -> None:
+    """Every file below a directory has its place in docs/formats.md, where the directory is called `root`."""
+    known = [re.compile(layout) for layout in layouts()]
+    files = [path.relative_to(directory).as_posix() for path in sorted(directory.rglob("*")) if path.is_file()]
+    assert files
+    lost = [file for file in files if not any(k.fullmatch(name) for k in known for name in (file, f"{root}/{file}"))]
+    assert not lost
+
+
 # -- what is run, and what is not ---------------------------------------------------------------------------------
 
 
@@ -112,6 +148,7 @@ def test_quickstart(place: Path) -> None:
     }
     smaller = {'TrakConfig(output_dir="trak")': 'TrakConfig(output_dir="trak", proj_dim=512)'}
     run_page("docs/quickstart.md", namespace, hf_trak_command, smaller, checks)
+    assert_documented(place / "trak-3", "trak")
 
 
 def test_concepts(place: Path) -> None:
@@ -196,6 +233,8 @@ def test_command_line(
     assert set(COMMANDS) - set(done) == {"selftest"}
     assert (place / "trak/scores/mine/report.html").is_file()
     assert (elsewhere / "copy/trak_index.json").is_file()
+    assert_documented(place / "trak", "trak")
+    assert_documented(elsewhere / "copy", "trak")
     assert re.search(r"^lds +-?0\.\d+", capsys.readouterr().out, re.MULTILINE)
 
 
@@ -228,6 +267,7 @@ def test_evaluation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
         checks={"TrainerRetraining(": measured},
     )
     assert re.search(r"helpful \{4: ", capsys.readouterr().out)
+    assert_documented(place / "lds", "lds")
 
 
 def test_scaling(place: Path) -> None:
@@ -262,12 +302,18 @@ def test_trak_script(place: Path) -> None:
     assert namespace["scores"].shape == (1100, 20)
     assert namespace["scores"].isfinite().all()
     assert len(namespace["scored"]) == 20
+    for directory, root in (("trak_results", "trak"), ("mmap_results", "trak_results"), ("trak", "trak")):
+        assert_documented(place / directory, root)
 
 
 def test_contributing_a_task(place: Path) -> None:
     rows = sentences(20)
     graded = Dataset.from_dict({"input_ids": rows["input_ids"][:], "labels": [float(i % 4) for i in range(20)]})
     run_page("docs/contributing/tasks.md", {"grader": tiny_bert(1), "graded_rows": graded}, hf_trak_command)
+
+
+def test_contributing_a_layer_rule(place: Path) -> None:
+    run_page("docs/contributing/layer_rules.md", {}, hf_trak_command)
 
 
 RUN_HERE = {
@@ -282,6 +328,7 @@ RUN_HERE = {
     "docs/scaling.md",
     "docs/from_trak.md",
     "docs/contributing/tasks.md",
+    "docs/contributing/layer_rules.md",
 }
 
 
