@@ -1,7 +1,7 @@
-"""What happens to the model's outputs when the rows that matter most are taken away, or added first.
+"""Counterfactual curves: the change of the model's outputs when the rows of the highest scores are removed or added.
 
 Order the training rows by their scores for a target, train without the first r of them (or with these alone), and look
-at that target's output; a random order is the control (TRAK paper, Section 5; Ilyas et al. 2022, arXiv 2202.00622).
+at that target's output. A random order is the control (TRAK paper, Section 5; Ilyas et al. 2022, arXiv 2202.00622).
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from hf_trak.evaluation.subsets import group_sums
 from hf_trak.scores.groups import RowGroups
 
 Order = Literal["helpful", "harmful", "random"]
-"""Which rows come first: those of the highest scores, of the lowest, or any."""
+"""The rows that come first: those of the highest scores, those of the lowest, or random ones."""
 
 Action = Literal["remove", "add"]
-"""Train without the first r rows, or with the first r rows alone."""
+"""`"remove"` trains without the first r rows, `"add"` with the first r rows alone."""
 
 MEAN = -1
 """The target number that stands for the mean over all targets."""
@@ -33,10 +33,16 @@ class CounterfactualPlan:
     """Subsets to retrain on, for [`retrain_on_subsets`]. Subset 0 is the whole training set.
 
     Attributes:
-        masks: `(s, n)`, boolean.
-        order, count, target: of subsets 1 … s − 1; the number of rows (or groups) taken away or added, and the target
-            by whose scores they were ordered ([`MEAN`] for the mean over targets).
-        action: see [`Action`].
+        masks (`np.ndarray` of shape `(s, n)`):
+            True where a training row belongs to the subset.
+        order (`tuple[str, ...]`):
+            The order of rows of subsets 1 … s − 1, see [`Order`].
+        count (`tuple[int, ...]`):
+            The number of rows (or groups) removed or added in each of them.
+        target (`tuple[int, ...]`):
+            The target by whose scores rows were ordered for each of them; [`MEAN`] for the mean over targets.
+        action (`str`):
+            See [`Action`].
     """
 
     masks: np.ndarray
@@ -46,20 +52,32 @@ class CounterfactualPlan:
     action: Action
 
     def curves(self, retrained: Dataset, confidence: float = 0.95) -> "CounterfactualCurves":
-        """The curves that the retrainings of [`~CounterfactualPlan.masks`] show.
+        """Compute the curves from the retrainings of this plan.
 
         Args:
-            retrained: of `retrain_on_subsets(plan.masks, …)`.
-            confidence: of the intervals over targets.
+            retrained (`datasets.Dataset`):
+                The result of `retrain_on_subsets(plan.masks, …)`.
+            confidence (`float`, *optional*, defaults to 0.95):
+                Confidence level of the intervals over targets.
+
+        Returns:
+            [`CounterfactualCurves`]: the curves.
 
         Raises:
-            ValueError: the retrainings are of other subsets.
+            ValueError: the retrainings are of other subsets, or lack a target.
+            ImportError: scipy is not installed.
         """
         masks, outputs = masks_and_outputs(retrained)
         if not np.array_equal(masks, self.masks):
-            raise ValueError("The retrainings are of other subsets than this plan's. Expected those of `plan.masks`.")
+            raise ValueError(
+                "The retrainings are of other subsets than this plan's. Expected the result of "
+                "`retrain_on_subsets(plan.masks, …)`."
+            )
         if max(self.target) >= outputs.shape[1]:
-            raise ValueError(f"The plan has target {max(self.target)}, the retrainings {outputs.shape[1]} targets.")
+            raise ValueError(
+                f"The plan has target {max(self.target)}, but the retrainings have {outputs.shape[1]} targets. "
+                "Expected an output for every target of the plan."
+            )
         changes = outputs[1:] - outputs[0]
         own = [row.mean() if j == MEAN else row[j] for row, j in zip(changes, self.target, strict=True)]
         table = Dataset.from_dict(
@@ -84,12 +102,15 @@ class CounterfactualPlan:
 
 @dataclass(frozen=True)
 class CounterfactualCurves:
-    """How outputs change, f(after) − f(trained on all rows).
+    """Changes of outputs, f(after) − f(trained on all rows).
 
     Attributes:
-        points: order → count → mean change over targets, with its bootstrap interval over targets.
-        table: one row per retraining: `order`, `count`, `target`, `change`.
-        action: see [`Action`].
+        points (`dict[str, dict[int, Interval]]`):
+            By order and count, the mean change over targets with its bootstrap interval over targets.
+        table (`datasets.Dataset`):
+            One row per retraining, with the columns `order`, `count`, `target` and `change`.
+        action (`str`):
+            See [`Action`].
     """
 
     points: dict[str, dict[int, Interval]]
@@ -107,17 +128,27 @@ def counterfactual_plan(
     groups: RowGroups | None = None,
     seed: int = 0,
 ) -> CounterfactualPlan:
-    """The subsets of removal or addition curves.
+    """Choose the subsets for removal or addition curves.
 
     Args:
-        scores: τ `(n, m)`, of any attribution method, higher meaning more helpful.
-        counts: the numbers r of rows (or groups).
-        action: take the first r rows away, or train on them alone.
-        orders: what comes first. Ties keep the order of rows.
-        targets: numbers of the targets that get an order of their own, which costs `len(targets)` retrainings per
-            point. `None` orders rows once, by their mean score over all targets.
-        groups: groups of training rows that go together, by the sums of their scores.
-        seed: of the random order, which is the same for every count.
+        scores (`ArrayLike` of shape `(n, m)`):
+            Scores τ of any attribution method; higher means more helpful.
+        counts (`Sequence[int]`):
+            The numbers r of rows (or groups).
+        action (`str`, *optional*, defaults to `"remove"`):
+            `"remove"` trains without the first r rows, `"add"` with the first r rows alone.
+        orders (`Sequence[str]`, *optional*, defaults to `("helpful", "harmful", "random")`):
+            The orders of rows, see [`Order`]. Rows of equal scores keep the order of the dataset.
+        targets (`Sequence[int]`, *optional*):
+            Numbers of the targets that get an order of their own, which costs `len(targets)` retrainings per point. By
+            default rows are ordered once, by their mean score over all targets.
+        groups (`RowGroups`, *optional*):
+            Groups of training rows that are removed or added together, ordered by the sums of their scores.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the random order, which is the same for every count.
+
+    Returns:
+        [`CounterfactualPlan`]: the subsets.
 
     Raises:
         ValueError: a count, an order, the action or a target is out of range.

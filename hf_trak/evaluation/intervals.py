@@ -7,14 +7,26 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hf_trak.errors import NonFiniteError
+from hf_trak.runtime.checks import checked_int
 
 RESAMPLES = 1000
-"""Bootstrap samples, unless told otherwise."""
+"""Default number of bootstrap samples."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate, and the ends of its confidence interval."""
+    """An estimate with its confidence interval.
+
+    Attributes:
+        value (`float`):
+            The estimate.
+        low (`float`):
+            Lower end of the interval.
+        high (`float`):
+            Upper end of the interval.
+        confidence (`float`, *optional*, defaults to 0.95):
+            Confidence level.
+    """
 
     value: float
     low: float
@@ -28,12 +40,16 @@ class Interval:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     def to_dict(self) -> dict[str, float]:
-        """The fields as plain JSON values."""
+        """Return the attributes as plain JSON values."""
         return {"value": self.value, "low": self.low, "high": self.high, "confidence": self.confidence}
 
 
 def scipy_stats() -> Any:
-    """`scipy.stats`. Raises `ImportError`, with the remedy, where scipy is not installed."""
+    """Import `scipy.stats`.
+
+    Raises:
+        ImportError: scipy is not installed; the message says how to install it.
+    """
     try:
         import scipy.stats
     except ImportError as error:
@@ -44,13 +60,20 @@ def scipy_stats() -> Any:
 
 
 def mean_interval(values: ArrayLike, confidence: float = 0.95, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """The mean of independent values, with its bootstrap interval.
+    """Compute the mean of independent values and its bootstrap interval.
 
     Args:
-        values: `(count,)`.
-        confidence: what part of such intervals covers the truth.
-        resamples: bootstrap samples.
-        seed: of the bootstrap.
+        values (`ArrayLike` of shape `(count,)`):
+            The values.
+        confidence (`float`, *optional*, defaults to 0.95):
+            Confidence level: the share of such intervals that contain the true mean.
+        resamples (`int`, *optional*, defaults to 1000):
+            Number of bootstrap samples, at least 10.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the bootstrap.
+
+    Returns:
+        [`Interval`]: the mean and its interval.
 
     Raises:
         ImportError: scipy is not installed.
@@ -80,8 +103,11 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95, resamples: int = 
 
 
 def check_interval(confidence: float, resamples: int) -> None:
-    """Raise `ValueError` unless 0 < confidence < 1, and there are at least 10 resamples."""
+    """Check the arguments of a bootstrap.
+
+    Raises:
+        ValueError: `confidence` is not between 0 and 1, or `resamples` is not an integer of at least 10.
+    """
     if not 0 < confidence < 1:
         raise ValueError(f"`confidence` is {confidence!r}. Expected a number between 0 and 1, such as 0.95.")
-    if not isinstance(resamples, int) or isinstance(resamples, bool) or resamples < 10:
-        raise ValueError(f"`resamples` is {resamples!r}. Expected an integer of at least 10, better 1000.")
+    checked_int(resamples, "resamples", 10, remedy="Use 1000 or more for a stable interval.", type_error=ValueError)

@@ -1,4 +1,4 @@
-"""How well scores agree with what leaving out one row (or one group) really does; for small problems."""
+"""Correlation of scores with the measured effects of leaving out one row (or one group); for small problems."""
 
 from dataclasses import dataclass
 
@@ -17,9 +17,16 @@ class LeaveOneOutResult:
     """Correlations of scores with measured effects, over the rows that were left out.
 
     Attributes:
-        pearson, spearman: `(m,)`, one for each target; 0 where scores or effects are constant.
-        mean_pearson, mean_spearman: means over targets, with bootstrap intervals over targets.
-        effects: `(rows, m)`, f(all rows) − f(without the row).
+        pearson (`np.ndarray` of shape `(m,)`):
+            Pearson's correlation for each target; 0 where scores or effects are constant.
+        spearman (`np.ndarray` of shape `(m,)`):
+            Spearman's correlation for each target; 0 where scores or effects are constant.
+        mean_pearson (`Interval`):
+            Mean of `pearson` over targets, with its bootstrap interval over targets.
+        mean_spearman (`Interval`):
+            Mean of `spearman` over targets, with its bootstrap interval over targets.
+        effects (`np.ndarray` of shape `(rows, m)`):
+            f(all rows) − f(without the row).
     """
 
     pearson: np.ndarray
@@ -37,21 +44,32 @@ def leave_one_out_correlation(
     confidence: float = 0.95,
     resamples: int = RESAMPLES,
 ) -> LeaveOneOutResult:
-    """Correlation of τ_ij with f(z_j; θ*(S)) − f(z_j; θ*(S ∖ {i})) over the rows i that were left out.
+    """Correlate τ_ij with f(z_j; θ*(S)) − f(z_j; θ*(S ∖ {i})) over the rows i that were left out.
 
-    The effect of one row is small beside what the seed of a training does: average `outputs` over many repeats, or
-    train convex models.
+    The effect of one row is small compared with that of the random seed of a training: average `outputs` over many
+    repeats, or train convex models.
 
     Args:
-        scores: τ `(n, m)`.
-        masks: `(1 + rows, n)`, of [`leave_one_out_subsets`]: all rows, then all but one row or one group.
-        outputs: `(1 + rows, m)`.
-        groups: the groups that were left out, if they were; compared are the sums of their scores.
-        confidence, resamples: of the intervals.
+        scores (`ArrayLike` of shape `(n, m)`):
+            Scores τ of any attribution method.
+        masks (`ArrayLike` of shape `(1 + rows, n)`):
+            The subsets of [`leave_one_out_subsets`]: all rows, then all but one row or one group.
+        outputs (`ArrayLike` of shape `(1 + rows, m)`):
+            The model output on every target after training on each subset.
+        groups (`RowGroups`, *optional*):
+            The groups that were left out, if groups were. The sums of their scores are compared.
+        confidence (`float`, *optional*, defaults to 0.95):
+            Confidence level of the intervals.
+        resamples (`int`, *optional*, defaults to 1000):
+            Number of bootstrap samples.
+
+    Returns:
+        [`LeaveOneOutResult`]: the correlations.
 
     Raises:
         ImportError: scipy is not installed.
-        ValueError: shapes do not fit, masks leave out something else, or there are fewer than three rows.
+        ValueError: shapes do not fit, the masks are not those of [`leave_one_out_subsets`], or fewer than three rows
+            were left out.
         NonFiniteError: a score or output is NaN or infinite.
     """
     stats = scipy_stats()
@@ -72,8 +90,8 @@ def leave_one_out_correlation(
     single = all(len(out) == 1 and size == division.sizes[out[0]] for out, size in zip(left_out, whole, strict=True))
     if not member[0].all() or not single:
         raise ValueError(
-            "`masks` are not those of `leave_one_out_subsets`. Expected all rows first, then all but one row, or but "
-            "one of `groups`."
+            "`masks` are not those of `leave_one_out_subsets`. Expected all rows first, then all but one row, or all "
+            "but one of `groups`."
         )
     if len(left_out) < 3:
         raise ValueError(f"{len(left_out)} rows were left out. Expected at least 3.")
@@ -86,7 +104,7 @@ def leave_one_out_correlation(
 
 
 def _pearson(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Of the columns; 0 where one is constant."""
+    """Pearson's correlation of each pair of columns; 0 where one of them is constant."""
     one, other = first - first.mean(axis=0), second - second.mean(axis=0)
     norms = np.linalg.norm(one, axis=0) * np.linalg.norm(other, axis=0)
     return np.divide((one * other).sum(axis=0), norms, out=np.zeros_like(norms), where=norms > 0)

@@ -1,7 +1,8 @@
-"""Finding mislabelled examples: how far up they come when rows are ranked by self-influence.
+"""Detection of mislabelled examples by their rank among all rows sorted by self-influence.
 
-A row with a wrong label is one that little else supports, and that the model can fit only by itself (Koh & Liang 2017,
-arXiv 1703.04730, Section 5.4). Known wrong labels, planted by [`with_wrong_labels`], measure how well that works.
+A row with a wrong label has little support from other rows, so that the model fits it by the influence of that row on
+itself (Koh & Liang 2017, arXiv 1703.04730, Section 5.4). Known wrong labels, planted by [`with_wrong_labels`], measure
+how well that works.
 """
 
 from collections.abc import Sequence
@@ -18,15 +19,20 @@ from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval
 
 @dataclass(frozen=True)
 class MislabelledResult:
-    """How well a ranking finds the mislabelled rows.
+    """Measures of how well a ranking finds the mislabelled rows.
 
     Attributes:
-        auc: area under the ROC curve, 0.5 for a ranking by chance, with its bootstrap interval (mislabelled and other
-            rows resampled separately).
-        average_precision: area under the curve of precision over recall; the share of mislabelled rows by chance.
-        precision_at: k → part of the first k rows that is mislabelled.
-        mislabelled: number of mislabelled rows.
-        rows: number of rows.
+        auc (`Interval`):
+            Area under the ROC curve, 0.5 for a random ranking, with its bootstrap interval (mislabelled and other rows
+            are resampled separately).
+        average_precision (`float`):
+            Area under the curve of precision over recall; for a random ranking about the share of mislabelled rows.
+        precision_at (`dict[int, float]`):
+            By k, the share of mislabelled rows among the first k.
+        mislabelled (`int`):
+            Number of mislabelled rows.
+        rows (`int`):
+            Number of rows.
     """
 
     auc: Interval
@@ -44,13 +50,24 @@ def mislabel_detection(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> MislabelledResult:
-    """How well the highest scores find the mislabelled rows.
+    """Measure how well the highest scores find the mislabelled rows.
 
     Args:
-        self_influence: `(n,)`, for example of `TrakAttributor.self_influence()`; highest for the most suspect.
-        mislabelled: `(n,)`, true for rows with a wrong label.
-        ks: numbers of rows that somebody would look through; by default the number of mislabelled rows.
-        confidence, resamples, seed: of the bootstrap.
+        self_influence (`ArrayLike` of shape `(n,)`):
+            Scores that are highest for the most suspect rows, for example those of `TrakAttributor.self_influence()`.
+        mislabelled (`ArrayLike` of shape `(n,)`):
+            True for rows with a wrong label.
+        ks (`Sequence[int]`, *optional*):
+            Numbers of rows that somebody would look through. By default the number of mislabelled rows.
+        confidence (`float`, *optional*, defaults to 0.95):
+            Confidence level of the interval.
+        resamples (`int`, *optional*, defaults to 1000):
+            Number of bootstrap samples.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the bootstrap.
+
+    Returns:
+        [`MislabelledResult`]: the measures.
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -74,7 +91,8 @@ def mislabel_detection(
         raise NonFiniteError("`self_influence` holds NaN or infinite values. Expected finite ones.")
     if not 0 < wrong.sum() < len(wrong):
         raise ValueError(
-            f"{int(wrong.sum())} of {len(wrong)} rows are mislabelled. Expected some, and some that are not."
+            f"{int(wrong.sum())} of {len(wrong)} rows are mislabelled. Expected at least one that is and one that is "
+            "not."
         )
     chosen = [int(wrong.sum())] if ks is None else [int(k) for k in ks]
     if not all(1 <= k <= len(values) for k in chosen):
@@ -99,19 +117,23 @@ def mislabel_detection(
 def with_wrong_labels(
     dataset: Dataset, fraction: float, label_column: str = "labels", seed: int = 0
 ) -> tuple[Dataset, np.ndarray]:
-    """A copy of a dataset in which some rows have another of the labels that occur, drawn evenly.
+    """Copy a dataset, giving some rows another label, drawn uniformly from the other labels that occur.
 
     Args:
-        dataset: the rows.
-        fraction: the part of the rows that is changed, rounded.
-        label_column: the column of labels.
-        seed: of the choice.
+        dataset (`datasets.Dataset`):
+            The rows.
+        fraction (`float`):
+            The share of the rows that is changed, rounded to whole rows.
+        label_column (`str`, *optional*, defaults to `"labels"`):
+            The column of labels.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the choice of rows and labels.
 
     Returns:
-        The dataset, and `(n,)` booleans: true for the rows that were changed.
+        `tuple[datasets.Dataset, np.ndarray]`: the copy, and booleans of shape `(n,)` that are true for changed rows.
 
     Raises:
-        ValueError: there is no such column or only one label, or the fraction leaves no row changed or unchanged.
+        ValueError: the column does not exist or has only one label, or no row would be changed, or all would.
     """
     if label_column not in dataset.column_names:
         raise ValueError(f"`label_column` is {label_column!r}. Expected one of {dataset.column_names}.")

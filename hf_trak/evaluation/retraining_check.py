@@ -1,4 +1,4 @@
-"""Checking every byte of a directory of retrainings, and adding checksums to those of format 1."""
+"""Verification of a directory of retrainings, and the upgrade that adds checksums to one of format 1."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ _AGAIN = "`retrain_on_subsets` with the same arguments computes it."
 _UPGRADE = "`hf-trak upgrade` adds checksums."
 
 Row = tuple[str, np.ndarray, int]
-"""Of one training in the dataset: digest of the subset, outputs, seed."""
+"""One training in the dataset: digest of the subset, outputs, seed."""
 
 
 def verify_retraining(directory: Path) -> Iterator[Finding]:
@@ -27,8 +27,8 @@ def verify_retraining(directory: Path) -> Iterator[Finding]:
         directory: the `output_dir` of `retrain_on_subsets`.
 
     Returns:
-        an iterator of one finding per file; trainings between those that are there and those that the dataset has are
-        reported as missing.
+        An iterator of one finding per file. Trainings that the dataset has, but that have no file, are reported as
+        missing.
 
     Raises:
         IncompleteStoreError: there are no retrainings in this directory.
@@ -73,9 +73,10 @@ def verify_retraining(directory: Path) -> Iterator[Finding]:
 
 
 def upgrade_retraining(directory: Path) -> None:
-    """Add checksums to a directory of format 1. Interrupted, the same call goes on; done, it changes nothing.
+    """Add checksums to a directory of format 1. After an interruption the same call continues.
 
-    Before, every training is read, and compared with the dataset of all trainings, which an undamaged directory has.
+    Every training is first read and compared with the dataset of all trainings, which an undamaged directory has. A
+    directory of the current format is left as it is.
 
     Args:
         directory: the `output_dir` of `retrain_on_subsets`.
@@ -99,18 +100,18 @@ def upgrade_retraining(directory: Path) -> None:
         row = (table or {}).get(training)
         if row is not None and not _same(row, digest, outputs, training_seed(files.config["seed"], *training)):
             raise StoreError(
-                f"{old.path(*training)} and {directory / DATASET} say different things of training {training}, so "
-                "that one of them is damaged. Expected the same. Restore the right one, or delete the file of the "
-                "training and call `retrain_on_subsets` with the same arguments."
+                f"{old.path(*training)} and {directory / DATASET} hold different results of training {training}, so "
+                "that one of them is damaged. Expected the same in both. Restore the damaged one, or delete the file of the training "
+                "and call `retrain_on_subsets` with the same arguments."
             )
     for training, (outputs, digest) in found.items():
         current.write(*training, digest, outputs)
-    if files.version == 1:  # last, because it says that all others have checksums
+    if files.version == 1:  # last, because it states that all other files have checksums
         write_sealed(directory / CONFIG, files.config)
 
 
 def _read_dataset(path: Path) -> tuple[dict[tuple[int, int], Row] | None, str | None]:
-    """The rows of the dataset by subset and repeat, `None` if there is none; and what is wrong with it."""
+    """Read the rows of the dataset by subset and repeat (`None` if there is none), and say what is wrong with it."""
     if not path.exists():
         return None, None
     try:

@@ -1,10 +1,10 @@
-"""The files of a directory of retrainings, each of which says what it is and carries a checksum.
+"""The files of a directory of retrainings. Each one records what it is, and carries a checksum.
 
     <output_dir>/
       retraining.json                                number of rows, seed, and the user's settings
       trainings/subset-<i>-repeat-<r>.safetensors    outputs (m,), float64; in the metadata the subset's digest, the
                                                      numbers, the training's seed, and a digest of `retraining.json`
-      retrained.arrow                                all of it as a `datasets.Dataset`; written, never read
+      retrained.arrow                                all trainings as a `datasets.Dataset`; written, never read
 
 Directories of format 1 have no checksums. They are read and finished in their own format, with a warning;
 `hf_trak.evaluation.retraining_check.upgrade_retraining` adds checksums.
@@ -37,20 +37,20 @@ _warned: set[Path] = set()
 
 
 def training_seed(seed: int, subset: int, repeat: int) -> int:
-    """The seed of one training, see `retrain_on_subsets`."""
+    """Return the seed of one training, see `retrain_on_subsets`."""
     return (seed + repeat * 1_000_003 + subset) % 2**31
 
 
 def subset_digest(mask: np.ndarray) -> str:
-    """SHA-256 of a subset, booleans `(n,)`."""
+    """Hash a subset, booleans of shape `(n,)`, with SHA-256."""
     return hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()
 
 
 class RetrainingFiles:
-    """The files of one directory, see the module's docstring.
+    """The files of one directory, which the module's docstring lists.
 
     Attributes:
-        directory: where they are.
+        directory: the directory.
         config: number of rows, seed, settings.
         version: format version, in which all files are written.
     """
@@ -64,14 +64,14 @@ class RetrainingFiles:
 
     @classmethod
     def open(cls, directory: Path, config: Mapping[str, Any]) -> "RetrainingFiles":
-        """Open a directory, and make it one of this configuration if it is none yet.
+        """Open a directory of retrainings, and create it unless it exists.
 
         Args:
-            directory: where trainings are kept.
+            directory: directory of the trainings.
             config: `rows`, `seed` and `settings`, plain JSON.
 
         Raises:
-            ConfigMismatchError: it was made with another one; shows both.
+            ConfigMismatchError: the directory was made with another configuration; shows both.
             StoreError: its description is damaged.
         """
         given = json.loads(json_bytes(config))
@@ -79,8 +79,8 @@ class RetrainingFiles:
         files = cls.load(directory)
         if lines := differing(files.config, given):
             raise ConfigMismatchError(
-                f"{directory / CONFIG} describes retrainings made otherwise. Expected the same settings; use another "
-                "directory.\n" + "\n".join(lines)
+                f"{directory / CONFIG} describes retrainings with other settings. Expected the same settings; use "
+                "another directory.\n" + "\n".join(lines)
             )
         return files
 
@@ -111,8 +111,8 @@ class RetrainingFiles:
         version = content.get("format_version") if is_sealed(content) else 1
         if version not in (1, SEALED_VERSION):
             raise StoreError(
-                f"{path} has format version {version!r}; this version of hf_trak reads up to {SEALED_VERSION}. Use "
-                "the version of hf_trak that wrote it, or another directory."
+                f"{path} has format version {version!r}. Expected at most {SEALED_VERSION}, which is the newest that "
+                "this version of hf_trak reads. Use the version of hf_trak that wrote it, or another directory."
             )
         if version == 1 and directory.absolute() not in _warned:
             _warned.add(directory.absolute())
@@ -125,22 +125,22 @@ class RetrainingFiles:
         return cls(directory, config, int(version))
 
     def path(self, subset: int, repeat: int) -> Path:
-        """The file of one training."""
+        """Path of the file of one training."""
         return self.directory / "trainings" / f"subset-{subset:06d}-repeat-{repeat:03d}.safetensors"
 
     def present(self) -> list[tuple[int, int]]:
-        """Subset and repeat of all trainings that have a file, repeats first."""
+        """List subset and repeat of all trainings that have a file, ordered by repeat and subset."""
         names = (_NAME.fullmatch(path.name) for path in (self.directory / "trainings").glob("*.safetensors"))
         found = [(int(name["subset"]), int(name["repeat"])) for name in names if name is not None]
         return sorted(found, key=lambda training: training[::-1])
 
     def write(self, subset: int, repeat: int, digest: str, outputs: np.ndarray) -> None:
-        """Keep what a training gave.
+        """Save the outputs of a training.
 
         Args:
-            subset, repeat: its numbers.
-            digest: of the subset, see [`subset_digest`].
-            outputs: `(m,)`, float64.
+            subset, repeat: numbers of the training.
+            digest: digest of the subset, see [`subset_digest`].
+            outputs: outputs on the targets, `(m,)`, float64.
 
         Raises:
             StoreError: the file cannot be written.
@@ -152,17 +152,17 @@ class RetrainingFiles:
         write_tensors(path, {"outputs": torch.from_numpy(outputs)}, self._identity(subset, repeat, digest))
 
     def read(self, subset: int, repeat: int, digest: str | None) -> tuple[np.ndarray, str]:
-        """What a training gave.
+        """Read the outputs of a training.
 
         Args:
-            subset, repeat: its numbers.
-            digest: of the subset; `None` if it is not known.
+            subset, repeat: numbers of the training.
+            digest: digest of the subset; `None` if it is not known.
 
         Returns:
             The outputs, `(m,)`, float64, and the digest of the subset.
 
         Raises:
-            ConfigMismatchError: it belongs to another subset.
+            ConfigMismatchError: the training is of another subset.
             StoreError: the file is missing, damaged, or that of another training.
         """
         path = self.path(subset, repeat)
@@ -175,9 +175,8 @@ class RetrainingFiles:
             raise StoreError(f"{path} is damaged ({error}). {_AGAIN}") from error
         if old and self.version > 1:
             raise StoreError(
-                f"{path} is damaged, or of format 1: it has no checksum. Expected one, as {CONFIG} has. `hf-trak "
-                f"upgrade {self.directory}` adds it to files of format 1; else delete it, and run the same command "
-                "again."
+                f"{path} is damaged, or of format 1: it has no checksum. Expected one, as {CONFIG} has. Run `hf-trak "
+                f"upgrade {self.directory}` if it is of format 1; otherwise delete it, and run the same command again."
             )
         if not isinstance(identity, dict) or len(shape) != 1:
             raise StoreError(f"{path} is damaged: it holds outputs of the shape {shape} of {identity!r}. {_AGAIN}")
@@ -186,7 +185,7 @@ class RetrainingFiles:
             outputs = _read_old(path, specs["outputs"])
             said = plain.get("repeat", "")
             identity = self._identity(subset, int(said) if said.isdecimal() else -1, plain.get("subset", ""))
-        else:  # first whether the file is what it says, then whether that is what was asked for
+        else:  # check first that the file is intact, then that it is the one that was asked for
             outputs = read_tensors(path, identity, specs)["outputs"].numpy()
         found = str(identity.get("subset"))
         if digest is not None and found != digest:
@@ -210,7 +209,7 @@ class RetrainingFiles:
 
 
 def _read_old(path: Path, spec: TensorSpec) -> np.ndarray:
-    """The outputs in a file of format 1."""
+    """Read the outputs in a file of format 1."""
     try:
         with safe_open(path, "pt") as file:
             outputs = file.get_tensor("outputs")

@@ -1,4 +1,4 @@
-"""Which rows to train on: random subsets, all but one, with rows alone or in groups."""
+"""Subsets of the training rows to train on: random ones, or all rows but one, with rows alone or in groups."""
 
 from collections.abc import Sequence
 
@@ -11,22 +11,27 @@ from hf_trak.scores.groups import RowGroups
 def random_subsets(
     n: int, count: int, fraction: float = 0.5, seed: int = 0, groups: RowGroups | None = None
 ) -> np.ndarray:
-    """Random subsets of a fixed size (TRAK paper, Section 2: α · n rows, α = 1/2).
+    """Draw random subsets of a fixed size (TRAK paper, Section 2: α · n rows, α = 1/2).
 
-    Subset i depends on n, `fraction`, `seed` and i alone: more subsets later leave the first ones as they are.
+    Subset i depends on n, `fraction`, `seed` and i alone, so that a larger `count` keeps the first subsets.
 
     Args:
-        n: number of training rows.
-        count: number of subsets s.
-        fraction: α, the part of the rows that each has, rounded.
-        seed: of the subsets.
-        groups: rows that are in or out together; `fraction` is then that of the groups.
+        n (`int`):
+            Number of training rows.
+        count (`int`):
+            Number of subsets, s.
+        fraction (`float`, *optional*, defaults to 0.5):
+            The share α of the rows that each subset has, rounded to whole rows.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the subsets.
+        groups (`RowGroups`, *optional*):
+            Groups of rows that are in a subset together or not at all; `fraction` is then the share of the groups.
 
     Returns:
-        `(s, n)`, boolean.
+        `np.ndarray` of shape `(s, n)`: true where a training row belongs to the subset.
 
     Raises:
-        ValueError: a number is out of range, or the subsets would be empty or whole.
+        ValueError: a number is out of range, or the subsets would be empty or have all rows.
     """
     units = n if groups is None else len(groups)
     if count < 1:
@@ -36,7 +41,7 @@ def random_subsets(
     if not 0 < size < units:
         raise ValueError(
             f"`fraction` is {fraction!r}, which is {size} of {units} {'rows' if groups is None else 'groups'}. "
-            "Expected a number between 0 and 1 that leaves some in and some out."
+            "Expected a number between 0 and 1 for which subsets have some of them, but not all."
         )
     masks = np.zeros((count, units), dtype=bool)
     for index in range(count):
@@ -46,18 +51,21 @@ def random_subsets(
 
 
 def leave_one_out_subsets(n: int, rows: Sequence[int] | None = None, groups: RowGroups | None = None) -> np.ndarray:
-    """The whole training set first, then without each row, or without each group.
+    """Make the subsets for leaving out one row or one group at a time; the whole training set comes first.
 
     Args:
-        n: number of training rows.
-        rows: the rows (or groups) to leave out, one at a time; all by default.
-        groups: rows that are left out together.
+        n (`int`):
+            Number of training rows.
+        rows (`Sequence[int]`, *optional*):
+            The rows (or groups) to leave out, one at a time. By default all.
+        groups (`RowGroups`, *optional*):
+            Groups of rows that are left out together.
 
     Returns:
-        `(1 + number of rows or groups, n)`, boolean.
+        `np.ndarray` of shape `(1 + number of rows or groups, n)`: true where a training row belongs to the subset.
 
     Raises:
-        ValueError: a row or group does not exist, or is named twice.
+        ValueError: a row or group does not exist, or is given twice.
     """
     _check_groups(n, groups)
     units = n if groups is None else len(groups)
@@ -70,17 +78,19 @@ def leave_one_out_subsets(n: int, rows: Sequence[int] | None = None, groups: Row
 
 
 def group_sums(scores: ArrayLike, groups: RowGroups) -> np.ndarray:
-    """Scores of groups of training rows: Σ_{i ∈ g} τ_ij, the effect of all in an additive model.
+    """Sum the scores of each group of training rows: Σ_{i ∈ g} τ_ij, the effect of the group in an additive model.
 
     Args:
-        scores: τ `(n, m)`.
-        groups: G groups of the n rows.
+        scores (`ArrayLike` of shape `(n, m)`):
+            Scores τ of any attribution method.
+        groups (`RowGroups`):
+            G groups of the n rows.
 
     Returns:
-        `(G, m)`, float64.
+        `np.ndarray` of shape `(G, m)`, float64: the scores of the groups.
 
     Raises:
-        ValueError: the numbers of rows differ.
+        ValueError: `groups` has another number of rows than `scores`.
     """
     tau = np.asarray(scores, dtype=np.float64)
     _check_groups(len(tau), groups)
