@@ -1,4 +1,4 @@
-"""Small runs of a report, each told apart from all others by every value in it; and saves of them that are killed."""
+"""Small runs that differ from each other in every value, and saves of them that are killed."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ N_TRAIN, N_TARGETS, TOP_K = 40, 3, 4
 
 @functools.cache
 def build(number: int) -> AttributionRun:
-    """Run `number`: texts, labels, scores and statistics of its own."""
+    """Build run `number`, whose texts, labels, scores and statistics differ from those of all other runs."""
     generator = torch.Generator().manual_seed(number)
     scores = torch.randn(N_TRAIN, N_TARGETS, generator=generator)
     names = [f"no {number}", f"yes {number}"]
@@ -53,7 +53,7 @@ def _values(number: int) -> dict[str, Any]:
 
 
 def contents(run: AttributionRun) -> dict[str, Any]:
-    """All values that a report is made of."""
+    """Collect all values of a run that a report uses."""
     rows = {i for row in run.scored for name in ("trak_indices", "trak_opponent_indices") for i in row[name]}
     rows |= {i for i, _ in run.outliers()}
     assert run.self_influence is not None and run.distributions is not None
@@ -70,14 +70,14 @@ def contents(run: AttributionRun) -> dict[str, Any]:
 
 
 def whole(run: AttributionRun) -> int:
-    """The number of the run, of which it has every value."""
+    """Return the number of a run after checking that all its values are those of that run."""
     number = run.facts["number"]
     assert contents(run) == _values(number), f"a mixture, or another run than {number}"
     return number
 
 
 def save_format_1(run: AttributionRun, directory: Path) -> Path:
-    """The run as the version before saved it."""
+    """Save a run in format 1, as the version before did."""
     rows = np.array(sorted(_values(run.facts["number"])["train"]), dtype=np.int64)
     run.train.select(rows).save_to_disk(directory / "train")
     run.scored.save_to_disk(directory / "scored")
@@ -92,11 +92,14 @@ def save_format_1(run: AttributionRun, directory: Path) -> Path:
 
 
 _TOUCHING = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.utime", "os.chmod", "os.link")
-"""Audit events of Python."""
+"""Audit events of Python for operations on files."""
 
 
 def killed_at(step: int, number: int, directory: Path) -> bool:
-    """Save a run in a child that is killed right before it touches a file for the `step`-th time; whether it was."""
+    """Save a run in a child that is killed right before it touches a file for the `step`-th time.
+
+    Returns `False` if the save ended before that.
+    """
     with _child(functools.partial(_save_until, step, number, directory, [])) as pid:
         _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
@@ -118,7 +121,7 @@ def _save_until(step: int, number: int, directory: Path, touched: list[str]) -> 
 
 
 def steps_of(number: int, directory: Path) -> list[str]:
-    """What a save does to files, step by step."""
+    """List the operations of a save on files, in order."""
     touched: list[str] = []
     read, write = os.pipe()
 
@@ -136,7 +139,7 @@ def steps_of(number: int, directory: Path) -> list[str]:
 
 
 def killed_after(seconds: float, number: int, directory: Path) -> None:
-    """Save runs `number`, `number + 1`, … in a child that is killed after some time."""
+    """Save runs `number`, `number + 1`, … in a child that is killed after a while."""
     with _child(functools.partial(_save_on, number, directory)) as pid:
         time.sleep(seconds)
         os.kill(pid, signal.SIGKILL)
@@ -163,14 +166,19 @@ def _child(work: Callable[[], None]) -> Iterator[int]:
 
 
 def kill_at_steps(prepare: str, number: int, stride: int, directory: str) -> int:
-    """Directories `directory/<step>` in each of which a save was killed at this step: at every `stride`-th one, and at
-    all near the one that replaces `run.json`; and one in which it was not killed. How many there are.
+    """Make directories `directory/<step>`, in each of which a save was killed at that step.
+
+    The steps are every `stride`-th one and all near the one that replaces `run.json`. In one more directory, the save
+    was not killed.
 
     Args:
-        prepare: what is there before: `nothing`, a `run`, or one of `format 1`.
-        number: the run that is being saved; that before has the number 0.
+        prepare: content of the directories before the save: `nothing`, a `run`, or a run of `format 1`.
+        number: the run that is saved. The run before it has the number 0.
         stride: see above.
-        directory: of the directories.
+        directory: where the directories are made.
+
+    Returns:
+        Number of directories.
     """
     disable_progress_bars()
     build(number)
@@ -193,7 +201,7 @@ def kill_at_steps(prepare: str, number: int, stride: int, directory: str) -> int
 
 
 def kill_at_random(kills: int, seed: int, directory: str) -> list[int | None]:
-    """Kill saves into one directory, one after the other. The number of the run that is there after each kill."""
+    """Kill one save after the other in one directory. Returns the number of the run that is there after each kill."""
     disable_progress_bars()
     rng = np.random.default_rng(seed)
     found: list[int | None] = []
@@ -207,8 +215,10 @@ def kill_at_random(kills: int, seed: int, directory: str) -> list[int | None]:
 
 
 def loaded_in_child(directory: Path) -> int | None:
-    """The number of the whole run in a directory, `None` if it says that there is none; loaded by a process of its
-    own, so that this one keeps forking without threads.
+    """Load a run in a child process, since this process has to stay without threads in order to fork.
+
+    Returns:
+        The number of the run, which is whole, or `None` if loading says that there is no complete run.
     """
     read, write = os.pipe()
     with _child(functools.partial(_report_loaded, directory, write)) as pid:
@@ -230,7 +240,7 @@ def _report_loaded(directory: Path, write: int) -> None:
 
 
 def save_many(first: int, count: int, directory: str) -> int:
-    """Save runs `first`, `first + 1`, … into one directory."""
+    """Save runs `first`, `first + 1`, … to one directory."""
     disable_progress_bars()
     for number in range(first, first + count):
         build(number).save(directory)

@@ -1,4 +1,4 @@
-"""The report: what it is made of, that it survives the disk, and that a dataset's text never becomes markup."""
+"""The report: its contents, saving and loading of runs, and the escaping of texts from datasets."""
 
 import base64
 import hashlib
@@ -40,7 +40,7 @@ HOSTILE = [
 
 
 def top_k(scores: Tensor, k: int) -> dict[str, list]:
-    """Score columns of a matrix (n_train, n_targets)."""
+    """Make the top-k score columns of a matrix `(n_train, n_targets)`."""
     best, worst = (scores.argsort(dim=0, descending=down)[:k].T for down in (True, False))
     return {
         "trak_indices": best.tolist(),
@@ -63,7 +63,7 @@ def counted(scores: Tensor) -> ScoreDistributions:
 
 @pytest.fixture
 def hostile_run() -> AttributionRun:
-    """Nine hostile targets over 27 hostile training rows, hostile labels, columns and facts."""
+    """A run of nine targets and 27 training rows with hostile texts, labels, columns and facts."""
     texts = HOSTILE * 3
     scores = torch.randn(27, 9)
     train = Dataset.from_dict({"<b>text</b>": texts, "note": texts[::-1], "label": [f"<i>{t[:30]}" for t in texts]})
@@ -75,7 +75,7 @@ def hostile_run() -> AttributionRun:
 
 
 class Elements(HTMLParser):
-    """Every element with its attributes, and the text of the page outside style and script."""
+    """Parses a page into its elements with their attributes, and its text outside style and script."""
 
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -239,7 +239,7 @@ def test_a_training_row_that_the_run_lacks(tmp_path):
 
 
 def test_two_saved_datasets_are_a_run_too(tmp_path):
-    """What the image classification recipe leaves behind."""
+    """Two saved datasets without `run.json`, as the image classification recipe leaves them, are a run."""
     rows = Dataset.from_dict({"text": [f"row {i}" for i in range(9)], "label": [0, 1, 2] * 3})
     with_scores(rows.select([0, 1]), torch.randn(9, 2), 3).save_to_disk(tmp_path / "scored")
     rows.save_to_disk(tmp_path / "train")
@@ -344,7 +344,7 @@ def test_the_page_names_rows_scores_labels_and_leaves_out_what_it_is_told(tmp_pa
 
 
 class DigitNet(nn.Module):
-    """A linear classifier with the calling convention of transformers."""
+    """A linear classifier that is called as models of transformers are."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The report in a real browser: nothing asked for, nothing run, nothing cut off, readable on every screen."""
+"""The report in a real browser: no requests, no foreign scripts, nothing cut off, readable on every screen."""
 
 import itertools
 import shutil
@@ -64,7 +64,7 @@ def page() -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two reports: digits with predictions, and hostile text."""
+    """Two reports: one of digits with predictions, and one of hostile texts."""
     torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("reports")
     train, targets, similar = digit_rows(300, 8)
@@ -87,7 +87,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def digit_rows(n: int, m: int) -> tuple[Dataset, Dataset, torch.Tensor]:
-    """Training digits, target digits, and made-up scores that are high for similar ones."""
+    """Make a run of training digits and target digits with made-up scores, high for similar digits."""
     data = load_digits()
     pixels, flat = (data.images * 255 / 16).round().astype(np.uint8), torch.tensor(data.data, dtype=torch.float32)
     features = Features({"image": Image(), "label": ClassLabel(names=[str(i) for i in range(10)])})
@@ -143,7 +143,7 @@ def test_hostile_text_is_shown_as_text(page, files):
 
 
 def test_the_policy_stops_what_escaping_would_have_missed(page, files, tmp_path):
-    """The second line of defence, tested by breaking the first."""
+    """The Content-Security-Policy stops a script even if escaping fails, which is simulated here."""
     code = (
         "<script>document.title = 'owned'</script><img src='https://example.invalid/x.png' onerror='document.title=1'>"
     )
@@ -158,7 +158,7 @@ def test_the_policy_stops_what_escaping_would_have_missed(page, files, tmp_path)
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast(page, files, scheme):
-    """At least 4.5 to 1 everywhere (WCAG 2.2, 1.4.3)."""
+    """The contrast is at least 4.5 to 1 everywhere (WCAG 2.2, success criterion 1.4.3)."""
     page.size(*DESKTOP)
     page.media(prefers_color_scheme=scheme)
     for path in files.values():
@@ -291,7 +291,7 @@ def test_a_thousand_targets_stay_usable(page, tmp_path):
 
 
 def test_a_picture_of_every_page_is_left_for_the_eye(page, files, tmp_path):
-    """Screenshots go to the directory named by HF_TRAK_SCREENSHOTS, to be looked at."""
+    """Save screenshots to the directory named by HF_TRAK_SCREENSHOTS, for people to look at."""
     import os
 
     directory = Path(os.environ.get("HF_TRAK_SCREENSHOTS", tmp_path))

@@ -1,4 +1,4 @@
-"""The picture shows the right images, in the right places, whatever form images come in."""
+"""`image_grid` draws the right images in the right places, for images of any form."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def scored():
 
 
 def place(picture: Path, color) -> tuple[float, float] | None:
-    """The centre (x, y) of the pixels of one colour, or `None` if there is none."""
+    """Find the centre (x, y) of the pixels of one colour, or `None` if there are none."""
     pixels = np.asarray(PILImage.open(picture).convert("RGB")).astype(int)
     ys, xs = np.nonzero((np.abs(pixels - np.array(color)) <= 1).all(axis=-1))
     return (float(xs.mean()), float(ys.mean())) if len(xs) > 500 else None

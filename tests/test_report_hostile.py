@@ -1,4 +1,4 @@
-"""Rows that would take memory, time or the report down: it is written anyway, and says what is not shown and why."""
+"""Reports of rows that are made to exhaust memory or time, or to break it: written anyway, with the reasons."""
 
 import html
 import io
@@ -24,7 +24,7 @@ from hf_trak.report import AttributionRun, ReportOptions, image_grid, write_repo
 from hf_trak.report.content import Columns, content_of
 from hf_trak.report.images import MOST_PIXELS, UnreadableImageError, bounded
 from hf_trak.report.page import target_page
-from hf_trak.report.run_rows import beside
+from hf_trak.report.run_rows import with_scores_of
 from hf_trak.report.stored_rows import EncodedImage, stored
 from hf_trak.report.thumbnails import PictureBook
 from hf_trak.report.views import RunViews
@@ -35,7 +35,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int, color: bool = False) -> bytes:
-    """A black PNG of one bit per pixel, or of four bytes."""
+    """Make a black PNG of one bit or of four bytes per pixel."""
     compressor = zlib.compressobj(1 if color else 9)
     row = bytes(1 + (4 * width if color else (width + 7) // 8))
     data = b"".join(compressor.compress(row * 1000) for _ in range(height // 1000))
@@ -51,7 +51,7 @@ def encoded(picture: PILImage.Image, kind: str, **options: Any) -> bytes:
 
 
 def run_of(images: list[Any]) -> AttributionRun:
-    """A run whose targets and training rows have these images, bytes or `{"bytes", "path"}`."""
+    """Make a run whose targets and training rows have the given images: bytes, or `{"bytes", "path"}`."""
     rows = [image if isinstance(image, dict) or image is None else {"bytes": image, "path": None} for image in images]
     features = Features({"image": Image(), "text": Value("string")})
     data = Dataset.from_dict({"image": rows, "text": [f"row {i}" for i in range(len(rows))]}, features=features)
@@ -59,7 +59,7 @@ def run_of(images: list[Any]) -> AttributionRun:
 
 
 def reasons(run: AttributionRun, path: Path) -> set[str]:
-    """What the report of a run says about the images that it does not show."""
+    """Collect the reasons that the report of a run gives for images that it does not show."""
     found = re.findall(r'<p class="unshown">The image is not shown: (.*?)\.</p>', write_report(run, path).read_text())
     return set(map(html.unescape, found))
 
@@ -92,7 +92,9 @@ print(memory("VmHWM") - before)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the highest use of memory is Linux's to tell")
 def test_images_that_grow_when_they_are_decoded_take_little_memory(tmp_path: Path):
-    """64 million pixels of 4 bytes are decoded, one image at a time; 169 million of one bit took 2,300 MiB."""
+    """Images of 64 million pixels of 4 bytes are decoded one at a time. Without a bound, 169 million pixels of one bit
+    took 2,300 MiB.
+    """
     images = [png(13_000, 13_000), png(8000, 8000), png(8000, 8000, color=True), png(60_000_000, 1)]
     assert max(len(images[0]), len(images[1])) < 25_000
     run_of([*images, GOOD]).save(tmp_path)
@@ -187,7 +189,7 @@ def test_large_images_are_shown_small(tmp_path: Path):
 
 
 def test_images_are_shown_as_the_dataset_gives_them(tmp_path: Path):
-    """Turned as the camera was held, in the mode of the column, and without profiles that would be copied along."""
+    """Images are turned as the camera was held, have the mode of the column, and lose their colour profiles."""
     tall = PILImage.new("RGB", (200, 100), (255, 0, 0))
     exif = PILImage.Exif()
     exif[0x0112] = 6
@@ -275,7 +277,7 @@ def test_a_report_that_cannot_be_written_is_named(tmp_path: Path):
 def test_stale_score_columns_of_rows_are_not_taken_for_those_of_the_result():
     rows = [{"text": "a", "trak_scores": [9.0], "trak_indices": [9]}]
     scored = with_scores(Dataset.from_dict({"number": [0]}), torch.tensor([[1.0], [2.0]]), k=2)
-    found = beside(rows, scored.remove_columns("number"))[0]
+    found = with_scores_of(rows, scored.remove_columns("number"))[0]
     assert found["text"] == "a" and found["trak_scores"] == [2.0, 1.0] and found["trak_indices"] == [1, 0]
 
 

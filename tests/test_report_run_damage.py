@@ -1,4 +1,4 @@
-"""Runs killed while they are saved, replaced, damaged or old: a load gives one whole run, or names the file."""
+"""Runs that are killed while being saved, replaced, damaged or old: loading gives a whole run or names the file."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def all_leftovers(directory: Path) -> list[Leftover]:
 
 
 def clean(directory: Path) -> None:
-    """What `hf-trak clean --remove` does."""
+    """Remove leftovers as `hf-trak clean --remove` does."""
     for one in all_leftovers(directory):
         assert one.removable and one.remove()
 
@@ -65,7 +65,7 @@ def names(directory: Path) -> list[str]:
 
 
 BEFORE = pytest.mark.parametrize("before", ["nothing", "run", "format 1"])
-"""What is in the directory before the save that is killed."""
+"""Contents of the directory before the save that is killed."""
 
 
 @BEFORE
@@ -104,7 +104,7 @@ def check_killed_saves(tmp_path: Path, before: str, stride: int) -> int:
 
 
 def texts_of(directory: Path) -> set[str]:
-    """The runs whose texts `datasets` alone reads; none where it finds no files."""
+    """Numbers of the runs whose texts `datasets` reads without hf_trak; none if it finds no files."""
     try:
         return {row["text"].split(" row")[0] for row in load_from_disk(directory / "scored")}
     except FileNotFoundError:
@@ -278,7 +278,7 @@ def all_files(directory: Path) -> list[Path]:
 
 
 def check_damaged(directory: Path, *files: Path) -> bool:
-    """A load names one of the files, or gives the run as it was; whether it did the former."""
+    """Check that loading names one of the files or gives the run as it was. Returns `True` in the former case."""
     try:
         run = AttributionRun.load(directory)
     except StoreError as error:
@@ -414,7 +414,7 @@ def test_training_rows_that_are_given_are_shown_and_kept_ones_are_not_read(saved
 
 
 def replaced(column: str, change: Callable[[list], object]) -> AttributionRun:
-    """Run 0 with another value in the second target."""
+    """Make run 0 with another value in the second target."""
     run = build(0)
     values = run.scored[column][:]
     change(values[1])
@@ -452,7 +452,7 @@ def test_scores_that_cannot_be_right(tmp_path: Path, column: str, change: Callab
     ("name", "change", "message"),
     [
         ("train_rows", lambda t: t.flip(0), "`train_rows` is not ascending"),
-        ("train_rows", lambda t: t[:-1], r"names \d+ training rows; \d+ are there"),
+        ("train_rows", lambda t: t[:-1], r"names \d+ training rows; the run has \d+"),
         ("train_rows", lambda t: t + 30, "names the training row"),
         ("train_rows", lambda t: t.float(), "`train_rows` has dtype float32"),
         ("self_influence", lambda t: t[:-1], "disagree about the number of training rows"),
@@ -462,8 +462,8 @@ def test_scores_that_cannot_be_right(tmp_path: Path, column: str, change: Callab
         ("counts", lambda t: -t, "does not count the same"),
         ("counts", lambda t: t[:, :-1], "has 41 bins; expected 42"),
         ("width", lambda t: t * 0, "`width` or `std`"),
-        ("positive", lambda t: t + 2, "`positive` is no part"),
-        ("mean", None, "of the distributions it has .* alone"),
+        ("positive", lambda t: t + 2, "`positive` is no fraction between 0 and 1"),
+        ("mean", None, "of the distributions it has only .*; expected"),
         ("train_rows", None, "disagree about the number of training rows"),
     ],
 )  # fmt: skip
@@ -525,7 +525,7 @@ def test_a_save_of_the_version_before_that_was_killed_is_no_pair_of_datasets(tmp
 
 @pytest.mark.parametrize("layout", ["format 1", "two datasets"])
 def test_damaged_files_without_checksums_give_errors_that_name_them(tmp_path: Path, layout: str):
-    """What their values are cannot be known, but nothing else than a `StoreError` comes of it."""
+    """Changed values cannot be noticed, but no error other than `StoreError` is raised."""
     save_format_1(build(0), tmp_path)
     if layout == "two datasets":
         for name in ("run.json", "statistics.safetensors"):
@@ -605,7 +605,7 @@ def test_leftovers_and_files_without_checksums_are_found(tmp_path: Path):
 
 
 def with_file_limit(limit: int, directory: str) -> None:
-    """Save a run while no file may grow beyond `limit` bytes, as with a quota."""
+    """Save a run while no file may grow beyond `limit` bytes, as under a quota."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:

@@ -1,4 +1,13 @@
-"""Scores made visible: a report in one HTML file, one target in a notebook, a grid of images."""
+"""Presentation of scores: a report in one HTML file, a view of one target in a notebook, and a grid of images.
+
+`run` holds scores and rows as an `AttributionRun`, which is saved and loaded without the model: `run_record` is its
+`run.json`, `run_writing` and `run_reading` its files, `run_checks` and `run_verification` what has to hold for them.
+`content`, `text`, `images`, `pixels` and `thumbnails` prepare rows, which may be hostile, for display. `views` lays
+them out, `page` fills the templates, `notebook` shows one target, and `grid` draws with matplotlib.
+
+This package may import `featurize`, `scores`, `store` and `hub`. `attributor` and `cli` import it. jinja2, pillow and
+matplotlib (extra `report`) are imported when they are used. Start with `run.py` and `page.py`.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

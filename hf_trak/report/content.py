@@ -1,4 +1,4 @@
-"""What there is to show of a row: its images, its texts, its label, whatever the columns are called."""
+"""Contents of a row that a report shows: image, texts, label and prediction, found in columns of any name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 from hf_trak.scores.spans import TOKEN_POSITIONS, TOKEN_SCORES
 
 SPANS_COLUMN = "trak_spans"
-"""Optional column of targets: a breakdown of the score over the text, a list of `{"start", "stop", "score"}` with
-character positions in the first shown text. Without it, the columns of `attribute_tokens` are taken if the rows have
-their tokens' `offset_mapping`, with the scores of a token added up over the training rows of `trak_indices`."""
+"""Optional column of targets that breaks the score down over the text: a list of `{"start", "stop", "score"}` with
+character positions in the first text shown. Without it, the columns of `attribute_tokens` are used if the rows have
+the column `offset_mapping`; the scores of a token are then summed over the training rows in `trak_indices`."""
 
 _OFFSETS = "offset_mapping"
 
@@ -29,7 +29,7 @@ _MOST_TEXTS = 6
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a dataset are shown, and as what."""
+    """Names of the columns that are shown, by what they are shown as."""
 
     image: str | None = None
     texts: tuple[str, ...] = ()
@@ -47,7 +47,14 @@ class Columns:
         label_column: str | None = None,
         label_names: Sequence[str] | None = None,
     ) -> "Columns":
-        """Look at features and at the first row; what is given is taken.
+        """Choose columns by the features and the first row of a dataset.
+
+        Args:
+            dataset: a map-style dataset.
+            image_column: name of the image column. Here and below, `None` means that it is chosen.
+            text_columns: names of the text columns.
+            label_column: name of the label column.
+            label_names: names of integer labels.
 
         Raises:
             ValueError: a given column does not exist.
@@ -59,8 +66,8 @@ class Columns:
         given = [*(text_columns or ()), *(name for name in (image_column, label_column) if name)]
         if missing := [name for name in given if name not in first]:
             raise ValueError(
-                f"There is no column {missing} among {list(first)}. Set `image_column`, `text_columns` and "
-                "`label_column` to columns that exist, or leave them out."
+                f"There is no column {missing} among {list(first)}. Expected columns that exist. Correct "
+                "`image_column`, `text_columns` and `label_column`, or leave them out."
             )
         image = image_column or next((name for name in features if isinstance(features[name], Image)), None)
         if image is None:
@@ -77,18 +84,22 @@ class Columns:
 
 @dataclass(frozen=True)
 class Content:
-    """One row, ready to be laid out."""
+    """The contents of one row. Missing parts are `None` or empty."""
 
     image: Any = None
     texts: tuple[tuple[str, str], ...] = ()
-    """Column and text."""
+    """Pairs of column and text."""
     label: str | None = None
     prediction: str | None = None
     spans: tuple[Span, ...] = field(default=())
 
 
 def content_of(row: Any, columns: Columns) -> Content:
-    """What is shown of a row."""
+    """Read the contents of a row.
+
+    Raises:
+        ValueError: the columns with spans cannot be read.
+    """
     row = as_row(row)
     image = row.get(columns.image) if columns.image else None
     texts = tuple((name, _as_text(row[name])) for name in columns.texts if row.get(name) is not None)
@@ -102,6 +113,7 @@ def content_of(row: Any, columns: Columns) -> Content:
 
 
 def _spans(row: Mapping[str, Any]) -> tuple[Span, ...]:
+    """Read the breakdown of the score from `trak_spans`, or else from the columns of `attribute_tokens`."""
     given = row.get(SPANS_COLUMN) is not None
     if not given and any(row.get(name) is None for name in (_OFFSETS, TOKEN_POSITIONS, TOKEN_SCORES)):
         return ()
@@ -115,12 +127,14 @@ def _spans(row: Mapping[str, Any]) -> tuple[Span, ...]:
         names = [SPANS_COLUMN] if given else [_OFFSETS, TOKEN_POSITIONS, TOKEN_SCORES]
         raise ValueError(
             f"The columns {names} of a row cannot be read: {error}. Expected spans with `start`, `stop` and `score`, "
-            "or one offset and one score per token position. Leave these columns out."
+            "or one offset and one score per token position. Correct these columns, or remove them."
         ) from error
 
 
 def as_row(row: Any) -> Mapping[str, Any]:
-    """A row as a mapping. Of a tuple, as `torch.utils.data` has it, a picture becomes `image`, a scalar `label`."""
+    """Convert a row to a mapping. In a tuple, as datasets of `torch.utils.data` return, the first picture becomes
+    `image` and the first scalar `label`.
+    """
     if isinstance(row, Mapping):
         return row
     named: dict[str, Any] = {}
@@ -135,7 +149,7 @@ def as_row(row: Any) -> Mapping[str, Any]:
 
 
 def raw(dataset: Any) -> Any:
-    """The rows as stored: a transform set for training may have replaced images and texts by tensors."""
+    """Remove the format or transform of a dataset: one set for training may turn images and texts into tensors."""
     return dataset.with_format(None) if isinstance(dataset, Dataset) else dataset
 
 

@@ -1,4 +1,4 @@
-"""How the scores of a target are distributed over the training set, counted while they stream past."""
+"""Histograms of the scores of each target over the training set, counted block by block."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,20 +10,29 @@ from torch import Tensor
 from hf_trak.scores.scored_dataset import ScoreBlock
 
 BINS = 40
-"""Bins between the lowest and the highest score; one more may be needed so that 0 falls between two bins."""
+"""Number of bins between the lowest and the highest score. One more may be needed for an edge between bins at 0."""
 
 
 @dataclass(frozen=True)
 class ScoreDistributions:
-    """Of m targets; bin b of target j holds the scores in `(first[j] + b + [0, 1)) · width[j]`.
+    """Distributions of the scores of m targets over n training rows.
+
+    Bin b of target j counts the scores in `[first[j] + b, first[j] + b + 1) · width[j]`, so that 0 is an edge between
+    two bins.
 
     Attributes:
-        counts: `(m, BINS + 2)`, integers that add up to n in every row.
-        first: `(m,)`, integers: the number of the leftmost bin, counted from 0.
-        width: `(m,)`: of a bin, in units of the score.
-        mean: `(m,)`.
-        std: `(m,)`: the standard deviation.
-        positive: `(m,)`: the part of the scores that is above 0.
+        counts (`numpy.ndarray` of shape `(m, BINS + 2)`):
+            Integers. Every row adds up to n.
+        first (`numpy.ndarray` of shape `(m,)`):
+            Integers: position of the leftmost bin, in bins from score 0.
+        width (`numpy.ndarray` of shape `(m,)`):
+            Width of a bin, in units of the score.
+        mean (`numpy.ndarray` of shape `(m,)`):
+            Mean score.
+        std (`numpy.ndarray` of shape `(m,)`):
+            Standard deviation of the scores.
+        positive (`numpy.ndarray` of shape `(m,)`):
+            Fraction of the scores that are above 0.
     """
 
     counts: np.ndarray
@@ -37,11 +46,11 @@ class ScoreDistributions:
         return len(self.counts)
 
     def select(self, targets: Sequence[int]) -> "ScoreDistributions":
-        """Those of some targets."""
+        """Take the distributions of some targets."""
         return ScoreDistributions(**{name: value[list(targets)] for name, value in vars(self).items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields as tensors, by name."""
+        """Return the fields as tensors, by name."""
         return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in vars(self).items()}
 
     @classmethod
@@ -49,9 +58,15 @@ class ScoreDistributions:
         """Count a stream of scores.
 
         Args:
-            blocks: scores of training rows against m targets.
-            low: `(m,)`, the lowest score of each target. Lower ones are counted in the first bin.
-            high: `(m,)`, the highest. Higher ones are counted in the last bin.
+            blocks (`Iterable[ScoreBlock]`):
+                Scores `(start, stop, block)`, `block` of shape `(stop - start, m)`.
+            low (`numpy.ndarray` of shape `(m,)`):
+                Lowest score of each target. Lower scores are counted in the first bin.
+            high (`numpy.ndarray` of shape `(m,)`):
+                Highest score of each target. Higher scores are counted in the last bin.
+
+        Raises:
+            ValueError: there is no block.
         """
         least, most = (torch.as_tensor(value, dtype=torch.float64) for value in (low, high))
         width = (most - least) / BINS
@@ -85,9 +100,9 @@ class ScoreDistributions:
 
 @dataclass(frozen=True)
 class Histogram:
-    """The picture of one distribution, 320 × 80 units: outlines of the bins below and above 0.
+    """A histogram as SVG paths in a box of 320 × 80 units, one path for the bins below 0 and one for those above.
 
-    Heights are logarithmic: almost all scores are near 0, and the few far from it are what the picture is for.
+    Heights are logarithmic: almost all scores are near 0, and the histogram is meant to show the few that are not.
     """
 
     negative: str
@@ -106,10 +121,16 @@ class Histogram:
 
     @classmethod
     def of(cls, found: ScoreDistributions, target: int, shown: Iterable[float]) -> "Histogram":
-        """Draw the distribution of one target; `shown` are the scores of the examples beside it."""
+        """Draw the distribution of one target.
+
+        Args:
+            found: the distributions of all targets.
+            target: index of the target.
+            shown: scores of the training examples shown with the target, which become ticks.
+        """
         counts, width, first = found.counts[target], float(found.width[target]), int(found.first[target])
         used = np.flatnonzero(counts)
-        # 0 is in the picture, wherever the scores are.
+        # Extend the range so that it contains 0.
         start, stop = min(int(used[0]), -first, len(counts)), max(int(used[-1]) + 1, -first)
         step = cls.WIDTH / max(1, stop - start)
         tallest = np.log1p(counts.max())

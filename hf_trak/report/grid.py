@@ -1,4 +1,4 @@
-"""A picture of attributions: each target image beside the training images that helped and harmed it most."""
+"""A picture of attributions: each target image next to the training images that helped and harmed it most."""
 
 import os
 import textwrap
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Blue against vermilion: told apart with every common colour vision deficiency.
+# Blue and vermilion can be told apart with every common colour vision deficiency.
 _HELPED, _HARMED, _NEUTRAL, _INK, _FAINT = "#0072B2", "#D55E00", "#9AA0A6", "#202124", "#6B7075"
 _CELL_INCHES = 1.05
 _ROW_INCHES = 1.55
@@ -26,10 +26,10 @@ _HEADER_INCHES = 0.62
 _FOOTER_INCHES = 0.36
 _FOOTER_LINE_INCHES = 0.14
 _FOOTER_CHARACTERS_PER_INCH = 16
-_GAP = 0.34  # of a cell, between the target, the helpful and the harmful images
+_GAP = 0.34  # in cells, between the target, the helpful and the harmful images
 _SMOOTH_FROM = 64  # pixels; smaller images are shown pixel by pixel
 _LONGEST_LABEL = 14
-_MOST_PIXELS = 4 << 20  # of an image, far more than are printed
+_MOST_PIXELS = 4 << 20  # pixels of an image that are drawn, far more than are printed
 _NOTE = (
     "Under each training image: its row and its score. Positive: training on it raised the model output for the "
     "target's label; negative: it lowered it. Bold: a label other than the target's."
@@ -52,34 +52,43 @@ def image_grid(
 ) -> Path:
     """Draw one row per target: the target, its n most helpful and its n most harmful training images.
 
-    An image that cannot be decoded, or has too many pixels, is replaced by the reason.
-
-    Frames and numbers are blue where the score is positive (training on the image raised the target's output), and
-    vermilion where it is negative. Under a training image: its row number and its score.
+    Frames are blue if the score is positive (training on the image raised the model output of the target), and
+    vermilion if it is negative. Row number and score are written under each training image. An image that cannot be
+    decoded, or has too many pixels, is replaced by the reason.
 
     Args:
-        scored: what `TrakAttributor.attribute(..., top_k=...)` returns, one row per target.
-        train_dataset: the training rows that the indices in `scored` refer to.
-        targets: the rows of `scored` to draw, top to bottom.
-        path: the picture; its suffix decides on the format. Replaced at once when it is complete.
-        image_column: the column of images in both datasets: `datasets.Image`, or arrays (H, W), (H, W, C), (C, H, W).
-        label_column: the column of labels in both datasets. `None` draws no labels.
-        n: images on either side, or fewer if `scored` has fewer.
-        label_names: names of integer labels. By default those of the `datasets.ClassLabel` column, if it is one.
-        predictions: the predicted label of each row of `scored`. Wrong ones are set in vermilion.
-        title: a heading.
+        scored (`datasets.Dataset`):
+            The result of `TrakAttributor.attribute(..., top_k=...)`, one row per target.
+        train_dataset (`Dataset`):
+            The training rows that the indices in `scored` refer to.
+        targets (`Sequence[int]`):
+            Rows of `scored` to draw, from top to bottom.
+        path (`str` or `os.PathLike`):
+            The file. Its suffix determines the format. It is replaced atomically once the picture is complete.
+        image_column (`str`, *optional*, defaults to `"image"`):
+            Name of the image column in both datasets: `datasets.Image`, or arrays (H, W), (H, W, C) or (C, H, W).
+        label_column (`str` or `None`, *optional*, defaults to `"label"`):
+            Name of the label column in both datasets. `None` draws no labels.
+        n (`int`, *optional*, defaults to 5):
+            Number of images on either side, or fewer if `scored` has fewer.
+        label_names (`Sequence[str]`, *optional*):
+            Names of integer labels. By default those of the `datasets.ClassLabel` column, if it is one.
+        predictions (`Sequence[int]`, *optional*):
+            Predicted label of each row of `scored`. Wrong predictions are written in vermilion.
+        title (`str`, *optional*):
+            A heading.
 
     Returns:
-        The path.
+        `Path`: the file.
 
     Raises:
         ImportError: matplotlib is not installed (extra `report`).
         StoreError: the picture cannot be written.
-        ValueError: a column, target or index that does not exist, or predictions of another length.
+        ValueError: a column, target or index does not exist, or the number of predictions is not that of `scored`.
     """
     _check(scored, train_dataset, targets, image_column, label_column, n, predictions)
     figure_class = _figure_class()
-    rows, train_rows = stored(scored), stored(train_dataset)  # a transform for training may make tensors of images
+    rows, train_rows = stored(scored), stored(train_dataset)  # without transforms, which may turn images into tensors
     n = min(n, len(rows[int(targets[0])][TOP_K_COLUMNS[0]]))
     if label_names is None and label_column is not None and isinstance(scored.features[label_column], ClassLabel):
         label_names = scored.features[label_column].names
@@ -91,15 +100,8 @@ def image_grid(
     for cells, target in zip(axes, targets, strict=True):
         row = rows[int(target)]
         truth = label_of(row)
-        _draw(cells[0], row[image_column], _INK, 1.0)
-        if truth is not None:
-            cells[0].set_title(_short(truth), fontsize=11, fontweight="bold", color=_INK, pad=4)
-        caption, wrong = f"row {int(target)}", False
-        if predictions is not None:
-            guess = _name(predictions[int(target)], label_names)
-            caption, wrong = f"{caption}\npredicted {_short(guess)}", guess != truth
-        weight = "bold" if wrong else "normal"
-        cells[0].set_xlabel(caption, color=_HARMED if wrong else _FAINT, fontweight=weight, **_CAPTION)
+        prediction = None if predictions is None else _name(predictions[int(target)], label_names)
+        _draw_target(cells[0], row[image_column], int(target), truth, prediction)
         for side, (indices, scores) in enumerate((TOP_K_COLUMNS[:2], TOP_K_COLUMNS[2:])):
             for cell, index, score in zip(
                 cells[1 + side * n : 1 + (side + 1) * n], row[indices][:n], row[scores][:n], strict=True
@@ -110,15 +112,7 @@ def image_grid(
                         f"{len(train_dataset)} rows. Expected the dataset that was attributed."
                     )
                 train_row = train_rows[index]
-                color = _HELPED if score > 0 else _HARMED if score < 0 else _NEUTRAL
-                _draw(cell, train_row[image_column], color, 2.2)
-                label = label_of(train_row)
-                if label is not None:
-                    same = label == truth
-                    cell.set_title(
-                        _short(label), fontsize=10, color=_INK, pad=4, fontweight="normal" if same else "bold"
-                    )
-                cell.set_xlabel(f"row {index}\n{score:+.3g}".replace("-", "−"), color=_FAINT, **_CAPTION)
+                _draw_example(cell, train_row[image_column], index, score, label_of(train_row), truth)
     return _save(figure, Path(path))
 
 
@@ -137,7 +131,7 @@ def _check(
             "`attribute(..., top_k=...)` with a number as `top_k`."
         )
     for which, dataset in (("scored", scored), ("train_dataset", train_dataset)):
-        # A training set that is no `datasets.Dataset` is looked at row by row.
+        # The first row tells the columns of a training set that is no `datasets.Dataset`.
         columns = getattr(dataset, "column_names", None) or list(dataset[0])
         for name in (image_column, label_column):
             if name is not None and name not in columns:
@@ -178,10 +172,11 @@ def _short(label: str) -> str:
 
 
 def _layout(figure_class: type["Figure"], rows: int, n: int, title: str | None) -> tuple["Figure", list[list["Axes"]]]:
-    """The figure and, for each row, the axes of the target, the n helpful and the n harmful images.
+    """Make the figure and, for each row, the axes of the target, the n helpful and the n harmful images.
 
-    A `Figure` of its own, without pyplot: no window, no display, and nobody's global state.
+    The figure is made without pyplot, so that it needs no window and no display, and changes no global state.
     """
+    # Sizes in inches: from top to bottom a header, the rows, and a footer with the note.
     widths = [1.1, _GAP, *[1.0] * n, _GAP, *[1.0] * n]
     header = _HEADER_INCHES + (0.35 if title else 0.0)
     width = (sum(widths) + 0.6) * _CELL_INCHES
@@ -190,6 +185,7 @@ def _layout(figure_class: type["Figure"], rows: int, n: int, title: str | None) 
     height = header + rows * _ROW_INCHES + footer
     figure = figure_class(figsize=(width, height), dpi=150, facecolor="white")
     left, right = 0.3 * _CELL_INCHES / width, 1 - 0.3 * _CELL_INCHES / width
+    # One cell for the target and n on either side, with gaps between the three.
     grid = figure.add_gridspec(
         rows,
         len(widths),
@@ -220,7 +216,28 @@ def _layout(figure_class: type["Figure"], rows: int, n: int, title: str | None) 
     return figure, axes
 
 
+def _draw_target(axes: "Axes", image: Any, row: int, label: str | None, prediction: str | None) -> None:
+    """Draw a target with its label above, and its row and prediction below."""
+    _draw(axes, image, _INK, 1.0)
+    if label is not None:
+        axes.set_title(_short(label), fontsize=11, fontweight="bold", color=_INK, pad=4)
+    wrong = prediction is not None and prediction != label
+    caption = f"row {row}" if prediction is None else f"row {row}\npredicted {_short(prediction)}"
+    weight = "bold" if wrong else "normal"
+    axes.set_xlabel(caption, color=_HARMED if wrong else _FAINT, fontweight=weight, **_CAPTION)
+
+
+def _draw_example(axes: "Axes", image: Any, row: int, score: float, label: str | None, truth: str | None) -> None:
+    """Draw a training image with its label above (bold if it is not `truth`, the target's), and its score below."""
+    _draw(axes, image, _HELPED if score > 0 else _HARMED if score < 0 else _NEUTRAL, 2.2)
+    if label is not None:
+        weight = "normal" if label == truth else "bold"
+        axes.set_title(_short(label), fontsize=10, color=_INK, pad=4, fontweight=weight)
+    axes.set_xlabel(f"row {row}\n{score:+.3g}".replace("-", "−"), color=_FAINT, **_CAPTION)
+
+
 def _draw(axes: "Axes", image: Any, color: str, line_width: float) -> None:
+    """Draw an image in a frame, or the reason why it cannot be shown."""
     try:
         pixels = as_pixels(bounded(image, _MOST_PIXELS))
     except UnreadableImageError as error:

@@ -1,4 +1,4 @@
-"""Images of any dataset, decoded with bounds: a small file may hold a picture of gigabytes, or none at all."""
+"""Decoding of images from any dataset within bounds, since a small file may expand to gigabytes or be no image."""
 
 import errno
 import io
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 MOST_PIXELS = 64 << 20
-"""Pixels of an image that are decoded. Most formats take 4 bytes for each, progressive JPEG takes 7."""
+"""Largest number of pixels that are decoded. Most formats take 4 bytes per pixel, progressive JPEG takes 7."""
 
 _COSTLY = ("WEBP", "AVIF", "JPEG2000")
-_MOST_COSTLY_PIXELS = 32 << 20  # their decoders take 9 to 19 bytes for each
-_LONGEST_SIDE = 1 << 17  # each row takes memory and time beside its pixels
+_MOST_COSTLY_PIXELS = 32 << 20  # their decoders take 9 to 19 bytes per pixel
+_LONGEST_SIDE = 1 << 17  # each row of pixels takes memory and time of its own
 
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000")
-"""Formats of pillow that are read. Others start programs, or hold files of other formats and other sizes."""
+"""Formats of pillow that are read. Others start programs, or contain files of other formats and sizes."""
 
 _KEPT_PIXELS = 16 << 20
 _KEPT_NUMBERS = 2 << 20
@@ -50,26 +50,26 @@ _DAMAGED = (
     struct.error,
     zlib.error,
 )
-"""What decoders raise for damaged files."""
+"""Errors that decoders raise for damaged files."""
 
 
 class UnreadableImageError(ValueError):
-    """An image that is not shown; the text is the reason, in a few words."""
+    """An image cannot be shown. The message is the reason, in a few words."""
 
 
 def bounded(image: Any, most: int = _KEPT_PIXELS) -> Any:
-    """The image, decoded, with at most `most` pixels; of more, some are taken at equal distances.
+    """Decode an image, and reduce it to at most `most` pixels by keeping pixels at equal distances.
 
     Args:
         image: an [`EncodedImage`], a PIL image, or an array, tensor or nested list (H, W), (H, W, C) or (C, H, W).
-        most: pixels to keep. Of numbers that are no bytes, at most 2²¹ are kept.
+        most: number of pixels to keep; at most 2²¹ if pixels are no bytes.
 
     Returns:
         A PIL image, or an array (H, W), (H, W, 3) or (H, W, 4).
 
     Raises:
-        UnreadableImageError: the file has more than `MOST_PIXELS`, is damaged, or of a format that is not read.
-        ValueError: an array of another shape.
+        UnreadableImageError: the file has more than `MOST_PIXELS` pixels, is damaged, or has an unsupported format.
+        ValueError: an array has another shape.
         ImportError: pillow is not installed.
     """
     if isinstance(image, EncodedImage):
@@ -86,6 +86,21 @@ def bounded(image: Any, most: int = _KEPT_PIXELS) -> Any:
     return array[::step, ::step]
 
 
+def pillow() -> Any:
+    """Import `PIL.Image`.
+
+    Raises:
+        ImportError: pillow is not installed (extra `report`).
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            "Images in a report need pillow, which is not installed. Install it with `pip install 'hf_trak[report]'`."
+        ) from error
+    return Image
+
+
 def _of_file(encoded: EncodedImage, most: int) -> "Picture":
     from PIL import ExifTags, Image, ImageOps
 
@@ -93,11 +108,11 @@ def _of_file(encoded: EncodedImage, most: int) -> "Picture":
     image: Picture = Image.open(source, formats=_formats())
     try:
         _check_size(image)
-        image.draft(None, (_DRAFTED_SIDE, _DRAFTED_SIDE))  # JPEG decodes fewer pixels of large ones
+        image.draft(None, (_DRAFTED_SIDE, _DRAFTED_SIDE))  # lets JPEG decode fewer pixels of large images
         image.load()
         exif = image.getexif()
         picture = _fewer(image, most)
-        if ExifTags.Base.Orientation in exif:  # how a camera was held; `datasets` turns such images, too
+        if ExifTags.Base.Orientation in exif:  # as `datasets` does, turn the image as the camera was held
             picture.info["exif"] = exif.tobytes()
             picture = ImageOps.exif_transpose(picture)
     finally:
@@ -112,7 +127,7 @@ def _source(path: str | None) -> Any:
     if path is None:
         raise UnreadableImageError("the row has neither its content nor its path")
     if "://" not in path and "::" not in path:
-        if not Path(path).is_file():  # a pipe would wait for ever
+        if not Path(path).is_file():  # a pipe would block
             raise FileNotFoundError(errno.ENOENT, "no such file", path)
         return Path(path)
     from datasets.utils.file_utils import xopen
@@ -125,7 +140,11 @@ def _source(path: str | None) -> Any:
 
 
 def _check_size(image: "Picture") -> None:
-    """Raise if decoding would take more memory than it may. Images that are decoded already look the same."""
+    """Refuse an image whose decoding would take too much memory. Images that are decoded already are no exception.
+
+    Raises:
+        UnreadableImageError: the image has too many pixels.
+    """
     most = _MOST_COSTLY_PIXELS if getattr(image, "format", None) in _COSTLY else MOST_PIXELS
     if image.width * image.height > most or max(image.size) > _LONGEST_SIDE:
         raise UnreadableImageError(
@@ -151,7 +170,7 @@ def _step(pixels: int, most: int) -> int:
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """Those of `FORMATS` that this pillow has."""
+    """List the `FORMATS` that the installed pillow supports."""
     from PIL import Image
 
     Image.init()
@@ -160,16 +179,13 @@ def _formats() -> tuple[str, ...]:
 
 @contextmanager
 def _reasons() -> Iterator[None]:
-    """Turn what decoders raise into the reason why an image is not shown."""
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise ImportError(
-            "Images in a report need pillow. Install it with `pip install 'hf_trak[report]'`."
-        ) from error
+    """Turn the errors of decoders into the reason why an image is not shown."""
+    pillow()
+    from PIL import Image, UnidentifiedImageError
+
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of large images, whose bound here is lower, and of damaged files
+            warnings.simplefilter("ignore")  # about large images, for which the bound here is lower, and damaged files
             yield
     except UnreadableImageError:
         raise

@@ -1,4 +1,4 @@
-"""What an attributor remembers of its last result, so that a notebook can show it."""
+"""The last result of an attributor, which `TrakAttributor.show` displays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from hf_trak.report.distributions import ScoreDistributions
 
 @dataclass
 class LastResult:
-    """Of `attribute(..., per="target")`."""
+    """The last result of `attribute(..., per="target")` and what it was computed from."""
 
     scored: Dataset
     eval_dataset: Any
     name: str
     model_ids: Sequence[int] | None
     distributions: ScoreDistributions | None = None
-    """Counted when they are first needed."""
+    """Counted when they are needed for the first time."""

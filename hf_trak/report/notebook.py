@@ -1,4 +1,4 @@
-"""One target in a notebook."""
+"""The view of one target in a notebook."""
 
 from dataclasses import dataclass
 from html import escape
@@ -17,14 +17,15 @@ from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 @dataclass(frozen=True)
 class TargetDisplay:
-    """Shows itself in notebooks; as text elsewhere."""
+    """A view that notebooks render as HTML, and everything else as text."""
 
     page: str
     """The HTML page."""
     text: str
+    """The same in a few lines of text."""
 
     def _repr_html_(self) -> str:
-        # A sandboxed frame: styles stay inside, and no script runs whatever the page holds.
+        # The frame is sandboxed: its styles stay inside, and no script runs, whatever the page contains.
         return (
             f'<iframe sandbox srcdoc="{escape(self.page, quote=True)}" title="{escape(self.text.splitlines()[0])}" '
             'width="100%" height="560" style="border:0;resize:vertical;color-scheme:normal"></iframe>'
@@ -44,16 +45,27 @@ def show_target(
     examples: int = 5,
     **columns: Any,
 ) -> TargetDisplay:
-    """The view of one target that a report has, without a report.
+    """Show one target with its most helpful and most harmful training examples, as a report does.
 
     Args:
-        attributor: what `scored` came from.
-        scored: the result of `attribute`, one row per target.
-        index: the target.
-        eval_dataset: the targets, for a dataset that is no `datasets.Dataset`, whose rows `scored` lacks.
-        distributions: of the scores of all targets. `None` shows none, unless `scored` has all scores.
-        examples: training examples from either end.
-        columns: `image_column`, `text_columns`, `label_column`, `label_names`, where they are not found out.
+        attributor (`FeaturizedModel`):
+            The attributor that computed the scores.
+        scored (`datasets.Dataset`):
+            The result of `attribute`, one row per target.
+        index (`int`):
+            Row of the target in `scored`.
+        eval_dataset (`Dataset`, *optional*):
+            The targets. Needed if they are no `datasets.Dataset`, since `scored` does not contain their rows then.
+        distributions (`ScoreDistributions`, *optional*):
+            Distributions of the scores of all targets. Without them no histogram is shown, unless `scored` has all
+            scores.
+        examples (`int`, *optional*, defaults to 5):
+            Number of training examples from either end.
+        columns:
+            `image_column`, `text_columns`, `label_column` or `label_names`. By default they are inferred.
+
+    Returns:
+        `TargetDisplay`: displayed by notebooks.
 
     Raises:
         IndexError: there is no such target.
@@ -61,7 +73,7 @@ def show_target(
     """
     if not 0 <= index < len(scored):
         raise IndexError(f"There is no target {index}. Expected 0 … {len(scored) - 1}.")
-    # One row of it, so that full score lists of the others are not read.
+    # Select the row first, so that full score lists of the other targets are not read.
     rows = None if eval_dataset is None or isinstance(eval_dataset, Dataset) else [eval_dataset[index]]
     alone = None if distributions is None else distributions.select([index])
     run = AttributionRun.collect(attributor, scored.select([index]), rows, distributions=alone)
@@ -71,9 +83,26 @@ def show_target(
 
 
 def show_last(attributor: FeaturizedModel, last: LastResult | None, index: int, **options: Any) -> TargetDisplay:
-    """What `TrakAttributor.show` returns. Raises `ValueError` if there is no result yet."""
+    """Show one target of the last result, see [`show_target`].
+
+    Args:
+        attributor (`FeaturizedModel`):
+            The attributor.
+        last (`LastResult`, *optional*):
+            Its last result. Missing distributions of top-k results are counted and kept.
+        index (`int`):
+            The target.
+        options:
+            As for [`show_target`].
+
+    Raises:
+        IndexError: there is no such target.
+        ValueError: there is no result yet, or as in [`show_target`].
+    """
     if last is None:
-        raise ValueError("There is nothing to show yet. Expected a call of `attribute` before, with `per='target'`.")
+        raise ValueError(
+            "There is nothing to show yet. Expected a result of `attribute`. Call it with `per='target'`."
+        )
     if last.distributions is None and TOP_K_COLUMNS[0] in last.scored.column_names:
         last.distributions = score_distributions(attributor, last.scored, last.eval_dataset, last.name, last.model_ids)
     return show_target(
@@ -82,6 +111,7 @@ def show_last(attributor: FeaturizedModel, last: LastResult | None, index: int, 
 
 
 def _text(view: TargetView) -> str:
+    """Describe a target and its examples in three lines of text."""
     lines = [view.target.alt]
     for name, side in (("helped most", view.helped), ("harmed most", view.harmed)):
         lines.append(f"  {name}: " + ", ".join(f"row {s.example.row} ({s.score})" for s in side))

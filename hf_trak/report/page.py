@@ -1,7 +1,7 @@
-"""The report: one HTML file that needs no server and asks for nothing from anywhere.
+"""The report: one HTML file that needs no server and makes no requests.
 
-Whatever comes from a dataset goes through the template's escaping, and stands in a page whose Content-Security-Policy
-allows no script and no style but the two of this package, by their digests, and no request at all.
+The templates escape everything that comes from a dataset. As a second line of defence, the Content-Security-Policy of
+the page forbids all requests, and all scripts and styles except the two of this package, which it names by digest.
 """
 
 import base64
@@ -43,14 +43,31 @@ _FACT_NAMES = {
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What to show, where it is not found out from the columns."""
+    """Options of a report. Columns that are not given are inferred from the features and the first row.
+
+    Args:
+        title (`str`, *optional*):
+            The heading. By default it is made from the name of the model.
+        examples (`int`, *optional*, defaults to 5):
+            Number of training examples shown from either end.
+        max_targets (`int`, *optional*):
+            Number of targets shown, from the first one on. By default all.
+        image_column (`str`, *optional*):
+            Name of the image column.
+        text_columns (`Sequence[str]`, *optional*):
+            Names of the text columns.
+        label_column (`str`, *optional*):
+            Name of the label column.
+        label_names (`Sequence[str]`, *optional*):
+            Names of integer labels.
+
+    Raises:
+        ValueError: `examples` or `max_targets` is below 1.
+    """
 
     title: str | None = None
-    """Heading; by default the name of the model."""
     examples: int = 5
-    """Training examples from either end."""
     max_targets: int | None = None
-    """Show this many targets, the first ones. `None` shows all."""
     image_column: str | None = None
     text_columns: Sequence[str] | None = None
     label_column: str | None = None
@@ -63,7 +80,7 @@ class ReportOptions:
                 raise ValueError(f"`{name}` is {value}. Expected at least 1.")
 
     def columns(self) -> dict[str, Any]:
-        """The names of columns, for `Columns.find`."""
+        """Return the options about columns, as arguments of `Columns.find`."""
         return {
             "image_column": self.image_column,
             "text_columns": self.text_columns,
@@ -76,16 +93,19 @@ def write_report(run: AttributionRun, path: str | Path, options: ReportOptions |
     """Write the report of a run.
 
     Args:
-        run: scores and rows.
-        path: the HTML file, replaced at once when it is complete.
-        options: what to show.
+        run (`AttributionRun`):
+            Scores and rows.
+        path (`str` or `Path`):
+            The HTML file. It is replaced atomically once the report is complete.
+        options (`ReportOptions`, *optional*):
+            What to show.
 
     Returns:
-        The path.
+        `Path`: the file.
 
     Raises:
         ImportError: jinja2 or, for images, pillow is not installed (extra `report`).
-        ValueError: a column does not exist, or an image column holds something else.
+        ValueError: a column does not exist, or an image column contains something else.
         StoreError: the run lacks a training row, or the file cannot be written.
     """
     options = options or ReportOptions()
@@ -110,13 +130,17 @@ def write_report(run: AttributionRun, path: str | Path, options: ReportOptions |
 
 
 def target_page(view: TargetView, pictures: Sequence[Any]) -> str:
-    """The page of one target alone, without a script, for a frame in a notebook."""
+    """Render the page of a single target, without a script, for a frame in a notebook.
+
+    Raises:
+        ImportError: jinja2 is not installed (extra `report`).
+    """
     context = {"view": view, "pictures": pictures, "title": f"Target {view.target.row}"}
     return _template("target.html.jinja").render(**context, **_assets(with_script=False))
 
 
 def facts_shown(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Facts as names and values to read."""
+    """Format the facts of a run as pairs of name and value, without empty values."""
     shown = []
     for name, value in facts.items():
         if value is None or value == [] or value == {}:
@@ -147,7 +171,7 @@ def _as_json(value: Any) -> str:
 
 
 def _summary(run: AttributionRun, targets: Sequence[TargetView]) -> list[tuple[str, str]]:
-    """Figures for the top of the page: value and what it counts."""
+    """Compute the figures at the top of the page, as pairs of a value and what it counts."""
     figures = [(f"{len(run.scored):,}", "targets"), (f"{run.n_train:,}", "training examples")]
     checkpoints = run.facts.get("checkpoints")
     if isinstance(checkpoints, list) and checkpoints:
@@ -173,7 +197,7 @@ def _share(flags: Iterable[bool]) -> float:
 
 
 def _assets(with_script: bool) -> dict[str, Any]:
-    """Style and script as they are, marked safe, and the policy that allows them and nothing else."""
+    """Load style and script, marked as safe, and make the policy that allows them and nothing else."""
     from markupsafe import Markup
 
     style, script = _file("report.css"), _file("report.js") if with_script else ""
@@ -203,7 +227,7 @@ def _environment() -> "Environment":
         from jinja2 import DictLoader, Environment, StrictUndefined
     except ImportError as error:
         raise ImportError(
-            "The report is made with jinja2, which is not installed: `pip install 'hf_trak[report]'`."
+            "The report is made with jinja2, which is not installed. Install it with `pip install 'hf_trak[report]'`."
         ) from error
     names = ("base.html.jinja", "report.html.jinja", "target.html.jinja", "parts.html.jinja")
     return Environment(
@@ -211,15 +235,15 @@ def _environment() -> "Environment":
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        # Without the line ends between tags, a third of the nodes of a page are not there.
+        # Removing the line breaks between tags saves a third of the nodes of a page.
         loader=DictLoader({name: _BETWEEN_TAGS.sub(">", _file(name)) for name in names}),
-        finalize=_no_none,
+        finalize=_not_none,
         extensions=[],
     )
 
 
-def _no_none(value: Any) -> Any:
-    """`None` in a page is a mistake of ours, never something to show."""
+def _not_none(value: Any) -> Any:
+    """Refuse `None`, which reaches a template only by a mistake in this package."""
     if value is None:
         raise ValueError("A template was given `None` to show.")
     return value

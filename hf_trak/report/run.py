@@ -1,21 +1,21 @@
-"""The outcome of an attribution on disk: what a report is made of, without the model and without the features.
+"""The result of an attribution, in memory and on disk: everything that a report needs, without model and features.
 
     <run>/
-      run.json                    what was attributed: model, checkpoints, projection, sizes; the checksums of all
+      run.json                    what was attributed (model, checkpoints, projection, sizes) and the checksums of all
                                   files of the run; written last
       parts-<16 hex digits>/      the files that `run.json` names
         scored/                   the targets with their score columns (`Dataset.save_to_disk`)
         train/                    the training rows that any score names, or all of them
         statistics.safetensors    self-influence of all training rows, distribution of each target's scores, and
-                                  `train_rows`: which training rows `train/` holds, if not all
-      scored/, train/             views of these datasets for `datasets.load_from_disk`; not read by `load`
+                                  `train_rows`, the numbers of the rows in `train/` if those are not all
+      scored/, train/             the same datasets for `datasets.load_from_disk`; `load` does not read them
 
-A save is there whole or not at all, whenever it is killed and however many save at once (`run_writing`). The parts of
-the save before are kept until the next one, because datasets in memory may refer to them.
+A save is complete or has no effect, whenever it is killed and however many processes save at once (`run_writing`).
+The parts of the previous save are kept until the next one, because datasets in memory may be mapped to them.
 
-`TrakAttributor.attribute` keeps full score matrices in `<output_dir>/scores/<name>`, which is also where
-[`AttributionRun.save`] is meant to put a run; it leaves other files of the directory alone. A directory that has just
-`scored/` and `train/`, each written by `save_to_disk`, is a run too, without checksums.
+`TrakAttributor.attribute` keeps full score matrices in `<output_dir>/scores/<name>`. [`AttributionRun.save`] can use
+the same directory, whose other files it does not touch. A directory with nothing but `scored/` and `train/`, each
+written by `save_to_disk`, is a run without checksums.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ from hf_trak.report.run_checks import (
 from hf_trak.report.run_facts import known_facts, plain_facts
 from hf_trak.report.run_reading import SavedParts, read_parts
 from hf_trak.report.run_record import find_run
-from hf_trak.report.run_rows import as_dataset, beside, from_full
+from hf_trak.report.run_rows import as_dataset, top_k_of_full, with_scores_of
 from hf_trak.report.run_verification import verify_run
 from hf_trak.report.run_writing import write_run
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
@@ -52,30 +52,43 @@ from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 __all__ = ["AttributionRun", "find_run", "score_distributions", "top_k_range", "verify_run"]
 
 OUTLIERS = 24
-"""Training rows of the highest self-influence that a run keeps."""
+"""Number of training rows of the highest self-influence that a run keeps."""
 
 
 @dataclass
 class AttributionRun:
-    """Scores and the rows that they are about."""
+    """The result of an attribution: scores, the rows that they refer to, and statistics.
+
+    Args:
+        scored (`datasets.Dataset`):
+            One row per target, with the columns of `attribute(..., top_k=...)`.
+        train (`Dataset` or `None`):
+            The training rows, or those listed in `train_rows`. `None` if they are not available.
+        train_rows (`numpy.ndarray` of shape `(rows,)`, *optional*):
+            Row numbers of the rows in `train`, ascending. By default `train` is the whole training set.
+        self_influence (`numpy.ndarray` of shape `(n,)`, *optional*):
+            τ(z_i, z_i) of every training row.
+        distributions (`ScoreDistributions`, *optional*):
+            Distributions of the scores of every target.
+        facts (`dict`, *optional*):
+            Facts that the report shows, as plain JSON.
+
+    Raises:
+        ValueError: `scored` lacks a score column.
+    """
 
     scored: Dataset
-    """One row per target with the columns of `attribute(..., top_k=...)`."""
     train: Any
-    """The training rows, or those that are in `train_rows`; `None` where they are not at hand."""
     train_rows: np.ndarray | None = None
-    """Ascending row numbers of the rows in `train`; `None` if it is the whole training set."""
     self_influence: np.ndarray | None = None
-    """τ(z_i, z_i) of every training row, `(n,)`."""
     distributions: ScoreDistributions | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    """Plain JSON, shown as it is."""
 
     def __post_init__(self) -> None:
         if missing := [name for name in TOP_K_COLUMNS if name not in self.scored.column_names]:
             raise ValueError(
                 f"The scored dataset has the columns {self.scored.column_names}; {missing} are missing. Expected one "
-                "row per target, from `attribute(..., top_k=...)` with `per='target'`."
+                "row per target with these columns. Call `attribute(..., top_k=..., per='target')`."
             )
 
     @classmethod
@@ -89,28 +102,36 @@ class AttributionRun:
         self_influence: Any = None,
         facts: Mapping[str, Any] | None = None,
     ) -> "AttributionRun":
-        """Put together what `attribute` returned and what the attributor knows.
+        """Combine a result of `attribute` with the training rows and facts of the attributor.
 
         Args:
-            attributor: after `featurize`.
-            scored: the result of `attribute(eval_dataset, ...)`, one row per target, with `top_k` or with all scores.
-            eval_dataset: the targets, for a dataset that is no `datasets.Dataset`, whose rows `scored` lacks.
-            distributions: of the scores, from [`ScoreDistributions.from_blocks`]. `None` shows none, unless `scored`
-                has all scores.
-            self_influence: of the training rows. `None` shows none.
-            facts: more to be shown, such as a measured linear datamodeling score.
+            attributor (`FeaturizedModel`):
+                The attributor, after `featurize`.
+            scored (`datasets.Dataset`):
+                The result of `attribute(eval_dataset, ...)`, one row per target, with `top_k` or with all scores.
+            eval_dataset (`Dataset`, *optional*):
+                The targets. Needed if they are no `datasets.Dataset`, since `scored` does not contain their rows then.
+            distributions (`ScoreDistributions`, *optional*):
+                Distributions of the scores. By default there are none, unless `scored` has all scores.
+            self_influence (*optional*):
+                Self-influence of the training rows, `(n,)`. By default none is shown.
+            facts (`Mapping`, *optional*):
+                Further facts to show, such as a measured linear datamodeling score.
+
+        Returns:
+            `AttributionRun`: the run.
 
         Raises:
             ValueError: `scored` has no score columns, or was made with `per="train"`.
         """
         n = len(attributor.train_dataset)
         if TOP_K_COLUMNS[0] not in scored.column_names and TOP_K_COLUMNS[1] in scored.column_names:
-            scored, distributions = from_full(scored, n)
+            scored, distributions = top_k_of_full(scored, n)
         if eval_dataset is not None and not isinstance(eval_dataset, Dataset):
-            scored = beside(eval_dataset, scored)
+            scored = with_scores_of(eval_dataset, scored)
         if self_influence is not None:
             self_influence = np.asarray(self_influence, dtype=np.float32)
-        from hf_trak.hub.loading import AbsentRows  # an index that was downloaded comes without training rows
+        from hf_trak.hub.loading import AbsentRows  # a downloaded index comes without training rows
 
         train = attributor.train_dataset
         run = cls(
@@ -126,7 +147,11 @@ class AttributionRun:
 
     @property
     def n_train(self) -> int:
-        """Number of training rows that were attributed to. Raises `ValueError` if the run does not say."""
+        """Number of training rows, n.
+
+        Raises:
+            ValueError: nothing in the run tells the number.
+        """
         if self.self_influence is not None:
             return len(self.self_influence)
         if self.train_rows is None and self.train is not None:
@@ -134,12 +159,16 @@ class AttributionRun:
         if TRAIN_ROWS not in self.facts:
             raise ValueError(
                 "The run has neither all training rows nor their self-influence, so their number is unknown. Expected "
-                f"it as the fact `{TRAIN_ROWS}`."
+                f"the fact `{TRAIN_ROWS}`. Add it to `facts`."
             )
         return int(self.facts[TRAIN_ROWS])
 
     def train_place(self, index: int) -> int:
-        """Where training row `index`, counted in the whole training set, is in `train`.
+        """Find the position in `train` of a training row.
+
+        Args:
+            index (`int`):
+                Number of the row in the whole training set.
 
         Raises:
             StoreError: the run does not keep this row.
@@ -155,7 +184,11 @@ class AttributionRun:
         return place
 
     def train_row(self, index: int) -> Any:
-        """Training row `index`, counted in the whole training set; an empty one where rows are not at hand.
+        """Read a training row. It is empty if the run has no training rows.
+
+        Args:
+            index (`int`):
+                Number of the row in the whole training set.
 
         Raises:
             StoreError: the run does not keep this row.
@@ -163,19 +196,23 @@ class AttributionRun:
         return {} if self.train is None else self.train[self.train_place(index)]
 
     def outliers(self, count: int = OUTLIERS) -> list[tuple[int, float]]:
-        """Training rows of the highest self-influence, and it."""
+        """List the training rows of the highest self-influence, each as `(row, self-influence)`."""
         if self.self_influence is None:
             return []
         order = np.argsort(-self.self_influence, kind="stable")[:count]
         return [(int(i), float(self.self_influence[i])) for i in order]
 
     def check_rows(self, n_train: int) -> None:
-        """Raise `ValueError` if a score names a training row beyond the last: rows are no targets then."""
+        """Check that no score names a training row beyond the last, as in results whose rows are no targets.
+
+        Raises:
+            ValueError: a score does, or the score columns cannot be read.
+        """
         try:
             highest = max((int(ends.rows.max(initial=0)) for ends in ends_of(self.scored)), default=0)
         except ValueError as error:
             raise ValueError(
-                f"The scored dataset cannot be used: {error}. Expected what `attribute` returns."
+                f"The scored dataset cannot be used: {error}. Expected the result of `attribute`."
             ) from error
         if highest >= n_train:
             raise ValueError(
@@ -186,27 +223,31 @@ class AttributionRun:
     # -- on disk -----------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path, every_train_row: bool = False) -> Path:
-        """Write the run; a run that is there already is replaced at once when all is written, other files stay.
+        """Write the run. A run in the same directory is replaced atomically; other files stay.
 
         Args:
-            directory: see the module's docstring.
-            every_train_row: keep the whole training set. By default only the rows that a score or the list of
-                outliers names, so that a run is small.
+            directory (`str` or `Path`):
+                The directory of the run, see the docstring of the module.
+            every_train_row (`bool`, *optional*, defaults to `False`):
+                Keep the whole training set. By default, only the rows that a score or the list of outliers names are
+                kept, so that the run is small.
 
         Returns:
-            The directory.
+            `Path`: the directory.
 
         Raises:
             StoreError: a file cannot be written.
             ValueError: scores, rows and statistics do not fit each other, or a fact is no JSON.
         """
         directory = Path(directory)
+        # Check the scores, and reduce the training rows to those that are named.
         rows, train = self.train_rows, raw(self.train)
         if problem := self._scores_problem(rows):
             raise ValueError(f"The run cannot be saved: {problem}. Expected the result of `attribute`.")
         if rows is None and train is not None and not every_train_row:
             rows = self._named_rows()
             train = train.select(rows) if isinstance(train, Dataset) else [train[int(i)] for i in rows]
+        # Gather the statistics, and check that they fit the rows.
         tensors = {} if rows is None else {TRAIN_ROWS: torch.from_numpy(np.ascontiguousarray(rows))}
         if self.self_influence is not None:
             tensors[SELF_INFLUENCE] = torch.from_numpy(np.ascontiguousarray(self.self_influence))
@@ -218,24 +259,25 @@ class AttributionRun:
             train_sizes(arrays, facts, train), rows, train
         )
         if problem:
-            raise ValueError(f"The run cannot be saved: {problem}. Expected parts of one attribution.")
+            raise ValueError(f"The run cannot be saved: {problem}. Expected the parts of one attribution.")
         kept = None if train is None else as_dataset(train)
         write_run(directory, as_dataset(raw(self.scored)), kept, tensors, facts)
         return directory
 
     @classmethod
     def load(cls, directory: str | Path, train_dataset: Dataset | None = None) -> "AttributionRun":
-        """Read a run, comparing every file that is read with its checksum.
+        """Read a run, and compare every file that is read with its checksum.
 
         Args:
-            directory: of the run, or an `output_dir` that holds exactly one.
-            train_dataset: the whole training dataset, to be shown instead of the rows that the run keeps, which are
-                not read then.
+            directory (`str` or `Path`):
+                The directory of the run, or an `output_dir` with exactly one run.
+            train_dataset (`datasets.Dataset`, *optional*):
+                The whole training dataset. It replaces the rows that the run keeps, which are then not read.
 
         Raises:
             IncompleteStoreError: there is no run, or a part of it is missing.
-            StoreError: a part is damaged, or does not fit the others.
-            ValueError: there are several runs below the directory, or `train_dataset` has another number of rows than
+            StoreError: a part is damaged or does not fit the others.
+            ValueError: there are several runs below the directory, or `train_dataset` does not have as many rows as
                 were attributed.
         """
         directory = find_run(directory)
@@ -255,13 +297,13 @@ class AttributionRun:
         return scores_problem(raw(self.scored), self.n_train, rows)
 
     def _named_rows(self) -> np.ndarray:
-        """Ascending numbers of the training rows that a score or the list of outliers names."""
+        """List the training rows that a score or the list of outliers names, ascending."""
         named = [np.unique(ends.rows) for ends in ends_of(raw(self.scored))]
         return np.unique(np.concatenate([[index for index, _ in self.outliers()], *named]).astype(np.int64))
 
 
 def top_k_range(scored: Dataset) -> tuple[np.ndarray, np.ndarray]:
-    """The lowest and the highest score of every target, `(m,)` each."""
+    """Return the lowest and the highest score of every target of a top-k result, `(m,)` each."""
     rows = list(scored.with_format(None).select_columns(list(TOP_K_COLUMNS)))
     return (
         np.array([row[TOP_K_COLUMNS[3]][0] for row in rows], dtype=np.float64),
@@ -276,13 +318,22 @@ def score_distributions(
     name: str | None = None,
     model_ids: Sequence[int] | None = None,
 ) -> ScoreDistributions:
-    """Count all scores of the targets in bins: one more pass over the features, at the cost of `attribute`'s.
+    """Count all scores of the targets in bins, in one more pass over the features, which costs what `attribute` does.
 
     Args:
-        attributor: what `scored` came from.
-        scored: the result of `attribute(eval_dataset, top_k=...)`, whose ends say where the bins are.
-        eval_dataset: the targets.
-        name, model_ids: those given to `attribute`.
+        attributor (`FeaturizedModel`):
+            The attributor that computed the scores.
+        scored (`datasets.Dataset`):
+            The result of `attribute(eval_dataset, top_k=...)`. Its highest and lowest scores determine the bins.
+        eval_dataset (`Dataset`):
+            The targets.
+        name (`str`, *optional*):
+            As given to `attribute`.
+        model_ids (`Sequence[int]`, *optional*):
+            As given to `attribute`.
+
+    Returns:
+        `ScoreDistributions`: one distribution per target.
     """
     _, blocks = attributor.score_blocks(eval_dataset, name, None, model_ids)
     return ScoreDistributions.from_blocks(blocks, *top_k_range(scored))

@@ -1,4 +1,4 @@
-"""Whether the parts of a run fit each other: scores, the rows that they name, and statistics of all rows."""
+"""Consistency checks between the parts of a run: scores, the rows that they name, and statistics of all rows."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ _INTEGERS = (TRAIN_ROWS, "counts", "first")
 
 @dataclass(frozen=True)
 class Ends:
-    """The rows and scores of either end of some targets, flattened.
+    """The flattened top-k lists of some targets, from one end.
 
     Attributes:
-        start: the first target.
-        targets: `(entries,)`: which target an entry belongs to, counted from `start`.
-        rows: `(entries,)`: training rows.
-        scores: `(entries,)`: their scores.
-        name: the column of the rows.
+        start: number of the first target.
+        targets: `(entries,)`, the target of every entry, counted from `start`.
+        rows: `(entries,)`, training rows.
+        scores: `(entries,)`, their scores.
+        name: name of the column with the rows.
     """
 
     start: int
@@ -42,7 +42,7 @@ class Ends:
 
 
 def ends_of(scored: Dataset, batch_size: int = 10_000) -> Iterator[Ends]:
-    """Scores and rows of a scored dataset, some targets at a time.
+    """Iterate over the top-k lists of a scored dataset, `batch_size` targets at a time, best and worst in turn.
 
     Raises:
         ValueError: a column is missing, is no list of numbers, or its lists have other lengths than their scores.
@@ -61,7 +61,7 @@ def ends_of(scored: Dataset, batch_size: int = 10_000) -> Iterator[Ends]:
 
 
 def _flat(table: pa.Table, name: str, kind: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The lengths of the lists in a column, and all their values."""
+    """Return the lengths of the lists in a column, and all their values."""
     column = table[name].combine_chunks()
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     types = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
@@ -75,15 +75,15 @@ def _flat(table: pa.Table, name: str, kind: Any) -> tuple[np.ndarray, np.ndarray
 
 
 def check_parts(parts: SavedParts, train_dataset: Any = None) -> None:
-    """Whether what was read makes a run.
+    """Check that the parts that were read make a run.
 
     Args:
-        parts: of the run.
-        train_dataset: all training rows, if they are given; those of the run have not been read then.
+        parts: the parts of the run.
+        train_dataset: all training rows, if they are given. Then those of the run have not been read.
 
     Raises:
         StoreError: a part does not fit the others.
-        ValueError: `train_dataset` has another number of rows than were attributed.
+        ValueError: `train_dataset` does not have as many rows as were attributed.
     """
     tensors = dict(parts.tensors)
     if problem := statistics_problem(tensors, len(parts.scored)):
@@ -104,7 +104,7 @@ def check_parts(parts: SavedParts, train_dataset: Any = None) -> None:
         if n_train not in (None, len(train_dataset)):
             raise ValueError(
                 f"`train_dataset` has {len(train_dataset)} rows; the run is about {n_train}. Expected the dataset "
-                "that was attributed."
+                "that was attributed. Pass that one, or none to see the rows that the run keeps."
             )
         n_train = len(train_dataset)
     if problem := scores_problem(parts.scored, n_train, rows):
@@ -119,12 +119,15 @@ def _misfit(path: Path, problem: str) -> StoreError:
 
 
 def scores_problem(scored: Dataset, n_train: int | None, held: np.ndarray | None) -> str | None:
-    """What is wrong with the scores; `None` if nothing is.
+    """Describe what is wrong with the scores.
 
     Args:
-        scored: the targets.
-        n_train: the number of training rows, if known.
-        held: `(rows,)`, ascending: the training rows that the run keeps. `None`: all, or none.
+        scored: the targets with their scores.
+        n_train: number of training rows, if it is known.
+        held: the training rows that the run keeps, `(rows,)`, ascending. `None` if it keeps all or none.
+
+    Returns:
+        The problem as the end of a sentence, or `None` if there is none.
     """
     if len(scored) == 0:
         return "it has no targets"
@@ -136,6 +139,7 @@ def scores_problem(scored: Dataset, n_train: int | None, held: np.ndarray | None
 
 
 def _problem(ends: Ends, n_train: int | None, held: np.ndarray | None) -> str | None:
+    """Describe the first problem of some top-k lists."""
     best = ends.name == TOP_K_COLUMNS[0]
 
     def first(bad: np.ndarray, what: str, values: np.ndarray) -> str | None:
@@ -144,6 +148,7 @@ def _problem(ends: Ends, n_train: int | None, held: np.ndarray | None) -> str | 
         place = int(np.argmax(bad))
         return f"target {ends.start + int(ends.targets[place])}: {what.format(values[place])}"
 
+    # Scores are finite, and rows exist.
     names_row = f"`{ends.name}` names the training row {{}}"
     problem = first(~np.isfinite(ends.scores), "the score {} is not finite", ends.scores)
     problem = problem or first(ends.rows < 0, f"{names_row}, expected 0 or more", ends.rows)
@@ -153,11 +158,13 @@ def _problem(ends: Ends, n_train: int | None, held: np.ndarray | None) -> str | 
         place = np.minimum(np.searchsorted(held, ends.rows), max(len(held) - 1, 0))
         absent = held[place] != ends.rows if len(held) else np.ones(len(ends.rows), dtype=bool)
         problem = problem or first(absent, f"{names_row}, which is not among those that the run keeps", ends.rows)
+    # The scores of each target are sorted.
     same = np.diff(ends.targets, prepend=-1) == 0
     step = np.diff(ends.scores.astype(np.float64), prepend=0.0)
     order = "from the highest to the lowest" if best else "from the lowest to the highest"
     unsorted = same & ((step > 0) if best else (step < 0))
     problem = problem or first(unsorted, f"the score {{}} is out of order; scores go {order}", ends.scores)
+    # No row occurs twice in the list of a target.
     by_row = np.lexsort((ends.rows, ends.targets))
     twice = np.zeros(len(by_row), dtype=bool)
     twice[by_row[1:]] = (np.diff(ends.rows[by_row]) == 0) & (np.diff(ends.targets[by_row]) == 0)
@@ -165,18 +172,21 @@ def _problem(ends: Ends, n_train: int | None, held: np.ndarray | None) -> str | 
 
 
 def statistics_problem(tensors: Mapping[str, Any], targets: int) -> str | None:
-    """What is wrong with the tensors of `statistics.safetensors`; `None` if nothing is.
+    """Describe what is wrong with the tensors of `statistics.safetensors`.
 
     Args:
-        tensors: arrays by name.
-        targets: m.
+        tensors: the arrays, by name.
+        targets: number of targets, m.
+
+    Returns:
+        The problem as the end of a sentence, or `None` if there is none.
     """
     known = {TRAIN_ROWS, SELF_INFLUENCE, *_DISTRIBUTIONS}
     if unknown := sorted(set(tensors) - known):
         return f"it has the tensors {unknown}; expected some of {sorted(known)}"
-    there = [name for name in _DISTRIBUTIONS if name in tensors]
-    if there and len(there) != len(_DISTRIBUTIONS):
-        return f"of the distributions it has {there} alone; expected {list(_DISTRIBUTIONS)}"
+    present = [name for name in _DISTRIBUTIONS if name in tensors]
+    if present and len(present) != len(_DISTRIBUTIONS):
+        return f"of the distributions it has only {present}; expected {list(_DISTRIBUTIONS)}"
     for name, value in tensors.items():
         kinds = "iu" if name in _INTEGERS else "f"
         if value.dtype.kind not in kinds or value.ndim != (2 if name == "counts" else 1):
@@ -188,7 +198,7 @@ def statistics_problem(tensors: Mapping[str, Any], targets: int) -> str | None:
     rows = tensors.get(TRAIN_ROWS)
     if rows is not None and (np.diff(rows, prepend=-1) <= 0).any():
         return f"`{TRAIN_ROWS}` is not ascending from 0"
-    return _distributions_problem(tensors) if there else None
+    return _distributions_problem(tensors) if present else None
 
 
 def _distributions_problem(tensors: Mapping[str, Any]) -> str | None:
@@ -200,12 +210,12 @@ def _distributions_problem(tensors: Mapping[str, Any]) -> str | None:
     if (tensors["width"] <= 0).any() or (tensors["std"] < 0).any():
         return "`width` or `std` is negative, or a width 0"
     if ((tensors["positive"] < 0) | (tensors["positive"] > 1)).any():
-        return "`positive` is no part between 0 and 1"
+        return "`positive` is no fraction between 0 and 1"
     return None
 
 
 def train_sizes(tensors: Mapping[str, Any], facts: Mapping[str, Any], train: Any) -> dict[str, Any]:
-    """What the parts of a run say about the number of training rows, by what says it."""
+    """Collect what the parts of a run say about the number of training rows, by the name of the part."""
     sizes: dict[str, Any] = {}
     if TRAIN_ROWS in facts:
         sizes["the fact `train_rows`"] = facts[TRAIN_ROWS]
@@ -219,7 +229,7 @@ def train_sizes(tensors: Mapping[str, Any], facts: Mapping[str, Any], train: Any
 
 
 def sizes_problem(sizes: Mapping[str, Any], rows: np.ndarray | None, train: Any) -> str | None:
-    """What is wrong with the number of training rows; `None` if all parts agree."""
+    """Describe what is wrong with the number of training rows, or return `None` if all parts agree."""
     if not sizes:
         return "it does not say how many training rows there are"
     if len(set(map(repr, sizes.values()))) > 1:
@@ -229,7 +239,7 @@ def sizes_problem(sizes: Mapping[str, Any], rows: np.ndarray | None, train: Any)
         return f"the number of training rows is {n_train!r}"
     if rows is not None:
         if train is None or len(rows) != len(train):
-            return f"`{TRAIN_ROWS}` names {len(rows)} training rows; {0 if train is None else len(train)} are there"
+            return f"`{TRAIN_ROWS}` names {len(rows)} training rows; the run has {0 if train is None else len(train)}"
         if len(rows) and rows[-1] >= n_train:
             return f"`{TRAIN_ROWS}` names the training row {rows[-1]}; there are {n_train}"
     return None

@@ -1,4 +1,4 @@
-"""What a report says about a run beside its scores."""
+"""Facts of a run that a report shows: model, checkpoints, projection, ridge, sizes and versions."""
 
 import functools
 import json
@@ -10,11 +10,11 @@ from typing import Any
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.version import __version__
 
-_SPARE_DEPTH = 50  # what can just be written here could not be read from deeper in the stack
+_SPARE_DEPTH = 50  # a margin, since a value that can just be written here cannot be read from a deeper call stack
 
 
 def known_facts(attributor: FeaturizedModel) -> dict[str, Any]:
-    """What the store and the configuration say about the scores."""
+    """Collect the facts that are known from the store and the configuration."""
     config = attributor.store.config
     args = attributor.args
     return {
@@ -38,13 +38,13 @@ def known_facts(attributor: FeaturizedModel) -> dict[str, Any]:
 
 
 def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts as plain JSON, in their order.
+    """Convert facts to plain JSON, in their order.
 
-    What JSON does not have becomes text: NaN and infinities (`"NaN"`), and objects of any other class, as `str` has
-    them.
+    Values that JSON does not have become text: NaN and infinities (`"NaN"`), and objects of other classes (as by
+    `str`).
 
     Raises:
-        ValueError: a fact refers to itself, is nested too deeply, or has keys that are no strings or numbers.
+        ValueError: a fact contains itself, is nested too deeply, or has keys that are neither strings nor numbers.
     """
     plain = {}
     for name, value in facts.items():
@@ -54,6 +54,6 @@ def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"The fact {str(name)[:80]!r} cannot be saved as JSON: {str(error)[:200]}. Expected plain values, "
-                "lists and dictionaries."
+                "lists and dictionaries. Convert it, or leave it out."
             ) from error
     return plain

@@ -1,9 +1,9 @@
-"""What saves of a run have left behind: files of killed saves, and of those that were replaced.
+"""Leftovers of saving a run: files of saves that were killed or replaced.
 
-A save writes to a temporary directory `.hf_trak-tmp-…-<key>` (see `hf_trak.store.leftovers` for those of killed
-ones), moves its files to `parts-<key>`, has `run.json` name that, and removes the temporary directory. Whoever looks
-for leftovers lists parts first, then temporary directories, and reads `run.json` last: parts without a temporary
-directory, which `run.json` does not name, are parts that no `run.json` will ever name.
+A save writes to a temporary directory `.hf_trak-tmp-…-<key>` (`hf_trak.store.leftovers` deals with those of killed
+saves), moves its files to `parts-<key>`, writes `run.json`, which names these parts, and removes the temporary
+directory. To find leftovers, first list the parts, then the temporary directories, and read `run.json` last: parts
+that have no temporary directory, and that `run.json` does not name, will never be named.
 """
 
 import contextlib
@@ -18,24 +18,25 @@ from hf_trak.store.leftovers import Leftover, leftovers, remove_stale
 
 
 def run_leftovers(directory: str | Path) -> list[Leftover]:
-    """What belongs to no result beside temporary files: parts that `run.json` does not name, and the files of a run
-    of format 1 that was replaced.
+    """Find parts that `run.json` does not name, and the files of a run of format 1 that was replaced.
 
-    The parts of the save before the current one count, although saving keeps them for datasets in memory.
+    The parts of the previous save are among them, although saving keeps those for datasets in memory. Temporary files
+    are not.
 
     Args:
-        directory: of the run.
+        directory: the directory of the run.
 
     Returns:
-        Leftovers whose writers live while a save is in progress. Nothing, where `run.json` is damaged: what it named
-        cannot be known.
+        The leftovers. Those of a save in progress have a living writer. If `run.json` is damaged, the list is empty,
+        since the parts that it named are unknown.
     """
     return _superseded(Path(directory), keep_previous=False)
 
 
 def remove_superseded(directory: Path) -> None:
-    """What a save removes when it is complete: parts of saves that were replaced, but for the one before it; parts
-    and temporary files of killed saves that every run may remove.
+    """Remove, after a save, the parts of all replaced saves except the previous one.
+
+    Parts and temporary files of killed saves are removed, too, if they are old enough for any run to remove them.
     """
     for one in _superseded(directory, keep_previous=True):
         if one.host is None or one.stale:
@@ -44,16 +45,17 @@ def remove_superseded(directory: Path) -> None:
 
 
 def old_layout(directory: Path) -> list[Path]:
-    """The datasets and statistics that a run of format 1 has beside `run.json`."""
+    """List the datasets and statistics that a run of format 1 has next to `run.json`."""
     found = [directory / name for name in VIEWS if is_dataset(directory / name)]
     return [path for path in [*found, directory / STATISTICS] if path.exists() or path.is_symlink()]
 
 
 def _superseded(directory: Path, keep_previous: bool) -> list[Leftover]:
+    """Find parts that `run.json` does not name, in the order of steps that the docstring of the module explains."""
     found = parts_of(directory)
     writers = {one.path.name[-16:]: one for one in leftovers(directory) if TEMPORARY.fullmatch(one.path.name)}
     try:
-        record = read_record(directory)  # last, see above
+        record = read_record(directory)
     except StoreError:
         return []
     result = []
@@ -65,7 +67,7 @@ def _superseded(directory: Path, keep_previous: bool) -> list[Leftover]:
 
 
 def _leftover(path: Path, writer: Leftover | None) -> Leftover:
-    """A leftover whose writer has ended, or the one whose temporary directory is there."""
+    """Describe a leftover. Its writer has ended unless there is still a temporary directory of it, `writer`."""
     size = 0
     files = [os.path.join(place, name) for place, _, names in os.walk(path) for name in names]
     for file in files or [str(path)]:

@@ -1,7 +1,7 @@
-"""Read the files of a run, comparing each with the size and checksum that `run.json` has of it.
+"""Reading a run, with every file compared to its size and checksum in `run.json`.
 
-Runs of format 1, and two datasets that somebody saved as `scored/` and `train/`, have no checksums. They are read
-with as many checks as their formats allow; a changed score or letter in them cannot be noticed.
+Runs of format 1, and two datasets that were saved as `scored/` and `train/`, have no checksums. They are read with as
+many checks as their formats allow, but a changed score or letter in them goes unnoticed.
 """
 
 import json
@@ -21,11 +21,13 @@ from safetensors.numpy import load_file
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report.run_record import (
     RECORD,
+    REMEDY,
     STATISTICS,
     RunRecord,
     SavedFile,
     check_file,
     is_dataset,
+    missing_file,
     parts_of,
     read_record,
     unreadable,
@@ -46,7 +48,7 @@ _DAMAGED = (
     TypeError,
     ValueError,
 )
-"""What readers of damaged files raise."""
+"""Errors that readers raise for damaged files."""
 
 _ATTEMPTS = 100
 _STATE_KEYS = ("_data_files", "_fingerprint", "_format_columns", "_format_kwargs", "_format_type", "_split")
@@ -57,27 +59,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SavedParts:
-    """What the files of a run hold."""
+    """The contents of the files of a run."""
 
     scored: Dataset
     train: Dataset | None
     tensors: Mapping[str, np.ndarray]
     facts: dict[str, Any]
     root: Path
-    """The directory that has `scored/`."""
+    """The directory that contains `scored/`."""
 
 
 def read_parts(directory: Path, with_train: bool, use: Callable[[SavedParts], T]) -> T:
-    """Read a run while others may replace it: what is read belongs to one save.
+    """Read the parts of a single save, even if other processes replace the run at the same time.
 
     Args:
-        directory: of the run.
-        with_train: whether to read the training rows that it keeps.
-        use: what to make of the parts. Its `StoreError` is raised unless the run was replaced meanwhile.
+        directory: the directory of the run.
+        with_train: read the training rows that the run keeps.
+        use: called with the parts. If it raises `StoreError` and the run has been replaced meanwhile, the new run is
+            read.
+
+    Returns:
+        The value of `use`.
 
     Raises:
         IncompleteStoreError: the run is not complete, or a file is missing.
-        StoreError: a file is damaged.
+        StoreError: a file is damaged, or the run was replaced again and again.
     """
     record = read_record(directory)
     for _ in range(_ATTEMPTS):
@@ -89,8 +95,8 @@ def read_parts(directory: Path, with_train: bool, use: Callable[[SavedParts], T]
                 raise
             record = current
     raise StoreError(
-        f"{directory} was replaced {_ATTEMPTS} times while it was being read. Expected it to stay as it is for a "
-        "moment. Wait until the processes that save to it have ended."
+        f"{directory} was replaced {_ATTEMPTS} times while it was being read. Expected a run that stays unchanged for "
+        "a moment. Wait until the processes that save to it have ended."
     )
 
 
@@ -114,19 +120,19 @@ def _parts(directory: Path, record: RunRecord | None, with_train: bool) -> Saved
 
 
 def _checked_dataset(path: Path, files: Mapping[str, SavedFile]) -> Dataset:
-    """A dataset whose files have been compared with their checksums."""
+    """Load a dataset whose files have been compared with their checksums."""
     for name in _data_files(path):
         if f"{path.name}/{name}" not in files:
             raise StoreError(
-                f"{path / 'state.json'} names the file {name!r}, which {RECORD} does not have. Expected files of the "
-                "run alone. Attribute again."
+                f"{path / 'state.json'} names the file {name!r}, which {RECORD} does not list. Expected only files of "
+                "the run. Attribute again."
             )
     with _damage(path):
         return Dataset.load_from_disk(path)
 
 
 def _unchecked_parts(directory: Path, record: RunRecord | None, with_train: bool) -> SavedParts:
-    """Format 1, or two datasets without `run.json`."""
+    """Read a run of format 1, or two datasets without `run.json`."""
     if record is None:
         _refuse_interrupted(directory)
     else:
@@ -144,13 +150,17 @@ def _unchecked_parts(directory: Path, record: RunRecord | None, with_train: bool
 
 
 def _refuse_interrupted(directory: Path) -> None:
-    """Raise `IncompleteStoreError` if a directory without `run.json` was meant to have one."""
+    """Refuse a directory without `run.json` that has files of an unfinished save.
+
+    Raises:
+        IncompleteStoreError: the directory has such files.
+    """
     begun = [*parts_of(directory), *directory.glob(".hf_trak-tmp-*"), *directory.glob(".scored.*")]
     begun += [path for path in [directory / STATISTICS] if path.exists()]
     if begun:
         raise IncompleteStoreError(
             f"{directory} lacks {RECORD}, which is written last, but has {begun[0].name}: saving the run was "
-            "interrupted, or goes on in another process. Expected a complete run. Attribute again."
+            "interrupted, or is still in progress elsewhere. Expected a complete run. Attribute again."
         )
 
 
@@ -161,9 +171,11 @@ def _warn_once(directory: Path, message: str, *values: object) -> None:
 
 
 def _unchecked_dataset(path: Path) -> Dataset:
-    """A dataset without checksums: whatever its files say, it is read, or a `StoreError` names the file."""
+    """Load a dataset without checksums, or raise a `StoreError` that names the damaged file."""
     if not path.is_dir():
-        raise IncompleteStoreError(f"{path} is missing. Expected a dataset written by `save_to_disk`.")
+        raise IncompleteStoreError(
+            f"{path} is missing. Expected a dataset written by `save_to_disk`. Attribute again."
+        )
     if (path / "dataset_dict.json").is_file():
         raise StoreError(f"{path} holds several splits. Expected one dataset. Save one of them with `save_to_disk`.")
     names = _data_files(path)
@@ -177,7 +189,7 @@ def _unchecked_dataset(path: Path) -> Dataset:
 
 
 def _data_files(path: Path) -> list[str]:
-    """The names of the Arrow files of a dataset."""
+    """List the names of the Arrow files of a dataset."""
     state = _json(path / "state.json")
     if missing := [key for key in _STATE_KEYS if key not in state]:
         raise StoreError(f"{path / 'state.json'} lacks {missing}. Expected a file of `save_to_disk`. Attribute again.")
@@ -185,8 +197,8 @@ def _data_files(path: Path) -> list[str]:
     names = [file.get("filename") for file in files if isinstance(file, dict)] if isinstance(files, list) else []
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise StoreError(
-            f"{path / 'state.json'} names the files {str(files)[:200]}. Expected names of files beside it, at least "
-            "one. Attribute again."
+            f"{path / 'state.json'} names the files {str(files)[:200]}. Expected names of files in the same "
+            "directory, at least one. Attribute again."
         )
     return [str(name) for name in names]
 
@@ -208,15 +220,13 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Turn what readers raise for a damaged file into a `StoreError` that names it."""
+    """Turn the errors that readers raise for a damaged or missing file into a `StoreError` that names it."""
     try:
         yield
     except FileNotFoundError as error:
-        raise IncompleteStoreError(
-            f"{error.filename or path} is missing. Expected a file that the run needs. Attribute again."
-        ) from error
+        raise missing_file(path, error) from error
     except (*_DAMAGED, OSError) as error:
         raise StoreError(
-            f"{path} is damaged, or no file of a run: {type(error).__name__}: {str(error)[:300]}. Expected what "
-            "`AttributionRun.save` or `save_to_disk` wrote. Restore it from a copy, or attribute again."
+            f"{path} is damaged, or no file of a run: {type(error).__name__}: {str(error)[:300]}. Expected a file "
+            f"written by `AttributionRun.save` or `save_to_disk`. {REMEDY}"
         ) from error

@@ -1,14 +1,14 @@
-"""`run.json`: what a saved run is, and which files with which checksums belong to it. Where it is, and how it is read.
+"""`run.json`, the record of a saved run: its facts, and its files with their sizes and checksums.
 
     {
       "checksum": …, "format_version": 2,      see `hf_trak.store.sealed`
       "facts": {…},                            shown in the report, in this order
       "parts": "parts-<16 hex digits>",        directory of the files
-      "previous": "parts-…" or null,           that of the save before, kept until the next one
+      "previous": "parts-…" or null,           directory of the previous save, kept until the next save
       "files": {"scored/state.json": {"bytes": …, "xxh3_128": …}, …}
     }
 
-Runs of format 1 have their files beside `run.json`, without checksums.
+Runs of format 1 have their files next to `run.json`, without checksums.
 """
 
 import contextlib
@@ -29,26 +29,31 @@ RECORD = "run.json"
 STATISTICS = "statistics.safetensors"
 FORMAT_VERSION = 2
 VIEWS = ("scored", "train")
-"""Datasets of a run, and directories beside `run.json` from which `datasets.load_from_disk` reads the same rows."""
+"""Names of the datasets of a run, and of the directories next to `run.json` from which `datasets.load_from_disk` reads
+the same rows."""
 
 PARTS = re.compile(r"parts-[0-9a-f]{16}")
-"""Name of the directory that one save writes to."""
+"""Pattern of the names of directories that saves write to."""
 
 _FILE = re.compile(rf"(scored|train)/[A-Za-z0-9][A-Za-z0-9_.-]*|{re.escape(STATISTICS)}")
 _MOST_BYTES = 16 << 20
-_REMEDY = "Restore it from a copy, or attribute again."
+REMEDY = "Restore it from a copy, or attribute again."
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """Size in bytes and xxh3-128 of a file."""
+    """Size in bytes and xxh3-128 digest of a file."""
 
     size: int
     digest: str
 
     @classmethod
     def of(cls, path: Path) -> "SavedFile":
-        """Those of a file on disk. Raises `OSError` if it cannot be read."""
+        """Measure a file on disk.
+
+        Raises:
+            OSError: it cannot be read.
+        """
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
             return cls(file.tell(), digest)
@@ -56,7 +61,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of `run.json`. Of a run of format 1, `parts` is `None` and `files` empty."""
+    """The content of `run.json`. In a run of format 1, `parts` is `None` and `files` is empty."""
 
     facts: dict[str, Any]
     parts: str | None = None
@@ -64,10 +69,10 @@ class RunRecord:
     files: Mapping[str, SavedFile] = field(default_factory=dict)
 
     def content(self) -> bytes:
-        """The file, with its checksum. Facts keep their order, which the report shows.
+        """Serialize the record with its checksum. Facts keep their order, in which the report shows them.
 
         Raises:
-            StoreError: it would be larger than what is read again.
+            StoreError: the file would be larger than the largest that is read.
         """
         content: dict[str, Any] = {
             VERSION_KEY: FORMAT_VERSION,
@@ -86,38 +91,41 @@ class RunRecord:
 
 
 def read_record(directory: Path) -> RunRecord | None:
-    """Read `run.json` of a run; `None` if there is none.
+    """Read `run.json` of a run.
+
+    Returns:
+        The record, or `None` if the file does not exist.
 
     Raises:
-        StoreError: it is damaged, or of a later format.
+        StoreError: the file is damaged or of a later format.
     """
     path = directory / RECORD
     with unreadable(path):
         try:
             if (size := path.stat().st_size) > _MOST_BYTES:
-                raise StoreError(f"{path} has {size:,} bytes. Expected at most {_MOST_BYTES:,}. {_REMEDY}")
+                raise StoreError(f"{path} has {size:,} bytes. Expected at most {_MOST_BYTES:,}. {REMEDY}")
             data = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{path} is no JSON ({str(error)[:200]}). {_REMEDY}") from error
+        raise StoreError(f"{path} is no JSON ({str(error)[:200]}). Expected a JSON object. {REMEDY}") from error
     if not isinstance(content, dict):
-        raise StoreError(f"{path} holds a JSON {type(content).__name__}. Expected an object. {_REMEDY}")
+        raise StoreError(f"{path} holds a JSON {type(content).__name__}. Expected an object. {REMEDY}")
     version = content.get(VERSION_KEY)
     if version not in (1, FORMAT_VERSION) or isinstance(version, bool):
         raise StoreError(
-            f"{path} has format version {version!r}; this version of hf_trak reads {FORMAT_VERSION}, and 1 without "
-            "checksums. Use the version that wrote it, or attribute again."
+            f"{path} has format version {version!r}. Expected {FORMAT_VERSION}, or 1 without checksums. Read it with "
+            "the version of hf_trak that wrote it, or attribute again."
         )
     try:
-        check_seal(content, path, _REMEDY)
-    except (ValueError, RecursionError) as error:  # values that no JSON file of hf_trak has, such as NaN
-        raise StoreError(f"{path} is damaged ({str(error)[:200]}). {_REMEDY}") from error
+        check_seal(content, path, REMEDY)
+    except (ValueError, RecursionError) as error:  # for values such as NaN, which hf_trak never writes
+        raise StoreError(f"{path} is damaged ({str(error)[:200]}). Expected plain JSON. {REMEDY}") from error
     record = _parsed(content) if version == FORMAT_VERSION else _parsed_version_1(content)
     if record is None:
-        raise StoreError(f"{path} does not say which files the run has, or has no facts. {_REMEDY}")
+        raise StoreError(f"{path} does not say which files the run has, or has no facts. Expected both. {REMEDY}")
     return record
 
 
@@ -146,21 +154,21 @@ def _is_parts(name: object) -> bool:
 
 
 def parts_of(directory: Path) -> list[Path]:
-    """All directories that saves into a run have made."""
+    """List all directories that saves of a run have made."""
     return sorted(path for path in directory.glob("parts-*") if PARTS.fullmatch(path.name))
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether a directory is a dataset with rows of its own, and no view."""
+    """Tell whether a directory is a dataset with rows of its own, not a view."""
     return path.is_symlink() or any(path.glob("*.arrow"))
 
 
 def find_run(directory: str | Path) -> Path:
-    """The directory of a run: the given one, or the only one in its `scores/`.
+    """Find a run in a directory: the directory itself, or the only run in its `scores/`.
 
     Raises:
-        IncompleteStoreError: there is none.
-        ValueError: there are several.
+        IncompleteStoreError: there is no run.
+        ValueError: there are several runs.
     """
     directory = Path(directory)
     if (directory / "scored").is_dir() or parts_of(directory):
@@ -173,18 +181,17 @@ def find_run(directory: str | Path) -> Path:
     if (directory / RECORD).exists():
         return directory
     raise IncompleteStoreError(
-        f"{directory} holds no run. Expected a directory with `{RECORD}`, as `hf-trak attribute` and "
-        "`AttributionRun.save` write it, one with the datasets `scored/` and `train/`, or the `output_dir` of "
-        "`hf-trak attribute`."
+        f"{directory} holds no run. Expected a directory with `{RECORD}` or with the datasets `scored/` and `train/`, "
+        "or the `output_dir` of `hf-trak attribute`. Run `hf-trak attribute`, or save one with `AttributionRun.save`."
     )
 
 
 def check_file(path: Path, expected: SavedFile) -> None:
-    """Compare a file with the size and checksum that `run.json` has.
+    """Compare a file with its size and checksum in `run.json`.
 
     Raises:
-        IncompleteStoreError: it is missing.
-        StoreError: it is another, or cannot be read.
+        IncompleteStoreError: the file is missing.
+        StoreError: its size or checksum differs, or it cannot be read.
     """
     with unreadable(path):
         found = SavedFile.of(path)
@@ -194,18 +201,26 @@ def check_file(path: Path, expected: SavedFile) -> None:
             if found.size != expected.size
             else f"its checksum is {found.digest} instead of {expected.digest}"
         )
-        raise StoreError(f"{path} is damaged: {what}. Expected the file that {RECORD} describes. {_REMEDY}")
+        raise StoreError(f"{path} is damaged: {what}. Expected the file that {RECORD} describes. {REMEDY}")
+
+
+def missing_file(path: Path, error: FileNotFoundError) -> IncompleteStoreError:
+    """Make the error for a file of the run that does not exist: the one that `error` names, or else `path`."""
+    return IncompleteStoreError(f"{error.filename or path} is missing. Expected a file that the run needs. {REMEDY}")
 
 
 @contextlib.contextmanager
 def unreadable(path: Path) -> Iterator[None]:
-    """Turn what the system says of a file that cannot be read into a `StoreError`."""
+    """Turn the `OSError` for a file that cannot be read into a `StoreError`.
+
+    Raises:
+        IncompleteStoreError: the file does not exist.
+        StoreError: the file cannot be read.
+    """
     try:
         yield
     except FileNotFoundError as error:
-        raise IncompleteStoreError(
-            f"{error.filename or path} is missing. Expected a file that the run needs. {_REMEDY}"
-        ) from error
+        raise missing_file(path, error) from error
     except OSError as error:
         raise StoreError(
             f"{path} cannot be read: {error}. Expected a file that this process may read. Get access to it, or "

@@ -1,4 +1,4 @@
-"""Rows and score columns of any kind as the datasets that a run consists of."""
+"""Conversion of rows and score columns of any kind to the datasets of a run."""
 
 from typing import Any
 
@@ -11,11 +11,22 @@ from hf_trak.report.content import as_row
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
-_FULL_TOP = 50
+_FULL_TOP = 50  # length of the top-k lists that are made of full score lists
 
 
-def from_full(scored: Dataset, n: int) -> tuple[Dataset, ScoreDistributions]:
-    """The ends of full score lists as top-k columns, and the distribution of every list."""
+def top_k_of_full(scored: Dataset, n: int) -> tuple[Dataset, ScoreDistributions]:
+    """Convert full score lists to top-k columns and distributions.
+
+    Args:
+        scored: the result of `attribute(..., top_k=None, per="target")`.
+        n: number of training rows.
+
+    Returns:
+        The rows with top-k columns of the 50 highest and lowest scores, and the distribution of every list.
+
+    Raises:
+        ValueError: the lists do not have n scores.
+    """
     name = TOP_K_COLUMNS[1]
     if (length := scored.features[name].length) != n:
         raise ValueError(
@@ -44,10 +55,17 @@ def from_full(scored: Dataset, n: int) -> tuple[Dataset, ScoreDistributions]:
     return kept, merged
 
 
-def beside(rows: Any, scored: Dataset) -> Dataset:
-    """What can be shown of the rows of any dataset, and their scores."""
+def with_scores_of(rows: Any, scored: Dataset) -> Dataset:
+    """Convert the rows of any dataset to a `datasets.Dataset`, and add their scores.
+
+    Args:
+        rows: a map-style dataset with as many rows as `scored`.
+        scored: the score columns.
+    """
     shown = as_dataset([rows[i] for i in range(len(rows))])
-    shown = shown.remove_columns([name for name in TOP_K_COLUMNS if name in shown.column_names])  # of an earlier call
+    shown = shown.remove_columns(
+        [name for name in TOP_K_COLUMNS if name in shown.column_names]
+    )  # scores of an earlier call
     for name in scored.column_names:
         if name not in shown.column_names:
             shown = shown.add_column(name, scored[name][:])
@@ -55,10 +73,10 @@ def beside(rows: Any, scored: Dataset) -> Dataset:
 
 
 def as_dataset(rows: Any) -> Dataset:
-    """What can be shown of rows of any kind; datasets as they are.
+    """Convert rows of any kind to a `datasets.Dataset`, as far as they can be shown. A `datasets.Dataset` stays as is.
 
     Raises:
-        ValueError: a column has values that Arrow does not hold together.
+        ValueError: a column has values that Arrow cannot store in one column.
     """
     if isinstance(rows, Dataset):
         return rows
@@ -69,7 +87,7 @@ def as_dataset(rows: Any) -> Dataset:
     except (pa.ArrowException, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"The columns {names} of the rows cannot be saved: {str(error)[:200]}. Expected values of one type in "
-            "each. Give the rows as a `datasets.Dataset`."
+            "each column. Give the rows as a `datasets.Dataset`."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A check of every byte of a saved run."""
+"""Verification of every byte of a saved run."""
 
 import contextlib
 from collections.abc import Iterator
@@ -27,15 +27,16 @@ _CLEAN = "`hf-trak clean` removes it, and so does a later save of the run."
 
 
 def verify_run(directory: str | Path) -> Iterator[Finding]:
-    """Check every file of a run; other files in its directory are left out.
+    """Check every file of a run. Other files in its directory are ignored.
 
     Args:
-        directory: of the run, see `hf_trak.report.run`.
+        directory (`str` or `Path`):
+            The directory of the run, see `hf_trak.report.run`.
 
     Yields:
-        One finding per file: `unchecked` for those of runs without checksums (format 1, and datasets that somebody
-        saved). One `leftover` per file or directory of saves that were killed or replaced. One more for the
-        directory, `damaged`, if all files are as they were written, but do not make a run.
+        `Finding`: one per file, `unchecked` for files of runs without checksums (format 1, and datasets saved by
+        other means); one `leftover` per file or directory of saves that were killed or replaced; and one `damaged`
+        for the directory if all files are as they were written but do not make a run.
     """
     directory = Path(directory)
     try:
@@ -76,7 +77,7 @@ def _checked(directory: Path, record: RunRecord) -> Iterator[Finding]:
 
 
 def _views(directory: Path, record: RunRecord) -> Iterator[Finding]:
-    """The directories that `datasets.load_from_disk` reads."""
+    """Check the directories that `datasets.load_from_disk` reads."""
     remedy = f"Save the run again, or delete it: {RECORD} and the parts that it names are the run."
     for name in VIEWS:
         if f"{name}/state.json" not in record.files or is_dataset(directory / name):
@@ -93,23 +94,25 @@ def _views(directory: Path, record: RunRecord) -> Iterator[Finding]:
                 stale = path.read_bytes() == _data_before(directory, record, name, file)
                 rows = "the rows of the save before" if stale else "other rows"
                 yield Finding(
-                    path, "leftover" if stale else "damaged", f"it shows {rows}, not what {RECORD} names", remedy
+                    path, "leftover" if stale else "damaged", f"it shows {rows}, not those that {RECORD} names", remedy
                 )
             else:
                 yield Finding(path, "intact")
 
 
 def _data_before(directory: Path, record: RunRecord, name: str, file: str) -> bytes | None:
-    """What a view had before the last save: one that was killed in the end has not changed it."""
+    """Return the content of a view file before the last save, which did not replace it if it was killed at its end."""
     with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
         return view_of(directory, str(record.previous), name).get(file)
     return None
 
 
 def _unchecked(directory: Path, record: RunRecord | None) -> Iterator[Finding]:
-    """Format 1, two datasets without `run.json`, or nothing that can be used."""
+    """Check a run of format 1, two datasets without `run.json`, or a directory without a run."""
     if record is None and (parts_of(directory) or (directory / STATISTICS).exists()):
-        yield Finding(directory / RECORD, "missing", "saving the run was interrupted, or goes on elsewhere", _AGAIN)
+        yield Finding(
+            directory / RECORD, "missing", "saving the run was interrupted, or is in progress elsewhere", _AGAIN
+        )
         return
     files = [directory / name for name in (RECORD, STATISTICS) if (directory / name).exists()]
     for path in [*files, *_files(*(directory / name for name in VIEWS))]:

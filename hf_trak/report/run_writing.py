@@ -1,17 +1,13 @@
-"""Save a run such that it is there whole, or not at all.
+"""Atomic saving of a run: it is complete, or it is the run that was there before.
 
-Each save writes its files into a directory of its own, and then replaces `run.json`, which names that directory and
-has the checksums of its files. A killed save leaves a directory that no `run.json` names, see `run_leftovers`. Of
-several processes that save into one directory, the last one to replace `run.json` wins.
+Each save writes its files to a directory of its own, and then replaces `run.json`, which names this directory and the
+checksums of its files. A killed save leaves a directory that no `run.json` names, see `run_leftovers`. Of several
+processes that save to one directory, the last one to replace `run.json` wins.
 """
 
 import contextlib
-import errno
 import json
-import os
-import secrets
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,7 @@ from hf_trak.errors import StoreError
 from hf_trak.report.run_leftovers import old_layout, remove_superseded
 from hf_trak.report.run_record import RECORD, STATISTICS, VIEWS, RunRecord, SavedFile, read_record
 from hf_trak.report.write_errors import write_errors
-from hf_trak.store.atomic import host_name, json_bytes, write_bytes
+from hf_trak.store.atomic import atomic_path, flush_to_disk, json_bytes, temporary_name, write_bytes
 
 _ATTEMPTS = 20
 
@@ -32,14 +28,14 @@ _ATTEMPTS = 20
 def write_run(
     directory: Path, scored: Dataset, train: Dataset | None, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
 ) -> None:
-    """Save the parts of a run; the run that is there is replaced at once when all is written.
+    """Save the parts of a run, and then replace the run that is in the directory, if there is one.
 
     Args:
-        directory: of the run, created if need be.
-        scored: the targets.
-        train: training rows, or `None`.
-        tensors: what goes into `statistics.safetensors`.
-        facts: plain JSON.
+        directory: the directory of the run, created if it does not exist.
+        scored: the targets with their scores.
+        train: the training rows, or `None`.
+        tensors: the content of `statistics.safetensors`.
+        facts: the facts, plain JSON.
 
     Raises:
         StoreError: a file cannot be written.
@@ -52,19 +48,18 @@ def write_run(
             if dataset is not None:
                 with write_errors(written / name):
                     dataset.save_to_disk(written / name)
-        with write_errors(written / STATISTICS):
-            save_file(dict(tensors), written / STATISTICS)
-            os.chmod(written / STATISTICS, 0o666 & ~_umask(temporary))  # safetensors writes mode 0600
+        with atomic_path(written / STATISTICS) as statistics:  # gives the file the permissions of the umask
+            save_file(dict(tensors), statistics)
         files = _flushed(written)
         _commit(directory, written, RunRecord(dict(facts), written.name, _recorded(directory), files))
-        show(directory)
+        write_views(directory)
     remove_superseded(directory)
 
 
 @contextlib.contextmanager
 def _temporary_directory(directory: Path) -> Iterator[Path]:
-    """A directory under a name that no other writer uses, removed at the end."""
-    temporary = directory / f".hf_trak-tmp-{host_name()}-{os.getpid()}-{secrets.token_hex(8)}"
+    """Create a directory under a name that no other writer uses, and remove it at the end of the block."""
+    temporary = directory / temporary_name()
     with write_errors(temporary):
         directory.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
@@ -74,19 +69,14 @@ def _temporary_directory(directory: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _umask(directory: Path) -> int:
-    """Of this process, as a new directory shows it: asking for it would change it for other threads."""
-    return ~stat.S_IMODE(directory.stat().st_mode) & 0o777
-
-
 def _commit(directory: Path, written: Path, record: RunRecord) -> None:
-    """Put the files in their place, and have `run.json` name them."""
+    """Move the files to their place, and let `run.json` name them. If that fails, remove them."""
     parts = directory / written.name
     complete = False
     try:
         with write_errors(parts):
             written.rename(parts)
-            _flush(directory)
+            flush_to_disk(directory)
         _require(parts, record.files)
         write_bytes(directory / RECORD, record.content())
         complete = True
@@ -98,7 +88,7 @@ def _commit(directory: Path, written: Path, record: RunRecord) -> None:
 
 
 def _recorded(directory: Path) -> str | None:
-    """The parts that `run.json` names; `None` where it names none, or is damaged and about to be replaced."""
+    """Return the name of the parts in `run.json`, or `None` if there is none, or the file is damaged."""
     try:
         record = read_record(directory)
     except StoreError:
@@ -107,55 +97,45 @@ def _recorded(directory: Path) -> str | None:
 
 
 def _flushed(parts: Path) -> dict[str, SavedFile]:
-    """Size and checksum of every file, once all are on disk."""
+    """Flush all files to disk, and measure their sizes and checksums."""
     found = {}
     for path in sorted(path for path in parts.rglob("*") if path.is_file()):
         with write_errors(path):
-            _flush(path)
+            flush_to_disk(path)
             found[path.relative_to(parts).as_posix()] = SavedFile.of(path)
     with write_errors(parts):
         for path in [*(path for path in parts.iterdir() if path.is_dir()), parts]:
-            _flush(path)
+            flush_to_disk(path)
     return found
 
 
-def _flush(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open directories
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # network file systems refuse to sync a directory
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def _require(parts: Path, files: Mapping[str, SavedFile]) -> None:
-    """Raise `StoreError` if somebody removed files of this save: `run.json` must not name what is not there."""
+    """Check that no other process has removed files of this save, since `run.json` must not name missing files.
+
+    Raises:
+        StoreError: a file is missing or has another size.
+    """
     for name, file in files.items():
         path = parts / name
         if not path.is_file() or path.stat().st_size != file.size:
             raise StoreError(
-                f"{path} was removed or changed while the run was being saved. Expected to be the only one to write "
-                "there. Save again, and clean the directory only while nothing is saved to it."
+                f"{path} was removed or changed while the run was being saved. Expected no other process to write "
+                "there. Save again, and clean the directory only while nothing is being saved to it."
             )
 
 
 def _remove_old_layout(directory: Path, temporary: Path) -> None:
-    """Remove the datasets and statistics of format 1, which are beside the new `run.json` and no part of it."""
+    """Remove the datasets and statistics of a run of format 1, which do not belong to the new `run.json`."""
     for path in old_layout(directory):
         with contextlib.suppress(FileNotFoundError):
             if path.is_dir() and not path.is_symlink():
-                path.rename(temporary / path.name)  # at once: another process may write a view of this name
+                path.rename(temporary / path.name)  # atomic, since another process may be writing a view of this name
             else:
                 path.unlink()
 
 
-def show(directory: Path) -> None:
-    """Make `scored/` and `train/` show the rows that `run.json` names.
+def write_views(directory: Path) -> None:
+    """Let `scored/` and `train/` show the rows that `run.json` names.
 
     Raises:
         StoreError: a file cannot be written.
@@ -165,7 +145,7 @@ def show(directory: Path) -> None:
         record = read_record(directory)
         if record is None or record.parts is None or record.parts == shown:
             return
-        with contextlib.suppress(FileNotFoundError):  # its files are gone: it has been replaced
+        with contextlib.suppress(FileNotFoundError):  # the files are missing if the run has been replaced
             for name in VIEWS:
                 if f"{name}/state.json" in record.files:
                     for file, data in view_of(directory, record.parts, name).items():
@@ -176,12 +156,17 @@ def show(directory: Path) -> None:
 
 
 def view_of(directory: Path, parts: str, name: str) -> dict[str, bytes]:
-    """The files of a view. Only `state.json` differs between saves: both could not be replaced at once.
+    """Make the files of a view: a dataset directory that refers to the Arrow files of the parts.
+
+    Two files cannot be replaced in one step, so only `state.json` differs between saves.
+
+    Returns:
+        The contents of the files, by name.
 
     Raises:
-        FileNotFoundError: the parts are gone.
+        FileNotFoundError: the parts have been removed.
     """
     state = json.loads((directory / parts / name / "state.json").read_bytes())
     state["_data_files"] = [{"filename": f"../{parts}/{name}/{file['filename']}"} for file in state["_data_files"]]
-    # The features of the rows are in the Arrow files, too.
+    # `dataset_info.json` may be empty, because the Arrow files contain the features, too.
     return {"dataset_info.json": b"{}\n", "state.json": json_bytes(state)}

@@ -1,4 +1,4 @@
-"""Rows of a dataset as they are stored: an image is opened when it is shown, and not before its size is known."""
+"""Rows of a dataset with encoded images, so that an image is decoded only when it is shown and its size is known."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ _MEDIA = (Audio, Image, Video)
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An image file, not yet decoded: its content, or where it is.
+    """An image file that has not been decoded.
 
     Attributes:
-        data: the file; `None` if it is at `path`.
-        path: a file of this machine, or an address that `datasets` reads.
-        mode: of pillow, to which the dataset converts it.
+        data: the content of the file, or `None` if it has to be read from `path`.
+        path: a local file, or an address that `datasets` reads.
+        mode: the mode of pillow that the dataset converts the image to.
     """
 
     data: bytes | None
@@ -25,10 +25,10 @@ class EncodedImage:
 
 
 class StoredRows:
-    """A `datasets.Dataset` without transforms, and with [`EncodedImage`] for every image.
+    """Rows of a `datasets.Dataset` without its transform, and with an [`EncodedImage`] for every image.
 
-    Other media stay encoded, too. Every other column is as the dataset gives it, but for a value that cannot be
-    decoded, such as JSON that is nested too deeply, which stays as it is stored.
+    Other media stay encoded, too. Other columns are decoded as usual, except for values that cannot be decoded, such
+    as JSON that is nested too deeply, which are returned as stored.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -56,12 +56,12 @@ class StoredRows:
 
 
 def stored(rows: Any) -> Any:
-    """The rows of a `datasets.Dataset` as [`StoredRows`]; any other rows as they are."""
+    """Wrap a `datasets.Dataset` as [`StoredRows`]. Any other rows are returned unchanged."""
     return StoredRows(rows) if isinstance(rows, Dataset) else rows
 
 
 def _media_encoded(feature: Any) -> Any:
-    """A feature whose images, sounds and videos stay encoded."""
+    """Change a feature so that its images, sounds and videos stay encoded."""
     if isinstance(feature, dict):
         return {name: _media_encoded(inner) for name, inner in feature.items()}
     if isinstance(feature, LargeList):

@@ -1,19 +1,19 @@
-"""Text of a dataset made fit to be shown: every character visible or harmless, and not endless."""
+"""Preparation of texts for display: unsafe characters written out, long texts cut, one span marked."""
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 LONGEST_TEXT = 1200
-"""Characters of one text that are shown."""
+"""Number of characters of a text that are shown."""
 
-_CONTEXT = 400
+_CONTEXT = 400  # characters shown before the marked span of a long text
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 
 
 @dataclass(frozen=True)
 class Span:
-    """Characters `start … stop` of a text, and the part of the score that they account for."""
+    """Characters `start … stop - 1` of a text, and the part of the score that they account for."""
 
     start: int
     stop: int
@@ -29,7 +29,7 @@ class Piece:
 
 
 def visible(text: str) -> str:
-    """The text with control characters, lone surrogates and noncharacters written out, U+0000 as `\\x00`.
+    """Write out control characters, lone surrogates and noncharacters of a text, for example U+0000 as `\\x00`.
 
     Newlines and tabs stay. Escaping is left to the template.
     """
@@ -42,15 +42,15 @@ def _written_out(match: re.Match[str]) -> str:
 
 
 def pieces(text: str, spans: Iterable[Span] = (), limit: int = LONGEST_TEXT) -> tuple[list[Piece], int]:
-    """A text cut to `limit` characters, with the span of the highest score marked.
+    """Cut a text to `limit` characters, and mark the span of the highest score.
 
     Args:
-        text: as the dataset has it.
+        text: the text, as stored in the dataset.
         spans: a breakdown of its score. A long text is cut around the marked span.
-        limit: characters to keep.
+        limit: number of characters to keep.
 
     Returns:
-        The parts in order, and how many characters were left out.
+        The parts in order, and the number of characters that were left out.
     """
     best = _most_attributed(text, spans)
     if best is None:
@@ -66,7 +66,7 @@ def pieces(text: str, spans: Iterable[Span] = (), limit: int = LONGEST_TEXT) -> 
 
 
 def _most_attributed(text: str, spans: Iterable[Span]) -> tuple[int, int] | None:
-    """Where the span of the highest score is; `None` if there is none inside the text."""
+    """Find the span of the highest score, or `None` if no span is inside the text."""
     inside = [span for span in spans if 0 <= span.start < span.stop <= len(text)]
     if not inside:
         return None
@@ -75,6 +75,6 @@ def _most_attributed(text: str, spans: Iterable[Span]) -> tuple[int, int] | None
 
 
 def plain(parts: Sequence[Piece], limit: int = 80) -> str:
-    """A text in one short line, for the description of a picture."""
+    """Shorten a text to one line of at most `limit` characters, for the description of a picture."""
     line = " ".join("".join(part.text for part in parts).split())
     return line if len(line) <= limit else f"{line[: limit - 1]}…"

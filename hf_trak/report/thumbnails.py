@@ -1,4 +1,4 @@
-"""Images of a dataset as small pictures inside the page, each kept once however often it is shown."""
+"""Thumbnails of images, embedded in the page once however often they are shown."""
 
 import base64
 import io
@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from hf_trak.report.images import bounded
+from hf_trak.report.images import bounded, pillow
 from hf_trak.report.pixels import as_pixels, as_plain
 
 if TYPE_CHECKING:
     from PIL import Image
 
 SMALL = 64
-"""Up to this side in pixels an image is kept as it is and shown pixel by pixel."""
+"""Images of at most this many pixels a side are kept as they are and shown pixel by pixel."""
 
-_SIDES = {"large": 320, "small": 128}
-_QUALITY = 80
+_SIDES = {"large": 320, "small": 128}  # pixels
+_QUALITY = 80  # of WebP
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of the page: `uri` is a `data:` URL."""
+    """A thumbnail. `uri` is a `data:` URL; `width` and `height` are in pixels."""
 
     key: str
     uri: str
@@ -33,7 +33,7 @@ class Picture:
 
 
 class PictureBook:
-    """All pictures of one page, by content."""
+    """Collects the pictures of one page, without duplicates."""
 
     def __init__(self) -> None:
         self._pictures: dict[tuple[str, str], Picture] = {}
@@ -43,15 +43,18 @@ class PictureBook:
 
     @property
     def pictures(self) -> list[Picture]:
-        """In the order in which they were added."""
+        """The pictures in the order in which they were added."""
         return list({picture.key: picture for picture in self._pictures.values()}.values())
 
     def add(self, image: Any, size: str = "small") -> Picture:
-        """Keep an image, unless an equal one is there.
+        """Add an image, unless an equal one has been added.
 
         Args:
             image: an [`EncodedImage`], a PIL image, or an array or tensor (H, W), (H, W, C) or (C, H, W).
-            size: `"large"` for targets, `"small"` for training examples: at most 320 or 128 pixels a side.
+            size: `"large"` for targets (at most 320 pixels a side), `"small"` for training examples (128).
+
+        Returns:
+            The picture of the image.
 
         Raises:
             UnreadableImageError: the image cannot be decoded, or has too many pixels.
@@ -70,29 +73,23 @@ class PictureBook:
 
 
 def _small(image: Any, side: int) -> "Image.Image":
-    """The image in 8 bits per colour, at most `side` pixels a side unless it is shown pixel by pixel."""
+    """Convert an image to 8 bits per colour and at most `side` pixels a side, unless it is shown pixel by pixel."""
     decoded = bounded(image)
     picture = as_plain(decoded) if hasattr(decoded, "convert") else None
     if picture is None or picture.mode not in ("L", "RGB", "RGBA"):
         picture = _in_bytes(decoded)
-    picture = picture.copy()  # the dataset's own stays as it is
-    picture.info = {}  # profiles and texts of any size would be written to the page
+    picture = picture.copy()  # leave the image of the dataset unchanged
+    picture.info = {}  # it may contain profiles and texts of any size, which would be written to the page
     if max(picture.size) > SMALL:
         picture.thumbnail((side, side))
     return picture
 
 
 def _in_bytes(image: Any) -> "Image.Image":
-    """An image of any numbers as a picture of bytes."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "Images in a report need pillow. Install it with `pip install 'hf_trak[report]'`."
-        ) from error
+    """Convert an image of any numbers to a picture of bytes."""
     if isinstance(image, np.ndarray) and image.dtype == np.uint8:
-        return Image.fromarray(np.ascontiguousarray(image))
-    return Image.fromarray(np.ascontiguousarray((as_pixels(image) * 255).round().astype(np.uint8)))
+        return pillow().fromarray(np.ascontiguousarray(image))
+    return pillow().fromarray(np.ascontiguousarray((as_pixels(image) * 255).round().astype(np.uint8)))
 
 
 def _encode(key: str, picture: "Image.Image") -> Picture:

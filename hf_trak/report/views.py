@@ -1,4 +1,4 @@
-"""What a page shows, laid out as plain values: the last step before the templates."""
+"""Views: everything that a page shows, as plain values for the templates."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -28,13 +28,13 @@ class TextView:
 
     @property
     def marked(self) -> bool:
-        """Whether a span is marked."""
+        """True if a span is marked."""
         return any(piece.marked for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class RowView:
-    """One row, training example or target."""
+    """A training example or a target. `alt` describes its picture in words."""
 
     row: int
     picture: Picture | None
@@ -43,30 +43,30 @@ class RowView:
     prediction: str | None
     alt: str
     unshown: str | None = None
-    """Why there is no picture, where the row has an image that cannot be shown."""
+    """Reason why the image of the row cannot be shown, if it cannot."""
 
     @property
     def wrong(self) -> bool:
-        """Whether the model's prediction is known and differs from the label."""
+        """True if the prediction and the label are known and differ."""
         return self.prediction is not None and self.label is not None and self.prediction != self.label
 
 
 @dataclass(frozen=True)
 class ScoredView:
-    """A training example beside a target, or in the list of outliers."""
+    """A training example with its score, next to a target or in the list of outliers."""
 
     example: RowView
     score: str
     sign: str
     bar: float
-    """Its size relative to the largest beside the same target, 0 to 100."""
+    """Size of the score in percent of the largest score next to the same target."""
     differs: bool = False
-    """Whether its label is another than the target's."""
+    """True if its label is another than the target's."""
 
 
 @dataclass(frozen=True)
 class TargetView:
-    """One target with everything beside it."""
+    """A target with its training examples and its histogram."""
 
     target: RowView
     helped: list[ScoredView]
@@ -75,19 +75,19 @@ class TargetView:
 
     @property
     def words(self) -> str:
-        """What the filter of the page looks through."""
+        """The text that the filter of the page searches, in lower case."""
         parts = [f"row {self.target.row}", self.target.label or "", self.target.prediction or ""]
         return " ".join([*parts, *(piece.text for text in self.target.texts for piece in text.pieces)]).lower()[:600]
 
 
 @dataclass
 class RunViews:
-    """Makes the views of one run; pictures are collected on the way."""
+    """Makes the views of a run, and collects their pictures in `book`."""
 
     run: AttributionRun
     examples: int = 5
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """`image_column`, `text_columns`, `label_column`, `label_names`, where they are not to be found out."""
+    """`image_column`, `text_columns`, `label_column` and `label_names`, unless they are to be inferred."""
 
     def __post_init__(self) -> None:
         self.book = PictureBook()
@@ -97,10 +97,15 @@ class RunViews:
         self._rows: dict[int, RowView] = {}
 
     def target(self, index: int, shown_as: int | None = None) -> TargetView:
-        """Target `index`, a row of the scored dataset; `shown_as` is the number that the page gives it.
+        """Make the view of a target.
+
+        Args:
+            index: its row in the scored dataset.
+            shown_as: the row number that the page shows. By default `index`.
 
         Raises:
             IndexError: there is no such row.
+            StoreError: the run lacks a training row.
         """
         if not 0 <= index < len(self._scored):
             raise IndexError(f"There is no target {index}. Expected 0 … {len(self._scored) - 1}.")
@@ -116,7 +121,7 @@ class RunViews:
         return TargetView(view, helped, harmed, histogram)
 
     def outliers(self) -> list[ScoredView]:
-        """Training rows of the highest self-influence."""
+        """Make the views of the training rows of the highest self-influence."""
         found = self.run.outliers()
         largest = max((score for _, score in found), default=0.0)
         return [self._scored_view(index, score, largest, None) for index, score in found]
@@ -162,15 +167,15 @@ def _label(label: str | None) -> str | None:
 
 
 def signed(score: float) -> str:
-    """A score with its sign and three digits: +0.125, −3.2e−5."""
+    """Format a score with its sign and three digits: +0.125, −3.2e−5."""
     return number(score) if score < 0 else f"+{number(score)}"
 
 
 def number(value: float) -> str:
-    """Three digits, with a minus sign that is one, and no zeros before an exponent."""
+    """Format a number with three digits, a typographic minus sign, and no leading zeros in the exponent."""
     return re.sub(r"e([+-])0+", r"e\1", f"{value:.3g}").replace("e+", "e").replace("-", "−")
 
 
 def sign_of(score: float) -> str:
-    """`positive`, `negative` or `zero`."""
+    """Return the sign of a score as `"positive"`, `"negative"` or `"zero"`."""
     return "positive" if score > 0 else "negative" if score < 0 else "zero"
