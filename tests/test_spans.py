@@ -181,7 +181,7 @@ def test_spans_that_are_not_there_are_refused(rows, tokenizer):
 def test_a_truncated_row_keeps_the_spans_that_are_left(rows, tokenizer):
     cut = rows.select([0]).map(lambda row: {"input_ids": row["input_ids"][:4], "labels": row["labels"][:4]})
     assert masks(span_targets(cut, words="red", tokenizer=tokenizer)) == [[0, 0, 1, 0]]
-    with pytest.raises(ValueError, match="Was the row truncated before it"):
+    with pytest.raises(ValueError, match="If the row was truncated before it, tokenize with a larger"):
         span_targets(cut, words="barn", tokenizer=tokenizer)
 
 

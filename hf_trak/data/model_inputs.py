@@ -73,11 +73,11 @@ def check_inputs(batch: Any, names: Sequence[str], model: str, columns: str) -> 
     if any(name not in _NOT_SAMPLES and getattr(value, "ndim", 2) > 1 for name, value in batch.items()):
         return
     either = f" (or {', '.join(f'`{name}`' for name in names[1:])})" if names[1:] else ""
-    made = _REMEDIES.get(names[0], "The processor of the model makes it")
+    made = _REMEDIES.get(names[0], "the processor of the model makes it")
     raise ValueError(
         f"The data collator made a batch of {list(batch)}, in which {model} finds no input. {columns} Expected "
-        f"`{names[0]}`{either} as numbers, since columns of text or images do not reach the model. {made}; otherwise "
-        "make it in a `data_collator` of your own, with `remove_unused_columns=False`."
+        f"`{names[0]}`{either} as numbers, since columns of text or images do not reach the model: {made}, or make it "
+        "in a `data_collator` of your own, with `remove_unused_columns=False`."
     )
 
 

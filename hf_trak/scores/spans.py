@@ -92,7 +92,7 @@ def span_targets(
         if not any(mask):
             raise ValueError(
                 f"The span of row {index} ({', '.join(f'{k}={v!r}' for k, v in given.items() if v is not None)}) "
-                f"holds none of its {len(mask)} tokens. Expected at least one. Was the row truncated before it? Then "
+                f"holds none of its {len(mask)} tokens. Expected at least one. If the row was truncated before it, "
                 "tokenize with a larger `max_length`, or leave the row out."
             )
     kept = dataset.remove_columns([TARGET_MASK]) if TARGET_MASK in dataset.column_names else dataset
