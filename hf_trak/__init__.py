@@ -1,9 +1,14 @@
-"""Which training examples made your model do this? TRAK data attribution for the Hugging Face ecosystem."""
+"""Find the training examples that made your model do this: TRAK data attribution for the Hugging Face ecosystem.
+
+Public names are imported when they are first used. `TrakAttributor` (`attributor.py`) is where users begin and where
+reading begins: below it are `featurize` (features in a store), `scores` (from features to scores), and under both
+`gradient_computers`, `projectors`, `modelout_functions`, `data`, `weights` and `store`. `traker`, with the import
+paths `savers`, `score_computers` and `utils`, is the `trak` API. `.importlinter` states which package may import
+which.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
-
-from hf_trak.version import __version__
 
 _EXPORTS = {
     "HubCheckpoint": "hf_trak.hub",
@@ -13,6 +18,7 @@ _EXPORTS = {
     "TrakAttributor": "hf_trak.attributor",
     "TrakCallback": "hf_trak.callbacks",
     "TrakConfig": "hf_trak.config",
+    "__version__": "hf_trak.version",
     "estimate": "hf_trak.featurize.estimate",
     "load_scores": "hf_trak.hub",
     "per_sample_gradients": "hf_trak.gradient_computers",
@@ -48,6 +54,7 @@ if TYPE_CHECKING:
     from hf_trak.gradient_computers import per_sample_gradients
     from hf_trak.hub import HubCheckpoint, load_scores, pull_index, push_scores, with_training_rows
     from hf_trak.traker.traker import TRAKer
+    from hf_trak.version import __version__
 
 
 def __getattr__(name: str) -> Any:
