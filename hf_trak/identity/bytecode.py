@@ -1,4 +1,4 @@
-"""What a compiled function does, apart from where it stands: its bytecode, constants, and the names it refers to."""
+"""The behaviour of a compiled function, regardless of its place: bytecode, constants, and the names it refers to."""
 
 import dis
 import inspect
@@ -24,10 +24,11 @@ _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 
 
 def code_content(code: types.CodeType) -> tuple[Any, ...]:
-    """What defines the behaviour of a code object, as nested tuples of plain values.
+    """Describe the behaviour of a code object, as nested tuples of plain values.
 
-    Bytecode and exception table, constants with nested code, names of globals, attributes and arguments. Line numbers,
-    file names, docstrings, and the names of the function and of its local variables are no part of it.
+    The description has bytecode and exception table, constants with nested code, and the names of globals, attributes
+    and arguments. Line numbers, file names, docstrings, and the names of the function and of its local variables are
+    left out.
     """
     unread = _unread_constants(code)
     constants = tuple(
@@ -46,7 +47,7 @@ def code_content(code: types.CodeType) -> tuple[Any, ...]:
 
 
 def _unread_constants(code: types.CodeType) -> set[int]:
-    """Constants that only say where code stands or what it is for: the docstring, and the same of a class body."""
+    """Find constants without influence on behaviour: the docstring, and place and name in the body of a class."""
     if code.co_flags & inspect.CO_OPTIMIZED:
         documented = bool(code.co_flags & _HAS_DOCSTRING) or (
             not hasattr(inspect, "CO_HAS_DOCSTRING") and code.co_name not in _NO_FUNCTIONS
@@ -62,10 +63,10 @@ def _unread_constants(code: types.CodeType) -> set[int]:
 
 
 def global_references(code: types.CodeType) -> dict[tuple[str, ...], None]:
-    """The global names that code loads, nested code included, in the order of their first use.
+    """List the global names that code loads, nested code included, in the order of their first use.
 
-    Each with the attributes that are read from it right away: `losses.focal` gives `("losses", "focal")`. Names that
-    the code itself assigns with `global` are left out: they are its state.
+    Each name comes with the attributes that are read from it at once: `losses.focal` gives `("losses", "focal")`.
+    Names that the code itself assigns with `global` are left out, since they are its state.
     """
     found: dict[tuple[str, ...], None] = {}
     assigned: set[str] = set()
@@ -92,8 +93,10 @@ _CHANGING_METHODS = frozenset(
 
 
 def stored_attributes(code: types.CodeType) -> set[str]:
-    """The attributes that code assigns, of whatever object, and those whose list, dict or set it changes by a method
-    (`self.seen.append(…)`); nested code included."""
+    """List the attributes that code assigns, of any object, nested code included.
+
+    Attributes whose list, dict or set it changes by a method (`self.seen.append(…)`) are among them.
+    """
     found = set()
     for each in _nested(code):
         instructions = list(dis.get_instructions(each))
@@ -107,7 +110,7 @@ def stored_attributes(code: types.CodeType) -> set[str]:
 
 
 def attribute_names(code: types.CodeType) -> set[str]:
-    """The names of attributes, methods and globals that code mentions; nested code included."""
+    """List the names of attributes, methods and globals that code mentions, nested code included."""
     return {name for each in _nested(code) for name in each.co_names}
 
 

@@ -1,8 +1,8 @@
 """A digest of a user's function or object, and of everything that it refers to.
 
-Code of libraries goes by its name. A user's own code goes by its bytecode, together with default arguments, closures,
-partial arguments, the class of a callable object and its attributes, and the global functions and constants by the
-names that the code loads.
+Code of libraries is identified by its name. Code of a user is identified by its bytecode, together with default
+arguments, closures, partial arguments, the class of a callable object and its attributes, and the global functions and
+constants that the code loads.
 """
 
 import enum
@@ -27,14 +27,15 @@ from hf_trak.identity.row_digest import update_digest
 MAX_OBJECTS = 20_000
 MAX_ITEMS = 50_000
 MAX_DEPTH = 20
-"""Functions, classes and objects; items of containers that hold such; levels of containers. What lies beyond is not
-compared."""
+"""Limits on functions, classes and objects; on items of containers that hold such; and on levels of containers. What
+exceeds them is not compared."""
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented)})
 _CONTAINERS = frozenset({dict, list, tuple, set, frozenset})
 _NAMES = frozenset({"function", "class", "built-in", "module"})
 _BY_CLASS = (logging.Logger, logging.LoggerAdapter, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
-"""Compared by class alone: levels and handlers of a logger define no features, weak references come and go."""
+"""Types of objects that are compared by class alone: levels and handlers of a logger do not influence features, and
+the contents of weak dictionaries change by themselves."""
 _OF_PLACE = frozenset({"__name__", "__file__", "__doc__", "__spec__", "__package__", "__builtins__"})
 _OF_CLASS = frozenset(
     {"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__", "__abstractmethods__"}
@@ -42,21 +43,22 @@ _OF_CLASS = frozenset(
     | {"__static_attributes__", "__parameters__", "__orig_bases__", "__type_params__", "__match_args__", "_abc_impl"}
     | {"__dataclass_fields__", "__dataclass_params__"}
 )
-"""Entries of a class that say where it stands, or follow from the others."""
+"""Entries of a class that describe its place, or follow from the other entries."""
 
 
 class CodeDigest:
-    """Digest of a value and of what it refers to.
+    """The digest of a value and of everything that it refers to.
 
-    Functions, classes and objects are numbered as they are met, and described one after the other, each by its own
-    content and the numbers of those it refers to. So references may form circles, and no address in memory enters.
+    Functions, classes and objects are numbered in the order in which they are found, and described one after the
+    other, each by its own content and the numbers of those that it refers to. So references may form cycles, and the
+    digest does not depend on addresses in memory.
     """
 
     def __init__(self, value: Any, model: torch.nn.Module | None = None) -> None:
         """
         Args:
             value: a function, class, or any object.
-            model: what is attributed. Its class stands for it, for its parts and its tensors.
+            model: the model that is attributed. It, its parts and its tensors are identified by their classes alone.
         """
         self.has_bytecode = False
         """Whether the digest depends on the version of Python."""
@@ -68,10 +70,10 @@ class CodeDigest:
         self._kinds = self._references()
         first = self._refer(value, 0)
         self.is_name = isinstance(first, tuple) and len(first) == 2 and first[0] in _NAMES
-        """Whether the value is a library's, for which its name stands."""
+        """Whether the value belongs to a library, so that its name identifies it."""
         update_digest(digest, first)
         described = 0
-        while described < min(len(self._met), MAX_OBJECTS):  # more are met meanwhile
+        while described < min(len(self._met), MAX_OBJECTS):  # the list grows in the loop
             met, describe = self._met[described]
             update_digest(digest, describe(met))
             described += 1
@@ -81,11 +83,11 @@ class CodeDigest:
     def _number(self, value: Any, describe: Callable[[Any], Any]) -> tuple[str, int]:
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._met)
-            self._met.append((value, describe))  # kept, so that no other object takes its address
+            self._met.append((value, describe))  # kept alive, so that no other object gets its address
         return "number", self._numbers[id(value)]
 
     def _refer(self, value: Any, depth: int) -> Any:
-        """A value as another one refers to it: plain values and names as they are, others by number."""
+        """Describe a value as another one refers to it: plain values and names as they are, others by number."""
         self._items += 1
         if depth > MAX_DEPTH or self._items > MAX_ITEMS:
             return "not compared", name_of(type(value))
@@ -103,7 +105,7 @@ class CodeDigest:
         return self._number(value, self._object) if hasattr(value, "__dict__") else _hashed(value)
 
     def _references(self) -> tuple[tuple[Any, Callable[[Any, int], Any]], ...]:
-        """How each kind of value is referred to; the first that fits counts."""
+        """Return pairs of types and the function that describes a reference to them; the first match counts."""
 
         def name(kind: str) -> Callable[[Any, int], Any]:
             return lambda value, depth: (kind, name_of(value))
@@ -136,7 +138,7 @@ class CodeDigest:
         return tuple(self._refer(value, depth) for value in values)
 
     def _function_reference(self, value: types.FunctionType, depth: int) -> tuple[Any, ...]:
-        # The globals are those of the module of the code; decorators overwrite `__module__` by that of the decorated.
+        # Decorators replace `__module__` with that of the decorated function; the globals name the real module.
         module = value.__globals__.get("__name__")
         if not is_library(module):
             return self._number(value, self._function)
@@ -153,7 +155,7 @@ class CodeDigest:
         return "built-in", name_of(value), self._refer(owner, depth)
 
     def _container(self, value: Any, depth: int) -> tuple[Any, ...]:
-        if _holds_plain_values(value):  # a table, say: hashed whole, however long
+        if _holds_plain_values(value):  # such as a table: hashed as a whole, whatever its length
             return _hashed(value)
         kind = name_of(type(value))
         if isinstance(value, Mapping):
@@ -215,13 +217,13 @@ def _hashed(value: Any, depth: int = 0) -> tuple[str, ...]:
     digest = xxhash.xxh3_128()
     try:
         update_digest(digest, value)
-    except TypeError:  # an open file, a lock: only its class can be compared
+    except TypeError:  # for example an open file or a lock, of which only the class can be compared
         return "class", name_of(type(value))
     return "content", name_of(type(value)), digest.hexdigest()
 
 
 def _holds_plain_values(value: Any, within: tuple[int, ...] = ()) -> bool:
-    """Whether nothing but numbers, texts and containers of them is in a container, which does not contain itself."""
+    """Whether a container holds only numbers, texts and containers of them, and does not contain itself."""
     if type(value) not in _CONTAINERS or id(value) in within or len(within) > MAX_DEPTH:
         return False
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
@@ -236,7 +238,8 @@ def _order(value: Any) -> tuple[str, str]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What an object holds. Of what a library keeps in it, only plain public attributes: others are often caches."""
+    """Collect the attributes of an object. Of those that a library's class assigns, only plain public ones are taken,
+    since others are often caches."""
     cls: Any = type(value)
     if not is_own_class(cls):
         return _public_settings(value)
@@ -268,10 +271,10 @@ def _is_setting(value: Any) -> bool:
 
 
 def _global_values(function: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """The globals that a function loads.
+    """Look up the globals that a function loads.
 
-    Instead of a module of the user, and of an object of a library, what is read from it right away: `losses.focal` is
-    that function, `arguments.alpha` that number.
+    A module of the user, or an object of a library, is replaced by the attribute that is read from it at once:
+    `losses.focal` gives that function, `arguments.alpha` that number.
     """
     values = []
     for path in global_references(function.__code__):
@@ -292,7 +295,7 @@ def _global_values(function: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def _held(value: Any) -> dict[str, Any]:
-    """The attributes of an object of a library that is no class, module or function."""
+    """Return the attributes of an object of a library that is not a class, module or function."""
     cls: Any = type(value)
     others = type | types.ModuleType | types.FunctionType | torch.nn.Module
     if is_own_class(cls) or isinstance(value, others):

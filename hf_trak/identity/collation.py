@@ -1,8 +1,8 @@
-"""A probe of code that cannot be compared: what tokenizers, transforms and collators make of a few fixed rows.
+"""A probe of code that cannot be compared: the batch that tokenizers, transforms and collators make of a few rows.
 
 Whole batches of these rows are described, and the descriptions compared: integers, texts and masks exactly, floating
-point columns by a sketch and with a tolerance, since CPUs round differently. What the code does to other rows, and
-under conditions that the probed rows do not meet (longer than the truncation length, say), is not seen.
+point columns by a sketch and with a tolerance, since CPUs round differently. Changes are not noticed if they concern
+only other rows, or conditions that the probed rows do not meet (such as a text longer than the truncation length).
 """
 
 import dataclasses
@@ -20,30 +20,31 @@ from torch import Tensor
 from hf_trak.identity.row_digest import update_digest
 
 Collate = Callable[[list[int]], Any]
-"""From row numbers of a dataset to their batch. Reads the rows anew each time."""
+"""Turns row numbers of a dataset into their batch, reading the rows again in each call."""
 
 PROJECTIONS = 8
 """Random projections in a sketch. With Δ of a value's norm changed, their root mean square stays below Δ/7 with a
 probability of 3e-6 (χ² with 8 degrees of freedom)."""
 RELATIVE_ROUNDING = 1e-6
-"""What resizing and normalizing may differ by from one CPU to another, of the norm of a sample, in float32."""
+"""Largest difference between two CPUs in resizing and normalizing, relative to the norm of a sample, in float32."""
 MARGIN = 10.0
 """The tolerance is this many times the rounding. A single row of pixels of an image 224 × 224 that changes by 1e-3
 changes 7e-5 of the image's norm, seven times the tolerance."""
 MIN_COLLATIONS, MAX_COLLATIONS, SPARE_SECONDS = 4, 20, 0.2
-"""How often rows are collated to see whether they come out the same: more than four times only while that is quick."""
+"""Number of times that rows are collated to see whether the results are the same: more than four only if that takes
+little time."""
 
 _SIGNS_KEY = 0x68665F7472616B
 _CHUNK = 1 << 16
-_SENTINEL = 1e30  # attention masks hold the lowest number of their type; it would drown everything else in a sum
+_SENTINEL = 1e30  # attention masks hold the lowest number of their type, which would dominate every sum
 
 
 def probe_rows(count: int, sequential: bool = False) -> list[int]:
-    """The rows of a dataset that are probed: 0, 1, 2, those at a third and at half, and the last.
+    """Choose the rows of a dataset to probe: 0, 1, 2, those at a third and at half, and the last.
 
     Args:
         count: number of rows.
-        sequential: of a stream, which is read from its start, only the first three.
+        sequential: whether the dataset is a stream, which is read from its start; then only the first three are taken.
     """
     rows = {0, 1, 2} if sequential else {0, 1, 2, count // 3, count // 2, count - 1}
     return sorted(row for row in rows if row < count)
@@ -57,11 +58,11 @@ def collation_of(collate: Collate, rows: Sequence[int]) -> dict[str, Any]:
         rows: row numbers, see [`probe_rows`].
 
     Returns:
-        `{"rows": …, "columns": {path: column}}`. A column has its `type`, its `shape` where it is an array, and one
-        item for each row (or one for all of them, if its first dimension is not that of the rows): in `digests`, hex
-        digits; or for floating point in `norms` and `projections`, with `special`, digests of the non-finite and huge
-        values (over 1e30) and where they are. Objects whose content cannot be hashed have their `type` alone. Random
-        generators of torch, numpy and Python are left as they were.
+        `{"rows": …, "columns": {path: column}}`. A column has its `type`, its `shape` if it is an array, and one item
+        for each row (or one for all rows, if its first dimension is not that of the rows): hex digits in `digests`, or
+        for floating point `norms` and `projections`, with `special` for digests of the positions and values of
+        non-finite and huge numbers (over 1e30). Objects whose content cannot be hashed have only a `type`. Random
+        generators of torch, numpy and Python are restored.
     """
     with _random_state_kept():
         batch = collate(list(rows))
@@ -70,7 +71,7 @@ def collation_of(collate: Collate, rows: Sequence[int]) -> dict[str, Any]:
 
 
 def collation_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """What differs between two descriptions, a line for each column; empty if nothing does.
+    """List what differs between two descriptions, one line for each column; empty if nothing does.
 
     Floating point columns may differ by 1e-5 of the norm of a sample (bfloat16: 9e-4, float16: 3e-4), see
     [`RELATIVE_ROUNDING`].
@@ -95,19 +96,19 @@ def collation_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> lis
 
 
 def check_repeatable(collate: Collate, rows: Sequence[int]) -> None:
-    """Refuse rows that come out at random, by collating the same ones 4 to 20 times, as often as 0.2 s allow.
+    """Refuse random rows, by collating the same ones 4 to 20 times, as often as fits into 0.2 s.
 
-    Four times are enough to see a flip of every second image in six rows but for one run in 260,000, and masks of 15 %
-    of the tokens, with four tokens in a row, but for one in 5 million. What happens to one row in ten is missed in one
-    run of 12 after four times, in one of 300,000 after twenty. Random generators of torch, numpy and Python are not
-    seeded, and left as they were.
+    With six rows and four times, a flip of every second image is missed in one run of 260,000, and masking of 15 % of
+    the tokens, with four tokens in a row, in one of 5 million. A change of one row in ten is missed in one run of 12
+    after four times, and in one of 300,000 after twenty. Random generators of torch, numpy and Python are not seeded,
+    and are restored.
 
     Args:
         collate: see [`collation_of`].
         rows: row numbers, see [`probe_rows`].
 
     Raises:
-        ValueError: a column differs from one time to another; names it.
+        ValueError: a column differs between two times; names it.
     """
     first: dict[str, list[str]] | None = None
     start = time.perf_counter()
@@ -132,8 +133,8 @@ def _random_rows(first: Mapping[str, list[str]], found: Mapping[str, list[str]],
     return (
         f"The same rows came out of dataset and collator with other values when they were collated again, in {names}"
         f"{which}: they are drawn at random (masks, crops, augmentation). Expected the same batch each time, since "
-        "features belong to one fixed input. Use the transform and the collator of the evaluation, or store what is "
-        "drawn in the dataset: `dataset.map` masks tokens once and for all."
+        "features belong to one fixed input. Use the transform and the collator of the evaluation, or save the random "
+        "choices in the dataset, for example by masking tokens with `dataset.map`."
     )
 
 
@@ -150,7 +151,7 @@ def _random_state_kept() -> Iterator[None]:
 
 
 def _columns(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The columns of a batch with their paths: keys, indices and field names, joined by dots."""
+    """Yield the columns of a batch with their paths: keys, indices and field names, joined by dots."""
     items: Iterator[tuple[Any, Any]]
     if isinstance(batch, Mapping):
         items = iter(batch.items())
@@ -175,9 +176,9 @@ def _holds_columns(values: Sequence[Any]) -> bool:
 
 
 def _exact(value: Any, count: int) -> list[str]:
-    """Digests of the bits of a column, one for each row where it has as many items, otherwise one.
+    """Hash the bits of a column: one digest for each row if it has as many items, otherwise one for all.
 
-    None for objects that cannot be hashed, of which only the class is compared.
+    Of objects that cannot be hashed, the type is returned in place of digests.
     """
     shape = getattr(value, "shape", None)
     whole = isinstance(value, Tensor | np.ndarray) and shape is not None and len(shape) > 0
@@ -218,7 +219,7 @@ def _type(value: Any) -> str:
 
 
 def _floats(value: Any) -> np.ndarray[Any, Any] | None:
-    """A column of floating point numbers as float64, complex ones as pairs; `None` for any other column."""
+    """Convert a column of floating point numbers to float64, complex ones to pairs; `None` for other columns."""
     if isinstance(value, Tensor):
         if not (value.is_floating_point() or value.is_complex()) or value.is_nested or value.is_meta:
             return None
@@ -235,10 +236,11 @@ def _floats(value: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _sketch(rows: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Norm and random projections of each row of a matrix, and a digest of what cannot be summed.
+    """Compute norm and random projections of each row of a matrix, and a digest of the values that cannot be summed.
 
-    A projection is the sum of the entries with fixed random signs: the difference of two is, in the root mean square,
-    the norm of the difference of the rows. Signs are the bits of a Philox generator, those of entry i its byte i.
+    A projection is the sum of the entries with fixed random signs: the root mean square of the difference of two
+    projections is the norm of the difference of the rows. The signs are bits of a Philox generator; byte i has those
+    of entry i.
     """
     ordinary = np.abs(rows) < _SENTINEL  # False for NaN
     finite = np.where(ordinary, rows, 0.0)
@@ -258,7 +260,7 @@ def _sketch(rows: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _special(row: np.ndarray[Any, Any], ordinary: np.ndarray[Any, Any]) -> str:
-    """Where a row is NaN, infinite or huge, and what it is there; NaNs count as one value."""
+    """Hash the positions and values of NaN, infinite and huge entries of a row; all NaNs count as one value."""
     places = np.flatnonzero(~ordinary)
     digest = xxhash.xxh3_64()
     update_digest(digest, (places, np.nan_to_num(row[places], nan=0.0, posinf=np.inf, neginf=-np.inf)))
@@ -276,8 +278,11 @@ def _kind(column: Mapping[str, Any] | None) -> str:
 
 
 def _tolerance(kind: str) -> float:
-    """Relative to the norm of a sample. Values that differ by r before they are rounded to a precision ε > r differ
-    afterwards in a share r/ε of all entries, each time by ε: by √(r ε) of the norm."""
+    """Return the tolerance for a type, relative to the norm of a sample.
+
+    Values that differ by r before they are rounded to a precision ε > r differ afterwards in a share r/ε of all
+    entries, each time by ε: by √(r ε) of the norm.
+    """
     dtype = getattr(torch, kind.removeprefix("torch.").removeprefix("numpy."), torch.float64)
     floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
     eps = torch.finfo(dtype).eps if floating else 0.0
@@ -285,7 +290,7 @@ def _tolerance(kind: str) -> float:
 
 
 def _changed_items(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[list[int], float]:
-    """Which items of a column differ, and by how much of their norm at most (0 where that is not known)."""
+    """List the items of a column that differ, and the largest difference relative to their norm (0 if not known)."""
     if "norms" not in first:
         pairs = zip(first.get("digests", ()), second.get("digests", ()), strict=True)
         return [item for item, (a, b) in enumerate(pairs) if a != b], 0.0

@@ -1,4 +1,4 @@
-"""What `forward` may read of a model's config, and of the configs of its adapters."""
+"""The part of a model's config, and of the configs of its adapters, that `forward` may read."""
 
 import argparse
 import dataclasses
@@ -73,20 +73,20 @@ ADAPTER_VOLATILE = {
 
 
 def config_identity(config: Any) -> dict[str, Any]:
-    """The content of a config as plain JSON, without [`VOLATILE`] keys; empty for one that cannot be read.
+    """Return the content of a config as plain JSON, without [`VOLATILE`] keys; empty if it cannot be read.
 
     Args:
-        config: of `transformers`, a dataclass, a namespace or a mapping.
+        config: a config of `transformers`, a dataclass, a namespace or a mapping.
     """
     content = _without(_content(config), VOLATILE)
-    # Set to the tokenizer's by `Trainer`, for generation. Configs within one (CLIP's text tower) keep theirs; where a
+    # `Trainer` sets this to that of the tokenizer, for generation. Inner configs (CLIP's text tower) keep theirs. If a
     # classifier reads it, rows that are computed again show a change.
     content.pop("eos_token_id", None)
     return content
 
 
 def adapters_identity(model: Any) -> dict[str, Any]:
-    """The PEFT configs of a model by the names of adapters, without [`ADAPTER_VOLATILE`] keys."""
+    """Return the PEFT configs of a model by the names of adapters, without [`ADAPTER_VOLATILE`] keys."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, Mapping):
         return {}

@@ -1,8 +1,9 @@
-"""What identifies a function or object of a user in a store: its name, and a digest of its code.
+"""The identity of a user's function or object in a store: its name, and a digest of its code.
 
-What this cannot see: names that are looked up by text (`getattr`, `globals()[name]`), modules imported inside of a
-function, data that code reads from files, what objects of libraries hold beside plain public attributes (the rows of
-a `DataFrame`), and code of libraries that changes under the same name (their versions are recorded elsewhere).
+The digest does not cover names that are looked up by text (`getattr`, `globals()[name]`), modules that are imported
+inside a function, data that code reads from files, attributes of objects of libraries other than plain public ones
+(the rows of a `DataFrame`), and code of libraries that changes under the same name (their versions are recorded
+elsewhere).
 """
 
 import json
@@ -17,20 +18,20 @@ from hf_trak.identity.code_digest import CodeDigest
 from hf_trak.identity.own_code import name_of
 
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
-"""Bytecode is another one in each minor version."""
+"""The minor version of Python, with which bytecode changes."""
 
 
 def function_identity(value: Any, model: torch.nn.Module | None = None) -> dict[str, str]:
-    """Identify a function, class, or object by name and, unless it is a library's, by content.
+    """Identify a function, class, or object by its name and, unless it belongs to a library, by its content.
 
     Args:
         value: a function, method, partial, class, callable object, tensor, or any other object.
-        model: the model that is attributed. Where code refers to it, to a part or a tensor of it, the class stands for
-            it: its weights change from checkpoint to checkpoint and have an identity of their own.
+        model: the model that is attributed. References to it, to a part or a tensor of it are identified by the class
+            alone, since its weights change from checkpoint to checkpoint and have an identity of their own.
 
     Returns:
-        `{"name": "module.function", "code": "<32 hex digits>", "python": "3.11"}`. Without `python` where no bytecode
-        is part of it, without `code` where the name says everything. Compare with [`same_function`].
+        `{"name": "module.function", "code": "<32 hex digits>", "python": "3.11"}`, without `python` if the digest
+        covers no bytecode, and without `code` if the name says everything. Compare with [`same_function`].
     """
     digest = CodeDigest(value, model)
     identity = {"name": name_of(value)}
@@ -42,19 +43,19 @@ def function_identity(value: Any, model: torch.nn.Module | None = None) -> dict[
 
 
 def identity_of(value: Any, model: torch.nn.Module | None = None) -> Any:
-    """Any value as plain JSON: `None`, numbers and texts as they are, the [`function_identity`] of anything else."""
+    """Return `None`, numbers and texts as they are, and the [`function_identity`] of anything else."""
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     return function_identity(value, model)
 
 
 def same_function(saved: Any, given: Any) -> bool | None:
-    """Whether two identities are of the same function, or two JSON values that hold identities are the same.
+    """Whether two identities are of the same function, or two JSON values with identities in them are the same.
 
-    Functions of the same code are the same, whatever their names.
+    Functions with the same code are the same, whatever their names.
 
     Returns:
-        `None` if it cannot be said, since the code of that name was compiled by two versions of Python.
+        `None` if the answer is unknown, since two versions of Python compiled the code of that name.
     """
     if isinstance(saved, dict) and isinstance(given, dict):
         if "name" in saved and "name" in given and ("code" in saved or "code" in given):

@@ -1,7 +1,7 @@
-"""What a model computes apart from its weights: configs, the settings of its modules, and code of the user.
+"""The identity of a model apart from its weights: configs, the settings of its modules, and code of the user.
 
-The same weights give other features with another `layer_norm_eps`, activation, `lora_alpha` or number of heads, and no
-fingerprint of weights shows it. Everything here is plain JSON, small, and readable where it differs.
+The same weights give other features with another `layer_norm_eps`, activation, `lora_alpha` or number of heads, which
+no fingerprint of weights shows. The identity is plain JSON, small, and readable where two of them differ.
 """
 
 import functools
@@ -26,7 +26,7 @@ VERSIONED = (
     *("torch", "transformers", "peft", "accelerate", "numpy", "torchvision", "open_clip_torch", "timm"),
     *("flash_attn", "mamba_ssm", "causal_conv1d", "kernels", "bitsandbytes"),
 )
-"""Packages that decide what a model computes, by their names in package registries."""
+"""Packages that influence what a model computes, by their names in package registries."""
 
 _MAX_COMBINATIONS = 100
 _WRAPPERS = frozenset({"OptimizedModule", "DistributedDataParallel", "DataParallel"})
@@ -36,17 +36,17 @@ _WRAPPERS = frozenset({"OptimizedModule", "DistributedDataParallel", "DataParall
 def model_identity(model: torch.nn.Module) -> dict[str, Any]:
     """Describe what a model computes apart from its weights. Takes some 10 µs per module.
 
-    Training or evaluation mode, devices, precision, gradient checkpointing, attention implementations, and what
-    `forward` leaves behind are no part of it; see `module_settings.VOLATILE` and `config_identity.VOLATILE` for the
-    reasons. Not seen is what other objects of libraries within a module hold.
+    Training or evaluation mode, devices, precision, gradient checkpointing, attention implementations, and state that
+    `forward` writes are left out; see `module_settings.VOLATILE` and `config_identity.VOLATILE` for the reasons. The
+    contents of other objects of libraries within a module are not noticed.
 
     Returns:
-        Plain JSON. `model`: the class. `config`: what `forward` may read of it. `inner_configs`: those of models of
-        `transformers` within one that is none, by path. `adapters`: PEFT configs by name. `modules`: for each class of
-        module, its settings (public attributes that are numbers, texts, functions, or containers of them) as compact
-        JSON, with the number of modules that have them. `order`: a digest of which module has which, in order. `code`:
-        identities of the classes that are a user's own, and of what a user put into those of a library. `versions`:
-        see [`versions`].
+        Plain JSON. `model`: the class. `config`: the part of the config that `forward` may read. `inner_configs`: by
+        path, configs of models of `transformers` inside a model of another kind. `adapters`: PEFT configs by name.
+        `modules`: for each class of module, its settings (public attributes that are numbers, texts, functions, or
+        containers of them) as compact JSON, with the number of modules that have them. `order`: a digest of the
+        sequence of modules and their settings. `code`: identities of classes of a user, and of methods that a user put
+        into classes of a library. `versions`: see [`versions`].
     """
     while type(model).__name__ in _WRAPPERS:
         model = next(iter(model._modules.values()))  # type: ignore[assignment]
@@ -80,7 +80,7 @@ def model_identity(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The minor version of Python, and the versions of installed packages of [`VERSIONED`], without build tags."""
+    """Return the minor version of Python, and the versions without build tag of installed [`VERSIONED`] packages."""
     return dict(_versions())
 
 
@@ -96,7 +96,7 @@ def _versions() -> dict[str, str]:
 
 
 def version_changes(saved: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
-    """What differs between two answers of [`versions`], a line for each package that both have."""
+    """List what differs between two results of [`versions`], one line for each package that both have."""
     return [
         f"{name}: saved {saved[name]}, given {given[name]}"
         for name in saved
@@ -105,13 +105,13 @@ def version_changes(saved: Mapping[str, str], given: Mapping[str, str]) -> list[
 
 
 def model_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """What differs between two identities of models, a line for each difference; empty if nothing does.
+    """List what differs between two identities of models, one line for each difference; empty if nothing does.
 
-    Where the versions of libraries differ, only the settings and the classes of modules that both have are compared,
-    since a new version may add some. The versions themselves are not: see [`version_changes`].
+    If versions of libraries differ, only the settings and the classes of modules that both have are compared, since a
+    new version may add some. The versions themselves are not compared, see [`version_changes`].
 
     Args:
-        saved, given: what [`model_identity`] returned.
+        saved, given: results of [`model_identity`].
     """
     same_versions = saved.get("versions") == given.get("versions")
     lines = []
@@ -134,8 +134,10 @@ def model_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[st
 
 
 def _modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, bool]]:
-    """All modules, each once, parents first, in linear time whatever the depth; and whether each is a part of one
-    that has a config."""
+    """Yield all modules, each once, parents first, and whether each is part of a module that has a config.
+
+    Takes linear time whatever the depth.
+    """
     seen: set[int] = set()
     todo = [(model, False)]
     while todo:
@@ -156,7 +158,7 @@ def _has_config(module: torch.nn.Module) -> bool:
 
 
 def _order(numbers: Sequence[int], kinds: Sequence[str]) -> str:
-    """A digest of the sequence of modules. Two kinds of the same text are one."""
+    """Hash the sequence of modules. Kinds with the same text count as one."""
     first: dict[str, int] = {}
     same = np.array([first.setdefault(kind, len(first)) for kind in kinds])
     digest = xxhash.xxh3_128()
@@ -165,13 +167,13 @@ def _order(numbers: Sequence[int], kinds: Sequence[str]) -> str:
 
 
 def _inner_configs(model: torch.nn.Module, inner: set[int]) -> dict[str, Any]:
-    """Configs of models within one that has none of that kind, by path."""
+    """Return, by path, the configs of models inside a model that has none."""
     found = ((path, module) for path, module in model.named_modules() if id(module) in inner)
     return {path: config_identity(module.config) for path, module in found}
 
 
 def _bounded(counts: Counter[str]) -> dict[str, int]:
-    """At most a hundred combinations of settings; the others by a digest."""
+    """Keep at most a hundred combinations of settings, and replace the others by a digest."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     shown, others = ordered[:_MAX_COMBINATIONS], ordered[_MAX_COMBINATIONS:]
     if not others:
@@ -211,7 +213,7 @@ def _function_change(path: str, saved: Any, given: Any) -> list[str]:
 
 
 def _module_changes(name: str, saved: Mapping[str, int], given: Mapping[str, int], strict: bool) -> list[str]:
-    """Of the modules of one class, those that have other settings, matched by what they share."""
+    """List modules of one class that have other settings, matching old and new ones by what they share."""
     if saved == given:
         return []
     before, after = (Counter(each) for each in (saved, given))

@@ -74,13 +74,13 @@ class ModuleSettings:
     def __init__(self, model: torch.nn.Module) -> None:
         """
         Args:
-            model: what is attributed. Where code refers to it, its class stands for it.
+            model: the model that is attributed. References to it in code are identified by its class alone.
         """
         self.model = model
         self._identities: dict[int, tuple[Any, Any]] = {}
 
     def key(self, module: torch.nn.Module) -> tuple[str, ...]:
-        """Settings as texts, quickly: modules of one class with the same texts have the same settings."""
+        """Return settings as texts, quickly. Modules of one class with the same texts have the same settings."""
         cls: Any = type(module)
         names, own = _names(cls), is_own_class(cls)
         texts: list[str] = []
@@ -95,14 +95,14 @@ class ModuleSettings:
         return tuple(texts)
 
     def read(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Settings by name, as plain JSON."""
+        """Return settings by name, as plain JSON."""
         cls: Any = type(module)
         names, own = _names(cls), is_own_class(cls)
         found = {name: self._plain(value, own) for name, value in vars(module).items() if names[name]}
         return {name: value for name, value in found.items() if value is not _LEFT_OUT} | self._beside(module, own)
 
     def code(self, classes: Iterable[Any]) -> dict[str, Any]:
-        """Identities of code of the user in classes of modules: their own, and a `forward` put into a library's."""
+        """Return identities of code of the user: classes of modules, and a `forward` put into a library's class."""
         found = {}
         for cls in classes:
             if is_own_class(cls):
@@ -112,7 +112,8 @@ class ModuleSettings:
         return dict(sorted(found.items()))
 
     def _beside(self, module: torch.nn.Module, own: bool) -> dict[str, Any]:
-        """What changes the computation and is no attribute: a `forward` put on the module, hooks, hidden buffers."""
+        """Describe what changes the computation and is not an attribute: a `forward` set on the module, hooks, and
+        buffers that the state dict leaves out."""
         found: dict[str, Any] = {}
         attributes = vars(module)
         if (given := attributes.get("forward")) is not None:
@@ -136,12 +137,12 @@ class ModuleSettings:
         return self._identities[id(value)][1]
 
     def _plain(self, value: Any, own: bool, level: int = 0) -> Any:
-        """A setting as plain JSON; `_LEFT_OUT` for what is none.
+        """Return a setting as plain JSON, or `_LEFT_OUT` for a value that is not a setting.
 
         Args:
             value: an attribute of a module, or an item of one.
-            own: whether the class of the module is a user's.
-            level: levels of containers around it.
+            own: whether the class of the module belongs to a user.
+            level: number of containers around the value.
         """
         if type(value) is float and not math.isfinite(value):
             return repr(value)
@@ -173,7 +174,7 @@ class ModuleSettings:
 
 
 class _Names(dict[str, bool]):
-    """Whether attributes of a class of module are compared, by their names."""
+    """By name, whether an attribute of a class of module is compared."""
 
     def __init__(self, cls: Any) -> None:
         super().__init__()
@@ -204,7 +205,7 @@ def _is_settings_object(value: Any) -> bool:
 
 
 def _digest_of(value: Tensor) -> str:
-    """Content of a tensor that is in no state dict, at the precision of bfloat16, since models are cast to it."""
+    """Hash a tensor that is in no state dict, at the precision of bfloat16, since models may be cast to it."""
     digest = xxhash.xxh3_64()
     if not value.is_meta:
         update_digest(digest, value.to(torch.bfloat16) if value.is_floating_point() else value)

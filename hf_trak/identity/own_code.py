@@ -1,4 +1,4 @@
-"""Whose code is it: a user's own, or that of an installed package, the standard library, or this library."""
+"""Tell code of a user from that of installed packages, the standard library, and this library; and name it."""
 
 import functools
 import site
@@ -58,17 +58,17 @@ def _installed() -> tuple[Path, ...]:
 
 @functools.cache
 def is_own_class(cls: type) -> bool:
-    """Whether a class is a user's, not a library's."""
+    """Whether a class belongs to a user rather than a library."""
     return not is_library(cls.__module__)
 
 
 def own_classes(cls: type) -> list[type]:
-    """The classes of a user among a class and its bases, most derived first."""
+    """List the classes of a user among a class and its bases, most derived first."""
     return [each for each in cls.__mro__ if is_own_class(each)]
 
 
 def is_named(value: Any) -> bool:
-    """Whether a value is what a module of a library holds under the value's own name."""
+    """Whether a module of a library holds a value under the value's own name."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or not is_library(module):
         return False
@@ -79,8 +79,10 @@ def is_named(value: Any) -> bool:
 
 
 def _module_name(module: str) -> str:
-    """The name by which others know a module: a script is imported under that of its file, and remote code of the Hub
-    lies in a folder for each revision."""
+    """Return the name under which other code imports a module.
+
+    A script has that of its file, and remote code of the Hub that of its file without the folder of its revision.
+    """
     if module.startswith("transformers_modules."):
         return f"transformers_modules.{module.rpartition('.')[2]}"
     if module != "__main__":
@@ -91,7 +93,10 @@ def _module_name(module: str) -> str:
 
 
 def name_of(value: Any) -> str:
-    """Module and qualified name of a function, class or module, those of the class of any other object."""
+    """Return module and qualified name of a function, class or module, and those of the class of any other object.
+
+    Names of hf_trak are those of [`~hf_trak.identity.recorded_names`].
+    """
     if isinstance(value, functools.partial):
         return f"functools.partial({name_of(value.func)})"
     if isinstance(value, types.MethodType):
@@ -112,19 +117,19 @@ def name_of(value: Any) -> str:
 
 @functools.cache
 def assigned_attributes(cls: type) -> frozenset[str]:
-    """The attributes that the methods of a user's own classes among a class and its bases assign."""
+    """List the attributes assigned by methods of a user's classes, among a class and its bases."""
     return frozenset().union(*(_stored(each) for each in own_classes(cls)))
 
 
 @functools.cache
 def assigned_in_init(cls: type) -> frozenset[str]:
-    """Those of [`assigned_attributes`] that `__init__` assigns, or a method that it mentions."""
+    """List those of [`assigned_attributes`] that `__init__`, or a method that it mentions, assigns."""
     return assigned_by(cls, frozenset({"__init__", "__post_init__"}))
 
 
 @functools.cache
 def assigned_by(cls: type, methods: frozenset[str]) -> frozenset[str]:
-    """The attributes that methods of a user's own classes assign, and other methods of theirs that these mention."""
+    """List the attributes assigned by some methods of a user's classes, and by other methods that these mention."""
     functions: dict[str, list[types.FunctionType]] = {}
     for each in own_classes(cls):
         for name, member in vars(each).items():

@@ -1,9 +1,9 @@
-"""What identifies a dataset: digests of rows, and of any value in one, the same in every process.
+"""Digests of datasets, of rows, and of any value in a row, which are the same in every process.
 
-Values are fed to the hash in a prefix-free encoding: one byte for the type, a length where the type leaves it open,
+Values are fed to the hash in a prefix-free encoding: one byte for the type, a length unless the type determines it,
 then the content. So no two different values give the same bytes: `["ab", "c"]` is not `["a", "bc"]`, and `1`, `True`,
-`1.0`, `"1"` and `b"1"` are five values. Floats go by their bits: -0.0 is not 0.0, and a NaN of another payload is
-another value. Mappings and sets have no order, everything else has one.
+`1.0`, `"1"` and `b"1"` are five values. Floats are compared by their bits: -0.0 is not 0.0, and NaNs with different
+payloads are different values. The order counts, except in mappings and sets.
 """
 
 import array
@@ -29,7 +29,7 @@ _MAX_DEPTH = 100  # a level takes up to four frames of the interpreter's stack, 
 
 
 class Digest(Protocol):
-    """What `hashlib` and `xxhash` give: something that bytes can be fed to."""
+    """A hash object of `hashlib` or `xxhash`, or anything else that bytes can be fed to."""
 
     def update(self, data: Any, /) -> Any:
         """Append bytes to the content."""
@@ -38,18 +38,21 @@ class Digest(Protocol):
 def fingerprint_dataset(dataset: Any) -> str:
     """Identify a dataset by its content, the same on every machine.
 
-    A `datasets.Dataset` is hashed whole: column names, features (`ClassLabel` names, the mode of an `Image`, the
-    sampling rate of an `Audio`), and every stored value in row order. A transform or format set on it is code, and not
-    part of it. Of files that it only names by path, the path and the size are hashed; an edit that keeps the size is
-    not seen. Of any other dataset every row is read once and hashed; where that takes long, as for images that are
-    decoded, give the dataset an attribute `fingerprint`, a string that changes whenever a row does, which then stands
-    for the rows.
+    A `datasets.Dataset` is hashed as a whole: column names, features (`ClassLabel` names, the mode of an `Image`, the
+    sampling rate of an `Audio`), and every stored value in row order. A transform or format set on it is code, and
+    left out. Of files that it only names by path, the path and the size are hashed; an edit that keeps the size is not
+    noticed. Of any other dataset every row is read once and hashed. If that takes long, as for images that are
+    decoded, give the dataset an attribute `fingerprint`, a string that changes whenever a row does; it is hashed
+    instead of the rows.
+
+    Args:
+        dataset: a dataset with a length and rows by number.
 
     Returns:
         32 hex digits.
 
     Raises:
-        TypeError: `fingerprint` is there and no string, or a row holds a value whose content cannot be hashed.
+        TypeError: `fingerprint` exists and is not a string, or a row holds a value whose content cannot be hashed.
     """
     digest = xxhash.xxh3_128()
     if isinstance(dataset, HFDataset):
@@ -72,9 +75,9 @@ def fingerprint_dataset(dataset: Any) -> str:
 def update_digest(digest: Digest, value: Any) -> None:
     """Feed a row, or any value in one, to a hash.
 
-    Numbers, texts, bytes, tensors, arrays and PIL images go by type and content; mappings, sequences and sets by their
-    items; any other object by its class and by what `pickle` would keep of it. Nothing is pickled, and an address in
-    memory never enters.
+    Numbers, texts, bytes, tensors, arrays and PIL images are hashed by type and content; mappings, sequences and sets
+    by their items; any other object by its class and the state that `pickle` would save. Nothing is pickled, and
+    addresses in memory are not hashed.
 
     Raises:
         TypeError: the content cannot be hashed: a function, an open file, an object without any content, or nesting
@@ -102,15 +105,17 @@ def _update_from_arrow(digest: Digest, name: str, values: pa.Array) -> None:
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:
-    """The chunks of a column as one array that owns just its values, so that equal values give equal bytes."""
+    """Join the chunks of a column to one array that owns only its values, so that equal values give equal bytes."""
     combined = column.combine_chunks()
     array = combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
     return array.take(pa.array(range(len(array)))) if array.offset else array
 
 
 def _file_sizes(values: pa.Array) -> Iterator[int]:
-    """Sizes of the files that a column names without holding their bytes (`Image`, `Audio`, `Video`): −1 for those
-    that are not on this machine."""
+    """Yield the sizes of files that a column names without holding their bytes (`Image`, `Audio`, `Video`).
+
+    The size of a file that is not on this machine is −1.
+    """
     if isinstance(values, pa.ExtensionArray):
         values = values.storage
     kind = values.type
@@ -228,7 +233,7 @@ def _set(digest: Digest, value: set[Any] | frozenset[Any], depth: int) -> None:
 
 
 class _Collected(bytearray):
-    """Bytes themselves instead of their hash."""
+    """Collects bytes in place of a hash of them."""
 
     update = bytearray.extend
 
@@ -281,7 +286,7 @@ def _is_image(value: Any) -> bool:
 
 
 def _image(digest: Digest, value: Any, depth: int) -> None:
-    """Pixels, how they are to be read, and what changes them when the image is converted or turned upright."""
+    """Hash pixels, the mode in which they are read, and what affects them in conversions and when turned upright."""
     value.load()
     palette = None if value.palette is None else (value.palette.mode, bytes(value.palette.palette))
     orientation = value.getexif().get(0x0112)
@@ -298,7 +303,7 @@ def _image(digest: Digest, value: Any, depth: int) -> None:
 
 
 def _object(digest: Digest, value: Any, depth: int) -> None:
-    """Class and state of an object, as its `__reduce_ex__` gives them to `pickle`."""
+    """Hash class and state of an object, as its `__reduce_ex__` returns them for `pickle`."""
     try:
         reduced = copyreg.dispatch_table.get(type(value), lambda given: given.__reduce_ex__(4))(value)
     except (TypeError, AttributeError, RuntimeError):
@@ -345,11 +350,11 @@ _WRITERS: dict[type, Callable[[Digest, Any, int], None]] = {
 }
 
 
-# For stores of format 1 only: what identified a dataset then. It takes different values for the same one, see above.
+# For stores of format 1 only: the identity of a dataset then, which is the same for some different values.
 
 
 def fingerprint_dataset_v1(dataset: Any) -> str:
-    """The fingerprint that stores of format 1 hold, to compare them with a dataset. Not for new files.
+    """Compute the fingerprint that stores of format 1 hold, to compare them with a dataset. Not for new files.
 
     Returns:
         32 hex digits.

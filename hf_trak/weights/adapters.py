@@ -1,7 +1,7 @@
-"""Adapters of PEFT as checkpoints: what in a model belongs to them, and how their files get into it.
+"""Adapters of PEFT as checkpoints: their tensors in a model, and how their files are loaded.
 
-An adapter file (`adapter_model.safetensors`) holds a few of a model's weights, under names without the adapter's. The
-base below stays as it is: never copied, never written to, which for a quantized one would not even be possible.
+An adapter file (`adapter_model.safetensors`) holds a few of a model's weights, under names without that of the
+adapter. The base model is neither copied nor written to, which would be impossible for a quantized one.
 """
 
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def is_adapter(model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> bool:
-    """Whether these are weights of an adapter for a `PeftModel`, and not of the whole model.
+    """Whether these are the weights of an adapter for a `PeftModel`, rather than those of the whole model.
 
     Raises:
-        ValueError: they are an adapter's, but the model is not a `PeftModel`.
+        ValueError: the weights belong to an adapter, but the model is not a `PeftModel`.
     """
     if hasattr(model, "peft_config"):
         return not set(state_dict) <= set(model.state_dict())
@@ -23,42 +23,45 @@ def is_adapter(model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> bool
     if any(name == "prompt_embeddings" or name.startswith("base_model.model.") for name in names):
         raise ValueError(
             f"The checkpoint holds an adapter of PEFT (with the names {sorted(names)[:3]}), but the model is a "
-            f"{type(model).__name__}. Expected a `PeftModel` to load it into: wrap the base model, "
+            f"{type(model).__name__}. Expected a `PeftModel` to load it into. Wrap the base model, "
             "once for all checkpoints, with `PeftModel.from_pretrained(base, checkpoint)` or `get_peft_model`."
         )
     return False
 
 
 def adapter_state_dict(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The weights of the active adapter, by the names that they have in its files."""
+    """Return the weights of the active adapter, under the names that they have in its files."""
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(model)
 
 
 def load_adapter(model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Put the weights of an adapter file, which must fit, into the active adapter."""
+    """Load the weights of an adapter file, which must fit, into the active adapter."""
     from peft import set_peft_model_state_dict
 
     set_peft_model_state_dict(model, dict(state_dict))
 
 
 def adapter_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers that [`load_adapter`] writes to, by name."""
+    """List the parameters and buffers that [`load_adapter`] writes to, with their names."""
     written = {tensor.data_ptr() for tensor in adapter_state_dict(model).values()}
-    # Prompts are saved as the output of their encoder, which is a copy of its embedding.
+    # A prompt is saved as the output of its encoder, which is a copy of the encoder's embedding.
     written |= {tensor.data_ptr() for tensor in getattr(model, "prompt_encoder", torch.nn.Module()).parameters()}
     named = [*model.named_parameters(), *model.named_buffers()]
     return [(name, tensor) for name, tensor in named if tensor.data_ptr() in written]
 
 
 def check_not_quantized(model: torch.nn.Module, what: str, remedy: str) -> None:
-    """Raise `ValueError` if the model, or the base below its adapters, has quantized weights.
+    """Refuse a model whose weights, or those of the base below its adapters, are quantized.
 
     Args:
         model: the model.
-        what: what was asked for, as the beginning of the message.
-        remedy: what to do instead.
+        what: the request that needs other weights, as the beginning of the error message.
+        remedy: what to do instead, as its end.
+
+    Raises:
+        ValueError: weights are quantized.
     """
     wrapper: Any = model
     inner: Any = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper

@@ -1,4 +1,4 @@
-"""Checkpoints: where weights come from, what identifies them, how they get into a model and out again."""
+"""Checkpoints: reading weights, identifying them, and loading them into a model and out again."""
 
 import copy
 import json
@@ -27,10 +27,10 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 def fingerprint_state_dict(state_dict: Mapping[str, Any]) -> str:
-    """Identify weights by their content: xxh3-128 over names, dtypes, shapes and bytes, in the order of names.
+    """Hash the content of weights: xxh3-128 over names, dtypes, shapes and bytes, in the order of names.
 
     Args:
-        state_dict: names to tensors. Entries that are not tensors (the extra state of a module) are left out.
+        state_dict: tensors by name. Entries that are not tensors (the extra state of a module) are left out.
 
     Returns:
         32 hex digits, the same on every device and for every order of the entries.
@@ -48,14 +48,14 @@ def fingerprint_state_dict(state_dict: Mapping[str, Any]) -> str:
 
 
 def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Read the weights of a checkpoint. Nothing is ever unpickled beyond plain tensors (`weights_only=True`).
+    """Read the weights of a checkpoint. Nothing but plain tensors is ever unpickled (`weights_only=True`).
 
     Args:
         checkpoint: see [`Checkpoint`]. Directories are searched for the files that `Trainer` and `save_pretrained`
-            write, sharded ones included, adapters of PEFT too.
+            write, including sharded ones and adapters of PEFT.
 
     Returns:
-        Names to tensors. Tensors of files are on the CPU; those of a module or a state dict are the given ones.
+        Tensors by name. Tensors of files are on the CPU; those of a module or a state dict are the given ones.
 
     Raises:
         FileNotFoundError: the path does not exist, or a directory holds no weights.
@@ -99,7 +99,7 @@ def _read_directory(path: Path) -> dict[str, Tensor]:
 
 
 def read_weight_index(path: Path) -> list[str]:
-    """Names of the files that the index of a sharded checkpoint lists, each once, sorted.
+    """List the files that the index of a sharded checkpoint names, each once, sorted.
 
     Raises:
         ValueError: the index is damaged.
@@ -116,7 +116,8 @@ def read_weight_index(path: Path) -> list[str]:
         found = f"the keys {list(content)[:5]}" if isinstance(content, dict) else f"a JSON {type(content).__name__}"
         raise ValueError(
             f"The index of weights {str(path)!r} has {found}, and no usable `weight_map`. Expected an object "
-            "`weight_map` from the name of each weight to its file's. Save the checkpoint anew, or copy it again."
+            "`weight_map` from the name of each weight to that of its file. Save the checkpoint anew, or copy it "
+            "again."
         )
     return sorted(set(parts.values()))
 
@@ -139,7 +140,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"The checkpoint file {str(path)!r} is damaged, or holds pickled Python objects besides tensors, which "
-            "could run code when loaded and are refused. Expected a state dict. Save `model.state_dict()` with "
+            "could run code when loaded and are refused. Expected a state dict: save `model.state_dict()` with "
             "`safetensors.torch.save_file` or `torch.save`, and pass that file."
         ) from error
     except (RuntimeError, EOFError) as error:
@@ -161,14 +162,18 @@ def _check_tensors(state_dict: Mapping[Any, Any], where: str) -> None:
 
 
 def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """Put the weights of a checkpoint into a model, all of them or none.
+    """Load the weights of a checkpoint into a model, all of them or none.
 
-    Names that safetensors files leave out because they are tied to another are filled by the tie; adapter files of
-    PEFT go into the active adapter of a `PeftModel` and leave its base model as it is. Files of transformers keep the
+    Tied weights that safetensors files leave out are set through the weights that they are tied to. Adapter files of
+    PEFT go into the active adapter of a `PeftModel` and leave its base model as it is. Files of transformers have the
     names of older versions for some architectures (ViT among them) and are converted as `from_pretrained` does.
 
+    Args:
+        model: the model, changed in place.
+        checkpoint: see [`Checkpoint`].
+
     Raises:
-        ValueError: names or shapes do not fit the model.
+        ValueError: names or shapes do not fit the model; also the errors of [`read_state_dict`].
     """
     state_dict = read_state_dict(checkpoint)
     if is_adapter(model, state_dict):
@@ -185,7 +190,7 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _converted(model: PreTrainedModel, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under the names and in the shapes that the modules of transformers have; as given if they misfit."""
+    """Convert weights to the names and shapes of the modules of transformers; unchanged if they still do not fit."""
     result: Any = type(model).from_pretrained(
         None,
         config=copy.deepcopy(model.config),
@@ -199,7 +204,7 @@ def _converted(model: PreTrainedModel, state_dict: dict[str, Tensor]) -> dict[st
 
 
 def _tied_names(model: torch.nn.Module, expected: Mapping[str, Tensor], given: set[str]) -> set[str]:
-    """Names absent from a checkpoint whose tensor shares its memory with one that is present."""
+    """List the names that a checkpoint lacks and whose tensors share memory with one that it has."""
     present = {(expected[name].data_ptr(), expected[name].shape) for name in given & set(expected)}
     return {name for name, value in expected.items() if (value.data_ptr(), value.shape) in present} - given
 
@@ -216,15 +221,18 @@ def _check_fit(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], tied
         raise ValueError(
             f"The checkpoint does not fit the model: {len(missing)} names missing (first: {missing[:3]}), "
             f"{len(unexpected)} unexpected (first: {unexpected[:3]}), {len(shapes)} of another shape (first: "
-            f"{shapes[:3]}). Expected weights of this very architecture; pass the model that they belong to."
+            f"{shapes[:3]}). Expected weights of this architecture. Pass the model that they belong to."
         )
 
 
 def touched_tensors(
     model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.dtype | None = None
 ) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers that [`loaded`] changes, by name: all of them, those of the adapter if the checkpoint is
-    an adapter of PEFT, none without a checkpoint and a cast."""
+    """List the parameters and buffers that [`loaded`] changes, with their names.
+
+    These are all of them, or those of the adapter if the checkpoint is an adapter of PEFT and nothing is cast, or none
+    without a checkpoint and a cast.
+    """
     if dtype is None:
         if checkpoint is None or checkpoint is model:
             return []
@@ -235,16 +243,20 @@ def touched_tensors(
 
 @contextmanager
 def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.dtype | None = None) -> Iterator[str]:
-    """The model in eval mode with the weights of a checkpoint; when the block ends it is as it was before, come
-    what may.
+    """Put a model into eval mode with the weights of a checkpoint, and restore it when the block ends.
+
+    It is restored even if the block raises.
 
     Args:
-        model: changed in place, restored on exit: weights, buffers, dtypes, the mode of every module.
-        checkpoint: `None` or the model itself keeps the current weights.
-        dtype: cast floating-point weights and buffers to it. `None` keeps what they are.
+        model: changed in place. Weights, buffers, dtypes and the mode of every module are restored on exit.
+        checkpoint: see [`Checkpoint`]. `None` or the model itself keeps the current weights.
+        dtype: dtype to which floating-point weights and buffers are cast. By default they keep theirs.
 
     Yields:
         The fingerprint of the weights in the model's own dtype, before the cast.
+
+    Raises:
+        ValueError: see [`load_into`], or a quantized model would be cast.
     """
     modes = {name: module.training for name, module in model.named_modules()}
     foreign = None if checkpoint is None or checkpoint is model else read_state_dict(checkpoint)
@@ -272,7 +284,7 @@ def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.d
 
 
 def describe(checkpoint: Checkpoint | None, model: torch.nn.Module) -> str:
-    """One line that says where weights come from, for logs and for the store. Paths are made absolute."""
+    """Say in one line where weights come from, for logs and for the store. Paths are made absolute."""
     if checkpoint is None or checkpoint is model:
         return "the model's current weights"
     if isinstance(checkpoint, torch.nn.Module):

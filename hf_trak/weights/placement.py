@@ -1,4 +1,4 @@
-"""Where the parameters of a model are: whole in this process, as per-sample gradients need them, or not."""
+"""Check that the parameters of a model are whole in this process, as per-sample gradients need them."""
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,13 @@ _REMEDY = (
 
 
 def check_placement(model: torch.nn.Module) -> None:
-    """Refuse what is no model, and parameters that are cut up over processes, or not loaded.
+    """Refuse anything but a module, and modules whose parameters are sharded over processes, or not loaded.
 
     Raises:
-        TypeError: it is no module, but a name, a `Trainer`, or anything else.
-        ValueError: FSDP, tensor parallelism or ZeRO-3 hold a part of a parameter here, or a parameter is on the meta
-            device (offloaded to CPU or disk, or never loaded). Names the parameter and the supported way.
+        TypeError: `model` is not a module, but a name, a `Trainer`, or something else.
+        ValueError: FSDP, tensor parallelism or ZeRO-3 keep only a part of a parameter in this process, or a parameter
+            is on the meta device (offloaded to CPU or disk, or never loaded). Names the parameter and the supported
+            way.
     """
     if not isinstance(model, torch.nn.Module):
         given = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
