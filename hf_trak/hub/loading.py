@@ -101,8 +101,8 @@ def load_attributor(
     """
     if unknown := sorted(set(options) - set(RUN_OPTIONS)):
         raise ValueError(
-            f"{unknown} cannot be chosen for an index that exists. Expected some of {list(RUN_OPTIONS)}. Leave the other "
-            "settings out: they define the features and are read from the index."
+            f"{unknown} cannot be chosen for an index that exists. Expected some of {list(RUN_OPTIONS)}. Leave the "
+            "other settings out: they define the features and are read from the index."
         )
     store = _open_store(repo_or_path, revision, token, local_files_only, options.pop("output_dir", None))
     manifest, name = (store.manifest, store.files.name) if isinstance(store, IndexStore) else (None, repo_or_path)
