@@ -158,7 +158,7 @@ def test_every_changed_byte_of_the_record_of_a_training_is_noticed(tmp_path: Pat
 
 def test_a_finished_training_without_checkpoints_is_named(tmp_path: Path) -> None:
     write_sealed(tmp_path / TRAINING_RECORD, {"settings": SETTINGS, "finished": True})
-    with pytest.raises(StoreError, match=r"finished, and .* holds no checkpoint.*--overwrite"):
+    with pytest.raises(StoreError, match=r"finished, but .* holds no checkpoint.*--overwrite"):
         train_once(FakeTrainer(tmp_path), SETTINGS)
 
 

@@ -1,41 +1,45 @@
-"""Arguments that several commands have, as dataclasses for the shared parser. Names are those of transformers' example
-scripts where those have one."""
+"""Arguments that several commands have, as dataclasses for the shared parser.
+
+Their names are those of the example scripts of transformers, where these have the same argument.
+"""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class OutputArguments:
-    """How a command answers."""
+    """The form of a command's output."""
 
-    json: bool = field(default=False, metadata={"help": "Print one JSON object for scripts."})
+    json: bool = field(default=False, metadata={"help": "Print one JSON object, for scripts."})
 
 
 @dataclass
 class ModelArguments:
-    """Which model, and which of its weights."""
+    """The model and its weights."""
 
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Model on the Hub, or its directory.", "aliases": ["--model"]}
+        default=None, metadata={"help": "Model on the Hub, or directory of a model.", "aliases": ["--model"]}
     )
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a model on the Hub."})
     task: str | None = field(
-        default=None, metadata={"help": "Model output function by name. By default it follows from the model."}
+        default=None, metadata={"help": "Name of the model output function. By default it follows from the model."}
     )
     checkpoints: list[str] | None = field(
         default=None,
-        metadata={"help": "Directories or files of weights to average over. By default the model's own."},
+        metadata={
+            "help": "Directories or files of weights; scores are averaged over them. By default the model's own."
+        },
     )
 
 
 @dataclass
 class ColumnArguments:
-    """Which columns are what."""
+    """The columns of a dataset."""
 
     text_columns: list[str] | None = field(
-        default=None, metadata={"help": "Columns of text, one or two. By default those of text type."}
+        default=None, metadata={"help": "One or two columns of text. By default those of text type."}
     )
-    image_column: str | None = field(default=None, metadata={"help": "Column of images. By default the one there is."})
+    image_column: str | None = field(default=None, metadata={"help": "Column of images. By default the only one."})
     label_column: str | None = field(
         default=None, metadata={"help": "Column of labels. By default `labels` or `label`."}
     )
@@ -43,7 +47,7 @@ class ColumnArguments:
 
 @dataclass
 class DataArguments(ColumnArguments):
-    """Which rows the model was trained on."""
+    """The rows that the model was trained on."""
 
     dataset_name: str | None = field(
         default=None,
@@ -55,13 +59,16 @@ class DataArguments(ColumnArguments):
     )
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the training dataset."})
     train_split: str | None = field(
-        default=None, metadata={"help": "Split of training rows. By default `train`, or the only one."}
+        default=None, metadata={"help": "Split of the training rows. By default `train`, or the only one."}
     )
     max_train_samples: int | None = field(
-        default=None, metadata={"help": "Take this many rows, evenly spaced. `None` takes all."}
+        default=None, metadata={"help": "Number of rows to use, evenly spaced. By default all."}
     )
     max_length: int | None = field(
-        default=None, metadata={"help": "Longest text in tokens. By default the longest that the tokenizer allows."}
+        default=None,
+        metadata={
+            "help": "Length in tokens to which texts are truncated. By default the longest that the tokenizer allows."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -73,12 +80,12 @@ class DataArguments(ColumnArguments):
 
 @dataclass
 class TargetArguments:
-    """Which rows to explain."""
+    """The rows to explain."""
 
     eval_dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "Targets, as `dataset_name`. By default another split of it.",
+            "help": "Targets, in the same forms as `dataset_name`. By default another split of that dataset.",
             "aliases": ["--eval_dataset"],
         },
     )
@@ -86,8 +93,8 @@ class TargetArguments:
         default=None, metadata={"help": "Configuration of the target dataset."}
     )
     eval_split: str | None = field(
-        default=None, metadata={"help": "Split of targets. By default `test` or `validation`, or the only one."}
+        default=None, metadata={"help": "Split of the targets. By default `test` or `validation`, or the only one."}
     )
     max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Take this many targets, evenly spaced. `None` takes all."}
+        default=None, metadata={"help": "Number of targets to use, evenly spaced. By default all."}
     )

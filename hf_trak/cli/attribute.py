@@ -1,4 +1,4 @@
-"""`hf-trak attribute`."""
+"""`hf-trak attribute`: score the training set against targets, and save the run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,20 +19,25 @@ from hf_trak.store.atomic import safe_name
 
 @dataclass
 class RunArguments:
-    """What to compute, and what to keep of it."""
+    """The scores to compute, and what is saved of them."""
 
     index: str | None = field(
-        default=None, metadata={"help": "Published index, repo or directory, to use without the training rows."}
+        default=None, metadata={"help": "Published index, a repo or a directory, to use instead of training rows."}
     )
-    top_k: int = field(default=20, metadata={"help": "Training rows to keep per target, from either end."})
-    all_scores: bool = field(default=False, metadata={"help": "Keep every score, as `hf-trak evaluate` needs it."})
-    name: str = field(default="targets", metadata={"help": "Name of the run, kept in `output_dir/scores/NAME`."})
+    top_k: int = field(
+        default=20,
+        metadata={"help": "Number of training rows to keep per target, of the highest scores and of the lowest."},
+    )
+    all_scores: bool = field(default=False, metadata={"help": "Keep every score, which `hf-trak evaluate` needs."})
+    name: str = field(
+        default="targets", metadata={"help": "Name of the run, which is saved in `output_dir/scores/NAME`."}
+    )
     distributions: bool = field(
-        default=True, metadata={"help": "Count all scores of each target; costs as much as scoring once more."}
+        default=True, metadata={"help": "Count all scores of each target. Takes as long as scoring once more."}
     )
     self_influence: bool = field(default=True, metadata={"help": "Rank training rows by self-influence."})
     save_train_dataset: bool = field(
-        default=False, metadata={"help": "Keep all training rows in the run, not just those that scores name."}
+        default=False, metadata={"help": "Save all training rows in the run, not only those that scores refer to."}
     )
 
     def __post_init__(self) -> None:
@@ -42,15 +47,15 @@ class RunArguments:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Score the training set against targets; save what a report needs."""
+    """Score the training set against targets, and save what a report needs."""
     kinds = (TargetArguments, RunArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments)
     parse = partial(
         parse_yaml_and_args,
         kinds,
         argv,
         prog="hf-trak attribute",
-        description="Score the training set against targets. Model, training rows and settings are those that "
-        "`hf-trak featurize` has left in output_dir, unless given.",
+        description="Score the training set against targets. Model, training rows and settings are by default those "
+        "that `hf-trak featurize` has recorded in output_dir.",
     )
     saved = remembered(parse()[4].output_dir)
     targets, wanted, model_args, data, trak, output = parse(defaults=saved)
@@ -68,7 +73,7 @@ def run(argv: Sequence[str]) -> None:
     rows = built.preparation.prepare(stored)
     top_k = None if wanted.all_scores else wanted.top_k
     scored = attributor.attribute(rows, top_k=top_k, name=wanted.name, checkpoints=model_args.checkpoints)
-    counted = wanted.distributions and top_k is not None  # all scores are counted when they are put together
+    counted = wanted.distributions and top_k is not None  # with all scores at hand, collecting the run counts them
     counts = score_distributions(attributor, scored, rows, wanted.name) if counted else None
     influence = attributor.self_influence() if wanted.self_influence else None
     directory = Path(attributor.args.output_dir) / "scores" / wanted.name

@@ -1,4 +1,4 @@
-"""From arguments to an attributor, and what a directory remembers of them."""
+"""Build an attributor from arguments, and record the arguments in its directory for later commands."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ from hf_trak.store.atomic import differing
 from hf_trak.store.sealed import read_sealed, write_sealed
 
 RECORD = "featurize.json"
-"""Beside the store's configuration: the arguments of `hf-trak featurize`, for the commands that come after it. Sealed,
+"""File beside the store's configuration with the arguments of `hf-trak featurize`, for later commands. It is sealed,
 see `hf_trak.store.sealed`; records of earlier versions have no checksum."""
 
 _REMEDY = "Restore it from a copy, or run `hf-trak featurize` again with all arguments after deleting it."
@@ -32,7 +32,7 @@ _REMEDY = "Restore it from a copy, or run `hf-trak featurize` again with all arg
 
 @dataclass
 class Built:
-    """An attributor, and how to prepare more rows for it."""
+    """An attributor, and the preparation of further rows for it."""
 
     attributor: TrakAttributor
     preparation: Preparation
@@ -40,7 +40,7 @@ class Built:
 
 @dataclass
 class Training:
-    """A model and its training rows, prepared."""
+    """A model and its prepared training rows."""
 
     model: Any
     task: str
@@ -52,7 +52,8 @@ def load_training(model_args: ModelArguments, data: DataArguments) -> Training:
     """Load the model and the training rows.
 
     Raises:
-        ValueError: no model or no training rows are given, and all that loading and preparing them can raise.
+        ValueError: no model or no training rows are given.
+        Exception: any error of loading or preparing them.
     """
     name, training = model_args.model_name_or_path, data.dataset_name
     if name is None or training is None:
@@ -66,7 +67,7 @@ def load_training(model_args: ModelArguments, data: DataArguments) -> Training:
 
 
 def build(model_args: ModelArguments, data: DataArguments, trak: TrakConfig) -> Built:
-    """The attributor of a model and its training rows. Raises as `load_training`."""
+    """Build the attributor of a model and its training rows. Raises as [`load_training`]."""
     found = load_training(model_args, data)
     attributor = TrakAttributor(
         found.model,
@@ -86,14 +87,14 @@ def build_from_index(
 
     Args:
         index: dataset repo or directory.
-        model_args: the model, where it is not to be the one that the index names.
+        model_args: the model, if it is another one than the index names.
         data: names of columns.
-        trak: settings; those that are at their defaults are the index's.
-        rows: targets as stored, whose columns say how to prepare them.
+        trak: settings; the index replaces those that have their default values.
+        rows: targets as stored, whose columns determine how they are prepared.
 
     Raises:
-        ValueError: the name of a repo, which the index gives for its model, is also that of a directory here; and all
-            that loading and preparing can raise.
+        ValueError: the index names a model repo, and a directory of the same name exists here.
+        Exception: any error of loading the model or preparing rows.
     """
     defaults = TrakConfig()
     names = [field.name for field in dataclasses.fields(TrakConfig)]
@@ -105,9 +106,9 @@ def build_from_index(
     name = model_args.model_name_or_path or getattr(config, "_name_or_path", None) or ""
     if model_args.model_name_or_path is None and Path(name).is_dir():
         raise ValueError(
-            f"The index {index!r} names the model repo {name!r}, and there is a directory of that name here, whose "
-            "tokenizer would be taken for that of the repo. Run the command from elsewhere, or say with `--model` "
-            "which of them is meant."
+            f"The index {index!r} names the model repo {name!r}, and there is a directory of that name here. Expected "
+            "a name that stands for one of them, since its tokenizer is loaded. Run the command in another directory, "
+            "or choose with `--model`."
         )
     task = model_args.task or infer_task(attributor.model)
     revision = getattr(config, "_commit_hash", None) or model_args.model_revision
@@ -118,10 +119,11 @@ def build_from_index(
 
 
 def target_rows(data: DataArguments, targets: TargetArguments) -> Dataset:
-    """The targets as they are stored.
+    """Load the targets as they are stored.
 
     Raises:
-        ValueError: no rows are named, and all that loading them can raise.
+        ValueError: no rows are named.
+        Exception: any error of loading them.
     """
     name = targets.eval_dataset_name or data.dataset_name
     if name is None:
@@ -134,7 +136,12 @@ def target_rows(data: DataArguments, targets: TargetArguments) -> Dataset:
 
 
 def remember(built: Built, model_args: ModelArguments, data: DataArguments, write: bool = True) -> None:
-    """Compare with the record that is there, and write it anew once the store has accepted its configuration.
+    """Compare the arguments with those recorded in the directory, and record them once the store accepts them.
+
+    Args:
+        built: the attributor.
+        model_args, data: the arguments.
+        write: whether to record them.
 
     Raises:
         ConfigMismatchError: the directory was made with other settings.
@@ -148,7 +155,7 @@ def remember(built: Built, model_args: ModelArguments, data: DataArguments, writ
     }
     path = Path(attributor.args.output_dir) / RECORD
     saved = attributor.processes.broadcast_from_main(lambda: _read_record(path) if path.is_file() else None)
-    # Rows and weights have fingerprints of their own; how images become pixels has none.
+    # Rows and weights have fingerprints of their own; the conversion of images to pixels has none.
     if saved is not None and (changes := differing(saved["processing"], given["processing"] or {})):
         raise ConfigMismatchError(
             f"{path} was saved with another image processor:\n  "
@@ -164,10 +171,10 @@ def remember(built: Built, model_args: ModelArguments, data: DataArguments, writ
 
 
 def remembered(output_dir: str) -> dict[str, Any]:
-    """The arguments of `hf-trak featurize`, or nothing if it has not written this directory.
+    """Read the arguments of `hf-trak featurize`; empty if that command has not written this directory.
 
     Raises:
-        IncompleteStoreError: the directory is a copy of a published index, whose arguments are somebody else's.
+        IncompleteStoreError: the directory is a copy of an index that somebody else made.
         StoreError: the record is damaged.
     """
     require_own(output_dir)
@@ -187,29 +194,29 @@ def require_own(output_dir: str) -> None:
     """Refuse a copy of a published index as an output directory.
 
     Raises:
-        IncompleteStoreError: it is one.
+        IncompleteStoreError: the directory is such a copy.
     """
     if is_copy(output_dir):
         raise IncompleteStoreError(
-            f"`output_dir` is {output_dir!r}, which is a copy of a published index ({MANIFEST_FILE} is there). "
-            "Expected a directory of your own for what is computed here. Pass the copy as `--index`, and leave "
-            "`--output_dir` out or name another one."
+            f"`output_dir` is {output_dir!r}, which is a copy of a published index (it holds {MANIFEST_FILE}). "
+            "Expected a directory of your own for new results. Pass the copy as `--index`, and leave `--output_dir` "
+            "out or name another directory."
         )
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """The record of a directory. Raises `StoreError` if it is damaged."""
+    """Read the record of a directory. Raises `StoreError` if it is damaged."""
     saved = read_sealed(path, _REMEDY)
     for name in ("arguments", "trak", "processing"):
         value = saved.setdefault(name, {}) or {}
         if not isinstance(value, dict):
-            raise StoreError(f"{path} has {shown(value)} as `{name}`; expected an object. {_REMEDY}")
+            raise StoreError(f"{path} has {shown(value)} as `{name}`. Expected an object. {_REMEDY}")
         saved[name] = value
     return saved
 
 
 def require_run(output_dir: str, model_args: ModelArguments, data: DataArguments) -> None:
-    """Refuse a directory without a run where the arguments do not say either what was featurized.
+    """Refuse a directory without a record, unless the arguments name model and training rows.
 
     Raises:
         IncompleteStoreError: `hf-trak featurize` has not written this directory, and model or training rows are not
@@ -220,13 +227,13 @@ def require_run(output_dir: str, model_args: ModelArguments, data: DataArguments
     if missing and not (Path(output_dir) / RECORD).is_file():
         raise IncompleteStoreError(
             f"{output_dir!r} holds no run: {RECORD} is missing. Expected the output directory of `hf-trak featurize`. "
-            f"Set `--output_dir` to it; or give {' and '.join(missing)} as well; or pass a published index, or a copy "
-            "of one, as `--index`."
+            f"Set `--output_dir` to that, give {' and '.join(missing)}, or pass a published index or a copy of one as "
+            "`--index`."
         )
 
 
 def _settings(processor: Any) -> dict[str, Any] | None:
-    """What an image processor does, as JSON; of tokenizers the tokens say it."""
+    """Return the settings of an image processor as JSON, and `None` for tokenizers, whose tokens are compared."""
     if processor is None or not hasattr(processor, "image_mean"):
         return None
     settings = json.loads(json.dumps(processor.to_dict(), default=str))
@@ -234,7 +241,7 @@ def _settings(processor: Any) -> dict[str, Any] | None:
 
 
 def quiet(trak: TrakConfig) -> None:
-    """No progress bars where none are wanted."""
+    """Switch off the progress bars of `datasets` if none are wanted, and on all processes but the first."""
     if trak.disable_tqdm or int(os.environ.get("RANK", "0")) != 0:
         from datasets import disable_progress_bars
 

@@ -1,4 +1,4 @@
-"""`hf-trak clean`."""
+"""`hf-trak clean`: show and remove temporary files of interrupted processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,38 +15,42 @@ from hf_trak.store.leftovers import Leftover, leftovers
 
 @dataclass
 class CleanArguments:
-    """What to look for, and what to remove."""
+    """The directory to clean, and what to remove."""
 
     output_dir: str = field(metadata={"help": "Directory of a store, an index, a run or a TRAKer; may stand first."})
     remove: bool = field(
         default=False,
         metadata={
-            "help": "Remove what processes of this host left behind when they died, and what is over a day old of "
-            "other hosts. Without it, nothing is removed."
+            "help": "Remove files of dead processes of this host, and files of other hosts that are over a day old. "
+            "Without this option, nothing is removed."
         },
     )
     everything: bool = field(
         default=False,
-        metadata={"help": "Remove also what a living process may be writing. Only while nothing runs there."},
+        metadata={
+            "help": "Also remove files that a running process may be writing. Use it only while nothing runs there."
+        },
     )
 
 
 def run(argv: Sequence[str]) -> None:
-    """Show what interrupted processes left behind, and remove it if asked to.
+    """Show temporary files of interrupted processes, and remove them on request.
 
     Raises:
-        FileNotFoundError: there is no such directory.
+        FileNotFoundError: the directory does not exist.
     """
     args, output = parse_yaml_and_args(
         (CleanArguments, OutputArguments),
         argv,
         prog="hf-trak clean",
         description="Show the temporary files that interrupted processes left in a directory and below it, and remove "
-        "them with --remove. No file that belongs to a result has such a name.",
+        "them with --remove. Files of results are never touched.",
     )
     directory = Path(args.output_dir)
     if not directory.is_dir():
-        raise FileNotFoundError(f"`output_dir` is {args.output_dir!r}, which is no directory. Expected one. Name it.")
+        raise FileNotFoundError(
+            f"`output_dir` is {args.output_dir!r}, which is not a directory. Expected the one to clean."
+        )
     runs = [directory, *sorted(directory.glob("scores/*"))]
     found = [*leftovers(directory), *(one for run in runs for one in run_leftovers(run))]
     found = list({one.path: one for one in found}.values())
@@ -73,11 +77,11 @@ def _described(one: Leftover) -> dict[str, Any]:
 def _lines(found: list[Leftover], gone: list[Leftover], removing: bool) -> list[str]:
     lines = []
     for one in found:
-        lives = {True: "its writer lives", False: "its writer is dead", None: "its writer cannot be seen from here"}
-        what = "removed" if one in gone else "kept" if removing else "there"
+        lives = {True: "its writer is running", False: "its writer is dead", None: "its writer is on another host"}
+        what = "removed" if one in gone else "kept" if removing else "found"
         lines.append(f"{what}: {one.path} ({size(one.size)}, {duration(one.age)} old, {lives[one.alive]})")
     if not found:
         return ["Nothing was left behind."]
     if not removing:
-        lines.append(f"{size(sum(one.size for one in found))} in all. `--remove` removes what is safe to remove.")
+        lines.append(f"{size(sum(one.size for one in found))} in total. `--remove` removes what is safe to remove.")
     return lines

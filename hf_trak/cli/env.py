@@ -1,4 +1,4 @@
-"""`hf-trak env`."""
+"""`hf-trak env`: print versions, for a bug report."""
 
 import importlib.metadata
 import os
@@ -20,9 +20,9 @@ _VARIABLES = ("HF_HUB_OFFLINE", "HF_ENDPOINT", "OMP_NUM_THREADS", "CUDA_VISIBLE_
 
 
 def run(argv: Sequence[str]) -> None:
-    """Print versions; no paths, no tokens, no passwords in addresses."""
+    """Print versions, without paths, tokens, or passwords in addresses."""
     (output,) = parse_yaml_and_args(
-        OutputArguments, argv, prog="hf-trak env", description="Versions, to be pasted into a bug report."
+        OutputArguments, argv, prog="hf-trak env", description="Print versions, to be pasted into a bug report."
     )
     content = {"hf_trak": __version__, "python": sys.version.split()[0], "platform": platform.platform()}
     for name in _PACKAGES:

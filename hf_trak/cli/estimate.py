@@ -1,4 +1,4 @@
-"""`hf-trak estimate`."""
+"""`hf-trak estimate`: estimate time, memory and disk space before anything runs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,30 +15,32 @@ from hf_trak.featurize.estimate import estimate
 
 @dataclass
 class EstimateArguments:
-    """How much there is."""
+    """The amount of work."""
 
     train_size: int | None = field(
-        default=None, metadata={"help": "Number of training rows, where `dataset_name` is not given."}
+        default=None, metadata={"help": "Number of training rows, if `dataset_name` is not given."}
     )
     eval_size: int = field(default=0, metadata={"help": "Number of targets."})
-    num_checkpoints: int = field(default=1, metadata={"help": "Number of checkpoints, where they are not given."})
+    num_checkpoints: int = field(
+        default=1, metadata={"help": "Number of checkpoints, if `checkpoints` are not given."}
+    )
     num_processes: int = field(default=1, metadata={"help": "Number of processes."})
     measure: bool = field(
-        default=False, metadata={"help": "Featurize a few batches of `dataset_name` to project the time."}
+        default=False, metadata={"help": "Featurize a few batches of `dataset_name` to estimate the time."}
     )
 
 
 def run(argv: Sequence[str]) -> None:
-    """Print what an attribution will take.
+    """Print the time, memory and disk space that an attribution will take.
 
     Raises:
-        ValueError: the model, or the training rows or their number, are not given.
+        ValueError: the model is not given, or neither the training rows nor their number are.
     """
     amounts, model_args, data, trak, output = parse_yaml_and_args(
         (EstimateArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments),
         argv,
         prog="hf-trak estimate",
-        description="Disk, memory and time, before anything runs.",
+        description="Estimate disk space, memory and time before anything runs.",
     )
     options = {
         "checkpoints": len(model_args.checkpoints) if model_args.checkpoints else amounts.num_checkpoints,

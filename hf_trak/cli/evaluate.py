@@ -1,4 +1,4 @@
-"""`hf-trak evaluate`."""
+"""`hf-trak evaluate`: compute the linear datamodeling score of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,14 +18,16 @@ from hf_trak.scores.score_files import SCORE_FILES, read_score_files
 
 @dataclass
 class EvaluateArguments:
-    """Scores, and what retraining on subsets has shown."""
+    """Scores, and the results of retraining on subsets."""
 
     run: str = field(
         metadata={
             "help": "Run made with `--all_scores`, or a .npy file of scores (n_train, n_targets); may stand first."
         }
     )
-    masks: str = field(metadata={"help": ".npy file (subsets, n_train): which training rows belong to which subset."})
+    masks: str = field(
+        metadata={"help": ".npy file (subsets, n_train): true where a training row belongs to a subset."}
+    )
     outputs: str = field(
         metadata={
             "help": ".npy file (subsets, n_targets): model outputs on the targets after training on each subset."
@@ -39,7 +41,8 @@ def run(argv: Sequence[str]) -> None:
         (EvaluateArguments, OutputArguments),
         argv,
         prog="hf-trak evaluate",
-        description="The linear datamodeling score (TRAK paper, Section 2): how well the scores predict retraining.",
+        description="Compute the linear datamodeling score (TRAK paper, Section 2): the rank correlation between "
+        "outputs that the scores predict for models trained on subsets, and measured ones.",
     )
     scores = _scores(Path(args.run))
     result = evaluate_lds(scores, _array(args.masks), _array(args.outputs))
@@ -63,20 +66,20 @@ _OLD_SCORES = "per-target.arrow"
 
 
 def _array(path: str) -> np.ndarray:
-    """A file of numbers, which is mapped: a few bytes may claim any shape.
+    """Memory-map a file of numbers, without allocating the shape that a damaged header may claim.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds no array of numbers, or less than it says.
+        FileNotFoundError: the file does not exist.
+        ValueError: it does not hold an array of numbers, or is truncated.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path!r} is no file. Expected a .npy array.")
+        raise FileNotFoundError(f"{path!r} is not a file. Expected a .npy file of an array.")
     try:
         array = np.lib.format.open_memmap(path, mode="r")
     except (EOFError, OSError, OverflowError, SyntaxError, TokenError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path!r} is damaged, or no .npy file of numbers ({error}). Expected what `numpy.save` writes. Save it "
-            "anew."
+            f"{path!r} is damaged, or not a .npy file of numbers ({error}). Expected a file that `numpy.save` wrote. "
+            "Save it again."
         ) from error
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{path!r} holds values of the type {array.dtype}. Expected numbers, or true and false.")
@@ -84,7 +87,7 @@ def _array(path: str) -> np.ndarray:
 
 
 def _scores(path: Path) -> np.ndarray:
-    """(n_train, n_targets)."""
+    """Read the scores, of shape `(n_train, n_targets)`, of a run or a .npy file."""
     if path.suffix == ".npy":
         return _array(str(path))
     directory = find_run(path)
@@ -93,7 +96,7 @@ def _scores(path: Path) -> np.ndarray:
         files = {_OLD_SCORES: None}
     if not files:
         raise IncompleteStoreError(
-            f"The run {directory} keeps the highest and lowest scores alone. Expected one with all scores. Run "
+            f"The run {directory} has only the highest and lowest scores. Expected one with all scores. Run "
             "`hf-trak attribute --all_scores`, or give a .npy file."
         )
     return read_score_files(directory, files).with_format("numpy")["trak_scores"][:].T

@@ -1,4 +1,4 @@
-"""`hf-trak featurize`."""
+"""`hf-trak featurize`: compute the features of a training set, or finish computing them."""
 
 import time
 from collections.abc import Sequence
@@ -13,26 +13,26 @@ from hf_trak.config import TrakConfig
 
 @dataclass
 class PartArguments:
-    """Which part of the work, for jobs that share a directory."""
+    """The part of the work to do, for jobs that share a directory."""
 
     part: list[int] = field(
         default_factory=lambda: [0, 1],
-        metadata={"help": "Index and count: `--part 2 8` does the third of eight parts, for job arrays."},
+        metadata={"help": "Index and number of parts, for job arrays: `--part 2 8` does the third of eight parts."},
     )
 
     def __post_init__(self) -> None:
         if len(self.part) != 2:
-            raise ValueError(f"`part` is {self.part}. Expected two numbers, index and count.")
+            raise ValueError(f"`part` is {self.part}. Expected two numbers: index and number of parts.")
 
 
 def run(argv: Sequence[str]) -> None:
-    """Compute features; the same command again finishes what is missing."""
+    """Compute features. The same command again computes only what is missing."""
     kinds = (ModelArguments, DataArguments, PartArguments, TrakConfig, OutputArguments)
     model_args, data, part, trak, output = parse_yaml_and_args(
         kinds,
         argv,
         prog="hf-trak featurize",
-        description="Compute the features of a training set. The same command again finishes an interrupted one.",
+        description="Compute the features of a training set. After an interruption, the same command continues.",
     )
     quiet(trak)
     start = time.perf_counter()

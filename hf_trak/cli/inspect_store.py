@@ -1,4 +1,4 @@
-"""`hf-trak inspect`."""
+"""`hf-trak inspect`: show what a directory holds, what is missing, and whether it is intact."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,20 +20,20 @@ _SHOWN = (
 
 @dataclass
 class InspectArguments:
-    """What to look at."""
+    """The directory to inspect."""
 
     output_dir: str = field(metadata={"help": "Directory of a feature store; may stand first."})
-    verify: bool = field(default=True, metadata={"help": "Read every shard and compare its checksum."})
+    verify: bool = field(default=True, metadata={"help": "Read every shard and compare it with its checksum."})
 
 
 def run(argv: Sequence[str]) -> int:
-    """Describe a store; 1 if anything in it is damaged."""
+    """Describe a store. Returns the exit status, 1 if anything in it is damaged."""
     args, output = parse_yaml_and_args(
         (InspectArguments, OutputArguments),
         argv,
         prog="hf-trak inspect",
-        description="What a feature store holds, what is missing, and whether it is intact. The exit status is 1 if a "
-        "file is damaged; what is missing is no damage.",
+        description="Show what a feature store holds, what is missing, and whether it is intact. The exit status is 1 "
+        "if a file is damaged, but not if one is missing.",
     )
     store = FeatureStore.load(args.output_dir)
     config = store.config

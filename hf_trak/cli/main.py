@@ -1,6 +1,6 @@
-"""`hf-trak COMMAND …`: finds the command, runs it, and turns errors into messages.
+"""`hf-trak COMMAND …`: find the command, run it, and turn errors into messages.
 
-Nothing heavy is imported here: `hf-trak --help` is answered by this module alone.
+This module imports nothing that is slow to import, so that `hf-trak --help` answers at once.
 """
 
 import importlib
@@ -10,34 +10,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TRACEBACK = "HF_TRAK_TRACEBACK"
-"""Environment variable: set it to see where an error came from."""
+"""Environment variable that makes errors end with a traceback."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command: its module has `run(argv)`."""
+    """One command. Its module has a function `run(argv)`."""
 
     module: str
     summary: str
     positional: str | None = None
-    """The argument that may stand first without its name."""
+    """The argument that may be given first, without its name."""
 
 
 COMMANDS = {
     "featurize": Command("featurize", "compute the features of a training set, or finish computing them"),
     "attribute": Command("attribute", "score the training set against targets and save the run"),
     "report": Command("report", "write a run as one HTML file", "run"),
-    "evaluate": Command("evaluate", "the linear datamodeling score of a run", "run"),
+    "evaluate": Command("evaluate", "compute the linear datamodeling score of a run", "run"),
     "push": Command("push", "publish an index, and scores, on the Hub", "output_dir"),
     "pull": Command("pull", "copy a published index into a directory", "repo_id"),
-    "estimate": Command("estimate", "time, memory and disk before anything runs"),
-    "inspect": Command("inspect_store", "what a directory holds, what is missing, whether it is intact", "output_dir"),
-    "verify-store": Command(
-        "verify_store", "check every byte of a directory, and say what computes damaged files again", "output_dir"
+    "estimate": Command("estimate", "estimate time, memory and disk space before anything runs"),
+    "inspect": Command(
+        "inspect_store", "show what a directory holds, what is missing, and whether it is intact", "output_dir"
     ),
-    "clean": Command("clean", "show and remove what interrupted processes left behind", "output_dir"),
+    "verify-store": Command(
+        "verify_store", "check every byte of a directory, and say how to compute damaged files again", "output_dir"
+    ),
+    "clean": Command("clean", "show and remove temporary files of interrupted processes", "output_dir"),
     "upgrade": Command("upgrade", "bring a directory of an older version up to date", "output_dir"),
-    "env": Command("env", "versions, for a bug report"),
+    "env": Command("env", "print versions, for a bug report"),
     "selftest": Command("selftest", "check kernels, engines and a tiny run on this machine"),
 }
 
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: without the name of the program. `None` takes the process's.
+        argv: the command line without the name of the program. By default that of the process.
 
     Returns:
         The exit status: 0, 1 if the command failed, 2 if the command line is wrong, 130 after Ctrl-C.
@@ -73,17 +75,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hf-trak {name}: interrupted", file=sys.stderr)
         return 130
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        # What a user can act on says so in its text; the way it came about is for those who ask.
+        # The text of an error says what to do; the traceback is for those who ask for it.
         if os.environ.get(TRACEBACK):
             raise
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         print(f"hf-trak {name}: error: {type(error).__name__}: {error}{notes}", file=sys.stderr)
-        print(f"({TRACEBACK}=1 shows where.)", file=sys.stderr)
+        print(f"(Set {TRACEBACK}=1 for a traceback.)", file=sys.stderr)
         return 1
 
 
 def usage() -> str:
-    """What `hf-trak --help` prints."""
+    """Return the text of `hf-trak --help`."""
     width = max(len(name) for name in COMMANDS)
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""A model with its tokenizer or processor, from a directory or from the Hub."""
+"""Load a model and its tokenizer or processor from a directory or from the Hub."""
 
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,12 @@ AUTO_CLASSES = {
 
 
 def load_model(name: str, revision: str, task: str | None) -> torch.nn.Module:
-    """The model in the class of the task, or in the class that its config names. No code of a repo is run.
+    """Load a model in the class of the task, or in the class that its config names. No code of a repo is run.
 
     Raises:
-        FileNotFoundError: the name is a path, and there is nothing.
+        FileNotFoundError: the name is a path that does not exist.
         HubAccessError: the model cannot be loaded from the Hub, or is not in the cache while offline.
-        ValueError: the config names no class of transformers, and no task says which; or the repo asks for code or
+        ValueError: the config names no class of transformers, and no task is given; or the repo refers to code or to
             files elsewhere, or is damaged.
     """
     return _load(name, revision, task, "model", may_be_adapter=True)
@@ -50,9 +50,9 @@ def _load(name: str, revision: str, task: str | None, what: str, may_be_adapter:
     try:
         return _load_model(name, revision, task, may_be_adapter)
     except OSError as error:
-        if isinstance(error, HubAccessError):  # of the base of an adapter, which it names
+        if isinstance(error, HubAccessError):  # from loading the base model of an adapter, which it names
             raise
-        offline = " HF_HUB_OFFLINE is set, so only what is in the cache is found." if constants.HF_HUB_OFFLINE else ""
+        offline = " HF_HUB_OFFLINE is set, so that only the cache is searched." if constants.HF_HUB_OFFLINE else ""
         reason = without_secrets(" ".join(str(error).split()))[:300]
         raise HubAccessError(
             f"The {what} {name!r} at revision {revision!r} could not be loaded: there is no such directory, and the "
@@ -85,15 +85,15 @@ def _load_model(name: str, revision: str, task: str | None, may_be_adapter: bool
 
 
 def load_tokenizer(name: str, revision: str) -> Any:
-    """The tokenizer of a model. Raises as [`safe_loading.load_model`]."""
+    """Load the tokenizer of a model. Raises as [`safe_loading.load_model`]."""
     return safe_loading.load_tokenizer(name, revision)
 
 
 def load_image_processor(name: str, revision: str) -> Any:
-    """The image processor of a model. Raises as [`safe_loading.load_model`]."""
+    """Load the image processor of a model. Raises as [`safe_loading.load_model`]."""
     return safe_loading.load_image_processor(name, revision)
 
 
 def load_processor(name: str, revision: str) -> Any:
-    """The processor of images and texts of a model. Raises as [`safe_loading.load_model`]."""
+    """Load the processor of images and texts of a model. Raises as [`safe_loading.load_model`]."""
     return safe_loading.load_processor(name, revision)

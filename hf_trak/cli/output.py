@@ -1,4 +1,4 @@
-"""What commands print: one JSON object for scripts, or lines for people, from the main process alone."""
+"""Output of commands: one JSON object for scripts, or lines of text, printed by the main process alone."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def answer(content: Mapping[str, Any], lines: Iterable[str], as_json: bool) -> None:
-    """Print the outcome of a command, on the process of rank 0."""
+    """Print the result of a command, in the process of rank 0."""
     if int(os.environ.get("RANK", "0")) != 0:
         return
     if as_json:
@@ -18,13 +18,13 @@ def answer(content: Mapping[str, Any], lines: Iterable[str], as_json: bool) -> N
 
 
 def table(rows: Mapping[str, Any]) -> list[str]:
-    """Names and values in two columns."""
+    """Format names and values in two columns."""
     width = max((len(name) for name in rows), default=0)
     return [f"{name:<{width}}  {value}" for name, value in rows.items()]
 
 
 def size(count: float) -> str:
-    """Bytes for people, in powers of 1000."""
+    """Format a number of bytes, in powers of 1000."""
     if count < 1000:
         return f"{count:.0f} bytes"
     unit = "kB"

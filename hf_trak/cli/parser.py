@@ -1,8 +1,8 @@
-"""Dataclasses from a YAML file and the command line: the one parser of recipes and commands.
+"""The parser of recipes and commands, which fills dataclasses from a YAML file and the command line.
 
-It is `transformers.HfArgumentParser` with a `--config file.yaml` in front (the idea of TRL's parser): the file sets
-defaults, the command line overrides them. Unlike `HfArgumentParser.parse_yaml_file`, values of the file are converted
-and checked just as the same text on the command line would be, and keys that no argument has are an error.
+It is `transformers.HfArgumentParser` with an additional `--config file.yaml` (the idea of TRL's parser): the file sets
+defaults, and the command line overrides them. Unlike `HfArgumentParser.parse_yaml_file`, it converts and checks values
+of the file like the same text on the command line, and refuses keys that are no arguments.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from transformers import HfArgumentParser
 from hf_trak.hub.foreign_yaml import check_yaml
 
 MAX_YAML_BYTES = 1 << 18
-"""Largest file of arguments; one that sets all arguments of a command has 3 kB."""
+"""Largest file of arguments, in bytes; one that sets all arguments of a command has 3 kB."""
 
 _CONFIG = "config"
 _UNSET = object()
@@ -40,25 +40,25 @@ def parse_yaml_and_args(
 ) -> tuple[Any, ...]:
     """Fill dataclasses from the command line, from the YAML file that it names with `--config`, and from defaults.
 
-    A field name that several dataclasses have is one argument, which goes to each of them; where it is not given, each
-    keeps its own default. YAML files are flat: one key per field, `null` for `None`, lists for list fields.
+    If several dataclasses have a field of the same name, it is one argument for all of them; where it is not given,
+    each keeps its own default. YAML files are flat: one key per field, `null` for `None`, lists for list fields.
 
     Args:
         dataclass_types: one dataclass or several.
-        argv: the command line without the name of the program. `None` takes `sys.argv[1:]`.
+        argv: the command line without the name of the program. By default `sys.argv[1:]`.
         prog: name of the program in `--help`.
         description: text in `--help`.
-        defaults: values that stand in for those of the dataclasses; names that none of them has are left out.
+        defaults: values that replace the defaults of the dataclasses; names that none of them has are ignored.
 
     Returns:
         One instance of each dataclass, in the given order.
 
     Raises:
         FileNotFoundError: the YAML file does not exist.
-        ValueError: the YAML file is no flat mapping, refers to itself, is larger or nested deeper than arguments are,
-            has a key twice or one that no dataclass has, or a value that its argument does not take; or a dataclass
-            refuses its values; or two dataclasses give one name two types.
-        SystemExit: the command line is wrong, as argparse has it, with the reason on stderr.
+        ValueError: the YAML file is not a flat mapping, refers to itself, is too large or nested too deeply, or has a
+            key twice, a key that no dataclass has, or a value that its argument does not accept; or a dataclass
+            refuses its values; or two dataclasses have fields of one name and different types.
+        SystemExit: the command line is wrong; argparse prints the reason to stderr.
     """
     types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types)
     optional = _optional_arguments(types)
@@ -71,7 +71,7 @@ def parse_yaml_and_args(
     given = {name: value for name, value in (defaults or {}).items() if name in arguments}
     if config.config is not None:
         given.update(_read(Path(config.config), arguments, optional))
-    parser.set_defaults(**given)  # for --help; what counts is `given`
+    parser.set_defaults(**given)  # for the text of --help only; the values are taken from `given`
     for name in given:
         arguments[name].required = False
 
@@ -83,7 +83,7 @@ def parse_yaml_and_args(
 
 
 class _Parser(HfArgumentParser):
-    """Says what is wrong in one line: with all the options there are, usage would push it off the screen."""
+    """A parser whose errors are one line, since the usage with all options would push them off the screen."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}. See `{self.prog} --help`.\n")
@@ -94,10 +94,10 @@ def _field_names(kind: type) -> list[str]:
 
 
 def _optional_arguments(types: Iterable[type]) -> dict[str, bool]:
-    """The name of every argument, and whether it can be `None` in all dataclasses that have it.
+    """Collect the name of every argument, and whether it can be `None` in all dataclasses that have it.
 
     Raises:
-        ValueError: two dataclasses give one name two types, or a name is taken by the parser itself.
+        ValueError: two dataclasses have fields of one name and different types, or the parser itself uses a name.
     """
     owners: dict[str, tuple[type, Any]] = {}
     optional: dict[str, bool] = {}
@@ -106,8 +106,8 @@ def _optional_arguments(types: Iterable[type]) -> dict[str, bool]:
         for name in _field_names(kind):
             if name == _CONFIG:
                 raise ValueError(
-                    f"`{kind.__name__}` has a field named '{_CONFIG}'. Expected another name, since `--{_CONFIG}` is "
-                    "the YAML file."
+                    f"`{kind.__name__}` has a field named '{_CONFIG}'. Expected another name, since `--{_CONFIG}` "
+                    "names the YAML file."
                 )
             owner, hint = owners.setdefault(name, (kind, declared[name]))
             if _without_none(declared[name]) != _without_none(hint):
@@ -124,9 +124,9 @@ def _without_none(hint: Any) -> frozenset[Any]:
 
 
 def _build(types: Iterable[type], prog: str | None, description: str | None) -> HfArgumentParser:
-    """The parser of copies of the dataclasses: each name once, help texts safe from `%`-formatting.
+    """Build the parser from copies of the dataclasses, with each name once and `%` in help texts escaped.
 
-    Copies, because `HfArgumentParser` rewrites the types of the fields that it is given.
+    Copies are needed because `HfArgumentParser` changes the types of the fields that it is given.
     """
     seen: set[str] = set()
     copies: list[Any] = []
@@ -155,7 +155,7 @@ def _default(field: dataclasses.Field) -> dict[str, Any]:
 
 
 def _actions_by_name(parser: ArgumentParser, names: Iterable[str]) -> dict[str, Action]:
-    """The argument of each field; not its `--no_` complement, which shares the destination."""
+    """Find the argument of each field; its complement `--no_…` has the same destination and is left out."""
     return {
         action.dest: action
         for action in parser._actions
@@ -175,8 +175,10 @@ def _unrecognized(unknown: Sequence[str], parser: ArgumentParser) -> str:
 
 
 class _TextLoader(yaml.SafeLoader):
-    """Scalars as the text that they are in the file (so `2e-5` and `0123` reach the argument as they would on the
-    command line), except `null`. A key twice is an error."""
+    """Loads scalars other than `null` as text, so that `2e-5` and `0123` reach an argument as from the command line.
+
+    A key that appears twice is an error.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         counts = Counter(str(key.value) for key, _ in node.value)
@@ -193,9 +195,9 @@ _TextLoader.yaml_implicit_resolvers = {
 
 
 def _read(path: Path, arguments: Mapping[str, Action], optional: Mapping[str, bool]) -> dict[str, Any]:
-    """The converted values of a YAML file."""
+    """Read a YAML file, and convert its values."""
     if not path.is_file():
-        raise FileNotFoundError(f"`--{_CONFIG}` is {str(path)!r}, which is no file. Expected a YAML file.")
+        raise FileNotFoundError(f"`--{_CONFIG}` is {str(path)!r}, which is not a file. Expected a YAML file.")
     text = _text(path)
     try:
         content = yaml.load(text, Loader=_TextLoader)
@@ -214,7 +216,7 @@ def _read(path: Path, arguments: Mapping[str, Action], optional: Mapping[str, bo
 
 
 def _text(path: Path) -> str:
-    """The text of a YAML file that is safe to build."""
+    """Read the text of a YAML file, and check that it is safe to parse."""
     size = path.stat().st_size
     if size > MAX_YAML_BYTES:
         raise ValueError(
@@ -223,7 +225,7 @@ def _text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error}). Expected a YAML file. Save it as UTF-8.") from error
+        raise ValueError(f"{path} is not text in UTF-8 ({error}). Expected a YAML file. Save it as UTF-8.") from error
     try:
         check_yaml(text, MAX_YAML_BYTES)
     except yaml.YAMLError as error:
@@ -258,8 +260,10 @@ def _as_json(path: Path, name: str, text: str) -> str:
     """The value of one key as JSON, its scalars with the types that YAML gives them."""
     try:
         return json.dumps(yaml.safe_load(text)[name])
-    except (TypeError, ValueError) as error:  # dates, and numbers that are none
-        raise ValueError(f"{path}: `{name}` is no plain data ({error}). Expected numbers, texts and lists.") from error
+    except (TypeError, ValueError) as error:  # dates, NaN and infinities
+        raise ValueError(
+            f"{path}: `{name}` is not plain data ({error}). Expected numbers, texts and lists."
+        ) from error
 
 
 def _convert_text(path: Path, action: Action, text: Any) -> Any:

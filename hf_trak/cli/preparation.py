@@ -1,7 +1,7 @@
-"""From rows as they are stored to rows that a model takes: tokens and labels in columns, pixels when rows are read.
+"""Turn rows as they are stored into rows that a model accepts.
 
-What is tokenized is stored in columns, so that the fingerprint of a dataset covers how it was tokenized. Text columns
-stay, for the report.
+Tokens and labels become columns, so that the fingerprint of a dataset covers how it was tokenized. Images become
+pixels when rows are read. Text columns stay, for the report.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ _LABELS = ("labels", "label")
 
 @dataclass
 class Preparation:
-    """How rows of one kind are prepared."""
+    """The preparation of rows for one model and task."""
 
     prepare: Callable[[Dataset], Dataset]
     collator: Any = None
@@ -36,17 +36,17 @@ class Preparation:
 
 
 def preparation(model: Any, task: str, rows: Dataset, args: DataArguments, name: str, revision: str) -> Preparation:
-    """What training rows and targets have to go through for a task.
+    """Choose the preparation of training rows and targets for a task.
 
     Args:
-        model: for the labels that its config names.
-        task: the name of the task.
-        rows: the training rows, whose columns decide.
+        model: the model, whose config names the labels.
+        task: name of the task.
+        rows: the training rows, whose columns determine the preparation.
         args: names of columns.
-        name, revision: of the model, for its tokenizer or processor.
+        name, revision: name and revision of the model, for its tokenizer or processor.
 
     Raises:
-        ValueError: a needed column is not there, or rows of this task have to be prepared by the user.
+        ValueError: a required column is missing, or the user must prepare rows for this task.
     """
     if any(column in rows.column_names for column in READY):
         return _ready(rows, name, revision)
@@ -73,7 +73,8 @@ def preparation(model: Any, task: str, rows: Dataset, args: DataArguments, name:
         return _language(task, tokenizer, rows, args)
     raise ValueError(
         f"Rows for the task {task!r} have to be prepared beforehand: they have the columns {rows.column_names}. "
-        f"Expected one of {list(READY)} and labels, as the model takes them. Save such a dataset with `save_to_disk`."
+        f"Expected one of {list(READY)} and labels, as the model accepts them. Save such a dataset with "
+        "`save_to_disk`."
     )
 
 
@@ -84,7 +85,7 @@ def _as_rgb(image: Any, column: str) -> Any:
 
 
 def _ready(rows: Dataset, name: str, revision: str) -> Preparation:
-    """Rows that the model takes as they are. A tokenizer pads them, where there is one."""
+    """Prepare rows that the model accepts as they are: the tokenizer, if there is one, pads them."""
     if "input_ids" not in rows.column_names:
         return Preparation(lambda data: data)
     try:
@@ -95,7 +96,7 @@ def _ready(rows: Dataset, name: str, revision: str) -> Preparation:
 
 
 def _collator(tokenizer: Any, rows: Dataset) -> Any:
-    """Pads labels too where they are lists."""
+    """Return a collator that also pads labels, if these are lists."""
     listed = "labels" in rows.column_names and isinstance(rows[0]["labels"], list)
     return DataCollatorForTokenClassification(tokenizer) if listed else None
 
@@ -137,13 +138,13 @@ def _language(task: str, tokenizer: Any, rows: Dataset, args: DataArguments) -> 
 
 
 def _chat_tokens(messages: Any, tokenizer: Any, max_length: int | None) -> dict[str, Any]:
-    """A conversation by the template of the tokenizer, which comes with the model and may refuse it."""
+    """Tokenize a conversation with the template of the tokenizer, which may refuse it."""
     try:
         found: dict[str, Any] = tokenize_chat(messages, tokenizer, max_length)
     except (TemplateError, OverflowError) as error:
         raise ValueError(
             f"The chat template of the tokenizer fails on the messages {messages!r:.200} ({type(error).__name__}: "
-            f"{error}). Expected roles and contents that it takes. Change the rows, or name another model."
+            f"{error}). Expected roles and contents that it accepts. Change the rows, or name another model."
         ) from error
     return found
 
@@ -185,7 +186,7 @@ def _existing(rows: Dataset, names: Sequence[str], argument: str) -> list[str]:
 
 
 def _with_labels(rows: Dataset, column: str, model: Any) -> Dataset:
-    """The rows with the labels in `labels`, as the numbers that the model's config gives their names."""
+    """Put the labels into the column `labels`, as the numbers that the model's config assigns to their names."""
     if column != "labels":
         if "labels" in rows.column_names:
             raise ValueError(f"`label_column` is {column!r}, but there is a column `labels` too. Remove one of them.")

@@ -1,4 +1,4 @@
-"""`hf-trak pull`."""
+"""`hf-trak pull`: copy a published index into a directory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from hf_trak.cli.parser import parse_yaml_and_args
 
 @dataclass
 class PullArguments:
-    """Which index, and where to. The token is that of `hf auth login`, or of HF_TOKEN."""
+    """The index and the directory. The token is that of `hf auth login`, or that in HF_TOKEN."""
 
     repo_id: str = field(metadata={"help": "Dataset repo of the index; may stand first."})
-    output_dir: str = field(default="trak", metadata={"help": "Directory to copy it into."})
+    output_dir: str = field(default="trak", metadata={"help": "Directory into which the index is copied."})
     revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit."})
-    local_files_only: bool = field(default=False, metadata={"help": "Use the cache alone."})
+    local_files_only: bool = field(default=False, metadata={"help": "Use only the cache."})
 
 
 def run(argv: Sequence[str]) -> None:

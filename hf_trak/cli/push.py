@@ -1,4 +1,4 @@
-"""`hf-trak push`."""
+"""`hf-trak push`: publish an index, and scores, on the Hub."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,27 +13,31 @@ from hf_trak.report.run import AttributionRun
 
 @dataclass
 class PushArguments:
-    """What to publish, and where. The token is that of `hf auth login`, or of HF_TOKEN."""
+    """The index and the repo. The token is that of `hf auth login`, or that in HF_TOKEN."""
 
     output_dir: str = field(metadata={"help": "Directory of the index; may stand first."})
-    repo_id: str = field(metadata={"help": "Dataset repo, `user/name`, created if need be."})
-    private: bool = field(default=False, metadata={"help": "Make a repo that is created private."})
+    repo_id: str = field(metadata={"help": "Dataset repo, `user/name`; created unless it exists."})
+    private: bool = field(default=False, metadata={"help": "Make the repo private if it is created."})
     revision: str | None = field(default=None, metadata={"help": "Branch. By default the main one."})
     create_pr: bool = field(default=False, metadata={"help": "Open a pull request instead of committing."})
     model_name: str | None = field(default=None, metadata={"help": "Model repo that the index belongs to."})
-    model_revision: str | None = field(default=None, metadata={"help": "Its revision."})
+    model_revision: str | None = field(default=None, metadata={"help": "Revision of that model repo."})
     checkpoints: list[str] | None = field(
         default=None, metadata={"help": "Model repos of the weights, `user/model@revision`, by ascending model id."}
     )
-    scores: str | None = field(default=None, metadata={"help": "A run: its scored targets are published too."})
-    lds: float | None = field(default=None, metadata={"help": "The linear datamodeling score, if measured."})
+    scores: str | None = field(
+        default=None, metadata={"help": "Directory of a run whose scored targets are also published."}
+    )
+    lds: float | None = field(
+        default=None, metadata={"help": "Linear datamodeling score of the index, if it was measured."}
+    )
 
 
 def run(argv: Sequence[str]) -> None:
     """Publish an index, and the scores of a run.
 
     Raises:
-        ValueError: there are not as many checkpoints as the index has.
+        ValueError: `checkpoints` has another number of entries than the index has checkpoints.
     """
     args, output = parse_yaml_and_args(
         (PushArguments, OutputArguments),
@@ -45,7 +49,7 @@ def run(argv: Sequence[str]) -> None:
     from hf_trak.store.store import FeatureStore
 
     store = FeatureStore.load(args.output_dir)
-    settings = None  # of a copy of an index: those that it came with
+    settings = None  # a copy of an index comes with its own
     if not is_copy(args.output_dir):
         saved = remembered(args.output_dir)
         names = {name: value for name, value in saved.items() if name in TrakConfig.__dataclass_fields__}

@@ -1,4 +1,4 @@
-"""`hf-trak report`."""
+"""`hf-trak report`: write a run as one HTML file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,18 +13,24 @@ from hf_trak.report import AttributionRun, ReportOptions, write_report
 
 @dataclass
 class ReportArguments:
-    """Which run, and what to show of it."""
+    """The run, and what is shown of it."""
 
     run: str = field(metadata={"help": "Directory of a run, or the `output_dir` that holds it; may stand first."})
-    output: str | None = field(default=None, metadata={"help": "The HTML file. By default `report.html` in the run."})
-    title: str | None = field(default=None, metadata={"help": "Heading."})
-    examples: int = field(default=5, metadata={"help": "Training examples from either end."})
-    max_targets: int | None = field(default=None, metadata={"help": "Show this many targets. `None` shows all."})
-    train_dataset: str | None = field(
-        default=None, metadata={"help": "The training rows, where the run does not have them."}
+    output: str | None = field(
+        default=None, metadata={"help": "Path of the HTML file. By default `report.html` in the directory of the run."}
     )
-    train_split: str | None = field(default=None, metadata={"help": "Their split."})
-    label_names: list[str] | None = field(default=None, metadata={"help": "Names of numbered labels."})
+    title: str | None = field(default=None, metadata={"help": "Heading of the page."})
+    examples: int = field(
+        default=5, metadata={"help": "Number of training examples to show, of the highest scores and of the lowest."}
+    )
+    max_targets: int | None = field(default=None, metadata={"help": "Number of targets to show. By default all."})
+    train_dataset: str | None = field(
+        default=None, metadata={"help": "The training rows, if the run does not contain them."}
+    )
+    train_split: str | None = field(default=None, metadata={"help": "Split of `train_dataset`."})
+    label_names: list[str] | None = field(
+        default=None, metadata={"help": "Names of the labels, in the order of their numbers."}
+    )
 
 
 def run(argv: Sequence[str]) -> None:
@@ -33,7 +39,7 @@ def run(argv: Sequence[str]) -> None:
         (ReportArguments, ColumnArguments, OutputArguments),
         argv,
         prog="hf-trak report",
-        description="Write a run as one HTML file that loads nothing from anywhere.",
+        description="Write a run as one self-contained HTML file, which loads no other files.",
     )
     train = None
     if args.train_dataset is not None:

@@ -1,4 +1,4 @@
-"""Rows from wherever a user has them."""
+"""Load rows from the Hub, a saved dataset, or data files."""
 
 from pathlib import Path
 
@@ -21,14 +21,14 @@ def load_rows(
     Args:
         name: a dataset on the Hub, a directory of `save_to_disk`, a data file, or a directory of data files.
         config_name: configuration of a dataset on the Hub.
-        split: its name. `None` takes the only one, or the first of `preferred` that there is.
+        split: name of the split. By default the only one, or the first of `preferred` that exists.
         preferred: names of splits.
-        limit: take this many rows, evenly spaced.
+        limit: number of rows to take, evenly spaced. By default all.
 
     Raises:
-        FileNotFoundError: the name is that of a file or directory, and there is none.
-        ValueError: there is no such split, or several to choose from; a file of an unknown kind, or a damaged one; or
-            there are no rows.
+        FileNotFoundError: the name is a path that does not exist.
+        ValueError: the split does not exist, or is not given and cannot be chosen; a file is damaged or of an unknown
+            kind; or there are no rows.
     """
     path = Path(name)
     if path.is_dir() and any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
@@ -42,7 +42,7 @@ def load_rows(
         splits = load_dataset(name, config_name)
     if isinstance(splits, Dataset):
         if split is not None:
-            raise ValueError(f"{name!r} has no splits, but {split!r} was asked for. Leave the split out.")
+            raise ValueError(f"`split` is {split!r}, but {name!r} has no splits. Leave the split out.")
         rows = splits
     else:
         rows = splits[_split(name, splits, split, preferred)]

@@ -1,4 +1,4 @@
-"""`hf-trak selftest`."""
+"""`hf-trak selftest`: check kernels, engines and a tiny run on this machine."""
 
 import tempfile
 import time
@@ -26,7 +26,7 @@ _MAPS: tuple[MapName, ...] = ("sjlt", "rademacher", "normal")
 
 @dataclass
 class Check:
-    """One thing that was checked."""
+    """The result of one check."""
 
     name: str
     passed: bool | None
@@ -50,19 +50,19 @@ class TinyModel(nn.Module):
 
 
 def margins(outputs: Any, batch: Any) -> Tensor:
-    """Logit of the label minus logsumexp of the others, `(B,)`."""
+    """Return the logit of the label minus the logsumexp of the others, `(B,)`."""
     logits, labels = outputs["logits"], batch["labels"][:, None]
     others = logits.scatter(1, labels, -torch.inf).logsumexp(dim=1)
     return logits.gather(1, labels)[:, 0] - others
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run every check; 1 if one fails."""
+    """Run every check. Returns the exit status, 1 if one fails."""
     (output,) = parse_yaml_and_args(
         OutputArguments,
         argv,
         prog="hf-trak selftest",
-        description="Check that engines, projections, kernels and a tiny run are right on this machine.",
+        description="Check that engines, projections, kernels and a tiny run give correct results on this machine.",
     )
     torch.manual_seed(0)
     checks = [_checked(f"engine {name}", partial(_engine, name)) for name in _ENGINES]
@@ -98,7 +98,7 @@ def _rows(count: int) -> dict[str, Tensor]:
 
 
 def _reference(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Gradients `(B, P)` by plain autograd, one sample at a time."""
+    """Compute gradients `(B, P)` by plain autograd, one sample at a time."""
     rows = []
     for i in range(len(batch["labels"])):
         single = {name: value[i : i + 1] for name, value in batch.items()}
@@ -136,7 +136,7 @@ def _kernel(name: MapName) -> tuple[bool | None, str]:
 
 
 def _end_to_end() -> tuple[bool, str]:
-    """Unprojected scores against the paper's formula in float64."""
+    """Compare unprojected scores with the paper's formula in float64."""
     model, train, targets = TinyModel().eval(), _rows(_ROWS), {k: v[:_TARGETS] for k, v in _rows(_ROWS).items()}
     with tempfile.TemporaryDirectory() as directory:
         config = TrakConfig(output_dir=directory, proj_type="none", use_cpu=True, disable_tqdm=True)

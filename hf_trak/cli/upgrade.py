@@ -1,4 +1,4 @@
-"""`hf-trak upgrade`."""
+"""`hf-trak upgrade`: bring a directory of an older version up to date."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,15 +15,15 @@ from hf_trak.store.store import FeatureStore
 
 
 def run(argv: Sequence[str]) -> None:
-    """Bring what an older version wrote up to date."""
+    """Bring a directory that an older version wrote up to date."""
     parse = partial(
         parse_yaml_and_args,
         (ModelArguments, DataArguments, TrakConfig, OutputArguments),
         argv,
         prog="hf-trak upgrade",
-        description="Bring a directory that an older version of hf_trak wrote up to date. Of a feature store, one row "
-        "of every shard is computed again and compared; model, rows and settings are those that `hf-trak featurize` "
-        "has left in output_dir, unless given. Of TRAKer directories and retrainings, files get checksums.",
+        description="Bring a directory that an older version of hf_trak wrote up to date. For a feature store, one "
+        "row of every shard is computed again and compared; model, rows and settings are by default those that "
+        "`hf-trak featurize` has recorded in output_dir. Files of TRAKer directories and retrainings get checksums.",
     )
     directory = Path(parse()[2].output_dir)
     kind = _seal(directory)
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _seal(directory: Path) -> str | None:
-    """Give checksums to a directory that is no feature store, and say what it is."""
+    """Add checksums to a directory of another kind than a feature store; return its kind, `None` for a store."""
     if (directory / "retraining.json").exists():
         from hf_trak.evaluation.retraining import upgrade_retraining
 

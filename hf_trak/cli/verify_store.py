@@ -1,4 +1,4 @@
-"""`hf-trak verify-store`."""
+"""`hf-trak verify-store`: check every byte of a directory."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,23 +18,22 @@ from hf_trak.store.verification import verify_store
 
 @dataclass
 class VerifyArguments:
-    """What to check."""
+    """The directory to check."""
 
     output_dir: str = field(
         metadata={"help": "Directory of a store, an index, a run, a TRAKer or retrainings; may stand first."}
     )
-    all_files: bool = field(default=False, metadata={"help": "List intact files, too."})
+    all_files: bool = field(default=False, metadata={"help": "Also list intact files."})
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check every byte below a directory; 1 if anything is damaged."""
+    """Check every byte of a directory. Returns the exit status, 1 if anything is damaged."""
     args, output = parse_yaml_and_args(
         (VerifyArguments, OutputArguments),
         argv,
         prog="hf-trak verify-store",
-        description="Check every byte of a directory that hf_trak wrote against the checksums and identities in it: "
-        "what is intact, what is damaged, what is missing, and what computes it again. The exit status is 1 if "
-        "anything is damaged.",
+        description="Check every byte of a directory that hf_trak wrote against the checksums and identities in it. "
+        "Shows what is damaged or missing, and how to compute it again. The exit status is 1 if anything is damaged.",
     )
     directory = Path(args.output_dir)
     findings = list({(one.path, one.state): one for one in findings_of(directory)}.values())
@@ -51,7 +50,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def findings_of(directory: Path) -> Iterable[Finding]:
-    """What is found in a directory, whatever kind of directory it is.
+    """Check a directory of any kind.
+
+    Returns:
+        The findings, one for each file.
 
     Raises:
         IncompleteStoreError: hf_trak wrote nothing here.

@@ -101,8 +101,8 @@ def upgrade_retraining(directory: Path) -> None:
         if row is not None and not _same(row, digest, outputs, training_seed(files.config["seed"], *training)):
             raise StoreError(
                 f"{old.path(*training)} and {directory / DATASET} hold different results of training {training}, so "
-                "that one of them is damaged. Expected the same in both. Restore the damaged one, or delete the file of the training "
-                "and call `retrain_on_subsets` with the same arguments."
+                "that one of them is damaged. Expected the same in both. Restore the damaged one, or delete the file "
+                "of the training and call `retrain_on_subsets` with the same arguments."
             )
     for training, (outputs, digest) in found.items():
         current.write(*training, digest, outputs)
