@@ -1,4 +1,4 @@
-"""The Gram matrix: the same bits for every order and division of shards, and as exact as float64 sums are."""
+"""The Gram matrix has the same bits for every order and division of shards, and is as exact as float64 sums."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def pieces(rows: int, k: int, size: int, scales: torch.Tensor | None = None) -> 
 
 
 def total(shards: list[torch.Tensor], processes: list[list[int]]) -> torch.Tensor:
-    """XᵀX as processes compute it that have the given shards each, in the given order."""
+    """Compute XᵀX with one process for each list of shards, in the given order."""
     largest = torch.stack([column_squares(shard) for shard in shards]).amax(dim=0)
     sums = []
     for mine in processes:
@@ -27,7 +27,7 @@ def total(shards: list[torch.Tensor], processes: list[list[int]]) -> torch.Tenso
 
 
 def exact(shards: list[torch.Tensor]) -> torch.Tensor:
-    """XᵀX in float64; float32 products are exact there."""
+    """Compute XᵀX in float64, in which products of float32 numbers are exact."""
     x = torch.cat(shards).double()
     return x.T @ x
 
@@ -45,7 +45,7 @@ def test_the_same_bits_for_any_division_of_shards(rows, k, size):
 
 
 def test_plain_float64_sums_do_depend_on_the_order():
-    """What the test above guards against happens on the same data."""
+    """On the same data, plain float64 sums do depend on the order, so that the test above can fail."""
     shards = pieces(301, 20, 10, torch.logspace(-4, 4, 20))
     partial = [shard.double().T @ shard.double() for shard in shards]
     assert not torch.equal(sum(partial[1:], partial[0]), sum(partial[-2::-1], partial[-1]))
@@ -53,7 +53,7 @@ def test_plain_float64_sums_do_depend_on_the_order():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_as_exact_as_float64(dtype):
-    """Relative to √(G_ii G_jj), which bounds |G_ij|: columns of small features are summed as well as large ones."""
+    """Errors are small relative to √(G_ii G_jj), which bounds |G_ij|, so small columns are as exact as large ones."""
     scales = torch.tensor([1e-30, 1e-4, 1.0, 300.0, 1e-2]) if dtype == torch.float32 else torch.logspace(-2, 2, 5)
     shards = [shard.to(dtype) for shard in pieces(1000, 5, 16, scales)]
     expected = exact(shards)
@@ -73,7 +73,7 @@ def test_columns_of_zeros_and_one_shard_that_outweighs_all_others():
 
 
 def test_half_precision_does_not_overflow():
-    """Trap 7: 60,000 rows of 4.0 sum to 960,000, far beyond 65,504."""
+    """60,000 float16 rows of 4.0 have the exact sum 960,000, far above 65,504, the largest float16 number."""
     shards = list(torch.full((60_000, 2), 4.0, dtype=torch.float16).split(8192))
     assert torch.equal(total(shards, [list(range(len(shards)))]), torch.full((2, 2), 960_000.0, dtype=torch.float64))
 

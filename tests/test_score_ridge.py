@@ -1,4 +1,4 @@
-"""Gram accumulation, λ, and the factorized ridge system."""
+"""Accumulation of the Gram matrix, λ, and the factorized ridge system."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ from hf_trak.scores.ridge import RidgeSystem, gram_update, ridge_lambda
 
 
 def spd(k: int, condition: float) -> torch.Tensor:
-    """A float64 matrix with eigenvalues spread evenly, on a log scale, from 1 to 1/condition."""
+    """Make a float64 matrix with eigenvalues from 1 to 1/condition, evenly spaced on a logarithmic scale."""
     basis, _ = torch.linalg.qr(torch.randn(k, k, dtype=torch.float64))
     return basis @ torch.diag(torch.logspace(0, -math.log10(condition), k, dtype=torch.float64)) @ basis.T
 
@@ -100,7 +100,7 @@ def test_condition_estimate_is_a_tight_lower_bound(k, condition):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rank", [1, 15, 31])
 def test_rank_deficient_without_ridge_is_an_error_with_a_remedy(dtype, rank):
-    """Trap 8. Rounding often leaves such a matrix barely positive definite; that must not pass for regular."""
+    """A singular matrix is refused although rounding often makes it barely positive definite."""
     for _ in range(10):
         features = torch.randn(rank, 32, dtype=torch.float64).repeat(3, 1)
         gram = (features.T @ features).to(dtype)
@@ -146,7 +146,7 @@ def test_wrong_shapes_and_lambdas():
 
 
 def test_the_log_tells_lambda_and_the_condition_number(tmp_path, caplog):
-    """Of every checkpoint, when it is solved: the numbers of the matrix that its features on disk make."""
+    """λ and the condition number are logged for every checkpoint, equal to those of its features on disk."""
     args = TrakConfig(str(tmp_path), proj_dim=8, use_cpu=True, disable_tqdm=True, lambda_relative=0.05)
     rows = Dataset.from_dict({"pixel_values": torch.randn(20, 6).tolist(), "labels": [i % 3 for i in range(20)]})
     models = [TinyNet(), TinyNet()]
