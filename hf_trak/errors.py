@@ -17,7 +17,7 @@ class CheckpointMismatchError(HfTrakError, ValueError):
 
 
 class StoreError(HfTrakError, RuntimeError):
-    """A file of the feature store is missing, truncated, corrupted or of an unknown format."""
+    """A file is missing, damaged or of an unknown format, or cannot be written."""
 
 
 class IncompleteStoreError(StoreError):
@@ -25,7 +25,7 @@ class IncompleteStoreError(StoreError):
 
 
 class GradientEngineError(HfTrakError, RuntimeError):
-    """An engine cannot take right per-sample gradients of a model; names the parameter, the module, the remedy."""
+    """An engine cannot compute exact per-sample gradients of a model; names the parameter, the module, the remedy."""
 
 
 class NonFiniteError(HfTrakError, ValueError):
@@ -37,7 +37,8 @@ class SingularGramError(HfTrakError, ValueError):
 
 
 class HubAccessError(HfTrakError, OSError):
-    """A repo, revision or file of the Hub cannot be had: it does not exist, access is refused, or the line broke."""
+    """A repo, revision or file of the Hub cannot be read or written: it does not exist, access is refused, or the
+    connection failed."""
 
 
 class RefusedIndexError(StoreError):

@@ -1,6 +1,12 @@
-"""How good an attribution is: what scores predict against what retraining shows.
+"""Evaluation of attributions: comparison of the effects that scores predict with those that retraining measures.
 
-Everything takes plain matrices of scores `(n_train, n_targets)`, whichever library they come from.
+`subsets.py` chooses subsets of the training rows, `retraining.py` trains on them (`trainer_retraining.py` with
+`Trainer`), and `lds.py`, `leave_one_out.py`, `counterfactual.py` and `mislabelled.py` compute measures, which take
+plain matrices of scores `(n_train, n_targets)` of any library. `reliability.py` measures the noise of the retrainings.
+
+May import everything in hf_trak but `cli`, `hub`, `report` and `recipe_kit`.
+
+Start with `lds.py`, whose first function is the measure of the TRAK paper.
 """
 
 from hf_trak.evaluation.counterfactual import CounterfactualCurves, CounterfactualPlan, counterfactual_plan

@@ -16,10 +16,15 @@ class LdsResult:
     """Linear datamodeling scores of m targets, with intervals.
 
     Attributes:
-        per_target: `(m,)`, Spearman's correlation of each target over the subsets.
-        low, high: `(m,)`, the ends of each one's interval, from resampled subsets.
-        mean: the mean over targets, which the paper reports. Its interval comes from resampling subsets and targets:
-            the same retrained models serve all targets, so that resampling targets alone would understate it.
+        per_target (`np.ndarray` of shape `(m,)`):
+            Spearman's correlation of each target over the subsets.
+        low (`np.ndarray` of shape `(m,)`):
+            Lower ends of the intervals, from resampled subsets.
+        high (`np.ndarray` of shape `(m,)`):
+            Upper ends of the intervals.
+        mean (`Interval`):
+            The mean over targets, which the paper reports. Its interval comes from resampling subsets and targets: the
+            same retrained models serve all targets, so that resampling targets alone would understate it.
     """
 
     per_target: np.ndarray
@@ -28,26 +33,29 @@ class LdsResult:
     mean: Interval
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain JSON values."""
+        """Return the result as plain JSON values."""
         columns = {name: getattr(self, name).tolist() for name in ("per_target", "low", "high")}
         return {"mean": self.mean.to_dict(), **columns}
 
 
 def linear_datamodeling_score(scores: ArrayLike, masks: ArrayLike, outputs: ArrayLike) -> np.ndarray:
-    """How well scores predict what retraining on subsets does to each target.
+    """Compute the linear datamodeling score of each target.
 
-    For subsets S_1 … S_s of the training set and target j: Spearman's rank correlation, over the subsets, of the
-    measured output f(z_j; θ*(S)) with the predicted one, Σ_{i ∈ S} τ_{ij}.
+    For subsets S_1 … S_s of the training set and target j, this is Spearman's rank correlation, over the subsets, of
+    the measured output f(z_j; θ*(S)) with the predicted one, Σ_{i ∈ S} τ_{ij}.
 
     Args:
-        scores: τ, `(n, m)`, of any attribution method, higher meaning more helpful.
-        masks: `(s, n)`, true where a training row belongs to the subset.
-        outputs: `(s, m)`, the model output on every target after training on each subset (an average of several such
-            trainings has less noise).
+        scores (`ArrayLike` of shape `(n, m)`):
+            Scores τ of any attribution method; higher means more helpful.
+        masks (`ArrayLike` of shape `(s, n)`):
+            True where a training row belongs to the subset.
+        outputs (`ArrayLike` of shape `(s, m)`):
+            The model output on every target after training on each subset. An average of several such trainings has
+            less noise.
 
     Returns:
-        `(m,)`: the score of each target, in [-1, 1]; 0 where the predictions or the outputs are constant. The mean
-        over targets is what the paper reports.
+        `np.ndarray` of shape `(m,)`: the score of each target, in [-1, 1]; 0 where the predictions or the outputs are
+        constant. The paper reports the mean over targets.
 
     Raises:
         ImportError: scipy is not installed.
@@ -65,19 +73,33 @@ def evaluate_lds(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> LdsResult:
-    """The linear datamodeling score with bootstrap confidence intervals.
+    """Compute the linear datamodeling score with bootstrap confidence intervals.
 
     Subsets and targets are resampled independently of each other (Owen 2007, The pigeonhole bootstrap).
 
     Args:
-        scores, masks, outputs: see [`linear_datamodeling_score`].
-        confidence: of the intervals.
-        resamples: bootstrap samples; each costs as much as the score itself without the product of masks and scores.
-        seed: of the bootstrap.
+        scores (`ArrayLike` of shape `(n, m)`):
+            See [`linear_datamodeling_score`].
+        masks (`ArrayLike` of shape `(s, n)`):
+            See [`linear_datamodeling_score`].
+        outputs (`ArrayLike` of shape `(s, m)`):
+            See [`linear_datamodeling_score`].
+        confidence (`float`, *optional*, defaults to 0.95):
+            Confidence level of the intervals.
+        resamples (`int`, *optional*, defaults to 1000):
+            Number of bootstrap samples. Each takes as long as the score itself without the product of masks and
+            scores.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the bootstrap.
+
+    Returns:
+        [`LdsResult`]: the scores and their intervals.
 
     Raises:
-        ImportError, ValueError, NonFiniteError: as [`linear_datamodeling_score`]; ValueError also if `confidence` or
-            `resamples` is out of range.
+        ImportError: scipy is not installed.
+        ValueError: shapes do not fit, there are fewer than three subsets, or `confidence` or `resamples` is out of
+            range.
+        NonFiniteError: a score or an output is NaN or infinite.
     """
     check_interval(confidence, resamples)
     predicted, measured = _predicted_and_measured(scores, masks, outputs)
@@ -99,17 +121,32 @@ def compare_lds(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Mean score of `first` minus that of `second`, with its bootstrap interval.
+    """Compute the mean score of `first` minus that of `second`, with its bootstrap interval.
 
-    Both are judged by the same resampled subsets and targets, so the interval of the difference is narrower than those
-    of the two scores suggest: 0 outside it means that the difference is no accident of the subsets and targets.
+    Both use the same resampled subsets and targets, so that the interval of the difference is narrower than those of
+    the two scores suggest. If 0 is outside it, the difference is no accident of the subsets and targets.
 
     Args:
-        first, second: two attributions `(n, m)` of the same targets.
-        masks, outputs, confidence, resamples, seed: see [`evaluate_lds`].
+        first (`ArrayLike` of shape `(n, m)`):
+            Scores of one attribution method.
+        second (`ArrayLike` of shape `(n, m)`):
+            Scores of another one for the same targets.
+        masks (`ArrayLike` of shape `(s, n)`):
+            See [`linear_datamodeling_score`].
+        outputs (`ArrayLike` of shape `(s, m)`):
+            See [`linear_datamodeling_score`].
+        confidence (`float`, *optional*, defaults to 0.95):
+            Confidence level of the interval.
+        resamples (`int`, *optional*, defaults to 1000):
+            Number of bootstrap samples.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the bootstrap.
+
+    Returns:
+        [`Interval`]: the difference and its interval.
 
     Raises:
-        As [`evaluate_lds`].
+        ImportError, ValueError, NonFiniteError: see [`evaluate_lds`].
     """
     check_interval(confidence, resamples)
     both = [_predicted_and_measured(scores, masks, outputs) for scores in (first, second)]
@@ -122,7 +159,7 @@ def compare_lds(
 def _resampled(
     predicted: np.ndarray, measured: np.ndarray, resamples: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scores over resampled subsets `(resamples, m)`, and their means over resampled targets `(resamples,)`."""
+    """Compute scores over resampled subsets `(resamples, m)`, and means over resampled targets `(resamples,)`."""
     rng = np.random.default_rng(seed)
     s, m = predicted.shape
     values, means = np.empty((resamples, m)), np.empty(resamples)
@@ -134,7 +171,7 @@ def _resampled(
 
 
 def _predicted_and_measured(scores: ArrayLike, masks: ArrayLike, outputs: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Σ_{i ∈ S} τ_{ij} and f(z_j; θ*(S)), both `(s, m)`, float64."""
+    """Compute Σ_{i ∈ S} τ_{ij}, and check f(z_j; θ*(S)); both are `(s, m)`, float64."""
     tau = np.asarray(scores, dtype=np.float64)
     member = np.asarray(masks, dtype=np.float64)
     measured = np.asarray(outputs, dtype=np.float64)

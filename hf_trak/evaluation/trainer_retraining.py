@@ -1,4 +1,4 @@
-"""Retraining with `transformers.Trainer`, and the outputs of the model that comes out of it."""
+"""Retraining with `transformers.Trainer`, and the outputs of the trained model on the targets."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ _LAUNCH_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GR
 
 
 class TrainerRetraining:
-    """What [`retrain_on_subsets`] calls: train on a subset with a `Trainer`, return f on every target.
+    """A training with `Trainer` for [`retrain_on_subsets`]: trains on a subset and returns f on every target.
 
     ```python
     def make_trainer(rows, seed):
@@ -99,7 +99,7 @@ class TrainerRetraining:
             row_count(getattr(self, name), name)
 
     def __call__(self, rows: np.ndarray, seed: int) -> np.ndarray:
-        """Train on these rows. Returns f of every target, `(m,)`, float64."""
+        """Train on these rows, and return f of every target, `(m,)`, float64."""
         seed = seed if self.seed is None else self.seed
         with training_alone():
             set_seed(seed)
@@ -133,18 +133,24 @@ def model_outputs(
     batch_size: int = 64,
     remove_unused_columns: bool = True,
 ) -> np.ndarray:
-    """f(z; θ) of every row, with the model in eval mode (and left in the mode it was in).
+    """Compute f(z; θ) of every row, with the model in eval mode; its own mode is restored.
 
     Args:
-        model: the model, on its device.
-        dataset: m rows.
-        task: the model output function; inferred from the model by default.
-        data_collator: turns rows into a batch; chosen as `Trainer` does by default.
-        batch_size: rows per batch.
-        remove_unused_columns: drop dataset columns that the model does not take, as `Trainer` does.
+        model (`torch.nn.Module`):
+            The model, on its device.
+        dataset (`Dataset`):
+            The m rows.
+        task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
+            The model output function. By default it follows from the model.
+        data_collator (`Callable`, *optional*):
+            Turns rows into a batch. By default it is chosen as by `Trainer`.
+        batch_size (`int`, *optional*, defaults to 64):
+            Rows per batch.
+        remove_unused_columns (`bool`, *optional*, defaults to `True`):
+            Whether to drop dataset columns that the model does not accept, as `Trainer` does.
 
     Returns:
-        `(m,)`, float64.
+        `np.ndarray` of shape `(m,)`, float64: the outputs.
 
     Raises:
         ValueError: the task cannot be inferred, is not a batched one, or needs reference rows (CLIP).
@@ -152,8 +158,8 @@ def model_outputs(
     chosen = get_task(infer_task(model) if task is None else task)
     if not isinstance(chosen, BatchedModelOutput) or chosen.reference_rows(row_count(dataset, "dataset")):
         raise ValueError(
-            f"`task` is {type(chosen).__name__}. Expected a task of one batched forward pass without reference rows; "
-            "for others pass a `retrain` function of your own that returns the outputs."
+            f"`task` is {type(chosen).__name__}. Expected a task of one batched forward pass without reference rows. "
+            "For others, pass a `retrain` function of your own that returns the outputs."
         )
     collator = chosen.collator(data_collator or default_collator(dataset))
     columns = [*forward_columns(model), *chosen.batch_columns] if remove_unused_columns else None
@@ -175,8 +181,8 @@ def model_outputs(
 
 @contextmanager
 def training_alone() -> Iterator[None]:
-    """A block in which `Trainer` and `Accelerator` see one process, so that each process of a launch trains a model
-    of its own, on its own device.
+    """Make `Trainer` and `Accelerator` see one process, so that each process of a launch trains a model of its own, on
+    its own device.
     """
     if not torch.distributed.is_initialized():
         yield

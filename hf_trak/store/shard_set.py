@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import IncompleteStoreError, NonFiniteError, StoreError
+from hf_trak.runtime.finite import check_finite_rows
 from hf_trak.store.findings import Finding
 from hf_trak.store.shards import (
     FORMAT_VERSION,
@@ -175,7 +176,7 @@ class ShardSet:
                 f"{rows.start}–{rows.stop - 1}."
             )
         grads = self._to_storage(grads.detach(), rows)
-        check_finite(out_to_loss, rows, "output-to-loss gradient")
+        check_finite_rows(out_to_loss, "output-to-loss gradient", rows, unit="sample")
         path = self.path(index)
         write_tensors(
             path,
@@ -235,7 +236,7 @@ class ShardSet:
                 yield Finding(path, "missing", f"rows {rows.start} to {rows.stop - 1} are not computed", remedy)
                 continue
             try:
-                check_finite(self.read(index, verify=True).grads, rows, "projected gradient")
+                check_finite_rows(self.read(index, verify=True).grads, "projected gradient", rows, unit="sample")
             except (StoreError, NonFiniteError) as error:
                 yield Finding(path, "damaged", str(error), f"Delete it; then: {remedy}")
             else:
@@ -259,7 +260,7 @@ class ShardSet:
         )
 
     def _to_storage(self, grads: Tensor, rows: range) -> Tensor:
-        check_finite(grads, rows, "projected gradient")
+        check_finite_rows(grads, "projected gradient", rows, unit="sample")
         stored, worst = cast_rows(grads, self.dtype, rows, "projected gradient")
         if worst > UNDERFLOW_TOLERANCE and not self._warned:
             self._warned = True
@@ -274,18 +275,6 @@ class ShardSet:
 def content_hash(checksums: Sequence[str]) -> str:
     """Hash the checksums of all shards of a feature matrix, in their order. 32 hex digits."""
     return hashlib.sha256("".join(checksums).encode()).hexdigest()[:32]
-
-
-def check_finite(values: Tensor, rows: Sequence[int], what: str) -> None:
-    """Raise `NonFiniteError`, naming the first row with a NaN or an infinity. `values` is `(rows,)` or `(rows, k)`."""
-    finite = torch.isfinite(values).reshape(len(rows), -1).all(dim=1)
-    if not bool(finite.all()):
-        bad = [rows[i] for i in torch.nonzero(~finite).flatten().tolist()]
-        more = f" (and of {len(bad) - 1} more in this batch)" if len(bad) > 1 else ""
-        raise NonFiniteError(
-            f"The {what} of sample {bad[0]}{more} has NaN or infinite values; expected finite ones. Look at this "
-            "sample and at the checkpoint's weights, or compute in float32."
-        )
 
 
 def cast_rows(grads: Tensor, dtype: torch.dtype, rows: Sequence[int], what: str) -> tuple[Tensor, float]:
