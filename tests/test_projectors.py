@@ -47,9 +47,9 @@ def entries(projector, start, n, model_id, form="accumulate"):
 def test_entries_equal_reference(name, nonzeros, k, start, form):
     projector = make_projector(name, start + 100, k, 2**40 + 3, "cpu", nonzeros=nonzeros)
     expected = reference.matrix(projector.algorithm, start, 100, k, 2**40 + 3, 9, nonzeros)
-    # An entry is radius · cos(angle), in units of u = 2⁻²⁴: the angle below 2π is rounded by 4, as is every number from
-    # 4 to 8, and its factor 2π by 3. The cosine, a number below 1, is off by a unit in its last place. The logarithm is,
-    # too, which makes 1 of the root, and root and product round by 1 each. The radius is at most 5.77.
+    # An entry is radius · cos(angle), with errors in units of 2⁻²⁴: 4 of the angle, as of every number from 4 to 8,
+    # and 3 of its factor 2π. The cosine, a number below 1, is off by a unit in its last place. So is the logarithm,
+    # which makes 1 of the root; root and product round by 1 each. The radius is at most 5.77.
     tolerance = 5.77 * (4 + 3 + 1 + 1 + 1 + 1) * unit_roundoff() if name == "normal" else 0
     assert np.abs(entries(projector, start, 100, 9, form) - expected).max() <= tolerance
 
@@ -64,8 +64,8 @@ def test_any_cut_gives_the_same_features(name, nonzeros):
     cuts = [0, 5, 517, 9000, 9001, 40_000, 70_001]
     for first, last in reversed(list(pairwise(cuts))):
         projector.accumulate(pieces, grads[:, first:last], first, 2)
-    # Dense maps add 1024 products at a time, and then 69 sums; seven pieces make six additions more. The sparse map adds
-    # fewer than 10 terms to an accumulator, and then 277 accumulators. The norm of n normal entries varies by 1 %.
+    # Dense maps add 1024 products at a time, and then 69 sums; six pieces make six additions more. The sparse map adds
+    # about 10 terms to an accumulator, and then 277 accumulators. The norm of n normal entries varies by 1 %.
     norms = 1.1 * math.sqrt(nonzeros) * grads.norm(dim=1, keepdim=True)
     assert_within(pieces, whole, random_walk_bound(1024 + 69 + 6, norms, sums=3 * 37, computations=2))
 

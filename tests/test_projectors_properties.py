@@ -85,8 +85,8 @@ def test_any_cut_and_order_gives_the_same_features(name, nonzeros, data, seed, k
     for first, last in blocks:
         projector.accumulate(accumulated, grads[:, first:last], first, 1)
         sink(first, grads[:, first:last])
-    # Sums of 9,001 terms of random sign in blocks of 1024 at most, and of 9 blocks and up to 7 pieces. The norm of 9,001
-    # normal entries varies by 1.5 %, in 2,048 of them by 6 %.
+    # Sums of 9,001 terms of random sign in blocks of 1024 at most, and of 9 blocks and up to 7 pieces. The norm of so
+    # many normal entries varies by 1 %.
     norms = 1.1 * math.sqrt(projector.nonzeros if name == "sjlt" else 1) * grads.norm(dim=1, keepdim=True)
     bound = random_walk_bound(1024 + 9 + 7, norms, sums=4 * k, computations=2)
     assert_within(accumulated, whole, bound)

@@ -111,6 +111,11 @@ def test_random_walk_bound_is_exceeded_as_rarely_as_it_says() -> None:
     assert_within(error, torch.zeros_like(error), random_walk_bound(400, norms, sums=20_000))
     for failure in (0.1, 0.01, 0.001):
         assert (error > random_walk_bound(400, norms, failure=failure)).double().mean() <= failure
+    found, other = added(terms), added(terms.flip(1))
+    assert_within(found, other, random_walk_bound(400, norms, sums=20_000, computations=2))
+    assert float(((found - other).abs() / random_walk_bound(400, norms, sums=20_000)).max()) > 1 / 8
+    blocks = added(added(terms.view(20_000, 20, 20)))
+    assert_within(blocks, terms.double().sum(1), random_walk_bound(20 + 20, norms, sums=20_000))
     # within a factor of 8 of the largest error, and far below the bound for any sum
     assert float((error / random_walk_bound(400, norms, sums=20_000)).max()) > 1 / 8
     assert (random_walk_bound(400, norms, sums=20_000) < sum_bound(terms)).all()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from rounding import assert_within, product_bound, solve_bound
 from store_jobs import TinyNet
 
 from hf_trak import TrakAttributor, TrakConfig
@@ -28,7 +29,7 @@ def test_gram_is_exact_to_float64_for_every_feature_dtype(dtype):
     for start in range(0, 200, 64):
         assert gram_update(gram, features[start : start + 64], start) is gram
     exact = features.double().numpy().T @ features.double().numpy()
-    np.testing.assert_allclose(gram.numpy(), exact, rtol=1e-13, atol=1e-9)
+    assert_within(gram, exact, 2 * product_bound(features.T, features, torch.float64))  # sums of 200 products
 
 
 def test_gram_names_the_row_that_is_not_finite_and_stays_as_it_was():
@@ -81,10 +82,14 @@ def test_solve_and_quadratic_equal_numpy(lam):
     system = RidgeSystem(gram, lam)
     matrix = gram.numpy() + lam * np.eye(16)
     expected = np.linalg.solve(matrix, targets.double().numpy().T).T
-    np.testing.assert_allclose(system.solve(targets).numpy(), expected, rtol=1e-9, atol=1e-12)
+    relative = 2 * solve_bound(matrix)  # of κ = 10⁴ and 16 unknowns; NumPy's solution is rounded, too
+    norms = np.linalg.norm(expected, axis=1)
+    assert_within(np.linalg.norm(system.solve(targets).numpy() - expected, axis=1), np.zeros(5), relative * norms)
     quadratic = np.einsum("ij,ij->i", targets.double().numpy(), expected)
-    np.testing.assert_allclose(system.quadratic(targets).numpy(), quadratic, rtol=1e-9)
-    np.testing.assert_allclose(system.inverse().numpy(), np.linalg.inv(matrix), rtol=1e-9, atol=1e-12)
+    assert_within(system.quadratic(targets), quadratic, relative * norms * targets.double().norm(dim=1).numpy())
+    inverse = np.linalg.inv(matrix)
+    norms = np.linalg.norm(inverse, axis=0)
+    assert_within(np.linalg.norm(system.inverse().numpy() - inverse, axis=0), np.zeros(16), relative * norms)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 40])

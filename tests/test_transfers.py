@@ -5,6 +5,7 @@ from collections import deque
 
 import pytest
 import torch
+from rounding import assert_within, product_bound
 
 from hf_trak.runtime import transfers
 from hf_trak.runtime.transfers import BUFFERS, download, uploaded
@@ -145,10 +146,13 @@ def test_a_cpu_copies_nothing_beforehand():
 @pytest.mark.parametrize(("n", "m", "size"), [(1, 1, 1), (10, 7, 3), (9, 4, 3), (5, 5, 100)])
 def test_products_through_a_device(engine, n, m, size):
     features, targets = torch.randn(n, 6, dtype=torch.float16), torch.randn(m, 6, dtype=torch.float16)
-    expected = features.float() @ targets.float().T
-    torch.testing.assert_close(product_through_device(features, targets, CPU, size), expected)
+    expected = features.double() @ targets.double().T
+    bound = product_bound(features, targets.T)  # 6 products
+    product = product_through_device(features, targets, CPU, size)
+    assert_within(product, expected, bound)
     blockwise = get_matrix_mult_blockwise(features, targets, torch.float32, size)
-    torch.testing.assert_close(blockwise, expected)
+    assert_within(blockwise, expected, bound)
+    assert product.dtype == blockwise.dtype == torch.float32
     assert engine.most_waiting > 0
 
 
