@@ -98,7 +98,7 @@ def featurized(home: Path) -> Path:
 
 
 def test_help_takes_less_than_half_a_second_of_cpu_time():
-    """The bound is issue 7's. CPU time of the child, not of the clock on the wall."""
+    """Measured in CPU time of the child, which does not depend on other processes."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = python("-m", "hf_trak", "--help")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,5 +1,5 @@
 """Runs that are killed, starved of disk space, interrupted or damaged: they always end in the results of a run that
-was left alone, or in an error that names the file. Never in other results (trap 18)."""
+was left alone, or in an error that names the file. Never in other results."""
 
 import errno
 import functools

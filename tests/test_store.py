@@ -162,7 +162,7 @@ def test_a_tuple_in_the_config_equals_the_list_that_json_makes_of_it(tmp_path):
 
 
 def test_a_model_id_belongs_to_one_set_of_weights(tmp_path):
-    """Trap 6: two checkpoints under one model id."""
+    """Two checkpoints under one model id are refused."""
     store = make_store(tmp_path)
     before = digests(tmp_path)
     store.register_checkpoint(0, "weights-a", "another path to the same weights")
@@ -239,7 +239,7 @@ def shard_file(tmp_path: Path) -> tuple[FeatureStore, Path]:
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -1])
 def test_truncated_shard(tmp_path, keep):
-    """Trap 18: a half-written file must not count as done."""
+    """A half-written file must not count as done."""
     store, path = shard_file(tmp_path)
     path.write_bytes(path.read_bytes()[:keep])
     for call in (store.train(0).unwritten, lambda: store.train(0).read(1)):
@@ -305,7 +305,7 @@ def test_missing_shard_names_the_rows(tmp_path):
 
 
 def test_config_edited_by_hand_is_noticed(tmp_path):
-    """Trap 5: a store reopened with another dtype must not keep the old rows silently."""
+    """A store reopened with another dtype must not keep the old rows silently."""
     store = make_store(tmp_path)
     fill(store.train(0))
     path = tmp_path / "trak_config.json"
@@ -316,7 +316,7 @@ def test_config_edited_by_hand_is_noticed(tmp_path):
 
 
 def test_values_that_do_not_fit_are_refused(tmp_path):
-    """Trap 7: a cast to fp16 overflows above 65504 and vanishes below 6e-8."""
+    """A cast to fp16 overflows above 65504 and vanishes below 6e-8."""
     store = make_store(tmp_path, feature_dtype="float16")
     shards = store.train(0)
     grads, q = rows(10)
@@ -403,7 +403,7 @@ def test_creation_has_one_winner(tmp_path):
 
 
 def test_a_killed_writer_loses_only_the_shard_in_flight(tmp_path):
-    """Trap 18: SIGKILL at a random moment; the second run ends with the bytes of an uninterrupted one."""
+    """SIGKILL at a random moment: the second run ends with the bytes of an uninterrupted one."""
     script = (
         "import sys, pathlib, torch, tests.test_store as t\n"
         "s = t.make_store(pathlib.Path(sys.argv[1]), train_size=400, shard_size=2, proj_dim=512).train(0)\n"

@@ -21,11 +21,11 @@ from hf_trak.errors import PeerProcessError
 T = TypeVar("T")
 
 LONGEST_WAIT = timedelta(days=1)
-"""How long a process waits for another one that is running but does not answer. Once they have connected, the death
+"""Longest wait of a process for another one that is running but does not answer. Once they have connected, the death
 of a process is noticed at once."""
 
 _MEETING_WAIT = timedelta(minutes=5)
-"""How long processes wait for each other to connect, at a time when none of them has long computations to do."""
+"""Longest wait of processes for each other to connect, at a time when none of them has long computations to do."""
 
 
 class Processes:

@@ -1,4 +1,4 @@
-"""What a feature store records of its checkpoints: the weights behind each id, and which checkpoints it has.
+"""Records of the checkpoints of a feature store: the weights behind each id, and the checkpoints that belong to it.
 
 `checkpoint-<model_id>/checkpoint.json` travels with the features of a checkpoint. It names their weights, the id under
 which they were projected, and the configuration. `checkpoint-<model_id>.json` stays in the store, so that the loss of

@@ -1,4 +1,4 @@
-"""What a feature store records of its experiments: the targets that each name stands for.
+"""Records of the experiments of a feature store: the targets that each name stands for.
 
 `experiments/<name>/experiment.json` holds the number of targets, the fingerprint of their dataset, and whatever else
 has to be the same whenever the experiment is used again. The first use writes it.

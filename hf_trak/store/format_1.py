@@ -1,4 +1,4 @@
-"""What stores of format 1, which version 0.1.0 wrote in its beginnings, do not record; said once per directory."""
+"""A warning about stores of format 1, which earlier versions wrote, and the information that they do not record."""
 
 import logging
 from pathlib import Path

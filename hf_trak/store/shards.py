@@ -38,7 +38,7 @@ READABLE_VERSIONS = (1, FORMAT_VERSION)
 METADATA_KEY = "hf_trak"
 
 Identity = Mapping[str, str | int]
-"""What a file was computed from, as JSON."""
+"""A description, as JSON, of everything that a file was computed from."""
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class FeatureStore:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """What the identities of this store do not record, because it is of an older format."""
+        """Information that the identities of this store lack, because it is of an older format."""
         return UNKNOWN if self.version == 1 else ()
 
     @property
@@ -271,7 +271,7 @@ class FeatureStore:
 
     @property
     def experiment_records(self) -> ExperimentRecords:
-        """What the store records of its experiments."""
+        """Records of the experiments."""
         return ExperimentRecords(self.output_dir, self.version)
 
     @property
