@@ -4,7 +4,7 @@
 `Trainer`), and `lds.py`, `leave_one_out.py`, `counterfactual.py` and `mislabelled.py` compute measures, which take
 plain matrices of scores `(n_train, n_targets)` of any library. `reliability.py` measures the noise of the retrainings.
 
-May import everything in hf_trak but `cli`, `hub`, `report` and `recipe_kit`.
+May import `featurize` and the packages below it.
 
 Start with `lds.py`, whose first function is the measure of the TRAK paper.
 """
