@@ -1,6 +1,7 @@
 """Changed weights are noticed, and contents are hashed only where something was written."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hf_trak.weights.watch import LoadedWeights, WeightsStamp, model_tensors
 
 
 @pytest.fixture
-def model() -> torch.nn.Sequential:
+def model() -> Any:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).eval()
 
@@ -29,7 +30,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield calls
 
 
-def test_loaded_weights_are_hashed_once_while_nothing_is_written(model: torch.nn.Sequential, hashed: list[int]) -> None:
+def test_loaded_weights_are_hashed_once_while_nothing_is_written(model: Any, hashed: list[int]) -> None:
     loaded = LoadedWeights(model)
     assert loaded.fingerprint == fingerprint_state_dict(model.state_dict())
     model(torch.randn(4, 3)).sum().backward()
@@ -38,7 +39,7 @@ def test_loaded_weights_are_hashed_once_while_nothing_is_written(model: torch.nn
     assert len(hashed) == 1
 
 
-def test_loaded_weights_notice_every_kind_of_change(model: torch.nn.Sequential, hashed: list[int]) -> None:
+def test_loaded_weights_notice_every_kind_of_change(model: Any, hashed: list[int]) -> None:
     loaded = LoadedWeights(model)
     with torch.no_grad():
         model[0].weight.copy_(model[0].weight.clone())  # written to, with what it held
@@ -55,7 +56,7 @@ def test_loaded_weights_notice_every_kind_of_change(model: torch.nn.Sequential, 
         loaded.verify()
 
 
-def test_a_stamp_fits_equal_contents_only(model: torch.nn.Sequential, hashed: list[int]) -> None:
+def test_a_stamp_fits_equal_contents_only(model: Any, hashed: list[int]) -> None:
     stamp = WeightsStamp(model_tensors(model).values())
     assert stamp.matches(model_tensors(model).values())
     assert len(hashed) == 1
@@ -68,7 +69,7 @@ def test_a_stamp_fits_equal_contents_only(model: torch.nn.Sequential, hashed: li
     assert not stamp.matches(copies)
 
 
-def test_a_stamp_is_compared_under_transforms(model: torch.nn.Sequential) -> None:
+def test_a_stamp_is_compared_under_transforms(model: Any) -> None:
     stamp = WeightsStamp(model_tensors(model).values())
     copies = [tensor.detach().clone() for tensor in model_tensors(model).values()]
     answers: list[bool] = []

@@ -1,4 +1,4 @@
-"""A training dataset with rows left out or added, attributed with the features that are there already.
+"""The store of a training dataset with rows left out or added, which uses the features of the original again.
 
 A row's features depend on the row, the weights and the projection, not on the other rows. So a revision keeps the
 store of the original dataset as it is and looks at it through a list of shards, from some of which rows are left out;
@@ -37,7 +37,7 @@ from hf_trak.store.store import FeatureStore
 
 @dataclass(frozen=True)
 class Piece:
-    """Shard `index` of `shards`: the rows `kept`, counted within the shard, or all of them (`None`)."""
+    """A part of shard `index` of `shards`: the rows `kept`, counted within the shard, or all of them (`None`)."""
 
     shards: ShardSet
     index: int
@@ -51,7 +51,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class RevisedPlan(ShardPlan):
-    """Rows `bounds[i] … bounds[i + 1]` are in shard i."""
+    """A division of rows into shards of unequal sizes: shard i has the rows `bounds[i] … bounds[i + 1] − 1`."""
 
     bounds: tuple[int, ...] = ()
 
@@ -70,7 +70,7 @@ class RevisedPlan(ShardPlan):
 
 
 class RevisedShards(ShardSet):
-    """The feature matrix that pieces of others make, one below the other."""
+    """The feature matrix that consists of pieces of other matrices, one below the other."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         """
@@ -117,7 +117,7 @@ class RevisedShards(ShardSet):
 
 
 class RevisedStore(FeatureStore):
-    """A store whose training features are those of another, less some rows, and those of added rows."""
+    """A store whose training features are those of another store without some rows, and those of added rows."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class RevisedStore(FeatureStore):
         return self.base.targets(experiment, model_id, n_targets, dataset_fingerprint, extra, compare)
 
     def train(self, model_id: int) -> RevisedShards:
-        """The kept rows of the original, in order, and below them the added rows."""
+        """Return the features of the kept rows of the original, in order, and below them those of the added rows."""
         pieces = []
         shards = self.base.train(model_id)
         for index in range(len(shards)):
@@ -198,7 +198,7 @@ class RevisedStore(FeatureStore):
         return RevisedShards(pieces)
 
     def read_gram(self, model_id: int) -> Gram | None:
-        """X'ᵀX', from disk, or corrected from the original's; `None` if that is absent, or more work than summing."""
+        """Read X'ᵀX', or correct that of the original; `None` if there is none, or summing is less work."""
         found = super().read_gram(model_id)
         if found is not None:
             return found
@@ -220,6 +220,6 @@ class RevisedStore(FeatureStore):
         return super().read_gram(model_id)
 
     def _excluded_in(self, rows: range) -> Tensor:
-        """The excluded ones among some rows of the original, counted from the first of these."""
+        """List the excluded rows among some rows of the original, counted from the first of these."""
         first, last = torch.searchsorted(self._excluded, torch.tensor([rows.start, rows.stop])).tolist()
         return self._excluded[first:last] - rows.start
