@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, List, load_from_disk
+from digit_models import DigitNet
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, Trainer, TrainingArguments
@@ -29,20 +30,6 @@ from hf_trak.featurize.featurizer import Featurizer
 from hf_trak.modelout_functions import CLIPModelOutput
 
 N_TRAIN, N_EVAL = 61, 7
-
-
-class DigitNet(nn.Module):
-    """A classifier of 8 × 8 digits with the calling convention of transformers: 2,000 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 26), nn.Tanh(), nn.Dropout(0.1))
-        self.head = nn.Linear(26, 10)
-
-    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ImageClassifierOutput:
-        logits = self.head(self.body(pixel_values))
-        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
-        return ImageClassifierOutput(loss=loss, logits=logits)
 
 
 def digits(start: int, stop: int) -> Dataset:
