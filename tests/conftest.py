@@ -28,11 +28,11 @@ def _logging_goes_on() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
+def jobs_with_one_thread() -> Iterator[None]:
     """Jobs in processes of their own find the modules of the tests, and work with one thread each.
 
     The server that jobs are forked from takes its environment over when the first job starts: modules whose tests
-    start jobs ask for this fixture with `pytestmark = pytest.mark.usefixtures("one_thread")`.
+    start jobs ask for this fixture with `pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")`.
     """
     here = Path(__file__).parent
     with pytest.MonkeyPatch.context() as patch:

@@ -6,7 +6,7 @@ import pytest
 import store_jobs
 from store_jobs import Job
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")
 
 
 def check(tmp_path: Path, processes: int, calls: int) -> None:

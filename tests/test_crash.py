@@ -23,7 +23,7 @@ from store_jobs import Job, Sizes, start_group, wait_for
 from hf_trak.data.rows import RowBatches
 from hf_trak.store import atomic
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")
 
 KILLED = -signal.SIGKILL
 DESCRIBING = ("trak_config.json", "checkpoint.json", "experiment.json")

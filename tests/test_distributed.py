@@ -20,7 +20,7 @@ from hf_trak.errors import IncompleteStoreError
 from hf_trak.runtime.processes import share_of
 from hf_trak.store.store import FeatureStore
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")
 
 ROOT = Path(__file__).parents[1]
 

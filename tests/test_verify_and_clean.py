@@ -17,7 +17,7 @@ from hf_trak.cli.main import main
 from hf_trak.store.atomic import host_name
 from hf_trak.store.leftovers import leftovers, remove_stale
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")
 
 
 @pytest.fixture
