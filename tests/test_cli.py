@@ -313,6 +313,12 @@ def test_push_pull_and_attribute_without_the_training_rows(
     (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps(row) for row in sentences(N_EVAL, 1)))
     targets = ["--eval_dataset", str(tmp_path / "mine.jsonl"), "--output_dir", str(tmp_path / "work"), "--use_cpu"]
     found = answer("attribute", "--index", "me/index", *targets, "--top_k", "3", "--disable_tqdm")
+    beside = answer("attribute", "--index", "me/index", *targets[:2], "--output_dir", str(featurized), "--use_cpu",
+                    "--top_k", "3", "--disable_tqdm", "--name", "beside")  # fmt: skip
+    assert (
+        load_from_disk(f"{beside['run']}/scored")["trak_indices"][:]
+        == (load_from_disk(f"{found['run']}/scored")["trak_indices"][:])
+    )
     assert main(["attribute", "--index", "me/index", *targets, "--proj_dim", "99"]) != 0
     assert "['proj_dim'] cannot be chosen for an index that exists" in capsys.readouterr().err
     ours, theirs = (load_from_disk(f"{run['run']}/scored") for run in (found, expected))

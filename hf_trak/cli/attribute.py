@@ -57,7 +57,10 @@ def run(argv: Sequence[str]) -> None:
         description="Score the training set against targets. Model, training rows and settings are by default those "
         "that `hf-trak featurize` has recorded in output_dir.",
     )
-    saved = remembered(parse()[4].output_dir)
+    _, first, _, _, where, _ = parse()
+    saved = remembered(where.output_dir)  # refuses a copy of an index, which `--index` takes
+    if first.index is not None:
+        saved = {}  # an index brings its settings itself; the directory may hold another run
     targets, wanted, model_args, data, trak, output = parse(defaults=saved)
     quiet(trak)
     if wanted.index is None:
