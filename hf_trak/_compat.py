@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 __all__ = [
     "BatchNormBase",
     "InstanceNormBase",
+    "accelerate_state_set_aside",
+    "collator_of_used_columns",
     "has_foreign_forward",
     "keeping_4bit_weights",
     "mask_code_traceable",
@@ -27,6 +30,7 @@ __all__ = [
     "own_parameters",
     "packed_4bit_layer",
     "padding_of_both_sides",
+    "set_group_timeout",
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
@@ -171,3 +175,40 @@ def packed_4bit_layer(model: nn.Module) -> tuple[str, str] | None:
             if getattr(state, "packing_format_for_cpu", False):
                 return name, _PACKS
     return None
+
+
+def set_group_timeout(group: Any, timeout: timedelta) -> None:
+    """Change how long the operations of a process group wait.
+
+    torch 2.15: the timeout of a group that exists has no public setter. This can go when it has one.
+    """
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+@contextmanager
+def accelerate_state_set_aside() -> Iterator[None]:
+    """Let `Accelerator` and `Trainer` start anew inside this context, and give them back what they knew afterwards.
+
+    accelerate 1.15: the state is shared by all objects of three classes. This can go when accelerate can set its state
+    aside itself.
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    kept = [(state, dict(state._shared_state)) for state in (PartialState, AcceleratorState, GradientState)]
+    for state, _ in kept:
+        state._shared_state.clear()
+    try:
+        yield
+    finally:
+        for state, content in kept:
+            state._shared_state.clear()
+            state._shared_state.update(content)
+
+
+def collator_of_used_columns(trainer: Any) -> Callable[[list[Any]], Any]:
+    """Return the collator of a `Trainer`, which first drops the columns that the model does not take, if it is to.
+
+    transformers 5.23: `Trainer` wraps its collator where it builds its own data loader. This can go when the wrapped
+    collator has a public name.
+    """
+    return trainer._get_collator_with_removed_columns(trainer.data_collator)

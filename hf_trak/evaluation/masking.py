@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from hf_trak._compat import collator_of_used_columns
 from hf_trak.errors import HfTrakError
 
 RowLosses = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -66,7 +67,7 @@ def mask_rows(trainer: Any, kept: np.ndarray, row_losses: RowLosses | None = Non
             "since they are numbered here. Use 'random'."
         )
     loss = _MaskedLoss(trainer, torch.from_numpy(np.ascontiguousarray(kept, dtype=bool)), row_losses)
-    trainer.data_collator = _NumberedCollator(trainer._get_collator_with_removed_columns(trainer.data_collator))
+    trainer.data_collator = _NumberedCollator(collator_of_used_columns(trainer))
     trainer.train_dataset = _NumberedRows(dataset)
     trainer.compute_loss = loss
 

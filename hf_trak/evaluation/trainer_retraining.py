@@ -8,11 +8,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from accelerate import PartialState
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.utils.data import Subset
 from transformers import set_seed
 
+from hf_trak._compat import accelerate_state_set_aside
 from hf_trak.data.rows import Collator, RowBatches, batch_rows, default_collator, forward_columns, row_count
 from hf_trak.evaluation.masking import RowLosses, mask_rows
 from hf_trak.gradient_computers.environment import pass_settings
@@ -190,15 +190,10 @@ def training_alone() -> Iterator[None]:
     device = PartialState().device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    kept = [(state, dict(state._shared_state)) for state in (PartialState, AcceleratorState, GradientState)]
     environment = {name: os.environ.pop(name) for name in _LAUNCH_VARIABLES if name in os.environ}
-    for state, _ in kept:
-        state._shared_state.clear()
     try:
-        PartialState(cpu=device.type == "cpu")
-        yield
+        with accelerate_state_set_aside():
+            PartialState(cpu=device.type == "cpu")
+            yield
     finally:
-        for state, content in kept:
-            state._shared_state.clear()
-            state._shared_state.update(content)
         os.environ.update(environment)

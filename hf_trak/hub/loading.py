@@ -27,6 +27,7 @@ from hf_trak.hub.manifest import MANIFEST_FILE, IndexManifest, TrainSource, chec
 from hf_trak.hub.models import HubCheckpoint, load_model
 from hf_trak.hub.pull import open_repo
 from hf_trak.hub.safe_loading import load_dataset
+from hf_trak.identity.own_code import name_of
 from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from hf_trak.modelout_functions.identity import task_identity
 from hf_trak.store.store import FeatureStore
@@ -207,7 +208,7 @@ def _task(index: _OpenedIndex) -> AbstractModelOutput:
     described = recorded if isinstance(recorded, dict) else {}
     settings = described.get("settings")
     for kind in TASK_TO_MODELOUT.values():
-        if not isinstance(settings, dict) or f"{kind.__module__}.{kind.__qualname__}" != described.get("class"):
+        if not isinstance(settings, dict) or name_of(kind) != described.get("class"):
             continue
         for arguments in ({}, settings):
             try:

@@ -37,6 +37,7 @@ RECORDED_NAMES = {
     "hf_trak.traker.products": "hf_trak.utils",
     "hf_trak.traker.savers.base": "hf_trak.savers.base",
     "hf_trak.traker.savers.mmap_saver": "hf_trak.savers.mmap_saver",
+    "hf_trak.traker.savers.mmap_scores": "hf_trak.savers.mmap_saver",
     "hf_trak.traker.savers.safetensors_saver": "hf_trak.savers.safetensors_saver",
     "hf_trak.traker.score_computers.base": "hf_trak.score_computers.base",
     "hf_trak.traker.score_computers.basic": "hf_trak.score_computers.basic",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor
 
+from hf_trak._compat import set_group_timeout
 from hf_trak.errors import PeerProcessError
 
 T = TypeVar("T")
@@ -197,7 +198,7 @@ class Processes:
                 if dist.get_backend() == dist.Backend.GLOO:
                     dist.barrier()
                 group: Any = dist.new_group(backend="gloo", timeout=_MEETING_WAIT)
-                dist.distributed_c10d._set_pg_timeout(LONGEST_WAIT, group)
+                set_group_timeout(group, LONGEST_WAIT)
                 self._group = group
             yield
         except RuntimeError as error:  # torch.distributed has no narrower class for a lost peer

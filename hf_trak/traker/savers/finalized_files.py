@@ -122,7 +122,20 @@ class FinalizedFiles:
         return torch.cat([p["features"] for p in parts]), torch.cat([p["out_to_loss"] for p in parts])
 
     def read_part(self, model_id: int, index: int, verify: bool | None = None) -> dict[str, Tensor]:
-        """Read one shard: `features` and `out_to_loss`. `verify` and errors are those of `read_tensors`."""
+        """Read one shard of finalized features.
+
+        Args:
+            model_id: the checkpoint.
+            index: the shard.
+            verify: compare the checksum, see [`~hf_trak.store.shards.read_tensors`].
+
+        Returns:
+            `features` `(rows, k)` and `out_to_loss` `(rows,)`.
+
+        Raises:
+            IncompleteStoreError: the model id has no features.
+            StoreError: the file is damaged, or does not belong here.
+        """
         saved = self.read_settings(model_id)
         if saved is None:
             raise IncompleteStoreError(
