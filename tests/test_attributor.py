@@ -210,7 +210,7 @@ def test_finished_shards_are_not_computed_again(trained: Any, tmp_path: Path, mo
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 def test_batch_boundaries_change_rounding_only(trained: Any, tmp_path: Path, batch_size: int) -> None:
-    """Trap 17: neither the size nor the company of a batch enters a sample's features."""
+    """Neither the size nor the company of a batch enters a sample's features."""
     model, _, _ = trained
     reference = make(copy_of(model), tmp_path / "5").featurize()
     other = make(copy_of(model), tmp_path / "other", per_device_batch_size=batch_size).featurize()
@@ -311,7 +311,7 @@ def test_self_influence_is_the_diagonal(trained: Any, tmp_path: Path) -> None:
 
 
 def test_clip_pairs_from_a_dataset(tmp_path: Path) -> None:
-    """Trap 15: negatives come from the training rows, the same for every batch size, embedded anew per checkpoint."""
+    """Negatives come from the training rows, the same for every batch size, embedded anew per checkpoint."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = CLIPConfig(
         text_config={**vision, "vocab_size": 30, "max_position_embeddings": 8, "eos_token_id": 29},
@@ -398,7 +398,7 @@ def test_the_directory_of_the_trainer_is_refused(trained: Any) -> None:
 
 
 def test_current_weights_are_found_again_and_later_training_is_noticed(trained: Any, tmp_path: Path) -> None:
-    """Trap 6: targets are never scored with other weights than those of the features."""
+    """Targets are never scored with other weights than those of the features."""
     model, _, _ = trained
     net = copy_of(model)
     attributor = make(net, tmp_path).featurize()
@@ -446,7 +446,7 @@ def test_state_dicts_in_memory_must_be_given_again(trained: Any, tmp_path: Path)
     ],
 )
 def test_another_configuration_is_refused(trained: Any, tmp_path: Path, option: str, value: object, key: str) -> None:
-    """Trap 5: every setting that defines the features is compared, and the store is left as it was."""
+    """Every setting that defines the features is compared, and the store is left as it was."""
     model, _, _ = trained
     make(copy_of(model), tmp_path).featurize()
     before = contents(tmp_path)
@@ -592,7 +592,7 @@ def test_half_precision_storage_and_compute(trained: Any, tmp_path: Path) -> Non
 
 
 def test_only_the_chosen_parameters_count(trained: Any, tmp_path: Path) -> None:
-    """Trap 12: frozen parameters are neither counted nor projected; naming them is the same as freezing the rest."""
+    """Frozen parameters are neither counted nor projected; naming them is the same as freezing the rest."""
     model, _, _ = trained
     frozen = copy_of(model)
     frozen.body.requires_grad_(False)

@@ -103,7 +103,7 @@ def alone(model: nn.Module, row: dict[str, Any]) -> Tensor:
 def test_features_are_the_gradients_of_samples_alone(
     build: Callable[[], nn.Module], rows: Callable[[], Dataset], engine: str, tmp_path: Path
 ) -> None:
-    """Traps 13 and 17: padding masks pass through current transformers; batches of 4, 4 and 1, padded differently."""
+    """Padding masks pass through current transformers; batches of 4, 4 and 1, padded differently."""
     torch.manual_seed(0)
     model, dataset = build(), rows()
     config = TrakConfig(

@@ -186,7 +186,7 @@ def definition(name: str, model: torch.nn.Module, train: Dataset) -> tuple[torch
 
 
 def test_features_are_those_of_the_definition_alone_and_in_any_batch(name: str, tmp_path: Path) -> None:
-    """Traps 15 and 17: neither batch size nor company changes a pair's features; q of a batch of one is not 0."""
+    """Neither batch size nor company changes a pair's features; q of a batch of one is not 0."""
     model, train = make_model(name, tmp_path), pairs(0, 11)
     assert infer_task(model) == ("siglip" if name in SIGMOID else "clip")
     grads, q = definition(name, model, train)
@@ -258,7 +258,7 @@ def test_negatives_are_embedded_once_per_checkpoint_and_kept(tmp_path: Path, mon
 
 
 def test_references_of_other_weights_and_damaged_ones_are_refused(tmp_path: Path) -> None:
-    """Traps 6 and 18."""
+    """Targets are compared with the simulated negatives of their own checkpoint, whole, or not at all."""
     models = [make_model("open_clip ViT", tmp_path, seed) for seed in (0, 1)]
     attributor = make(copy.deepcopy(models[0]), tmp_path / "trak", pairs(0, 12)).featurize(models)
     paths = [tmp_path / "trak" / f"checkpoint-{i}" / "references.safetensors" for i in (0, 1)]

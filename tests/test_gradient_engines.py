@@ -55,7 +55,7 @@ class MarginWithLabels(Margin):
 
 
 class SeedMargin(AbstractModelOutput):
-    """The seeds' functional form: one sample, weights given."""
+    """The functional form of the `trak` API: one sample, weights given."""
 
     def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
         image, label = sample
@@ -69,7 +69,7 @@ class SeedMargin(AbstractModelOutput):
 
 
 class SeedIterativeMargin(AbstractModelOutput):
-    """The seeds' iterative form: a batch, no weights."""
+    """The iterative form of the `trak` API: a batch, no weights."""
 
     def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
         assert weights is None and buffers is None
@@ -160,7 +160,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> N
 @pytest.mark.parametrize("engine", [FunctionalGradientComputer, IterativeGradientComputer])
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 def test_engines_equal_plain_autograd(build: Callable[[], tuple[nn.Module, Any]], engine: Any) -> None:
-    """Traps 13 and 17: masks under vmap; a sample's gradient is that of the sample alone, not 1/B of it."""
+    """Masks under vmap; a sample's gradient is that of the sample alone, not 1/B of it."""
     model, batch = build()
     expected = truth(model, Margin(), batch)
     computer = engine(model, Margin(), None, torch.float32, "cpu")
@@ -183,7 +183,7 @@ def test_engines_equal_plain_autograd(build: Callable[[], tuple[nn.Module, Any]]
 
 @pytest.mark.parametrize("engine", [FunctionalGradientComputer, IterativeGradientComputer])
 def test_only_the_selected_parameters_are_differentiated(engine: Any) -> None:
-    """Trap 12: neither frozen nor unnamed parameters are counted; a frozen one that is named is."""
+    """Neither frozen nor unnamed parameters are counted; a frozen one that is named is."""
     model, batch = small_bert()
     expected = truth(model, Margin(), batch)
     names = [n for n, _ in model.named_parameters() if "layer.1" in n]
@@ -426,7 +426,7 @@ def test_values_without_a_batch_dimension_are_passed_on() -> None:
 
 
 def test_a_mean_over_the_batch_is_refused() -> None:
-    """Trap 17: a mean loss is 1/B too small and mixes samples."""
+    """A mean loss is 1/B too small and mixes samples."""
 
     class Mean(Margin):
         def output(self, model_output: Any, batch: Any, side: str = "train") -> Tensor:

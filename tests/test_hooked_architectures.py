@@ -63,7 +63,7 @@ def cases(table: dict[str, list[str]]) -> list[Any]:
 
 @pytest.mark.parametrize(("head", "model_type"), cases(QUICK))
 def test_architecture(head: str, model_type: str) -> None:
-    """Traps 13 and 20: padding masks, tied and reused layers, experts, relative position biases."""
+    """Padding masks, tied and reused layers, experts, relative position biases."""
     computer = check(*zoo.HEADS[head][1](model_type), zoo.last_logits)
     assert computer.engine == "hooked"
 
@@ -100,7 +100,7 @@ def test_image_text_models(kind: str) -> None:
 
 
 def test_open_clip() -> None:
-    """Trap 20: `nn.MultiheadAttention`, whose projections no module hook sees; parameters of the top module."""
+    """`nn.MultiheadAttention`, whose projections no module hook sees; parameters of the top module."""
     open_clip = pytest.importorskip("open_clip")
     torch.manual_seed(0)
     model = open_clip.model.CLIP(

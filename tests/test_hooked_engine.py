@@ -307,7 +307,7 @@ class Loose(nn.Module):
 @pytest.mark.parametrize("kind", [RelativeBias, Windows, SequenceMajor, RoutedBlock, Loose])
 @pytest.mark.parametrize("size", [4, 6])
 def test_hazards(kind: type[nn.Module], size: int) -> None:
-    """Trap 20. With five or six tokens and four or six samples: sizes must not be taken for one another."""
+    """With five or six tokens and four or six samples: sizes must not be taken for one another."""
     torch.manual_seed(0)
     length = {Windows: 6, Loose: 5}.get(kind, 6)
     check(perturbed(kind()), (torch.randn(size, length, 8),))
@@ -321,7 +321,7 @@ def test_weight_norm_and_parametrizations() -> None:
 
 
 def test_tied_and_reused_layers_add_up() -> None:
-    """Trap 20: a layer called three times, and a table that is embedding and head at once."""
+    """A layer called three times, and a table that is embedding and head at once."""
 
     class Reused(nn.Module):
         def __init__(self) -> None:
@@ -428,7 +428,7 @@ def test_lora_counts_adapters_only() -> None:
 
 
 def test_frozen_parameters_and_grad_wrt() -> None:
-    """Trap 12."""
+    """Frozen and unnamed parameters are not counted."""
     model, batch = tiny_gpt2()
     everything = alone(model, batch, lm)
     model.transformer.wte.requires_grad_(False)
@@ -464,7 +464,7 @@ def test_double_precision_equals_plain_autograd_to_rounding() -> None:
 
 
 def test_company_independence() -> None:
-    """Trap 17: a sample's gradient is the same alone, in any batch, and at any padding length that its mask covers."""
+    """A sample's gradient is the same alone, in any batch, and at any padding length that its mask covers."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,

@@ -110,7 +110,7 @@ def merged_lora(model: nn.Module) -> nn.Module:
 
 
 def test_lora_features_are_those_of_the_merged_weights(tmp_path: Path) -> None:
-    """W' = W + (α/r) B A, so ∂f/∂A = (α/r) Bᵀ ∂f/∂W' and ∂f/∂B = (α/r) ∂f/∂W' Aᵀ. Trap 12: nothing else counts."""
+    """W' = W + (α/r) B A, so ∂f/∂A = (α/r) Bᵀ ∂f/∂W' and ∂f/∂B = (α/r) ∂f/∂W' Aᵀ. Nothing else counts."""
     model = lora()
     attributor = make(model, tmp_path).featurize()
     assert infer_task(model) == "causal_lm"
@@ -172,7 +172,7 @@ def test_prompt_tuning_features_are_gradients_of_the_first_embeddings(tmp_path: 
 
 @pytest.mark.parametrize("adapter", [lora, ia3, prompt_tuning])
 def test_the_base_is_neither_differentiated_nor_changed(adapter: Any, tmp_path: Path) -> None:
-    """Trap 12. One sample at a time gives the same, so no sample sees another."""
+    """One sample at a time gives the same, so no sample sees another."""
     model = adapter()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     flags = {name: value.requires_grad for name, value in model.named_parameters()}

@@ -1,5 +1,8 @@
-"""Trap 16: rows keyed by their text collapse duplicates, and an exception in another process that nobody reads leaves
-nothing on disk behind a run that seems to have gone well."""
+"""Rows are known by their number, and errors of data loader workers reach the user.
+
+Rows keyed by their text would collapse duplicates. An exception in another process that nobody reads would leave
+nothing on disk behind a run that seems to have gone well.
+"""
 
 import os
 from collections.abc import Callable
@@ -69,7 +72,7 @@ def closed_form(model: nn.Module, train: Dataset, targets: Dataset) -> Tensor:
 
 
 def test_identical_texts_keep_rows_and_scores_of_their_own(tmp_path: Any) -> None:
-    """Trap 16: ten rows, five of them of one text; two equal targets."""
+    """Ten rows, five of them of one text; two equal targets."""
     torch.manual_seed(1)
     model, train = Bag(), text_rows(TEXTS, LABELS)
     targets = text_rows(["a b", "e d", "a b"], [0, 2, 0])
@@ -151,7 +154,7 @@ def attributor_of(directory: Any, dataset: Any, workers: int = 2) -> TrakAttribu
 def test_what_goes_wrong_in_a_dataloader_worker_reaches_the_user(
     act: Callable[[], None], error: Any, message: str, tmp_path: Any
 ) -> None:
-    """Trap 16: the call fails with the worker's error; shards before it are kept, none after it exists, and nothing
+    """The call fails with the worker's error; shards before it are kept, none after it exists, and nothing
     can be attributed until the rest has been computed."""
     attributor = attributor_of(tmp_path / "store", Rows(13, act))
     with pytest.raises(error, match=message) as info:
