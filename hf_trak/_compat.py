@@ -180,9 +180,13 @@ def packed_4bit_layer(model: nn.Module) -> tuple[str, str] | None:
 def set_group_timeout(group: Any, timeout: timedelta) -> None:
     """Change how long the operations of a process group wait.
 
-    torch 2.15: the timeout of a group that exists has no public setter. This can go when it has one.
+    torch 2.11 has a private function for it, 2.15 also `torch.distributed.set_timeout`. This can go when the oldest
+    torch that hf_trak supports has the latter.
     """
-    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
+    if hasattr(torch.distributed, "set_timeout"):
+        torch.distributed.set_timeout(timeout, group)
+    else:
+        torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 @contextmanager

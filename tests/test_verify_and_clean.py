@@ -152,7 +152,7 @@ def test_clean_shows_first_and_removes_when_asked(tmp_path: Path, capsys: pytest
 
 
 def slow_attribute(directory: Path) -> int:
-    """All scores, with a pause while they are written to the scratch file."""
+    """Compute all scores, and wait for the end while they are written to the scratch file."""
     from hf_trak.scores import streaming
 
     checked = streaming._checked
@@ -160,7 +160,7 @@ def slow_attribute(directory: Path) -> int:
     def pausing(blocks):  # type: ignore[no-untyped-def]
         for block in checked(blocks):
             yield block
-            time.sleep(0.2)
+            time.sleep(60)  # until a signal ends the process
 
     streaming._checked = pausing
     networks = store_jobs.models(2)

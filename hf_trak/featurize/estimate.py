@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.data.rows import Collator
-from hf_trak.featurize.estimation import Estimate, count_of, estimate_sizes
+from hf_trak.featurize.estimation import Estimate, count_of, estimate_sizes, measured_batches
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.modelout_functions import AbstractModelOutput
 
@@ -62,6 +62,7 @@ def estimate(
                 f"`measure` is set, but `train_dataset` is the number {n}. Expected the rows, some of which are "
                 "featurized to see how long it takes."
             )
+        measured_batches(n, args)  # whether there are enough rows
         rate = FeaturizedModel(model, args, train_dataset, data_collator, processing_class, task).measured_rate()
     return estimate_sizes(
         model,
