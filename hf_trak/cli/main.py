@@ -3,6 +3,7 @@
 This module imports nothing that is slow to import, so that `hf-trak --help` answers at once.
 """
 
+import atexit
 import importlib
 import os
 import sys
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hf-trak: error: there is no command {name!r}{_nearest(name)}. See `hf-trak --help`.", file=sys.stderr)
         return 2
     command = COMMANDS[name]
+    atexit.register(_leave_process_group)
     if command.positional is not None and rest and not rest[0].startswith("-"):
         rest = [f"--{command.positional}", *rest]
     try:
@@ -100,6 +102,15 @@ def usage() -> str:
             "`accelerate launch -m hf_trak COMMAND …`.",
         ]
     )
+
+
+def _leave_process_group() -> None:
+    """End the threads of a gloo process group before the interpreter goes, which does not wait for them."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    if torch.distributed.get_backend() == "gloo":
+        torch.distributed.destroy_process_group()
 
 
 def _nearest(name: str) -> str:
