@@ -153,7 +153,7 @@ def keeping_4bit_weights(model: nn.Module) -> Iterator[None]:
     """Keep the 4-bit layers of bitsandbytes from rewriting their weights for inference, inside this context."""
     saved: list[tuple[nn.Module, Any]] = []
     try:
-        for module in model.modules():
+        for module in model.modules() if "bitsandbytes" in sys.modules else ():
             if module.__dict__.get(_PACKS):
                 saved.append((module, module.__dict__[_PACKS]))
                 setattr(module, _PACKS, False)
@@ -169,7 +169,7 @@ def packed_4bit_layer(model: nn.Module) -> tuple[str, str] | None:
     Returns:
         The name of the first such layer, and of the attribute that keeps a layer from it; `None` if there is none.
     """
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if "bitsandbytes" in sys.modules else ():
         if _PACKS in module.__dict__:
             state = getattr(getattr(module, "weight", None), "quant_state", None)
             if getattr(state, "packing_format_for_cpu", False):

@@ -1,5 +1,6 @@
 """Tests of `hf_trak._compat`: the internals of other libraries are still what it takes them for."""
 
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -102,7 +103,8 @@ class Quantized(nn.Module):
         self.weight.quant_state = types.SimpleNamespace(packing_format_for_cpu=packed)  # type: ignore[attr-defined]
 
 
-def test_4bit_layers_keep_their_weights_inside_the_context_alone() -> None:
+def test_4bit_layers_keep_their_weights_inside_the_context_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", types.ModuleType("bitsandbytes"))
     model = nn.Sequential(nn.Linear(2, 2), Quantized(False), Quantized(True))
     assert _compat.packed_4bit_layer(model) == ("2", "support_avx512bf16_for_cpu")
     assert _compat.packed_4bit_layer(model[:2]) is None
