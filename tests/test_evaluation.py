@@ -230,6 +230,31 @@ def test_counterfactual_curves(
     assert row["change"] == pytest.approx(expected)
 
 
+def test_controls_and_paired_differences(regression: Regression, scores: np.ndarray, tmp_path: Path) -> None:
+    """A control that is the exact scores with noise removes less than they do, and more than a random order."""
+    noise = np.random.default_rng(0).normal(size=scores.shape) * scores.std()
+    targets = list(range(scores.shape[1]))
+    plan = counterfactual_plan(
+        scores,
+        [15],
+        orders=["helpful", "random"],
+        targets=targets,
+        controls={"noisy": scores + 2 * noise, "same": scores},
+    )
+    assert plan.order.count("noisy") == plan.order.count("helpful") == len(targets)
+    curves = plan.curves(retrain_on_subsets(plan.masks, regression.retrain, tmp_path))
+    assert list(curves.points) == ["helpful", "random", "noisy", "same"]
+    exact = curves.difference("helpful", "same", 15)
+    assert (exact.value, exact.low, exact.high) == (0, 0, 0)
+    assert curves.difference("helpful", "noisy", 15).high < 0
+    assert curves.difference("noisy", "random", 15).high < 0
+    changes = {key: [row["change"] for row in curves.table if row["order"] == key] for key in ("helpful", "noisy")}
+    by_hand = np.mean(np.subtract(changes["helpful"], changes["noisy"]))
+    assert curves.difference("helpful", "noisy", 15).value == pytest.approx(by_hand)
+    with pytest.raises(ValueError, match=r"'best'.*count 15"):
+        curves.difference("helpful", "best", 15)
+
+
 def test_addition_begins_with_nothing(regression: Regression, scores: np.ndarray, tmp_path: Path) -> None:
     groups = RowGroups([row // 10 for row in range(N)])
     plan = counterfactual_plan(scores, [3], action="add", orders=["helpful", "harmful"], targets=[1], groups=groups)
@@ -262,6 +287,11 @@ BAD: list[tuple[Any, str]] = [
     (lambda: counterfactual_plan(np.ones((5, 2)), [5]), r"`counts` is \[5\].*1 to 4"),
     (lambda: counterfactual_plan(np.ones((5, 2)), [1], targets=[2]), r"`targets` is \[2\].*0 to 1"),
     (lambda: counterfactual_plan(np.ones((5, 2)), [1], orders=["best"]), "`orders`"),  # type: ignore[list-item]
+    (
+        lambda: counterfactual_plan(np.ones((5, 2)), [1], controls={"bm25": np.ones((5, 3))}),
+        r"'bm25' of the shape \(5, 3\)",
+    ),
+    (lambda: counterfactual_plan(np.ones((5, 2)), [1], controls={"random": np.ones((5, 2))}), "a name other than"),
     (lambda: leave_one_out_subsets(4, [1, 1]), "distinct numbers from 0 to 3"),
     (lambda: group_sums(np.ones((5, 2)), RowGroups([0, 1])), "2 rows for 5"),
     (lambda: with_wrong_labels(Dataset.from_dict({"y": [0, 1]}), 0.5), r"\['y'\]"),

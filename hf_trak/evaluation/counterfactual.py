@@ -4,7 +4,7 @@ Order the training rows by their scores for a target, train without the first r 
 at that target's output. A random order is the control (TRAK paper, Section 5; Ilyas et al. 2022, arXiv 2202.00622).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -117,6 +117,39 @@ class CounterfactualCurves:
     table: Dataset
     action: Action
 
+    def difference(self, order: str, control: str, count: int, confidence: float = 0.95) -> Interval:
+        """Compare two orders target by target: the mean of the change under `order` minus that under `control`.
+
+        Args:
+            order (`str`):
+                An order of the plan, such as `"helpful"`.
+            control (`str`):
+                Another one, such as `"random"` or the name of a control.
+            count (`int`):
+                Number of rows (or groups) removed or added.
+            confidence (`float`, *optional*, defaults to 0.95):
+                Confidence level of the interval over targets.
+
+        Returns:
+            [`Interval`]: negative for removal if the rows of `order` mattered more.
+
+        Raises:
+            ValueError: the plan has no such orders or count, or ordered rows for the mean over targets, which leaves a
+                single difference.
+            ImportError: scipy is not installed.
+        """
+        changes: dict[str, dict[int, float]] = {order: {}, control: {}}
+        for row in self.table:
+            if row["order"] in changes and row["count"] == count and row["target"] != MEAN:
+                changes[row["order"]][row["target"]] = row["change"]
+        common = sorted(changes[order].keys() & changes[control].keys())
+        if not common:
+            raise ValueError(
+                f"There are no targets with the orders {order!r} and {control!r} and the count {count}. Expected "
+                f"orders among {list(self.points)} and a count of the plan, made with `targets=`."
+            )
+        return mean_interval([changes[order][j] - changes[control][j] for j in common], confidence)
+
 
 def counterfactual_plan(
     scores: ArrayLike,
@@ -127,6 +160,7 @@ def counterfactual_plan(
     targets: Sequence[int] | None = None,
     groups: RowGroups | None = None,
     seed: int = 0,
+    controls: Mapping[str, ArrayLike] | None = None,
 ) -> CounterfactualPlan:
     """Choose the subsets for removal or addition curves.
 
@@ -146,6 +180,9 @@ def counterfactual_plan(
             Groups of training rows that are removed or added together, ordered by the sums of their scores.
         seed (`int`, *optional*, defaults to 0):
             Seed of the random order, which is the same for every count.
+        controls (`Mapping[str, ArrayLike]`, *optional*):
+            More orders to compare with, by name: matrices of the shape of `scores`, the highest values first, such as
+            the similarity of embeddings or the scores of another method.
 
     Returns:
         [`CounterfactualPlan`]: the subsets.
@@ -154,17 +191,21 @@ def counterfactual_plan(
         ValueError: a count, an order, the action or a target is out of range.
         NonFiniteError: a score is NaN or infinite.
     """
-    tau = np.asarray(scores, dtype=np.float64)
-    if tau.ndim != 2:
-        raise ValueError(f"`scores` has the shape {tau.shape}. Expected (training rows, targets).")
-    if not np.isfinite(tau).all():
-        raise NonFiniteError("`scores` holds NaN or infinite values. Expected finite ones.")
+    tau = _checked_matrix(scores, "scores")
     n, m = tau.shape
+    others = {name: _checked_matrix(values, f"controls[{name!r}]") for name, values in (controls or {}).items()}
+    for name, values in others.items():
+        if name in get_args(Order) or values.shape != tau.shape:
+            raise ValueError(
+                f"`controls` has {name!r} of the shape {values.shape}. Expected a name other than {get_args(Order)}, "
+                f"and the shape of `scores`, {tau.shape}."
+            )
     if action not in get_args(Action):
         raise ValueError(f"`action` is {action!r}. Expected one of {list(get_args(Action))}.")
     if not orders or not set(orders) <= set(get_args(Order)):
         raise ValueError(f"`orders` is {list(orders)}. Expected some of {list(get_args(Order))}.")
-    units = tau if groups is None else group_sums(tau, groups)
+    units, *more = (values if groups is None else group_sums(values, groups) for values in (tau, *others.values()))
+    by_control = dict(zip(others, more, strict=True))
     if not counts or not all(0 < count < len(units) for count in counts) or len(set(counts)) != len(counts):
         raise ValueError(f"`counts` is {list(counts)}. Expected distinct numbers from 1 to {len(units) - 1}.")
     chosen = [MEAN] if targets is None else list(targets)
@@ -172,14 +213,13 @@ def counterfactual_plan(
         raise ValueError(f"`targets` is {chosen}. Expected numbers from 0 to {m - 1}, or `None` for their mean.")
     shuffled = np.random.default_rng(seed).permutation(len(units))
     masks, keys = [np.ones(n, dtype=bool)], []
-    for order in orders:
+    for order in (*orders, *others):
+        matrix = by_control.get(order, units)
         for target in chosen:
-            values = units.mean(axis=1) if target == MEAN else units[:, target]
-            first = {
-                "helpful": np.argsort(-values, kind="stable"),
-                "harmful": np.argsort(values, kind="stable"),
-                "random": shuffled,
-            }[order]
+            values = matrix.mean(axis=1) if target == MEAN else matrix[:, target]
+            first = (
+                shuffled if order == "random" else np.argsort(values if order == "harmful" else -values, kind="stable")
+            )
             for count in counts:
                 taken = np.isin(np.arange(len(units)), first[:count])
                 rows = taken if groups is None else taken[groups.member.numpy()]
@@ -187,3 +227,12 @@ def counterfactual_plan(
                 keys.append((order, int(count), int(target)))
     named = tuple(zip(*keys, strict=True))
     return CounterfactualPlan(np.stack(masks), named[0], named[1], named[2], action)
+
+
+def _checked_matrix(values: ArrayLike, name: str) -> np.ndarray:
+    matrix = np.asarray(values, dtype=np.float64)
+    if matrix.ndim != 2:
+        raise ValueError(f"`{name}` has the shape {matrix.shape}. Expected (training rows, targets).")
+    if not np.isfinite(matrix).all():
+        raise NonFiniteError(f"`{name}` holds NaN or infinite values. Expected finite ones.")
+    return matrix
