@@ -19,7 +19,8 @@ from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 
 REMEDY = (
     "Remedies: call model.eval() (train-mode BatchNorm and dropout mix samples or are random), use a task without "
-    'terms that mix samples (in-batch negatives), register a layer rule for that module, or choose engine="iterative".'
+    "terms that mix samples (in-batch negatives), register or correct the layer rule of that module, or choose "
+    'engine="iterative".'
 )
 
 
