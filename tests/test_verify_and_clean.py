@@ -155,6 +155,8 @@ def slow_attribute(directory: Path) -> int:
     """Compute all scores, and wait for the end while they are written to the scratch file."""
     from hf_trak.scores import streaming
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's jobs in the background ignore
+
     checked = streaming._checked
 
     def pausing(blocks):  # type: ignore[no-untyped-def]
