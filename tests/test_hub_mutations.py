@@ -130,7 +130,7 @@ def from_copy(tmp_path: Path) -> Callable[[Path], np.ndarray]:
     return lambda directory: attributed(str(directory), tmp_path / "work")
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.exhaustive)])
 def test_mutations_of_a_published_index(hub: Hub, client: Path, published: Path, tmp_path: Path, count: int) -> None:
     """The files are read over HTTP, and for every tenth damage all of `attribute` runs, too."""
     foreign = tmp_path / "other" / "index"
@@ -140,7 +140,7 @@ def test_mutations_of_a_published_index(hub: Hub, client: Path, published: Path,
     check(published, tmp_path, tenth, over_http(hub, tmp_path, whole=True))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_mutations_of_a_copy(hub: Hub, client: Path, published: Path, tmp_path: Path) -> None:
     check(published, tmp_path, drawn(published, 3000, tmp_path / "other" / "index", seed=1), from_copy(tmp_path))
 
@@ -152,7 +152,7 @@ def drawn(directory: Path, count: int, foreign: Path, seed: int = 0) -> Iterator
 ODD = (None, -1, 0, 10**19, 1e308, "", "x" * 300, "../x", [], {}, True, [[]], {"a": {}}, [None] * 3)
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.exhaustive)])
 def test_odd_values_are_refused_in_words(hub: Hub, client: Path, published: Path, tmp_path: Path, count: int) -> None:
     """Values of other types and sizes in the JSON files, with checksums that fit, end in no unexpected error.
 

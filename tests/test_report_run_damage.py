@@ -73,7 +73,7 @@ def test_a_killed_save_leaves_a_whole_run_or_none(tmp_path: Path, before: str):
     assert check_killed_saves(tmp_path, before, 10) > 12
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @BEFORE
 def test_a_save_killed_at_any_step_leaves_a_whole_run_or_none(tmp_path: Path, before: str):
     assert check_killed_saves(tmp_path, before, 1) > 40
@@ -116,7 +116,7 @@ def test_saves_killed_at_random_moments_leave_a_whole_run(tmp_path: Path):
     check_random_kills(found, tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_many_saves_killed_at_random_moments_leave_a_whole_run(tmp_path: Path):
     for seed in range(1, 9):
         found = job(tmp_path, kill_at_random, 50, seed, str(tmp_path / f"run {seed}"))

@@ -105,7 +105,7 @@ def test_two_thousand_mutations_of_a_store(stores: tuple[Path, Path], tmp_path: 
     assert seen["refused"] > 1000  # damage to files that these scores need, which is most of them
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(1, 11))
 def test_twenty_thousand_mutations_of_a_store(stores: tuple[Path, Path], tmp_path: Path, seed: int) -> None:
     mine, other = stores
@@ -113,7 +113,7 @@ def test_twenty_thousand_mutations_of_a_store(stores: tuple[Path, Path], tmp_pat
     assert check(mine, tmp_path, drawn, scores_of, scores_of(mine))["refused"] > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_flip_in_every_header_byte_of_a_store(stores: tuple[Path, Path], tmp_path: Path) -> None:
     mine, _ = stores
     seen = check(mine, tmp_path, every_header_flip(mine), scores_of, scores_of(mine))

@@ -110,7 +110,7 @@ def test_nothing_damaged_is_silent(whole: Whole, tmp_path: Path) -> None:
     assert min(seen.values()) >= 10, seen
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nothing_damaged_is_silent_all(whole: Whole, tmp_path: Path) -> None:
     cases = list(whole.cases())
     assert len(cases) >= 500

@@ -144,7 +144,7 @@ def test_killed_at_any_moment(reference: Reference, tmp_path: Path) -> None:
     kill_and_resume(reference, tmp_path, kills=20, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_at_any_moment_often(reference: Reference, tmp_path: Path) -> None:
     kill_and_resume(reference, tmp_path, kills=200, seed=1)
 
