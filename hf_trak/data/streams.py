@@ -66,18 +66,18 @@ class StreamedRows:
         if self._iterator is None or index < self._next - 1:
             self._iterator, self._next = iter(self.stream), 0
         while self._next <= index:
+            # Without an iterator until the row is there: one that has failed would next report the end of the stream.
+            iterator, self._iterator = self._iterator, None
             try:
-                self._last = next(self._iterator)
+                self._last = next(iterator)
             except StopIteration:
-                ended, self._iterator = self._next, None
+                ended = self._next
                 raise ValueError(
                     f"The stream ended after {ended} rows; `num_rows` is {self.num_rows}. Expected at least as "
                     "many rows. "
                     + (f"Set `num_rows={ended}`." if ended else "Check whether its files are empty or were moved.")
                 ) from None
-            except BaseException:
-                self._iterator = None  # a failed generator would next report the end of the stream
-                raise
+            self._iterator = iterator
             self._check(self._next, self._last)
             self._next += 1
         return self._last
