@@ -266,10 +266,14 @@ class ProjectionSink:
     def __init__(self, projector: BlockProjector, batch_size: int, model_id: int, device: str | torch.device) -> None:
         """
         Args:
-            projector: the projector whose `accumulate` gets the blocks.
-            batch_size: B of every block.
-            model_id: id of the checkpoint.
-            device: device of the blocks.
+            projector (`BlockProjector`):
+                The projector whose `accumulate` gets the blocks.
+            batch_size (`int`):
+                B, the number of samples of every block.
+            model_id (`int`):
+                Id of the checkpoint, which seeds the map.
+            device (`str` or `torch.device`):
+                Device of the blocks.
 
         Raises:
             TypeError: `model_id` is not an integer.
