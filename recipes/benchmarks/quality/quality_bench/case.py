@@ -1,0 +1,109 @@
+"""A case: data, a model, and its training with `Trainer`, of which a bank of retrained models is made."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from hf_trak.evaluation import TrainerRetraining
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task, all of whose rows have columns of one fixed length, so that the default collator serves.
+
+    Attributes:
+        name: what flags and directories call it.
+        title: what tables call it.
+        task: hf_trak's name of the task, whose model output is measured.
+        train: training rows, n; the columns are arguments of the model, `labels` among them.
+        targets: rows to explain, m, with the same columns.
+        make_model: makes an untrained model; all randomness comes from torch's global generator.
+        training: arguments of `TrainingArguments`, such as `learning_rate`, `num_train_epochs` and
+            `per_device_train_batch_size`.
+        inputs: turns rows into tensors by the names of the model's arguments, for libraries that vmap the model over
+            single rows (without `labels`).
+        head: name of the last linear layer, whose input is the embedding of a row.
+        texts: turns rows into texts, if they have any.
+        drops: shares of the training rows that are dropped.
+        subsets: random subsets for each share.
+        repeated: the first subsets, which are trained again to measure the noise.
+    """
+
+    name: str
+    title: str
+    task: str
+    train: Dataset
+    targets: Dataset
+    make_model: Callable[[], nn.Module]
+    training: dict[str, Any]
+    inputs: Callable[[Dataset], dict[str, Tensor]]
+    head: str
+    texts: Callable[[Dataset], list[str]] | None = None
+    drops: tuple[float, ...] = (0.01, 0.05, 0.5)
+    subsets: int = 50
+    repeated: int = 25
+    options: dict[str, Any] = field(default_factory=dict)
+    """Facts that a method may need, such as `{"tokenizer": …}`; each case module says which."""
+
+    def trainer(self, rows: Dataset, seed: int) -> Trainer:
+        """A trainer of a fresh model for these rows; the caller has seeded everything."""
+        arguments = TrainingArguments(
+            output_dir="unused",
+            seed=seed,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            logging_strategy="no",
+            use_cpu=not torch.cuda.is_available(),
+            **self.training,
+        )
+        return Trainer(self.make_model(), arguments, train_dataset=rows)
+
+    def retraining(self, **options: Any) -> TrainerRetraining:
+        """The training for a bank; options are `drop`, `seed` and `perturbation`."""
+        return TrainerRetraining(self.trainer, self.train, self.targets, self.task, **options)
+
+    def labels(self, rows: Dataset) -> Tensor:
+        return torch.tensor(rows["labels"][:])
+
+
+class _States(TrainerCallback):
+    """Keeps the weights after the first and the second third of the steps, and after the last."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Tensor]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        thirds = {-(-state.max_steps * part // 3) for part in (1, 2, 3)}
+        if state.global_step in thirds:
+            self.states.append({name: value.detach().clone() for name, value in model.state_dict().items()})
+
+
+def trained(case: Case, seed: int, directory: Path) -> list[nn.Module]:
+    """Models of one training on all rows with this seed: after each third of the steps, the last one at the end.
+
+    With the bank's own seed the last is the model whose outputs the bank has for no dropped rows. Kept in a file.
+    """
+    path = directory / f"trained-{seed}.pt"
+    if not path.is_file():
+        set_seed(seed)
+        trainer = case.trainer(case.train, seed)
+        states = _States()
+        trainer.add_callback(states)
+        trainer.train()
+        partial = path.with_suffix(".part")
+        directory.mkdir(parents=True, exist_ok=True)
+        torch.save(states.states, partial)
+        partial.rename(path)
+    models = []
+    for state in torch.load(path, weights_only=True):
+        model = case.make_model()
+        model.load_state_dict(state)
+        models.append(model.eval())
+    return models
