@@ -2,13 +2,16 @@
 
 `subsets.py` chooses subsets of the training rows, `retraining.py` trains on them (`trainer_retraining.py` with
 `Trainer`), and `lds.py`, `leave_one_out.py`, `counterfactual.py` and `mislabelled.py` compute measures, which take
-plain matrices of scores `(n_train, n_targets)` of any library. `reliability.py` measures the noise of the retrainings.
+plain matrices of scores `(n_train, n_targets)` of any library. `reliability.py` measures the noise of the retrainings,
+and `bank.py` keeps them in a directory that others can use.
 
 May import `featurize` and the packages below it.
 
 Start with `lds.py`, whose first function is the measure of the TRAK paper.
 """
 
+from hf_trak.evaluation.bank import Bank, BankPart
+from hf_trak.evaluation.bank_scores import BankScore, evaluate_bank
 from hf_trak.evaluation.counterfactual import CounterfactualCurves, CounterfactualPlan, counterfactual_plan
 from hf_trak.evaluation.intervals import Interval, mean_interval
 from hf_trak.evaluation.lds import LdsResult, compare_lds, evaluate_lds, linear_datamodeling_score
@@ -21,6 +24,9 @@ from hf_trak.evaluation.subsets import group_sums, leave_one_out_subsets, random
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 
 __all__ = [
+    "Bank",
+    "BankPart",
+    "BankScore",
     "CounterfactualCurves",
     "CounterfactualPlan",
     "Interval",
@@ -31,6 +37,7 @@ __all__ = [
     "TrainerRetraining",
     "compare_lds",
     "counterfactual_plan",
+    "evaluate_bank",
     "evaluate_lds",
     "group_sums",
     "leave_one_out_correlation",

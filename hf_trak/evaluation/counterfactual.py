@@ -12,9 +12,9 @@ import numpy as np
 from datasets import Dataset
 from numpy.typing import ArrayLike
 
-from hf_trak.errors import NonFiniteError
 from hf_trak.evaluation.intervals import Interval, mean_interval
 from hf_trak.evaluation.retraining import masks_and_outputs
+from hf_trak.evaluation.score_matrix import checked_matrix
 from hf_trak.evaluation.subsets import group_sums
 from hf_trak.scores.groups import RowGroups
 
@@ -191,9 +191,9 @@ def counterfactual_plan(
         ValueError: a count, an order, the action or a target is out of range.
         NonFiniteError: a score is NaN or infinite.
     """
-    tau = _checked_matrix(scores, "scores")
+    tau = checked_matrix(scores, "scores")
     n, m = tau.shape
-    others = {name: _checked_matrix(values, f"controls[{name!r}]") for name, values in (controls or {}).items()}
+    others = {name: checked_matrix(values, f"controls[{name!r}]") for name, values in (controls or {}).items()}
     for name, values in others.items():
         if name in get_args(Order) or values.shape != tau.shape:
             raise ValueError(
@@ -227,12 +227,3 @@ def counterfactual_plan(
                 keys.append((order, int(count), int(target)))
     named = tuple(zip(*keys, strict=True))
     return CounterfactualPlan(np.stack(masks), named[0], named[1], named[2], action)
-
-
-def _checked_matrix(values: ArrayLike, name: str) -> np.ndarray:
-    matrix = np.asarray(values, dtype=np.float64)
-    if matrix.ndim != 2:
-        raise ValueError(f"`{name}` has the shape {matrix.shape}. Expected (training rows, targets).")
-    if not np.isfinite(matrix).all():
-        raise NonFiniteError(f"`{name}` holds NaN or infinite values. Expected finite ones.")
-    return matrix

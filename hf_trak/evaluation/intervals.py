@@ -102,6 +102,18 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95, resamples: int = 
     return Interval(mean, float(found.confidence_interval.low), float(found.confidence_interval.high), confidence)
 
 
+def quantile_interval(value: float, resampled: np.ndarray, confidence: float) -> Interval:
+    """Return a value with the quantiles of its bootstrap samples.
+
+    Args:
+        value: the estimate.
+        resampled: the estimates of the bootstrap samples, `(resamples,)`.
+        confidence: confidence level.
+    """
+    low, high = np.quantile(resampled, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(value), float(low), float(high), confidence)
+
+
 def check_interval(confidence: float, resamples: int) -> None:
     """Check the arguments of a bootstrap.
 

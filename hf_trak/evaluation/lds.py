@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from hf_trak.errors import NonFiniteError
 from hf_trak.evaluation.correlation import spearman
-from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval
+from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval, quantile_interval
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def linear_datamodeling_score(scores: ArrayLike, masks: ArrayLike, outputs: Arra
         ValueError: shapes do not fit, or there are fewer than three subsets.
         NonFiniteError: a score or an output is NaN or infinite.
     """
-    return spearman(*_predicted_and_measured(scores, masks, outputs))
+    return spearman(*predicted_and_measured(scores, masks, outputs))
 
 
 def evaluate_lds(
@@ -102,9 +102,9 @@ def evaluate_lds(
         NonFiniteError: a score or an output is NaN or infinite.
     """
     check_interval(confidence, resamples)
-    predicted, measured = _predicted_and_measured(scores, masks, outputs)
+    predicted, measured = predicted_and_measured(scores, masks, outputs)
     per_target = spearman(predicted, measured)
-    values, means = _resampled(predicted, measured, resamples, seed)
+    values, means = resampled_lds(predicted, measured, resamples, seed)
     ends = [(1 - confidence) / 2, (1 + confidence) / 2]
     low, high = np.quantile(values, ends, axis=0)
     mean_low, mean_high = np.quantile(means, ends)
@@ -149,17 +149,26 @@ def compare_lds(
         ImportError, ValueError, NonFiniteError: see [`evaluate_lds`].
     """
     check_interval(confidence, resamples)
-    both = [_predicted_and_measured(scores, masks, outputs) for scores in (first, second)]
+    both = [predicted_and_measured(scores, masks, outputs) for scores in (first, second)]
     value = float(spearman(*both[0]).mean() - spearman(*both[1]).mean())
-    one, other = (_resampled(*each, resamples, seed)[1] for each in both)
-    low, high = np.quantile(one - other, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(value, float(low), float(high), confidence)
+    one, other = (resampled_lds(*each, resamples, seed)[1] for each in both)
+    return quantile_interval(value, one - other, confidence)
 
 
-def _resampled(
+def resampled_lds(
     predicted: np.ndarray, measured: np.ndarray, resamples: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute scores over resampled subsets `(resamples, m)`, and means over resampled targets `(resamples,)`."""
+    """Compute linear datamodeling scores of bootstrap samples, which are the same ones for the same seed and shape.
+
+    Args:
+        predicted: sums of scores over each subset, `(s, m)`.
+        measured: outputs of the retrained models, `(s, m)`.
+        resamples: number of bootstrap samples.
+        seed: seed of the bootstrap.
+
+    Returns:
+        Scores over resampled subsets, `(resamples, m)`, and means over resampled targets, `(resamples,)`.
+    """
     rng = np.random.default_rng(seed)
     s, m = predicted.shape
     values, means = np.empty((resamples, m)), np.empty(resamples)
@@ -170,8 +179,18 @@ def _resampled(
     return values, means
 
 
-def _predicted_and_measured(scores: ArrayLike, masks: ArrayLike, outputs: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Compute Σ_{i ∈ S} τ_{ij}, and check f(z_j; θ*(S)); both are `(s, m)`, float64."""
+def predicted_and_measured(scores: ArrayLike, masks: ArrayLike, outputs: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Compute Σ_{i ∈ S} τ_{ij}, and check f(z_j; θ*(S)); both are `(s, m)`, float64.
+
+    Args:
+        scores: scores τ, `(n, m)`.
+        masks: subsets S, `(s, n)`.
+        outputs: outputs f, `(s, m)`.
+
+    Raises:
+        ValueError: shapes do not fit, or there are fewer than three subsets.
+        NonFiniteError: a score or an output is NaN or infinite.
+    """
     tau = np.asarray(scores, dtype=np.float64)
     member = np.asarray(masks, dtype=np.float64)
     measured = np.asarray(outputs, dtype=np.float64)

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from hf_trak.errors import NonFiniteError
 from hf_trak.evaluation.correlation import spearman
-from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval
+from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval, quantile_interval
 from hf_trak.evaluation.retraining import outputs_of
 
 _SPLITS = 100
@@ -127,16 +127,11 @@ def measure_reliability(
         found = _half_reliability(values[:, chosen][:, :, targets], few)
         ends[0, index] = np.sqrt(_stepped(found, repeats / size)).mean()
         ends[1, index] = np.sqrt(_stepped(found, 1 / size)).mean()
-    ceiling = _interval(np.sqrt(mean), ends[0], confidence)
-    ceiling_of_one = _interval(np.sqrt(one), ends[1], confidence)
+    ceiling = quantile_interval(np.sqrt(mean).mean(), ends[0], confidence)
+    ceiling_of_one = quantile_interval(np.sqrt(one).mean(), ends[1], confidence)
     noise = values.var(axis=0, ddof=1).mean(axis=0)
     signal = np.maximum(values.mean(axis=0).var(axis=0, ddof=1) - noise / repeats, 0.0)
     return Reliability(repeats, np.sqrt(noise), np.sqrt(signal), one, mean, ceiling, ceiling_of_one)
-
-
-def _interval(values: np.ndarray, resampled: np.ndarray, confidence: float) -> Interval:
-    low, high = np.quantile(resampled, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(values.mean()), float(low), float(high), confidence)
 
 
 def _halves(repeats: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ trainings among themselves; seeds depend on the number of a training, not on the
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,33 @@ def retrain_on_subsets(
     directory = Path(output_dir)
     wanted = [(subset, repeat) for repeat in range(repeats) for subset in range(len(member))]
     config = {"rows": member.shape[1], "seed": seed, "settings": dict(settings or {})}
+    train_missing(directory, config, wanted, member, retrain, processes)
+    processes.broadcast_from_main(lambda: _write_dataset(RetrainingFiles.load(directory), wanted, member))
+    # in memory, since a later call with more subsets or repeats replaces the file
+    return Dataset.from_file(os.fspath(directory / DATASET), in_memory=True)
+
+
+def train_missing(
+    directory: Path,
+    config: Mapping[str, Any],
+    wanted: Sequence[tuple[int, int]],
+    member: np.ndarray,
+    retrain: Retrain,
+    processes: Processes,
+) -> None:
+    """Do those trainings that have no file yet; the processes divide them among themselves.
+
+    Args:
+        directory: directory of the trainings.
+        config: what `retraining.json` says: `rows`, `seed` and `settings`.
+        wanted: subset and repeat of each training.
+        member: the subsets, booleans `(s, n)`.
+        retrain: the training.
+        processes: the processes of this launch. Other launches may work on other trainings of the same directory.
+
+    Raises:
+        As [`retrain_on_subsets`].
+    """
 
     def unfinished() -> list[int]:
         files = RetrainingFiles.open(directory, config)
@@ -119,13 +146,11 @@ def retrain_on_subsets(
     with processes.all_or_none(), log_on_interrupt(progress):
         files = RetrainingFiles.load(directory)
         for subset, repeat in mine:
-            outputs = _checked(retrain(np.flatnonzero(member[subset]), training_seed(seed, subset, repeat)), subset)
+            seed = training_seed(files.config["seed"], subset, repeat)
+            outputs = _checked(retrain(np.flatnonzero(member[subset]), seed), subset)
             files.write(subset, repeat, subset_digest(member[subset]), outputs)
             done += 1
             logger.info("Training %d of %d of this process is done (subset %d).", done, len(mine), subset)
-    processes.broadcast_from_main(lambda: _write_dataset(RetrainingFiles.load(directory), wanted, member))
-    # in memory, since a later call with more subsets or repeats replaces the file
-    return Dataset.from_file(os.fspath(directory / DATASET), in_memory=True)
 
 
 def masks_and_outputs(retrained: Dataset) -> tuple[np.ndarray, np.ndarray]:

@@ -50,6 +50,7 @@ class TrainerRetraining:
         drop: Literal["rows", "mask"] = "rows",
         seed: int | None = None,
         row_losses: RowLosses | None = None,
+        perturbation: float = 0.0,
     ) -> None:
         """
         Args:
@@ -75,10 +76,16 @@ class TrainerRetraining:
             row_losses (`Callable`, *optional*):
                 `row_losses(model_output, batch) -> (B,)`, for `drop="mask"` with a loss that ignores no label, such as
                 that of a regression.
+            perturbation (`float`, *optional*, defaults to 0.0):
+                Relative size ε of a change of the initial weights: every trainable weight is multiplied by 1 + ε·x,
+                with x standard normal and drawn from each training's own seed. On a CPU a repeat with one `seed` gives
+                the same bits, which hides how far training enlarges tiny differences; with ε = 1e-6, a few roundings
+                of float32, repeats show it.
 
         Raises:
             TypeError, ValueError: as of `TrakAttributor`.
-            ValueError: `drop` is no such name, or `row_losses` is given without `drop="mask"`.
+            ValueError: `drop` is no such name, `row_losses` is given without `drop="mask"`, or `perturbation` is not
+                a finite number of at least 0.
         """
         if drop not in ("rows", "mask"):
             raise ValueError(f"`drop` is {drop!r}. Expected 'rows' or 'mask'.")
@@ -89,6 +96,11 @@ class TrainerRetraining:
         self.drop = drop
         self.seed = seed if seed is None else checked_int(seed, "seed", 0)
         self.row_losses = row_losses
+        if not isinstance(perturbation, int | float) or not 0 <= perturbation < float("inf"):
+            raise ValueError(
+                f"`perturbation` is {perturbation!r}. Expected a finite number of at least 0, such as 1e-6."
+            )
+        self.perturbation = float(perturbation)
         self.make_trainer = make_trainer
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -100,11 +112,13 @@ class TrainerRetraining:
 
     def __call__(self, rows: np.ndarray, seed: int) -> np.ndarray:
         """Train on these rows, and return f of every target, `(m,)`, float64."""
-        seed = seed if self.seed is None else self.seed
+        own_seed, seed = seed, seed if self.seed is None else self.seed
         with training_alone():
             set_seed(seed)
             trainer = self.make_trainer(self.train_dataset if self.drop == "mask" else self._selected(rows), seed)
             collator = self.data_collator or trainer.data_collator
+            if self.perturbation:
+                _perturb(trainer.model, self.perturbation, own_seed)
             if self.drop == "mask":
                 kept = np.zeros(len(self.train_dataset), dtype=bool)
                 kept[rows] = True
@@ -119,10 +133,25 @@ class TrainerRetraining:
                 trainer.args.remove_unused_columns,
             )
 
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """What tells trainings of this kind from others: `drop`, `seed` and `perturbation`, plain JSON."""
+        return {"drop": self.drop, "seed": self.seed, "perturbation": self.perturbation}
+
     def _selected(self, rows: np.ndarray) -> Any:
         chosen = [int(row) for row in rows]
         select = getattr(self.train_dataset, "select", None)
         return Subset(self.train_dataset, chosen) if select is None else select(chosen)
+
+
+def _perturb(model: nn.Module, size: float, seed: int) -> None:
+    """Multiply every trainable weight by 1 + size · x, x standard normal. Global generators are left as they are."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                parameter.mul_((1 + size * noise).to(parameter.device, parameter.dtype))
 
 
 def model_outputs(

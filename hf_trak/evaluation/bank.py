@@ -1,0 +1,439 @@
+"""A bank of retrained models' outputs, which any attribution method can be judged on.
+
+Retraining is the expensive part of an evaluation, and its results serve every method. A bank keeps them in a directory
+that can be built by many processes and jobs, published, and used by others: subsets of the training rows, the outputs
+on the targets of models retrained on them, seeds, the recipe, and fingerprints of both datasets.
+
+A bank has parts, each with its own subsets and protocol: 1 % of the rows dropped, say, and 50 %; repeats that tell the
+noise; removals of the rows that a method found (`hf_trak.evaluation.tail_removal`).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from hf_trak.errors import ConfigMismatchError, IncompleteStoreError
+from hf_trak.evaluation.bank_files import (
+    BANK,
+    OUTPUTS,
+    PART,
+    create_described,
+    masks_digest,
+    part_names,
+    read_bank,
+    read_outputs,
+    read_part,
+    read_subsets,
+    write_outputs,
+    write_subsets,
+)
+from hf_trak.evaluation.reliability import Reliability, measure_reliability
+from hf_trak.evaluation.retraining import Retrain, check_masks, train_missing
+from hf_trak.evaluation.retraining_files import RetrainingFiles
+from hf_trak.identity.row_digest import fingerprint_dataset
+from hf_trak.runtime.checks import checked_int
+from hf_trak.runtime.processes import Processes
+from hf_trak.store.atomic import differing, safe_name
+from hf_trak.store.sealed import content_digest
+
+
+@dataclass(frozen=True)
+class BankPart:
+    """One part of a bank, whose trainings are all done.
+
+    Attributes:
+        name (`str`):
+            Name of the part.
+        masks (`np.ndarray` of shape `(s, n)`):
+            True where a training row belongs to the subset.
+        outputs (`np.ndarray` of shape `(R, s, m)`):
+            Outputs on the targets, float64, of R trainings on each subset.
+        seeds (`np.ndarray` of shape `(R, s)`):
+            Seed that each training was given.
+        protocol (`dict[str, Any]`):
+            How was trained: `drop`, `seed` and `perturbation` of [`TrainerRetraining`], or what the maker said.
+        repeat_of (`str`, *optional*):
+            The part whose first s subsets these are, trained again in another way.
+        removal (`dict[str, Any]`, *optional*):
+            The removals that the subsets stand for, if the part was made of such.
+    """
+
+    name: str
+    masks: np.ndarray
+    outputs: np.ndarray
+    seeds: np.ndarray
+    protocol: dict[str, Any]
+    repeat_of: str | None
+    removal: dict[str, Any] | None
+
+    @property
+    def truth(self) -> np.ndarray:
+        """Outputs averaged over the repeats, `(s, m)`."""
+        return self.outputs.mean(axis=0)
+
+
+class Bank:
+    """A directory of subsets and of the outputs of models retrained on them.
+
+    ```python
+    bank = Bank.create("bank", train_dataset, targets, recipe={"model": "my-model"})
+    retrain = TrainerRetraining(make_trainer, train_dataset, targets, drop="mask", seed=0)
+    bank.add_part("drop-0.05", random_subsets(len(train_dataset), 50, 0.95), protocol=retrain.protocol)
+    bank.build("drop-0.05", retrain)
+    ```
+
+    Attributes:
+        directory (`Path`):
+            The directory.
+        recipe (`dict[str, Any]`):
+            What its maker says about model, data and training.
+        n_train (`int`):
+            Number of training rows, n.
+        n_targets (`int`):
+            Number of targets, m.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Open a bank that exists. [`Bank.create`] makes one, and [`~hf_trak.hub.load_bank`] fetches one from the Hub.
+
+        Args:
+            directory (`str` or `os.PathLike`):
+                Directory of the bank.
+
+        Raises:
+            IncompleteStoreError: there is no bank in this directory.
+            StoreError: its description is damaged.
+        """
+        self.directory = Path(directory)
+        self._description = read_bank(self.directory)
+        self.recipe: dict[str, Any] = self._description["recipe"]
+        self.n_train: int = self._description["rows"]
+        self.n_targets: int = self._description["targets"]
+
+    def __repr__(self) -> str:
+        return f"Bank({str(self.directory)!r}, {self.n_train} rows, {self.n_targets} targets, parts: {self.parts})"
+
+    @classmethod
+    def create(
+        cls,
+        directory: str | os.PathLike[str],
+        train_dataset: Any,
+        eval_dataset: Any,
+        recipe: Mapping[str, Any] | None = None,
+    ) -> "Bank":
+        """Create a bank of these rows and targets, or open it if it exists.
+
+        Args:
+            directory (`str` or `os.PathLike`):
+                Directory of the bank.
+            train_dataset (`Dataset`):
+                The n training rows.
+            eval_dataset (`Dataset`):
+                The m targets.
+            recipe (`Mapping[str, Any]`, *optional*):
+                Plain JSON for readers of the bank: model, data, training. A bank with another recipe is refused.
+
+        Returns:
+            [`Bank`]: the bank.
+
+        Raises:
+            ConfigMismatchError: the directory holds a bank of other rows, targets or recipe; shows both.
+            TypeError, ValueError: the recipe is not plain JSON, or a dataset cannot be fingerprinted.
+            StoreError: a file is damaged, or cannot be written.
+        """
+        content = {
+            "kind": "bank",
+            "rows": len(train_dataset),
+            "targets": len(eval_dataset),
+            "rows_fingerprint": fingerprint_dataset(train_dataset),
+            "targets_fingerprint": fingerprint_dataset(eval_dataset),
+            "recipe": dict(recipe or {}),
+        }
+        create_described(Path(directory) / BANK, content, "bank")
+        return cls(directory)
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the parts, sorted."""
+        return part_names(self.directory)
+
+    def description(self, name: str) -> dict[str, Any]:
+        """Return what `part.json` of a part says.
+
+        Args:
+            name (`str`):
+                Name of the part.
+
+        Returns:
+            `dict[str, Any]`: `subsets`, `repeats`, `seed`, `protocol`, `repeat_of`, `removal` and digests.
+
+        Raises:
+            IncompleteStoreError: there is no such part.
+            StoreError: the file is damaged, or belongs to another bank.
+        """
+        return read_part(self.directory / safe_name(name), self._description)
+
+    def is_complete(self, name: str) -> bool:
+        """Return whether all trainings of a part are done.
+
+        Args:
+            name (`str`):
+                Name of the part.
+
+        Raises:
+            ValueError: `name` is no name of a directory.
+        """
+        return (self.directory / safe_name(name) / OUTPUTS).is_file()
+
+    def add_part(
+        self,
+        name: str,
+        masks: ArrayLike,
+        *,
+        repeats: int = 1,
+        seed: int = 0,
+        protocol: Mapping[str, Any] | None = None,
+        repeat_of: str | None = None,
+        removal: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add subsets to be trained on by [`Bank.build`]. If the part exists, it must be the same.
+
+        Args:
+            name (`str`):
+                Name of the part, which is that of a directory.
+            masks (`ArrayLike` of shape `(s, n)`):
+                True where a training row belongs to the subset.
+            repeats (`int`, *optional*, defaults to 1):
+                R, trainings of each subset.
+            seed (`int`, *optional*, defaults to 0):
+                Seed from which those of the trainings follow, see [`retrain_on_subsets`].
+            protocol (`Mapping[str, Any]`, *optional*):
+                How is trained; [`TrainerRetraining`] has it as `protocol`. Plain JSON.
+            repeat_of (`str`, *optional*):
+                Another part, whose first subsets these are, and which has one repeat. Together they tell how well the
+                two ways of training agree, see [`Bank.reliability`].
+            removal (`Mapping[str, Any]`, *optional*):
+                What was removed, for parts made of removals. Plain JSON.
+
+        Raises:
+            ConfigMismatchError: the part exists with other subsets or settings; shows both.
+            ValueError: masks have the wrong shape, an empty subset, or are not those of the repeated part.
+            TypeError: the protocol or the removal is not plain JSON.
+            IncompleteStoreError: the part to repeat does not exist.
+            StoreError: a file is damaged, or cannot be written.
+        """
+        member = check_masks(masks)
+        if member.shape[1] != self.n_train:
+            raise ValueError(
+                f"`masks` has {member.shape[1]} columns; the bank has {self.n_train} training rows. Expected one "
+                "column for each, and one row per subset."
+            )
+        if repeat_of is not None:
+            self._check_repeated(repeat_of, member)
+        content = {
+            "bank": content_digest(self._description),
+            "subsets": len(member),
+            "repeats": checked_int(repeats, "repeats", 1, type_error=ValueError),
+            "seed": checked_int(seed, "seed", 0, type_error=ValueError),
+            "protocol": dict(protocol or {}),
+            "repeat_of": repeat_of,
+            "removal": None if removal is None else dict(removal),
+            "masks": masks_digest(member),
+        }
+        directory = self.directory / safe_name(name)
+        create_described(directory / PART, content, "part")
+        write_subsets(directory, self.description(name), member)
+
+    def _check_repeated(self, name: str, member: np.ndarray) -> None:
+        original = self.description(name)
+        masks = read_subsets(self.directory / name, original, self.n_train)
+        if original["repeats"] != 1 or original["repeat_of"] or not np.array_equal(masks[: len(member)], member):
+            raise ValueError(
+                f"`repeat_of` is {name!r}, a part of {original['subsets']} subsets with {original['repeats']} "
+                f"repeat(s); `masks` has {len(member)} subsets. Expected its first subsets, and a part that has one "
+                "repeat and is itself no repeat."
+            )
+
+    def build(
+        self, name: str, retrain: Retrain, *, job: int = 0, jobs: int = 1, processes: Processes | None = None
+    ) -> bool:
+        """Do the trainings of a part that are missing, and join the results when all are there.
+
+        After an interruption the same call continues. Under `torchrun` or `accelerate launch` the processes divide the
+        trainings. Jobs of a job array pass `job` and `jobs`, run in any order or at once, and share the directory; the
+        last one joins the results.
+
+        Args:
+            name (`str`):
+                Name of the part.
+            retrain (`Callable`):
+                The training, see [`Retrain`]. Of a [`TrainerRetraining`] the datasets and the protocol are compared
+                with those of the bank.
+            job (`int`, *optional*, defaults to 0):
+                Number of this job, from 0.
+            jobs (`int`, *optional*, defaults to 1):
+                Number of jobs that divide the trainings.
+            processes (`Processes`, *optional*):
+                The processes of this launch. By default all of them.
+
+        Returns:
+            `bool`: whether all trainings of the part are done.
+
+        Raises:
+            IncompleteStoreError: there is no such part.
+            ConfigMismatchError: `retrain` has other rows, targets or another protocol; shows both.
+            ValueError: `job` is out of range, or `retrain` returns a wrong number of outputs.
+            NonFiniteError: an output is NaN or infinite.
+            StoreError: a file is damaged, or cannot be written.
+            PeerProcessError: another process failed or died.
+        """
+        jobs = checked_int(jobs, "jobs", 1, type_error=ValueError)
+        if checked_int(job, "job", 0, type_error=ValueError) >= jobs:
+            raise ValueError(f"`job` is {job} of {jobs} jobs. Expected a number from 0 to {jobs - 1}.")
+        part = self.description(name)
+        directory = self.directory / name
+        member = read_subsets(directory, part, self.n_train)
+        if self.is_complete(name):
+            return True
+        self._check_training(name, part, retrain)
+        every = [(subset, repeat) for repeat in range(part["repeats"]) for subset in range(part["subsets"])]
+        config = {"rows": self.n_train, "seed": part["seed"], "settings": {"part": content_digest(part)}}
+        processes = Processes(use_cpu=not torch.accelerator.is_available()) if processes is None else processes
+        train_missing(directory, config, every[job::jobs], member, self._counted(retrain), processes)
+        return processes.broadcast_from_main(
+            lambda: write_outputs(directory, part, RetrainingFiles.load(directory), member)
+        )
+
+    def _counted(self, retrain: Retrain) -> Retrain:
+        """Check the number of outputs of a training before they are saved."""
+
+        def checked(rows: np.ndarray, seed: int) -> ArrayLike:
+            outputs = np.asarray(retrain(rows, seed))
+            if outputs.shape != (self.n_targets,):
+                raise ValueError(
+                    f"`retrain` returned the shape {outputs.shape}; the bank has {self.n_targets} targets. Expected "
+                    f"({self.n_targets},), one output per target."
+                )
+            return outputs
+
+        return checked
+
+    def _check_training(self, name: str, part: Mapping[str, Any], retrain: Retrain) -> None:
+        """Compare a [`TrainerRetraining`] with the bank; of other functions nothing is known."""
+        train_dataset = getattr(retrain, "train_dataset", None)
+        eval_dataset = getattr(retrain, "eval_dataset", None)
+        if train_dataset is not None and eval_dataset is not None:
+            self.check_rows(train_dataset, eval_dataset)
+        protocol = getattr(retrain, "protocol", None)
+        if protocol is not None and part["protocol"] and (lines := differing(part["protocol"], protocol)):
+            raise ConfigMismatchError(
+                f"The part {name!r} is trained in another way than `retrain` trains. Expected the same protocol; pass "
+                "it to `add_part` of another part.\n" + "\n".join(lines)
+            )
+
+    def check_rows(self, train_dataset: Any = None, eval_dataset: Any = None) -> None:
+        """Compare datasets with those that the bank was made of.
+
+        Args:
+            train_dataset (`Dataset`, *optional*):
+                Training rows.
+            eval_dataset (`Dataset`, *optional*):
+                Targets.
+
+        Raises:
+            ConfigMismatchError: a dataset has other rows, another order of rows, or other columns; shows both.
+            TypeError: a row holds a value that cannot be fingerprinted.
+        """
+        for dataset, key, what in (
+            (train_dataset, "rows", "training rows"),
+            (eval_dataset, "targets", "targets"),
+        ):
+            if dataset is None:
+                continue
+            expected, found = self._description[f"{key}_fingerprint"], fingerprint_dataset(dataset)
+            if found != expected:
+                raise ConfigMismatchError(
+                    f"The {len(dataset)} {what} have the fingerprint {found}; the bank {self.directory} was made of "
+                    f"{self._description[key]} with {expected}. Expected the same rows with the same columns, in the "
+                    "same order."
+                )
+
+    def part(self, name: str) -> BankPart:
+        """Read a part whose trainings are all done.
+
+        Args:
+            name (`str`):
+                Name of the part.
+
+        Returns:
+            [`BankPart`]: subsets, outputs and seeds.
+
+        Raises:
+            IncompleteStoreError: there is no such part, or trainings are missing.
+            StoreError: a file is damaged, or belongs to another bank.
+        """
+        part = self.description(name)
+        directory = self.directory / name
+        masks = read_subsets(directory, part, self.n_train)
+        outputs, seeds = read_outputs(directory, part, self.n_targets)
+        return BankPart(name, masks, outputs, seeds, part["protocol"], part["repeat_of"], part["removal"])
+
+    def reliability(self, name: str, confidence: float = 0.95, resamples: int = 1000) -> dict[str, Reliability]:
+        """Measure how well repeats of a part agree, and with it the highest score that any method could reach.
+
+        Args:
+            name (`str`):
+                Name of the part.
+            confidence (`float`, *optional*, defaults to 0.95):
+                Confidence level of the intervals.
+            resamples (`int`, *optional*, defaults to 1000):
+                Bootstrap samples.
+
+        Returns:
+            `dict[str, Reliability]`: by the name of the part that repeats it, or its own name if it has several
+            repeats itself; empty if nothing tells the noise. The ceiling of the truth that [`evaluate_bank`] uses is
+            `ceiling` under its own name, and `ceiling_of_one` under others.
+
+        Raises:
+            IncompleteStoreError: trainings are missing.
+            StoreError: a file is damaged.
+            ImportError: scipy is not installed.
+        """
+        part = self.part(name)
+        found = {}
+        if len(part.outputs) > 1:
+            found[name] = measure_reliability(part.outputs, confidence, resamples)
+        for other in self._repeats_of.get(name, ()):
+            if self.is_complete(other):
+                repeat = self.part(other)
+                both = np.concatenate([part.outputs[:, : len(repeat.masks)], repeat.outputs])
+                found[other] = measure_reliability(both, confidence, resamples)
+        return found
+
+    def incomplete(self, names: Sequence[str]) -> IncompleteStoreError:
+        """Return the error that says how far parts are, for a bank of which none can be used.
+
+        Args:
+            names (`Sequence[str]`):
+                Names of the parts.
+        """
+        shown = ", ".join(names) or "none"
+        return IncompleteStoreError(
+            f"The bank {self.directory} has no complete part to judge scores on; its parts are: {shown}. Expected one "
+            "whose trainings are all done. Add parts with `Bank.add_part`, and call `Bank.build`."
+        )
+
+    @property
+    def _repeats_of(self) -> dict[str, list[str]]:
+        """Names of the parts that repeat a part, by its name."""
+        found: dict[str, list[str]] = {}
+        for name in self.parts:
+            if original := self.description(name)["repeat_of"]:
+                found.setdefault(original, []).append(name)
+        return found

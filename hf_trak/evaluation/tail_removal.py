@@ -1,0 +1,293 @@
+"""Tail removal: which rows to remove to see whether the rows of the highest scores made a target's output what it is.
+
+"These rows did it" is a claim that removal tests: train without the first 1 % of the rows by score for a target, and
+look at its output. It takes controls to read the change: any removal costs something, and rows that merely look like
+the target matter, too (Ilyas et al. 2022, arXiv 2202.00622, Section 4; Koh & Liang 2017, arXiv 1703.04730).
+
+[`removal_plan`] chooses the subsets for several methods and controls at once, [`evaluate_removal`] compares the
+changes. For curves over numbers of rows, groups, or addition, see `counterfactual.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from hf_trak.evaluation.counterfactual import counterfactual_plan
+from hf_trak.evaluation.score_matrix import checked_matrices
+from hf_trak.evaluation.subsets import random_subsets
+from hf_trak.runtime.checks import checked_int, is_int
+
+RANDOM = "random"
+"""Name of the control that removes random rows, which every plan has."""
+
+_KIND, _VERSION = "removal plan", 1
+_FIELDS = ("shape", "fractions", "targets", "methods", "controls", "removed", "subsets", "tied")
+
+
+@dataclass(frozen=True)
+class RemovalPlan:
+    """Subsets to retrain on, for [`retrain_on_subsets`] or a part of a bank. Made by [`removal_plan`].
+
+    Attributes:
+        shape (`tuple[int, int]`):
+            Numbers of training rows and of targets, `(n, m)`.
+        fractions (`tuple[float, ...]`):
+            The F shares of the rows that are removed.
+        targets (`tuple[int, ...]`):
+            Numbers of the T targets that have removals of their own.
+        methods (`tuple[str, ...]`):
+            Names of the methods whose scores are tested.
+        controls (`tuple[str, ...]`):
+            Names of the controls; [`RANDOM`] is the first.
+        removed (`tuple[tuple[int, ...], ...]`):
+            Row numbers that each of the s subsets lacks, ascending. Subset 0 lacks none, and all differ.
+        subsets (`dict[str, tuple[tuple[int, ...], ...]]`):
+            By method or control, F × T numbers of subsets. Random removals serve all targets: F × draws.
+        tied (`dict[str, tuple[int, ...]]`):
+            By method or control other than random, and by fraction, the number of targets for which the last row that
+            is removed has the same score as the first that is not.
+    """
+
+    shape: tuple[int, int]
+    fractions: tuple[float, ...]
+    targets: tuple[int, ...]
+    methods: tuple[str, ...]
+    controls: tuple[str, ...]
+    removed: tuple[tuple[int, ...], ...]
+    subsets: dict[str, tuple[tuple[int, ...], ...]]
+    tied: dict[str, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        if problem := _problem(self):
+            raise ValueError(f"{problem} Expected a plan that `removal_plan` made, unchanged. Make it again.")
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of rows that each fraction removes."""
+        return removal_counts(self.shape[0], self.fractions)
+
+    @cached_property
+    def masks(self) -> np.ndarray:
+        """The subsets as booleans `(s, n)`, true where a training row belongs to one."""
+        masks = np.ones((len(self.removed), self.shape[0]), dtype=bool)
+        for mask, rows in zip(masks, self.removed, strict=True):
+            mask[list(rows)] = False
+        return masks
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values, which [`RemovalPlan.from_dict`] reads."""
+        fields = {name: _as_lists(getattr(self, name)) for name in _FIELDS}
+        return {"kind": _KIND, "format_version": _VERSION, **fields}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "RemovalPlan":
+        """Read and check a plan.
+
+        Args:
+            content (`Mapping[str, Any]`):
+                The result of [`RemovalPlan.to_dict`], as it is or from a JSON file.
+
+        Returns:
+            [`RemovalPlan`]: the plan.
+
+        Raises:
+            ValueError: the content is no plan of this format, or contradicts itself.
+        """
+        given = dict(content) if isinstance(content, Mapping) else {}
+        label = (given.pop("kind", None), given.pop("format_version", None))
+        if label != (_KIND, _VERSION) or set(given) != set(_FIELDS):
+            raise ValueError(
+                f"The plan has the kind and version {label} and the fields {sorted(map(str, given))}. Expected "
+                f"{(_KIND, _VERSION)} and {sorted(_FIELDS)}, as `RemovalPlan.to_dict` writes them."
+            )
+        return cls(**{name: _as_tuples(value) for name, value in given.items()})
+
+
+def removal_plan(
+    scores: Mapping[str, ArrayLike],
+    fractions: Sequence[float] = (0.01, 0.05),
+    *,
+    controls: Mapping[str, ArrayLike] | None = None,
+    targets: Sequence[int] | None = None,
+    random_draws: int = 10,
+    seed: int = 0,
+    shape: tuple[int, int] | None = None,
+) -> RemovalPlan:
+    """Choose which rows to remove: for each target, the first by every method's scores, and by every control.
+
+    Methods that remove the same rows share a training. Besides random removal, take at least two controls that look
+    like attribution but know nothing of the training: cosines of embeddings, BM25, rows of the same label.
+
+    Args:
+        scores (`Mapping[str, ArrayLike]`):
+            By method, its scores τ of shape `(n, m)`; higher means more helpful.
+        fractions (`Sequence[float]`, *optional*, defaults to `(0.01, 0.05)`):
+            Shares of the training rows to remove. A fraction f leaves round((1 − f) · n) rows.
+        controls (`Mapping[str, ArrayLike]`, *optional*):
+            By name, matrices of the same shape, whose highest values are removed first.
+        targets (`Sequence[int]`, *optional*):
+            Numbers of the targets that get removals of their own, each of which costs a training per fraction, method
+            and control. By default all.
+        random_draws (`int`, *optional*, defaults to 10):
+            Random removals for each fraction, at least 2; one alone would have much noise. They serve all targets.
+            They are the first subsets of `random_subsets(n, …, 1 - fraction, seed)`, so that trainings on these serve
+            again.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the random removals, and of the order of rows with equal scores, which is random, too.
+        shape (`tuple[int, int]`, *optional*):
+            The numbers of training rows and targets. By default those of the first matrix, which then must have no
+            more targets than training rows.
+
+    Returns:
+        [`RemovalPlan`]: the subsets.
+
+    Raises:
+        TypeError: `scores` or `controls` is no mapping.
+        ValueError: a matrix has another shape or is transposed, a name occurs twice or is `"random"`, a fraction
+            removes no row or all, two remove the same number, or a target does not exist.
+        NonFiniteError: a score is NaN or infinite.
+    """
+    matrices = checked_matrices({"scores": scores, "controls": controls or {}}, shape)
+    if not scores or RANDOM in matrices:
+        raise ValueError(
+            f"`scores` has the methods {list(scores)}, `controls` {list(controls or {})}. Expected at least one method, "
+            f"and no name {RANDOM!r}, which the control of random rows has."
+        )
+    n, m = next(iter(matrices.values())).shape
+    fractions = tuple(fractions)
+    counts = _checked_counts(n, fractions)
+    chosen = tuple(range(m)) if targets is None else tuple(targets)
+    if not chosen or not all(is_int(j, 0, m - 1) for j in chosen) or len(set(chosen)) != len(chosen):
+        raise ValueError(f"`targets` is {list(chosen)}. Expected distinct numbers from 0 to {m - 1}.")
+    draws = checked_int(random_draws, "random_draws", 2, type_error=ValueError)
+    numbers: dict[tuple[int, ...], int] = {(): 0}
+
+    def number(removed: np.ndarray) -> int:
+        return numbers.setdefault(tuple(np.flatnonzero(removed).tolist()), len(numbers))
+
+    at_random = [random_subsets(n, draws, 1 - fraction, seed) for fraction in fractions]
+    subsets = {RANDOM: tuple(tuple(number(~mask) for mask in masks) for masks in at_random)}
+    for name, matrix in matrices.items():
+        removed = _first_rows(matrix, counts, chosen, seed)
+        subsets[name] = tuple(tuple(number(rows) for rows in of_fraction) for of_fraction in removed)
+    return RemovalPlan(
+        shape=(n, m),
+        fractions=tuple(float(fraction) for fraction in fractions),
+        targets=tuple(int(j) for j in chosen),
+        methods=tuple(scores),
+        controls=(RANDOM, *(controls or {})),
+        removed=tuple(numbers),
+        subsets=subsets,
+        tied={name: _ties(matrix[:, list(chosen)], counts) for name, matrix in matrices.items()},
+    )
+
+
+def removal_counts(n: int, fractions: Sequence[float]) -> tuple[int, ...]:
+    """Compute how many of n rows each fraction removes, as [`random_subsets`] of the other rows does."""
+    return tuple(n - round((1 - fraction) * n) for fraction in fractions)
+
+
+def _checked_counts(n: int, fractions: tuple[float, ...]) -> tuple[int, ...]:
+    if not fractions or not all(isinstance(fraction, float) and 0 < fraction < 1 for fraction in fractions):
+        raise ValueError(f"`fractions` is {list(fractions)}. Expected numbers between 0 and 1, such as 0.01.")
+    counts = removal_counts(n, fractions)
+    if not all(0 < count < n for count in counts) or len(set(counts)) != len(counts):
+        raise ValueError(
+            f"`fractions` is {list(fractions)}, which is {list(counts)} of {n} rows. Expected fractions that remove "
+            "some rows, not all, and different numbers of them."
+        )
+    return counts
+
+
+def _first_rows(matrix: np.ndarray, counts: Sequence[int], targets: Sequence[int], seed: int) -> np.ndarray:
+    """Mark the rows of the highest values for each count and target, booleans `(F, T, n)`.
+
+    A dataset is often sorted, so that its first rows are no neutral choice among rows of equal values: rows are
+    shuffled before they are sorted, in the same way for all matrices.
+    """
+    shuffled = np.random.default_rng(seed).permutation(len(matrix))
+    plan = counterfactual_plan(matrix[shuffled], list(counts), orders=["helpful"], targets=targets)
+    removed = np.empty_like(plan.masks[1:])
+    removed[:, shuffled] = ~plan.masks[1:]
+    return removed.reshape(len(targets), len(counts), -1).swapaxes(0, 1)
+
+
+def _ties(matrix: np.ndarray, counts: Sequence[int]) -> tuple[int, ...]:
+    """Count the targets with equal values on both sides of the cut, for each number of rows."""
+    ordered = -np.sort(-matrix, axis=0)
+    return tuple(int((ordered[count - 1] == ordered[count]).sum()) for count in counts)
+
+
+def _as_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_lists(entry) for key, entry in value.items()}
+    return [_as_lists(entry) for entry in value] if isinstance(value, tuple) else value
+
+
+def _as_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_tuples(entry) for key, entry in value.items()}
+    return tuple(_as_tuples(entry) for entry in value) if isinstance(value, list | tuple) else value
+
+
+def _problem(plan: RemovalPlan) -> str | None:
+    """Say what is wrong with a plan, which may come from a file that somebody else wrote."""
+    if not _are_integers(plan.shape, 1) or len(plan.shape) != 2:
+        return f"The plan has the shape {plan.shape!r}."
+    n, m = plan.shape
+    if not isinstance(plan.fractions, tuple) or not all(isinstance(f, float) and 0 < f < 1 for f in plan.fractions):
+        return f"The plan has the fractions {plan.fractions!r}."
+    counts = plan.counts
+    if not counts or not all(0 < count < n for count in counts) or len(set(counts)) != len(counts):
+        return f"The plan's fractions {plan.fractions} remove {counts} of {n} rows."
+    if not plan.targets or not _are_integers(plan.targets, 0, m - 1) or len(set(plan.targets)) != len(plan.targets):
+        return f"The plan has the targets {plan.targets!r} of {m}."
+    return _problem_of_names(plan) or _problem_of_removals(plan) or _problem_of_numbers(plan)
+
+
+def _problem_of_names(plan: RemovalPlan) -> str | None:
+    for names in (plan.methods, plan.controls):
+        if not isinstance(names, tuple) or not names or not all(isinstance(name, str) and name for name in names):
+            return f"The plan has the methods {plan.methods!r} and the controls {plan.controls!r}."
+    named = [*plan.methods, *plan.controls]
+    if plan.controls[0] != RANDOM or len(set(named)) != len(named):
+        return f"The plan has the methods {plan.methods} and the controls {plan.controls}, random not being the first."
+    for found, expected in ((plan.subsets, set(named)), (plan.tied, set(named) - {RANDOM})):
+        if not isinstance(found, dict) or set(found) != expected:
+            return f"The plan has the methods and controls {named}, but subsets or ties of others."
+    return None
+
+
+def _problem_of_removals(plan: RemovalPlan) -> str | None:
+    n = plan.shape[0]
+    if not isinstance(plan.removed, tuple) or not plan.removed or plan.removed[0] != ():
+        return "The plan's first subset is not the whole training set."
+    for number, rows in enumerate(plan.removed):
+        if not _are_integers(rows, 0, n - 1) or any(a >= b for a, b in zip(rows, rows[1:], strict=False)):
+            return f"Subset {number} of the plan does not lack ascending row numbers below {n}."
+    return "The plan has a subset twice." if len(set(plan.removed)) != len(plan.removed) else None
+
+
+def _problem_of_numbers(plan: RemovalPlan) -> str | None:
+    last = len(plan.removed) - 1
+    for name, of_fractions in plan.subsets.items():
+        if not isinstance(of_fractions, tuple) or len(of_fractions) != len(plan.fractions):
+            return f"The plan has subsets of {name!r} for other fractions than its {len(plan.fractions)}."
+        if not all(_are_integers(numbers, 1, last) for numbers in of_fractions):
+            return f"The plan has subsets of {name!r} that are no numbers from 1 to {last}."
+        width = len(of_fractions[0]) if name == RANDOM else len(plan.targets)
+        if width == 0 or any(len(numbers) != width for numbers in of_fractions):
+            return f"The plan has {[len(numbers) for numbers in of_fractions]} subsets of {name!r}, not {width} each."
+        for count, numbers in zip(plan.counts, of_fractions, strict=True):
+            if any(len(plan.removed[number]) != count for number in numbers):
+                return f"The plan has a subset of {name!r} that does not lack {count} rows."
+    ties = [_are_integers(t, 0, len(plan.targets)) and len(t) == len(plan.fractions) for t in plan.tied.values()]
+    return None if all(ties) else f"The plan has the numbers of ties {plan.tied}."
+
+
+def _are_integers(values: Any, low: int, high: int | None = None) -> bool:
+    return isinstance(values, tuple) and all(is_int(value, low, high) for value in values)
