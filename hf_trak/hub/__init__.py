@@ -7,7 +7,7 @@ Start with `push.py`, which makes one commit of a feature store, and `loading.py
 Everything that others published is checked before it is used. `safe_loading.py` is the only module of the library that
 loads models, tokenizers and datasets by name; `repo_config.py`, `foreign_json.py` and `foreign_yaml.py` check files.
 
-May import `featurize` and what lies below it. Knows nothing of reports and the command line.
+May import `evaluation` and what lies below it. Knows nothing of reports and the command line.
 """
 
 import importlib
