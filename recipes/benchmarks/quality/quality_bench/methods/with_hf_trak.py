@@ -1,0 +1,176 @@
+"""TRAK as the README of hf_trak shows it, and variants of it that may become its defaults.
+
+With gradients X `(n, k)` of training rows, t `(m, k)` of targets, and weights q `(n,)`, for each checkpoint:
+
+    τ = (mean X (XᵀX + λI)⁻¹ tᵀ) ∘ (mean q)        λ = relative λ · trace(XᵀX) / min(n, k)
+
+The library computes the default variant. Others are computed here from the features that it has written, for all λ at
+once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from datasets import disable_progress_bars
+from torch import nn
+
+from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.modelout_functions import LossModelOutput, get_task
+from quality_bench.job import BATCH, Cost, Job, Method, Scores
+
+LAMBDAS = (0.03, 0.1, 1.0, 3.0, 10.0)
+"""Relative λ beside the default."""
+
+NARROW = (128, 256)
+"""Numbers of features k that are small beside the number of training rows."""
+
+_TARGETS = "targets"
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of one checkpoint, float64: X `(n, k)`, t `(m, k)` and q `(n,)`."""
+
+    rows: np.ndarray
+    targets: np.ndarray
+    q: np.ndarray
+
+    @classmethod
+    def of(cls, own: TrakAttributor, model_id: int) -> "Features":
+        """Read the features of an attributor that has scored the targets."""
+        shards = list(own.store.train(model_id))
+        rows = torch.cat([shard.grads for shard in shards])
+        q = torch.cat([shard.out_to_loss for shard in shards])
+        targets = torch.cat([shard.grads for shard in own.store.saved_targets(_TARGETS, model_id)])
+        return cls(rows.double().numpy(), targets.double().numpy(), q.double().numpy())
+
+    def products(self, relative: Sequence[float]) -> list[np.ndarray]:
+        """X (XᵀX + λI)⁻¹ tᵀ `(n, m)` for each relative λ, from X (XᵀX + λI)⁻¹ = (XXᵀ + λI)⁻¹ X."""
+        values, vectors = np.linalg.eigh(self.rows @ self.rows.T)
+        unit = values.sum() / min(self.rows.shape)
+        cross = vectors.T @ (self.rows @ self.targets.T)
+        return [vectors @ (cross / (values + value * unit)[:, None]) for value in relative]
+
+
+def ridge_scores(checkpoints: Sequence[Features], relative: Sequence[float]) -> list[np.ndarray]:
+    """τ `(n, m)` of an ensemble for each relative λ."""
+    products = [each.products(relative) for each in checkpoints]
+    q = np.mean([each.q for each in checkpoints], axis=0)[:, None]
+    return [np.mean(of_one_lambda, axis=0) * q for of_one_lambda in zip(*products, strict=True)]
+
+
+def last(job: Job) -> list[nn.Module]:
+    return [job.model]
+
+
+def independent(job: Job) -> list[nn.Module]:
+    return job.independent(3)
+
+
+def of_one_run(job: Job) -> list[nn.Module]:
+    return job.of_one_run()
+
+
+def trak(
+    models: Callable[[Job], list[nn.Module]] = last,
+    loss: bool = False,
+    further: Callable[[int, int], dict[str, float]] = lambda n, k: {},
+    **options: int,
+) -> Method:
+    """Make a method that the library has arguments for.
+
+    Args:
+        models: gives the checkpoints.
+        loss: whether training rows have gradients of minus their loss and q = 1, instead of those of f and q = ∂L/∂f.
+        further: gives relative λ by the name of a variant, from n and k.
+        options: arguments of `TrakConfig`.
+    """
+
+    def attribute(job: Job, cost: Cost) -> Scores:
+        checkpoints = models(job)
+        own = attributor(job, checkpoints[0], loss, **options)
+        cost.time("fit", lambda: own.featurize(checkpoints))
+        scores = {"default": cost.time("score", lambda: library_scores(own, job, checkpoints))}
+        cost.bytes_per_row = 4.0 * own.proj_dim * len(checkpoints)
+        features = [Features.of(own, model_id) for model_id in range(len(checkpoints))]
+        return scores | by_lambda(features, further(len(job.case.train), own.proj_dim))
+
+    return attribute
+
+
+def attributor(job: Job, model: nn.Module, loss: bool, **options: int) -> TrakAttributor:
+    disable_progress_bars()
+    config = TrakConfig(
+        output_dir=str(job.directory), seed=job.seed, per_device_batch_size=BATCH, disable_tqdm=True, **options
+    )
+    task = get_task(job.case.task)
+    return TrakAttributor(model, config, job.case.train, task=LossModelOutput(task) if loss else task)
+
+
+def library_scores(own: TrakAttributor, job: Job, checkpoints: list[nn.Module]) -> np.ndarray:
+    """All scores `(n, m)`, float64."""
+    scored = own.attribute(job.case.targets, top_k=None, name=_TARGETS, checkpoints=checkpoints)
+    return np.stack(scored.with_format("numpy")["trak_scores"][:]).T.astype(np.float64)
+
+
+def by_lambda(features: list[Features], further: dict[str, float]) -> Scores:
+    """Scores for the relative λ that are not the default."""
+    relative = {f"λ = {value:g}": value for value in LAMBDAS} | further
+    return dict(zip(relative, ridge_scores(features, list(relative.values())), strict=True))
+
+
+def small_lambda(n: int, k: int) -> dict[str, float]:
+    """Give the rule for k ≪ n that came out of an earlier sweep, see `lambda_sweep.py`."""
+    return {"λ = 0.5 √(k / n)": 0.5 * min(1.0, k / n) ** 0.5}
+
+
+def changed(change: Callable[[Features], Features], loss: bool = False) -> Method:
+    """Make a method of changed features, at the library's default λ.
+
+    Its cost includes the scores of unchanged features, since the library writes features of targets when it scores.
+    """
+
+    def attribute(job: Job, cost: Cost) -> Scores:
+        model = job.model
+        own = attributor(job, model, loss)
+        cost.time("fit", lambda: own.featurize([model]))
+        cost.time("score", lambda: library_scores(own, job, [model]))
+        cost.bytes_per_row = 4.0 * own.proj_dim
+        features = [change(Features.of(own, 0))]
+        default = cost.time("score", lambda: ridge_scores(features, [own.args.lambda_relative])[0])
+        return {"default": default} | by_lambda(features, {})
+
+    return attribute
+
+
+def centred(features: Features) -> Features:
+    """Subtract the mean gradient of training rows from all gradients, those of targets too."""
+    mean = features.rows.mean(0)
+    return Features(features.rows - mean, features.targets - mean, features.q)
+
+
+def rows_centred(features: Features) -> Features:
+    """Subtract the mean gradient of training rows from their own gradients."""
+    return Features(features.rows - features.rows.mean(0), features.targets, features.q)
+
+
+def unit_norm(features: Features) -> Features:
+    """Give gradients of training rows norm 1, unless they are zero. A target's norm does not change its order."""
+    norms = np.linalg.norm(features.rows, axis=1, keepdims=True)
+    return Features(features.rows / np.where(norms > 0, norms, 1), features.targets, features.q)
+
+
+METHODS: dict[str, Method] = {
+    "TRAK": trak(),
+    "TRAK × 3": trak(independent),
+    "TRAK, 3 of one run": trak(of_one_run),
+    "TRAK, loss gradients": trak(loss=True),
+    "TRAK, loss gradients × 3": trak(independent, loss=True),
+    "TRAK, loss gradients, 3 of one run": trak(of_one_run, loss=True),
+    **{f"TRAK, k = {k}": trak(further=small_lambda, proj_dim=k) for k in NARROW},
+    "TRAK, centred": changed(centred),
+    "TRAK, rows centred": changed(rows_centred),
+    "TRAK, unit norm": changed(unit_norm),
+}
