@@ -15,7 +15,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+DTYPES = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
 """The dtypes that a store holds, by their names in safetensors files."""
 
 _LENGTH = 8

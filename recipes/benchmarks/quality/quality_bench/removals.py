@@ -1,0 +1,72 @@
+"""Tail removal: models retrained without the rows that each method holds responsible for a target."""
+
+from pathlib import Path
+
+import numpy as np
+
+from hf_trak.evaluation import Bank, RemovalPlan, RemovalResult, evaluate_removal, removal_plan
+from hf_trak.evaluation.retraining import Retrain
+from hf_trak.store.sealed import content_digest
+from quality_bench.banks import SEED, open_bank
+from quality_bench.case import Case
+from quality_bench.scored import DEFAULT, Scored, all_scored, judging_targets
+
+FRACTION = 0.05
+TARGETS = 8
+METHODS = (
+    "hf_trak: TRAK", "traker: TRAK", "dattri: EK-FAC", "kronfluence: EK-FAC", "bergson: TrackStar", "bergson: EK-FAC",
+    "baselines: gradient dot",
+)  # fmt: skip
+CONTROLS = ("baselines: BM25", "baselines: embedding cosine", "baselines: gradient cosine")
+"""Similarities that know nothing of the training, or little."""
+
+
+def remove(case: Case, work: Path, job: int = 0, jobs: int = 1) -> None:
+    """Retrain without the first rows of every method's default scores, for some targets each."""
+    bank = open_bank(case, work)
+    by_name = {scored.name: scored for scored in all_scored(work) if scored.error is None}
+    chosen = {
+        name: _default(by_name[name]) for name in METHODS if name in by_name and DEFAULT in by_name[name].variants
+    }
+    controls = {name: _default(by_name[name]) for name in CONTROLS if name in by_name}
+    if not chosen:
+        return
+    targets = judging_targets(bank.n_targets)[: case.options.get("removal_targets", TARGETS)]
+    # the seed of the random removals is that of the bank's part, whose trainings then serve again
+    plan = removal_plan(chosen, (FRACTION,), controls=controls, targets=targets, seed=round(1000 * FRACTION))
+    retrain = case.retraining(drop="mask", seed=SEED)
+    name = f"removal-{content_digest(plan.to_dict())[:8]}"
+    bank.add_part(name, plan.masks, protocol=retrain.protocol, removal=plan.to_dict())
+    bank.build(name, reusing(bank, retrain, retrain.protocol), job=job, jobs=jobs)
+
+
+def _default(scored: Scored) -> np.ndarray:
+    return scored.variants[DEFAULT]
+
+
+def reusing(bank: Bank, retrain: Retrain, protocol: dict[str, object]) -> Retrain:
+    """A training that first looks whether the bank has it: one seed and an unchanged start give the same result."""
+    known: dict[bytes, np.ndarray] = {}
+    for name in bank.parts:
+        if bank.is_complete(name) and bank.description(name)["protocol"] == protocol:
+            part = bank.part(name)
+            known |= {
+                np.flatnonzero(mask).tobytes(): row for mask, row in zip(part.masks, part.outputs[0], strict=True)
+            }
+
+    def training(rows: np.ndarray, seed: int) -> np.ndarray:
+        found = known.get(np.asarray(rows).tobytes())
+        return np.asarray(retrain(rows, seed)) if found is None else found
+
+    return training
+
+
+def removal_result(bank: Bank) -> RemovalResult | None:
+    """Effects of the removals of the part with the most methods, if there is a complete one."""
+    parts = [bank.description(name) | {"name": name} for name in bank.parts if bank.is_complete(name)]
+    removals = [part for part in parts if part["removal"] is not None]
+    if not removals:
+        return None
+    largest = bank.part(max(removals, key=lambda part: (len(part["removal"]["methods"]), part["subsets"]))["name"])
+    plan = RemovalPlan.from_dict(largest.removal or {})
+    return evaluate_removal(plan, largest.masks, largest.truth)
