@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_trak.gradient_computers import make_gradient_computer
 from hf_trak.modelout_functions import LossModelOutput, get_task
@@ -80,15 +80,14 @@ def products(job: Job, of_rows: BatchedModelOutput, of_targets: BatchedModelOutp
 
 def gradient_blocks(job: Job, rows: Dataset, task: BatchedModelOutput, most: int) -> Iterator[Tensor]:
     """Gradients of rows as tensors `(B, P)`, of at most `most` rows and [`BLOCK`] entries unless a row has more."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = job.model.to(device)
+    model = job.model.to(device())
     task.bind(model)
     computer = make_gradient_computer("auto", model, task)
     size = max(1, min(most, BLOCK // computer.grad_dim))
     tensors = rows.with_format("torch")
     for start in range(0, len(rows), size):
-        batch = {name: column.to(device) for name, column in tensors[start : start + size].items()}
-        whole = torch.zeros(min(size, len(rows) - start), computer.grad_dim, device=device)
+        batch = {name: column.to(device()) for name, column in tensors[start : start + size].items()}
+        whole = torch.zeros(min(size, len(rows) - start), computer.grad_dim, device=device())
 
         def sink(first: int, block: Tensor, whole: Tensor = whole) -> None:
             whole[:, first : first + block.shape[1]] += block
@@ -118,29 +117,34 @@ def embeddings(cosine: bool) -> Method:
 
 
 def embedded(job: Job, rows: Dataset) -> Tensor:
-    """Embeddings of rows `(rows, D)`: the input of the case's head, averaged over positions that are no padding.
+    """Embeddings of rows `(rows, D)`: the input of the case's head, averaged over positions. No row is padded.
 
     Raises:
         ValueError: the model has no module of that name.
     """
-    model = job.model
+    model = job.model.to(device())
     modules = dict(model.named_modules())
     if job.case.head not in modules:
         raise ValueError(
             f"Case {job.case.name!r} names the head {job.case.head!r}, which {type(model).__name__} lacks. Expected "
-            f"the name of its last linear layer. Correct `Case.head`."
+            "the name of its last linear layer. Correct `Case.head`."
         )
-    heads: list[Tensor] = []
-    modules[job.case.head].register_forward_pre_hook(lambda _, given: heads.append(given[0].detach()))
+    found: list[Tensor] = []
+
+    def keep(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        states = given[0].detach().cpu()
+        found.append(states if states.ndim == 2 else states.mean(1))
+
+    modules[job.case.head].register_forward_pre_hook(keep)
     inputs = job.case.inputs(rows)
     with torch.no_grad():
         for start in range(0, len(rows), BATCH):
-            model(**{name: column[start : start + BATCH] for name, column in inputs.items()})
-    found = torch.cat(heads)
-    if found.ndim == 2:
-        return found
-    kept = inputs.get("attention_mask", torch.ones(found.shape[:2]))[..., None].to(found.dtype)
-    return (found * kept).sum(1) / kept.sum(1)
+            model(**{name: column[start : start + BATCH].to(device()) for name, column in inputs.items()})
+    return torch.cat(found)
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 METHODS: dict[str, Method] = {
