@@ -11,156 +11,17 @@ removal, its draws, independently of each other (Owen 2007, The pigeonhole boots
 same resamples, so that differences are paired.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike
 
 from hf_trak.errors import NonFiniteError
-from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval
+from hf_trak.evaluation.intervals import RESAMPLES, check_interval
+from hf_trak.evaluation.removal_result import MeanChanges, RemovalEffect, RemovalResult
 from hf_trak.evaluation.retraining import check_masks
 from hf_trak.evaluation.tail_removal import RANDOM, RemovalPlan
 
 _ENOUGH_CONTROLS = 3
 _ENOUGH_TARGETS = 10
-
-PARTS = ("own", "others", "specific")
-"""The changes that are reported, see the module's docstring."""
-
-
-@dataclass(frozen=True)
-class RemovalEffect:
-    """Mean changes over targets after the removal of the first rows by one method or control.
-
-    Attributes:
-        name (`str`):
-            The method or control.
-        fraction (`float`):
-            Share of the rows that was removed.
-        count (`int`):
-            Number of rows that was removed.
-        own (`Interval`):
-            Change of the output of the target whose rows were removed.
-        others (`Interval`, *optional*):
-            Mean change of the outputs of all other targets; `None` if there are none.
-        specific (`Interval`, *optional*):
-            `own` minus `others`; `None` if there are no others.
-        against (`dict[str, Interval]`):
-            By control, `own` minus that of the control; empty for controls.
-    """
-
-    name: str
-    fraction: float
-    count: int
-    own: Interval
-    others: Interval | None
-    specific: Interval | None
-    against: dict[str, Interval]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the attributes as plain JSON values."""
-        changes = {part: None if (found := getattr(self, part)) is None else found.to_dict() for part in PARTS}
-        against = {control: interval.to_dict() for control, interval in self.against.items()}
-        return {"name": self.name, "fraction": self.fraction, "count": self.count, **changes, "against": against}
-
-
-@dataclass(frozen=True)
-class RemovalResult:
-    """Changes of outputs after the removals of a plan. `print(result)` shows the table.
-
-    Attributes:
-        plan (`RemovalPlan`):
-            The plan.
-        effects (`tuple[RemovalEffect, ...]`):
-            One for each fraction and each method and control, in their order.
-        changes (`dict[str, np.ndarray]`):
-            By method or control, the `own` changes of shape `(F, T)`, fractions × targets of the plan; those of random
-            removals are averaged over draws.
-        notes (`tuple[str, ...]`):
-            What to bear in mind: too few controls or targets, rows of equal scores.
-        confidence (`float`):
-            Confidence level of the intervals.
-    """
-
-    plan: RemovalPlan
-    effects: tuple[RemovalEffect, ...]
-    changes: dict[str, np.ndarray]
-    notes: tuple[str, ...]
-    confidence: float
-    _resampled: dict[str, np.ndarray] = field(repr=False)
-    """By method or control, means of `own` over resampled targets and draws, `(F, resamples)`."""
-
-    def effect(self, name: str, fraction: float) -> RemovalEffect:
-        """Return the effect of one method or control.
-
-        Args:
-            name (`str`):
-                The method or control.
-            fraction (`float`):
-                A fraction of the plan.
-
-        Returns:
-            [`RemovalEffect`]: the effect.
-
-        Raises:
-            ValueError: the plan has no such name or fraction.
-        """
-        found = [effect for effect in self.effects if (effect.name, effect.fraction) == (name, fraction)]
-        if not found:
-            raise ValueError(
-                f"There is no removal by {name!r} of the fraction {fraction!r}. Expected one of "
-                f"{[*self.plan.methods, *self.plan.controls]}, and one of {list(self.plan.fractions)}."
-            )
-        return found[0]
-
-    def difference(self, first: str, second: str, fraction: float) -> Interval:
-        """Compute the mean `own` change by `first` minus that by `second`, target by target.
-
-        Args:
-            first (`str`):
-                A method or control.
-            second (`str`):
-                Another one.
-            fraction (`float`):
-                A fraction of the plan.
-
-        Returns:
-            [`Interval`]: negative if the rows of `first` mattered more.
-
-        Raises:
-            ValueError: the plan has no such name or fraction.
-        """
-        values = [self.effect(name, fraction).own.value for name in (first, second)]
-        at = self.plan.fractions.index(fraction)
-        return _interval(
-            values[0] - values[1], self._resampled[first][at] - self._resampled[second][at], self.confidence
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain JSON values, without the plan's subsets."""
-        return {
-            "methods": list(self.plan.methods),
-            "controls": list(self.plan.controls),
-            "targets": list(self.plan.targets),
-            "effects": [effect.to_dict() for effect in self.effects],
-            "changes": {name: values.tolist() for name, values in self.changes.items()},
-            "notes": list(self.notes),
-        }
-
-    def __str__(self) -> str:
-        controls = self.plan.controls
-        head = ["rows removed", "by", "own change", "others' change", "own − others", *(f"− {c}" for c in controls)]
-        lines = [head]
-        for effect in self.effects:
-            label = effect.name if effect.name in self.plan.methods else f"{effect.name} (control)"
-            changes = [_text(getattr(effect, part)) for part in PARTS]
-            against = [_text(effect.against.get(control)) for control in controls]
-            lines.append([f"{effect.count} ({effect.fraction:.3g})", label, *changes, *against])
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        lines.insert(1, ["-" * width for width in widths])
-        rows = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-        return "\n".join([*(f"| {row} |" for row in rows), *(f"\n{note}" for note in self.notes)])
 
 
 def evaluate_removal(
@@ -201,27 +62,24 @@ def evaluate_removal(
     own, others = _changes(plan, measured - measured[0])
     rng = np.random.default_rng(seed)
     targets = _resampling_weights(len(plan.targets), resamples, rng)
-    draws = {name: _resampling_weights(values.shape[2], resamples, rng) for name, values in own.items()}
-    means = {
-        name: (values.mean(axis=(1, 2)), _resampled(values, targets, draws[name])) for name, values in own.items()
+    draws = {
+        1: np.ones((resamples, 1)),
+        (count := len(plan.subsets[RANDOM][0])): _resampling_weights(count, resamples, rng),
     }
-    elsewhere = {
-        name: (values.mean(axis=(1, 2)), _resampled(values, targets, draws[name])) for name, values in others.items()
-    }
+    means = {name: MeanChanges.of(values, targets, draws[values.shape[2]]) for name, values in own.items()}
+    elsewhere = {name: MeanChanges.of(values, targets, draws[values.shape[2]]) for name, values in others.items()}
 
     def effect(at: int, name: str) -> RemovalEffect:
-        def interval(value: np.ndarray, resampled: np.ndarray) -> Interval:
-            return _interval(float(value[at]), resampled[at], confidence)
-
-        both = [elsewhere[name], [a - b for a, b in zip(means[name], elsewhere[name], strict=True)]] if others else []
-        among = [interval(*pair) for pair in both] or [None, None]
+        other = elsewhere.get(name)
         compared = plan.controls if name in plan.methods else ()
-        against = {
-            control: interval(*(a - b for a, b in zip(means[name], means[control], strict=True)))
-            for control in compared
-        }
         return RemovalEffect(
-            name, plan.fractions[at], plan.counts[at], interval(*means[name]), among[0], among[1], against
+            name,
+            plan.fractions[at],
+            plan.counts[at],
+            own=means[name].interval(at, confidence),
+            others=None if other is None else other.interval(at, confidence),
+            specific=None if other is None else (means[name] - other).interval(at, confidence),
+            against={control: (means[name] - means[control]).interval(at, confidence) for control in compared},
         )
 
     names = (*plan.methods, *plan.controls)
@@ -231,7 +89,7 @@ def evaluate_removal(
         changes={name: own[name].mean(axis=2) for name in names},
         notes=tuple(_notes(plan)),
         confidence=confidence,
-        _resampled={name: means[name][1] for name in names},
+        _means=means,
     )
 
 
@@ -240,9 +98,11 @@ def _outputs_of_plan(plan: RemovalPlan, masks: ArrayLike, outputs: ArrayLike) ->
     member, values = check_masks(masks), np.asarray(outputs, dtype=np.float64)
     n, m = plan.shape
     if member.shape[1] != n or values.shape != (len(member), m):
-        turned = [name for name, a, wanted in (("masks", member, (len(values), n)), ("outputs", values, (len(member), m)))
-                  if a.shape == wanted[::-1] and a.shape != wanted]  # fmt: skip
-        remedy = f" `{turned[0]}` looks transposed: pass its `.T`." if turned else ""
+        remedy = ""
+        if values.shape == (m, len(member)):
+            remedy = " `outputs` looks transposed: pass its `.T`."
+        elif member.shape == (n, len(values)):
+            remedy = " `masks` looks transposed: pass its `.T`."
         raise ValueError(
             f"`masks` has the shape {member.shape}, `outputs` {values.shape}. Expected (s, {n}) and (s, {m}), as the "
             f"plan has {n} training rows and {m} targets.{remedy}"
@@ -285,21 +145,6 @@ def _changes(plan: RemovalPlan, changes: np.ndarray) -> tuple[dict[str, np.ndarr
 def _resampling_weights(count: int, resamples: int, rng: np.random.Generator) -> np.ndarray:
     """Draw how often each of `count` values is in each bootstrap sample, as shares of 1, `(resamples, count)`."""
     return rng.multinomial(count, np.full(count, 1 / count), size=resamples) / count
-
-
-def _resampled(values: np.ndarray, targets: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Compute means of `(F, T, draws)` over resampled targets and draws, `(F, resamples)`."""
-    return np.stack([((targets @ of_fraction) * draws).sum(axis=1) for of_fraction in values])
-
-
-def _interval(value: float, resampled: np.ndarray, confidence: float) -> Interval:
-    low, high = np.quantile(resampled, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(value), float(low), float(high), confidence)
-
-
-def _text(interval: Interval | None) -> str:
-    """Write an interval with three digits; outputs may be of any scale."""
-    return "" if interval is None else f"{interval.value:+.3g} [{interval.low:+.3g}, {interval.high:+.3g}]"
 
 
 def _notes(plan: RemovalPlan) -> list[str]:

@@ -35,7 +35,37 @@ def checked_matrix(values: ArrayLike, name: str, shape: tuple[int, int] | None =
     if not np.isfinite(matrix).all():
         row, column = np.argwhere(~np.isfinite(matrix))[0]
         raise NonFiniteError(
-            f"`{name}` holds NaN or infinite values, the first for row {row} and target {column}. Expected finite ones."
+            f"`{name}` holds NaN or infinite values, the first for row {row} and target {column}. Expected finite "
+            "ones."
+        )
+    return matrix
+
+
+def checked_scores(values: ArrayLike, name: str, shape: tuple[int, int] | None = None) -> np.ndarray:
+    """Return a matrix as float64; without a known shape it must not have more targets than training rows.
+
+    More targets than training rows are most often a transposed matrix, which nothing else would show.
+
+    Args:
+        values (`ArrayLike` of shape `(n, m)`):
+            The matrix, training rows × targets.
+        name (`str`):
+            Its name in messages.
+        shape (`tuple[int, int]`, *optional*):
+            The shape `(n, m)` that it must have, which the caller's argument `shape` gives.
+
+    Returns:
+        `np.ndarray` of shape `(n, m)`, float64: the values.
+
+    Raises:
+        ValueError: the array has another shape, or more columns than rows with no shape given.
+        NonFiniteError: a value is NaN or infinite.
+    """
+    matrix = checked_matrix(values, name, shape)
+    if shape is None and matrix.shape[0] < matrix.shape[1]:
+        raise ValueError(
+            f"`{name}` has the shape {matrix.shape}, fewer training rows than targets. Expected (training rows, "
+            f"targets). It may be transposed: pass its `.T`, or `shape={matrix.shape}` if that is meant."
         )
     return matrix
 
@@ -49,8 +79,7 @@ def checked_matrices(
         named (`Mapping[str, Mapping[str, ArrayLike]]`):
             By argument (`"scores"`, say), matrices `(n, m)` by name.
         shape (`tuple[int, int]`, *optional*):
-            The shape `(n, m)`. By default that of the first matrix, which is refused if it has fewer rows than columns:
-            fewer training rows than targets are hardly meant, and most often a transposed matrix.
+            The shape `(n, m)`. By default that of the first matrix, see [`checked_scores`].
 
     Returns:
         `dict[str, np.ndarray]`: the matrices, float64.
@@ -71,12 +100,7 @@ def checked_matrices(
             if not isinstance(name, str) or not name or name in found:
                 raise ValueError(f"`{argument}` has the name {name!r}. Expected texts, each of which occurs once.")
             label = f"{argument}[{name!r}]"
-            found[name] = matrix = checked_matrix(values, label, shape)
-            if shape is None and matrix.shape[0] < matrix.shape[1]:
-                raise ValueError(
-                    f"`{label}` has the shape {matrix.shape}, fewer training rows than targets. Expected (training "
-                    f"rows, targets). Pass its `.T`, or `shape={matrix.shape}` if that is meant."
-                )
+            found[name] = matrix = checked_scores(values, label, shape)
             shape = (matrix.shape[0], matrix.shape[1])
     if not found:
         raise ValueError(f"{', '.join(f'`{name}`' for name in named)}: no matrix is given. Expected at least one.")

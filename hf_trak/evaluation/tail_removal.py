@@ -11,6 +11,7 @@ changes. For curves over numbers of rows, groups, or addition, see `counterfactu
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -154,8 +155,8 @@ def removal_plan(
     matrices = checked_matrices({"scores": scores, "controls": controls or {}}, shape)
     if not scores or RANDOM in matrices:
         raise ValueError(
-            f"`scores` has the methods {list(scores)}, `controls` {list(controls or {})}. Expected at least one method, "
-            f"and no name {RANDOM!r}, which the control of random rows has."
+            f"`scores` has the methods {list(scores)}, `controls` {list(controls or {})}. Expected at least one "
+            f"method, and no name {RANDOM!r}, which the control of random rows has."
         )
     n, m = next(iter(matrices.values())).shape
     fractions = tuple(fractions)
@@ -267,7 +268,7 @@ def _problem_of_removals(plan: RemovalPlan) -> str | None:
     if not isinstance(plan.removed, tuple) or not plan.removed or plan.removed[0] != ():
         return "The plan's first subset is not the whole training set."
     for number, rows in enumerate(plan.removed):
-        if not _are_integers(rows, 0, n - 1) or any(a >= b for a, b in zip(rows, rows[1:], strict=False)):
+        if not _are_integers(rows, 0, n - 1) or any(a >= b for a, b in pairwise(rows)):
             return f"Subset {number} of the plan does not lack ascending row numbers below {n}."
     return "The plan has a subset twice." if len(set(plan.removed)) != len(plan.removed) else None
 
