@@ -2,7 +2,8 @@
 
 Start with `push.py`, which makes one commit of a feature store, and `loading.py`, which makes an attributor of a repo.
 `index_store.py` reads a published index as a feature store: `files.py` fetches its files, `manifest.py` and
-`index_files.py` check them. `pull.py` copies an index, `scores.py` publishes scored datasets, `cards.py` writes cards.
+`index_files.py` check them. `pull.py` copies an index, `scores.py` publishes scored datasets, `banks.py` banks of
+retrained models, `cards.py` writes cards.
 
 Everything that others published is checked before it is used. `safe_loading.py` is the only module of the library that
 loads models, tokenizers and datasets by name; `repo_config.py`, `foreign_json.py` and `foreign_yaml.py` check files.
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "HubCheckpoint": "hf_trak.hub.models",
+    "load_bank": "hf_trak.hub.banks",
     "load_scores": "hf_trak.hub.scores",
     "open_repo": "hf_trak.hub.pull",
     "pull_index": "hf_trak.hub.pull",
+    "push_bank": "hf_trak.hub.banks",
     "push_index": "hf_trak.hub.push",
     "push_scores": "hf_trak.hub.scores",
     "with_training_rows": "hf_trak.hub.scores",
@@ -25,15 +28,18 @@ _EXPORTS = {
 
 __all__ = [
     "HubCheckpoint",
+    "load_bank",
     "load_scores",
     "open_repo",
     "pull_index",
+    "push_bank",
     "push_index",
     "push_scores",
     "with_training_rows",
 ]
 
 if TYPE_CHECKING:
+    from hf_trak.hub.banks import load_bank, push_bank
     from hf_trak.hub.models import HubCheckpoint
     from hf_trak.hub.pull import open_repo, pull_index
     from hf_trak.hub.push import push_index
