@@ -32,7 +32,8 @@ class Case:
         texts: turns rows into texts, if they have any.
         drops: shares of the training rows that are dropped.
         subsets: random subsets for each share.
-        repeated: the first subsets, which are trained again to measure the noise.
+        perturbed: how many of the first subsets are trained again from a perturbed start.
+        other_seed: how many of the first subsets are trained again with another seed.
     """
 
     name: str
@@ -46,8 +47,9 @@ class Case:
     head: str
     texts: Callable[[Dataset], list[str]] | None = None
     drops: tuple[float, ...] = (0.01, 0.05, 0.5)
-    subsets: int = 50
-    repeated: int = 25
+    subsets: int = 40
+    perturbed: int = 8
+    other_seed: int = 16
     options: dict[str, Any] = field(default_factory=dict)
     """Facts that a method may need, such as `{"tokenizer": …}`; each case module says which."""
 

@@ -100,7 +100,8 @@ def board(downloads: Path, model: str = MODEL, revision: str | None = REVISION, 
         texts=lambda rows: tokenizer.batch_decode(kept_tokens(rows)),
         drops=(0.01,),
         subsets=100,
-        repeated=10,
+        perturbed=10,
+        other_seed=10,
         options={"tokenizer": tokenizer},
     )
 

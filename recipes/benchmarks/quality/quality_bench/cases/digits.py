@@ -27,6 +27,9 @@ def digits_cnn(downloads: Path) -> Case:
         cnn,
         {"per_device_train_batch_size": 50, "num_train_epochs": 10, "learning_rate": 2e-3, "optim": "adamw_torch"},
         "head",
+        subsets=50,
+        perturbed=12,
+        other_seed=25,
     )
 
 
@@ -41,9 +44,11 @@ def digits_vit(downloads: Path) -> Case:
     )
 
 
-def _case(name: str, title: str, make_model: Any, training: dict[str, Any], head: str) -> Case:
+def _case(name: str, title: str, make_model: Any, training: dict[str, Any], head: str, **sizes: int) -> Case:
     train, targets, _ = digits()
-    return Case(name, title, "image_classification", train, targets, make_model, COMMON | training, pixel_values, head)
+    training = COMMON | training
+    task = "image_classification"
+    return Case(name, title, task, train, targets, make_model, training, pixel_values, head, **sizes)
 
 
 def digits() -> tuple[Any, Any, Any]:

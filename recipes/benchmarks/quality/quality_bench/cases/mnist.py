@@ -43,7 +43,8 @@ COMMON: dict[str, Any] = {
 def mnist_lr(downloads: Path) -> Case:
     """A logistic regression."""
     training = {"per_device_train_batch_size": 32, "num_train_epochs": 20}
-    return _case("mnist-lr", "Logistic regression on MNIST", logistic_regression, training, downloads)
+    sizes = {"subsets": 30, "perturbed": 6, "other_seed": 12}
+    return _case("mnist-lr", "Logistic regression on MNIST", logistic_regression, training, downloads, **sizes)
 
 
 def mnist_mlp(downloads: Path) -> Case:
@@ -53,12 +54,12 @@ def mnist_mlp(downloads: Path) -> Case:
 
 
 def _case(
-    name: str, title: str, make_model: Callable[[], nn.Module], training: dict[str, Any], downloads: Path
+    name: str, title: str, make_model: Callable[[], nn.Module], training: dict[str, Any], downloads: Path, **sizes: int
 ) -> Case:
     train, targets, _ = mnist(downloads)
-    return Case(
-        name, title, "image_classification", train, targets, make_model, COMMON | training, pixel_values, "head"
-    )
+    training = COMMON | training
+    task = "image_classification"
+    return Case(name, title, task, train, targets, make_model, training, pixel_values, "head", **sizes)
 
 
 def logistic_regression() -> nn.Module:

@@ -86,7 +86,8 @@ def smollm_lora(downloads: Path) -> Case:
         texts=decoder(backend),
         drops=(0.05, 0.5),
         subsets=24,
-        repeated=8,
+        perturbed=4,
+        other_seed=8,
         options={"tokenizer": tokenizer},
     )
 
