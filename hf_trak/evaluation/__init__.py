@@ -1,9 +1,9 @@
 """Evaluation of attributions: comparison of the effects that scores predict with those that retraining measures.
 
 `subsets.py` chooses subsets of the training rows, `retraining.py` trains on them (`trainer_retraining.py` with
-`Trainer`), and `lds.py`, `leave_one_out.py`, `counterfactual.py` and `mislabelled.py` compute measures, which take
-plain matrices of scores `(n_train, n_targets)` of any library. `reliability.py` measures the noise of the retrainings,
-and `bank.py` keeps them in a directory that others can use.
+`Trainer`), and `lds.py`, `leave_one_out.py`, `precision.py`, `tail_removal.py`, `counterfactual.py` and
+`mislabelled.py` compute measures, which take plain matrices of scores `(n_train, n_targets)` of any library.
+`reliability.py` measures the noise of the retrainings, and `bank.py` keeps them in a directory that others can use.
 
 May import `featurize` and the packages below it.
 
@@ -18,9 +18,13 @@ from hf_trak.evaluation.lds import LdsResult, compare_lds, evaluate_lds, linear_
 from hf_trak.evaluation.leave_one_out import LeaveOneOutResult, leave_one_out_correlation
 from hf_trak.evaluation.masking import mask_rows
 from hf_trak.evaluation.mislabelled import MislabelledResult, mislabel_detection, with_wrong_labels
+from hf_trak.evaluation.precision import TopKPrecision, top_k_precision
 from hf_trak.evaluation.reliability import Reliability, measure_reliability, repeated_outputs
+from hf_trak.evaluation.removal_effects import evaluate_removal
+from hf_trak.evaluation.removal_result import RemovalEffect, RemovalResult
 from hf_trak.evaluation.retraining import masks_and_outputs, retrain_on_subsets
 from hf_trak.evaluation.subsets import group_sums, leave_one_out_subsets, random_subsets
+from hf_trak.evaluation.tail_removal import RemovalPlan, removal_plan
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 
 __all__ = [
@@ -34,11 +38,16 @@ __all__ = [
     "LeaveOneOutResult",
     "MislabelledResult",
     "Reliability",
+    "RemovalEffect",
+    "RemovalPlan",
+    "RemovalResult",
+    "TopKPrecision",
     "TrainerRetraining",
     "compare_lds",
     "counterfactual_plan",
     "evaluate_bank",
     "evaluate_lds",
+    "evaluate_removal",
     "group_sums",
     "leave_one_out_correlation",
     "leave_one_out_subsets",
@@ -50,7 +59,9 @@ __all__ = [
     "mislabel_detection",
     "model_outputs",
     "random_subsets",
+    "removal_plan",
     "repeated_outputs",
     "retrain_on_subsets",
+    "top_k_precision",
     "with_wrong_labels",
 ]
