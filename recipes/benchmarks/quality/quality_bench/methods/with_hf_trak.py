@@ -47,11 +47,19 @@ class Features:
         return cls(rows.double().numpy(), targets.double().numpy(), q.double().numpy())
 
     def products(self, relative: Sequence[float]) -> list[np.ndarray]:
-        """X (XᵀX + λI)⁻¹ tᵀ `(n, m)` for each relative λ, from X (XᵀX + λI)⁻¹ = (XXᵀ + λI)⁻¹ X."""
-        values, vectors = np.linalg.eigh(self.rows @ self.rows.T)
-        unit = values.sum() / min(self.rows.shape)
-        cross = vectors.T @ (self.rows @ self.targets.T)
-        return [vectors @ (cross / (values + value * unit)[:, None]) for value in relative]
+        """X (XᵀX + λI)⁻¹ tᵀ `(n, m)` for each relative λ, from the smaller one of XᵀX and XXᵀ.
+
+        With XᵀX = V diag(s) Vᵀ this is XV (diag(s) + λI)⁻¹ Vᵀtᵀ; with XXᵀ = U diag(s) Uᵀ, U (diag(s) + λI)⁻¹ UᵀXtᵀ.
+        """
+        n, k = self.rows.shape
+        if k < n:
+            values, right = np.linalg.eigh(self.rows.T @ self.rows)
+            left, cross = self.rows @ right, right.T @ self.targets.T
+        else:
+            values, left = np.linalg.eigh(self.rows @ self.rows.T)
+            cross = left.T @ (self.rows @ self.targets.T)
+        unit = values.sum() / min(n, k)
+        return [left @ (cross / (values + value * unit)[:, None]) for value in relative]
 
 
 def ridge_scores(checkpoints: Sequence[Features], relative: Sequence[float]) -> list[np.ndarray]:
