@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_trak.evaluation import TrainerRetraining
+from hf_trak.identity.row_digest import fingerprint_dataset
+from hf_trak.store.sealed import content_digest
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,12 @@ class Case:
         """The training for a bank; options are `drop`, `seed` and `perturbation`."""
         return TrainerRetraining(self.trainer, self.train, self.targets, self.task, **options)
 
+    @property
+    def digest(self) -> str:
+        """Eight digits of a hash of the data, the model's structure and the training."""
+        rows = fingerprint_dataset(self.train)
+        return content_digest({"rows": rows, "model": str(self.make_model()), "training": self.training})[:8]
+
     def labels(self, rows: Dataset) -> Tensor:
         return torch.tensor(rows["labels"][:])
 
@@ -92,7 +100,7 @@ def trained(case: Case, seed: int, directory: Path) -> list[nn.Module]:
 
     With the bank's own seed the last is the model whose outputs the bank has for no dropped rows. Kept in a file.
     """
-    path = directory / f"trained-{seed}.pt"
+    path = directory / f"trained-{case.digest}-{seed}.pt"
     if not path.is_file():
         set_seed(seed)
         trainer = case.trainer(case.train, seed)
