@@ -78,7 +78,7 @@ def smollm_lora(downloads: Path) -> Case:
         training={
             "num_train_epochs": 1,
             "per_device_train_batch_size": 8,
-            "learning_rate": 2e-3,
+            "learning_rate": 5e-3,
             "weight_decay": 0.0,
         },
         inputs=model_inputs,
