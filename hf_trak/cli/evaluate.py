@@ -1,42 +1,69 @@
-"""`hf-trak evaluate`: compute the linear datamodeling score of a run."""
+"""`hf-trak evaluate`: compute the linear datamodeling score of scores, with a bank or with arrays of outputs."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tokenize import TokenError
+from typing import Any
 
 import numpy as np
 
 from hf_trak.cli.arguments import OutputArguments
+from hf_trak.cli.bank import as_table, check_run
 from hf_trak.cli.output import answer, table
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.errors import IncompleteStoreError
-from hf_trak.evaluation import evaluate_lds
+from hf_trak.evaluation import Bank, evaluate_bank, evaluate_lds
+from hf_trak.hub import load_bank
 from hf_trak.report.run import AttributionRun, find_run
 from hf_trak.scores.score_files import SCORE_FILES, read_score_files
 
 
 @dataclass
 class EvaluateArguments:
-    """Scores, and the results of retraining on subsets."""
+    """Scores, and what retraining on subsets has shown: `--bank` and `--scores`, or `--run`, `--masks` and
+    `--outputs`."""
 
-    run: str = field(
+    bank: str | None = field(
+        default=None, metadata={"help": "Bank of retrained models: a directory, or a dataset repo on the Hub."}
+    )
+    scores: list[str] | None = field(
+        default=None,
         metadata={
-            "help": "Run made with `--all_scores`, or a .npy file of scores (n_train, n_targets); may stand first."
-        }
+            "help": "NAME=PATH of each method to judge on the bank. PATH is a run made with `--all_scores`, or a .npy "
+            "file of scores (n_train, n_targets), higher for more helpful rows. Differences are those to the first."
+        },
     )
-    masks: str = field(
-        metadata={"help": ".npy file (subsets, n_train): true where a training row belongs to a subset."}
+    parts: list[str] | None = field(
+        default=None,
+        metadata={"help": "Parts of the bank. By default all complete ones, except for repeats and removals."},
     )
-    outputs: str = field(
+    targets: list[int] | None = field(
+        default=None, metadata={"help": "Numbers of the targets to judge on, from 0. By default all."}
+    )
+    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a bank on the Hub."})
+    run: str | None = field(
+        default=None,
+        metadata={
+            "help": "Run made with `--all_scores`, or a .npy file of scores, to judge with --masks and --outputs; may "
+            "stand first."
+        },
+    )
+    masks: str | None = field(
+        default=None,
+        metadata={"help": ".npy file (subsets, n_train): true where a training row belongs to a subset."},
+    )
+    outputs: str | None = field(
+        default=None,
         metadata={
             "help": ".npy file (subsets, n_targets): model outputs on the targets after training on each subset."
-        }
+        },
     )
 
 
-def run(argv: Sequence[str]) -> None:
-    """Print the linear datamodeling score."""
+def run(argv: Sequence[str]) -> int:
+    """Print linear datamodeling scores. Returns the exit status, 2 if the command line is wrong."""
     args, output = parse_yaml_and_args(
         (EvaluateArguments, OutputArguments),
         argv,
@@ -44,10 +71,45 @@ def run(argv: Sequence[str]) -> None:
         description="Compute the linear datamodeling score (TRAK paper, Section 2): the rank correlation between "
         "outputs that the scores predict for models trained on subsets, and measured ones.",
     )
-    scores = _scores(Path(args.run))
-    result = evaluate_lds(scores, _array(args.masks), _array(args.outputs))
+    if problem := _problem(args):
+        print(f"hf-trak evaluate: error: {problem} See `hf-trak evaluate --help`.", file=sys.stderr)
+        return 2
+    if args.bank is None:
+        content = _with_arrays(*(str(path) for path in (args.run, args.masks, args.outputs)))
+        lines = table({name: content[name] for name in ("lds", "low", "high", "standard_error", "targets")})
+    else:
+        content, lines = _with_bank(args.bank, args)
+    answer(content, lines, output.json)
+    return 0
+
+
+def _problem(args: EvaluateArguments) -> str | None:
+    """Say what is wrong with the combination of arguments."""
+    arrays, of_bank = ("run", "masks", "outputs"), ("scores", "parts", "targets", "revision")
+    given = [f"--{name}" for name in (*arrays, *of_bank) if getattr(args, name) is not None]
+    if args.bank is None:
+        if others := [name for name in given if name[2:] in of_bank]:
+            return f"Given without --bank: {', '.join(others)}. Expected the bank that the scores are judged on."
+        if missing := [f"--{name}" for name in arrays if f"--{name}" not in given]:
+            return f"Missing: {', '.join(missing)}. Expected --run, --masks and --outputs, or --bank and --scores."
+        return None
+    if others := [name for name in given if name[2:] in arrays]:
+        return f"Given with --bank: {', '.join(others)}. Expected runs and files of scores as --scores NAME=PATH."
+    pairs = [text.partition("=") for text in args.scores or ()]
+    if not pairs:
+        return "--bank is given without --scores. Expected NAME=PATH of at least one method."
+    if wrong := ["".join(pair) for pair in pairs if not all(pair)]:
+        return f"--scores is {wrong[0]!r}. Expected NAME=PATH, such as trak=scores.npy."
+    names = [name for name, _, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        return f"--scores has the name {twice[0]!r} twice. Expected a name of its own for each method."
+    return None
+
+
+def _with_arrays(run: str, masks: str, outputs: str) -> dict[str, Any]:
+    result = evaluate_lds(_scores(Path(run)), _array(masks), _array(outputs))
     found = result.per_target
-    content = {
+    return {
         "lds": result.mean.value,
         "low": result.mean.low,
         "high": result.mean.high,
@@ -55,11 +117,20 @@ def run(argv: Sequence[str]) -> None:
         "targets": len(found),
         "per_target": [round(float(value), 6) for value in found],
     }
-    answer(
-        content,
-        table({name: content[name] for name in ("lds", "low", "high", "standard_error", "targets")}),
-        output.json,
-    )
+
+
+def _with_bank(place: str, args: EvaluateArguments) -> tuple[dict[str, Any], list[str]]:
+    bank = load_bank(place, revision=args.revision)
+    pairs = [text.partition("=") for text in args.scores or ()]
+    scores = {name: _scores(Path(path), bank) for name, _, path in pairs}
+    results = evaluate_bank(bank, scores, parts=args.parts, targets=args.targets)
+    content = {
+        "bank": place,
+        "train_rows": bank.n_train,
+        "targets": bank.n_targets if args.targets is None else len(args.targets),
+        "results": [result.to_dict() for result in results],
+    }
+    return content, as_table(results)
 
 
 _OLD_SCORES = "per-target.arrow"
@@ -86,12 +157,15 @@ def _array(path: str) -> np.ndarray:
     return array
 
 
-def _scores(path: Path) -> np.ndarray:
-    """Read the scores, of shape `(n_train, n_targets)`, of a run or a .npy file."""
+def _scores(path: Path, bank: Bank | None = None) -> np.ndarray:
+    """Read the scores, of shape `(n_train, n_targets)`, of a run or a .npy file; a run must have the bank's data."""
     if path.suffix == ".npy":
         return _array(str(path))
     directory = find_run(path)
-    files = AttributionRun.load(directory).facts.get(SCORE_FILES)
+    facts = AttributionRun.load(directory).facts
+    if bank is not None:
+        check_run(bank, directory, facts)
+    files = facts.get(SCORE_FILES)
     if files is None and (directory / _OLD_SCORES).is_file():  # runs of format 1 kept all scores under this name
         files = {_OLD_SCORES: None}
     if not files:
