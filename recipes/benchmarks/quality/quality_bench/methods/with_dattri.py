@@ -38,7 +38,7 @@ BLOCK_BYTES = 2**28
 """Memory for the gradients of a batch."""
 LARGEST_BATCH = 512
 
-LAMBDAS = (0.01, 0.1, 1.0, 10.0)
+LAMBDAS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0)
 """λ of TRAK, relative to trace(XᵀX) / min(n, k)."""
 WIDE = 2048
 """Features of further variants of TRAK."""
@@ -156,7 +156,7 @@ def trak(count: int) -> Method:
 
 
 def regularized(features: Tensor, count: int, n: int, q: np.ndarray) -> Scores:
-    """(XXᵀ + λI)⁻¹Xtᵀ ∘ q, which is X(XᵀX + λI)⁻¹tᵀ ∘ q, averaged over models as the library does, `(n, m)`.
+    """X(XᵀX + λI)⁻¹tᵀ ∘ q = (XXᵀ + λI)⁻¹Xtᵀ ∘ q, averaged over models as the library does, `(n, m)`.
 
     Args:
         features: X `(n, k)` of each model, then t `(m, k)` of each model, one below the other.
@@ -167,10 +167,12 @@ def regularized(features: Tensor, count: int, n: int, q: np.ndarray) -> Scores:
     found: Scores = {f"λ {relative:g}": np.zeros(()) for relative in LAMBDAS}
     of_train, of_targets = features[: count * n].chunk(count), features[count * n :].chunk(count)
     for x, t in zip(of_train, of_targets, strict=True):
-        values, vectors = torch.linalg.eigh(x @ x.T)
-        cross, unit = vectors.T @ (x @ t.T), values.sum() / min(x.shape)
+        few_features = x.shape[1] < n
+        values, vectors = torch.linalg.eigh(x.T @ x if few_features else x @ x.T)
+        left, right = (x @ vectors, vectors.T @ t.T) if few_features else (vectors, vectors.T @ (x @ t.T))
+        unit = values.sum() / len(values)
         for relative, name in zip(LAMBDAS, found, strict=True):
-            solved = vectors @ (cross / (values.clamp(min=0) + relative * unit)[:, None])
+            solved = left @ (right / (values.clamp(min=0) + relative * unit)[:, None])
             found[name] = found[name] + solved.numpy() * q[:, None] / count
     return found
 
