@@ -77,11 +77,13 @@ class Inputs:
         directory: of runs and of the tokens of both parts.
         models: directories of models.
         tokens: per batch.
+        biases: whether the models have trainable biases.
     """
 
     directory: Path
     models: list[Path]
     tokens: int
+    biases: bool
 
     @classmethod
     def of(cls, job: Job, count: int = 1) -> "Inputs":
@@ -92,10 +94,12 @@ class Inputs:
         length = len(rows["train"][0]["input_ids"])
         tokens = length * ROWS
         directories = [job.directory / f"model-{seed}" for seed in range(count)]
+        biases = False
         for model, directory in zip(job.independent(count), directories, strict=True):
             tokens = min(tokens, LOGITS // classes(model))
+            biases = any(name.endswith("bias") and weight.requires_grad for name, weight in model.named_parameters())
             save(job, model, directory, tokens)
-        return cls(job.directory, directories, tokens)
+        return cls(job.directory, directories, tokens, biases)
 
     @property
     def query(self) -> QuerySetConfig:
@@ -150,11 +154,9 @@ def trak_scores(count: int) -> Method:
             cost.time("fit", fit)
             found = {"default": cost.time("score", score)}
             weights = np.mean([np.load(each / "scores" / "trak_weights.npy") for each in directories], axis=0)
-            variants = {
-                "": own,
-                "biases, ": own | {"include_bias": True},
-                "k = 2048, ": common | {"projection_dim": 2048},
-            }
+            variants = {"": own, "k = 2048, ": common | {"projection_dim": 2048}}
+            if inputs.biases:
+                variants["biases, "] = own | {"include_bias": True}
             for name, options in variants.items():
                 seeds = [options | {"projection_seed": job.seed + model} for model in range(count)]
                 features = [inputs.features(f"trak {name}", model, **seed) for model, seed in enumerate(seeds)]
@@ -244,6 +246,8 @@ def factored(method: Literal["kfac", "shampoo"]) -> Method:
             found = {"default": cost.time("score", lambda: score("factors"))}
             for damping in (0.01, 1.0, 10.0):
                 found[f"damping {damping:g}"] = score("factors", damping)
+            if not inputs.biases:
+                return found
             fit("biases", include_bias=True)
             for damping in (0.1, 1.0):
                 found[f"biases, damping {damping:g}"] = score("biases", damping, include_bias=True)
