@@ -12,6 +12,7 @@ npm package, a pretrained language model and Wikipedia's excerpt in wheels of Py
 """
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -50,6 +51,8 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     torch.set_num_threads(args.threads)
     stages = STAGES if args.stage == "all" else (args.stage,)
+    gc.collect()
+    gc.freeze()  # Trainer collects garbage before every training; what was imported takes longer than a small training
     results = {}
     for name in args.cases:
         work = args.work / name

@@ -48,7 +48,7 @@ def plans(case: Case) -> Iterator[Plan]:
     for drop in case.drops:
         first, name = masks[drop][: case.perturbed], part_name(drop)
         yield Plan(f"{name}-perturbed", first, {**options, "perturbation": PERTURBATION}, name)
-    for drop in (case.drops[0], case.drops[-1]):
+    for drop in dict.fromkeys((case.drops[0], case.drops[-1])):
         first, name = masks[drop][: case.other_seed], part_name(drop)
         yield Plan(f"{name}-other-seed", first, {**options, "seed": OTHER_SEED}, name)
 

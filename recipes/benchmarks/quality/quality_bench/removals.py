@@ -15,7 +15,10 @@ from quality_bench.case import Case
 from quality_bench.scored import DEFAULT, Scored, all_scored, judging_targets
 
 FRACTION = 0.05
+SUBSET_SEED = round(1000 * FRACTION)
 TARGETS = 8
+DRAWS = 30
+"""Random removals, which are subsets that the bank has trained on."""
 METHODS = (
     "hf_trak: TRAK", "traker: TRAK", "dattri: EK-FAC", "kronfluence: EK-FAC", "bergson: TrackStar", "bergson: EK-FAC",
     "baselines: gradient dot",
@@ -36,7 +39,7 @@ def remove(case: Case, work: Path, job: int = 0, jobs: int = 1) -> None:
         return
     targets = judging_targets(bank.n_targets)[: case.options.get("removal_targets", TARGETS)]
     # the seed of the random removals is that of the bank's part, whose trainings then serve again
-    plan = removal_plan(chosen, (FRACTION,), controls=controls, targets=targets, seed=round(1000 * FRACTION))
+    plan = removal_plan(chosen, (FRACTION,), controls=controls, targets=targets, random_draws=DRAWS, seed=SUBSET_SEED)
     retrain = case.retraining(drop="mask", seed=SEED)
     name = f"removal-{content_digest(plan.to_dict())[:8]}"
     bank.add_part(name, plan.masks, protocol=retrain.protocol, removal=plan.to_dict())

@@ -84,10 +84,10 @@ def smollm_lora(downloads: Path) -> Case:
         inputs=model_inputs,
         head="base_model.model.lm_head",
         texts=decoder(backend),
-        drops=(0.05, 0.5),
-        subsets=24,
+        drops=(0.5,),
+        subsets=16,
         perturbed=4,
-        other_seed=8,
+        other_seed=4,
         options={"tokenizer": tokenizer},
     )
 
