@@ -1,5 +1,6 @@
 """Banks on the Hub: pushed and loaded over HTTP, updated, interrupted, and those of malicious publishers."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -10,11 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
+import scipy.stats
 import torch
+import xxhash
 from datasets import Dataset
 from hub_server import TOKEN, Fault, Hub, client, hub
 from huggingface_hub import DatasetCard
 from safetensors.torch import save
+from test_docs import assert_documented
 
 from hf_trak.errors import HubAccessError, IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.evaluation import Bank, evaluate_bank, random_subsets
@@ -195,6 +200,60 @@ def test_an_interrupted_load_is_finished_by_the_same_call(
         load_bank("tester/bank", local_files_only=True)
     hub.faults.clear()
     assert load_bank("tester/bank").parts == ["half", "half-again", "removed"]
+
+
+def test_a_reader_that_follows_the_documentation(hub: Hub, client: Path, tmp_path: Path) -> None:
+    """docs/formats.md suffices to read a published bank, check it, and judge scores on it."""
+    bank = make_bank(tmp_path / "bank", {"title": "größer"})
+    push_bank(bank, "tester/bank", token=TOKEN)
+    files = hub.dataset("tester/bank")
+    described = {name: json.loads(data) for name, data in files.items() if name.endswith(".json")}
+    for content in described.values():
+        assert content["format_version"] == 2 and content["checksum"] == canonical(content, "checksum")
+    assert described["parts.json"]["parts"] == ["half", "half-again", "removed"]
+    n, m = described["bank.json"]["rows"], described["bank.json"]["targets"]
+    scores = np.random.default_rng(0).normal(size=(n, m))
+    for name in described["parts.json"]["parts"]:
+        part = described[f"{name}/part.json"]
+        assert part["bank"] == canonical(described["bank.json"], "checksum", "format_version")
+        found: dict[str, np.ndarray] = {}
+        for kind in ("subsets", "outputs"):
+            data = files[f"{name}/{kind}.safetensors"]
+            (length,) = struct.unpack("<Q", data[:8])
+            metadata = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["hf_trak"])
+            identity = {"kind": f"bank {kind}", "part": canonical(part, "checksum", "format_version")}
+            assert metadata["identity"] == identity
+            found |= safetensors.numpy.load(data)
+        member = np.unpackbits(found["subsets"], axis=1, count=n)
+        assert hashlib.sha256(np.packbits(member).tobytes()).hexdigest() == part["masks"]
+        repeats, subsets = part["repeats"], part["subsets"]
+        seeds = [[(part["seed"] + 1_000_003 * r + i) % 2**31 for i in range(subsets)] for r in range(repeats)]
+        assert found["seeds"].tolist() == seeds and found["outputs"].shape == (repeats, subsets, m)
+        if part["repeat_of"]:
+            first = np.unpackbits(load_tensors(files, part["repeat_of"])["subsets"], axis=1, count=n)
+            assert np.array_equal(first[:subsets], member)
+        predicted, measured = member @ scores, found["outputs"].mean(axis=0)
+        expected = np.mean([scipy.stats.spearmanr(predicted[:, t], measured[:, t]).statistic for t in range(m)])
+        result = evaluate_bank(bank, {"mine": scores}, parts=[name], resamples=10)[0]
+        assert result.lds.value == pytest.approx(expected, abs=1e-12)
+
+
+def canonical(content: dict[str, Any], *without: str) -> str:
+    """A digest as docs/formats.md says."""
+    others = {key: value for key, value in content.items() if key not in without}
+    text = json.dumps(others, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def load_tensors(files: Files, part: str) -> dict[str, np.ndarray]:
+    return safetensors.numpy.load(files[f"{part}/subsets.safetensors"])
+
+
+def test_every_file_of_a_bank_is_documented(hub: Hub, client: Path, tmp_path: Path) -> None:
+    bank = make_bank(tmp_path / "bank")
+    assert_documented(bank.directory, "bank")
+    push_bank(bank, "tester/bank", token=TOKEN)
+    assert_documented(load_bank("tester/bank").directory, "bank")
 
 
 # -- what is not published -------------------------------------------------------------------------------------------
