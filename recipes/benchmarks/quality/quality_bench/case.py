@@ -92,7 +92,13 @@ class _States(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         thirds = {-(-state.max_steps * part // 3) for part in (1, 2, 3)}
         if state.global_step in thirds:
-            self.states.append({name: value.detach().clone() for name, value in model.state_dict().items()})
+            self.states.append({name: value.detach().clone() for name, value in changing_state(model).items()})
+
+
+def changing_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state of a model without frozen weights, which `make_model` gives again."""
+    frozen = {name for name, value in model.named_parameters(remove_duplicate=False) if not value.requires_grad}
+    return {name: value for name, value in model.state_dict().items() if name not in frozen}
 
 
 def trained(case: Case, seed: int, directory: Path) -> list[nn.Module]:
@@ -114,6 +120,6 @@ def trained(case: Case, seed: int, directory: Path) -> list[nn.Module]:
     models = []
     for state in torch.load(path, weights_only=True):
         model = case.make_model()
-        model.load_state_dict(state)
+        model.load_state_dict({**model.state_dict(), **state})
         models.append(model.eval())
     return models
