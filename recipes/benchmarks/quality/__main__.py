@@ -23,7 +23,7 @@ from quality_bench.banks import build
 from quality_bench.cases import CASES, make_case
 from quality_bench.methods import LIBRARIES
 from quality_bench.removals import remove
-from quality_bench.tables import report
+from quality_bench.tables import report, summary
 from quality_bench.worker import install, method_names, score
 
 STAGES = ("build", "score", "remove", "table")
@@ -69,6 +69,8 @@ def main() -> None:
             remove(case, work, args.job, args.jobs)
         if "table" in stages:
             results[name] = report(case, work)
+    if len(results) > 1:
+        print(f"\n### All cases\n\n{summary(results)}")
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
 

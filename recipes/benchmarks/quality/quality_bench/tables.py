@@ -1,5 +1,6 @@
 """Tables in Markdown: every method on a case, beside the highest possible score."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,37 @@ def report(case: Case, work: Path) -> dict[str, Any]:
         "cost": costs,
         "removal": None if removal is None else removal.to_dict(),
     }
+
+
+def summary(results: dict[str, dict[str, Any]]) -> str:
+    """One table of all cases: LDS averaged over the shares of dropped rows, default / best variant of each method."""
+    names = dict.fromkeys(name for result in results.values() for name in result["cost"])
+    lines = [["", *results], ["---"] * (1 + len(results))]
+    for name in names:
+        lines.append([name, *(_averages(result, name) for result in results.values())])
+    for label, kind in (("ceiling, perturbed start", "perturbed"), ("ceiling, other seed", "other-seed")):
+        lines.append([label, *(_ceilings(result, kind) for result in results.values())])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _averages(result: dict[str, Any], name: str) -> str:
+    own = [each for each in result["scores"] if each["method"] == name]
+    best = [each for each in result["scores"] if each["method"].startswith(f"{name} (")]
+    if not own and not best:
+        return "cannot" if name in result["cost"] else ""
+    cells = [_mean(each["lds"]["value"] for each in values) for values in (own, best or own)]
+    return " / ".join(cells)
+
+
+def _ceilings(result: dict[str, Any], kind: str) -> str:
+    found = {each["part"]: each["ceilings"] for each in result["scores"]}
+    values = [one["value"] for each in found.values() for other, one in each.items() if other.endswith(kind)]
+    return _mean(values)
+
+
+def _mean(values: Iterable[float]) -> str:
+    listed = list(values)
+    return f"{np.mean(listed):.2f}" if listed else "–"
 
 
 def _plain(score: BankScore) -> dict[str, Any]:
