@@ -4,8 +4,7 @@ With gradients X `(n, k)` of training rows, t `(m, k)` of targets, and weights q
 
     τ = (mean X (XᵀX + λI)⁻¹ tᵀ) ∘ (mean q)        λ = relative λ · trace(XᵀX) / min(n, k)
 
-The library computes the default variant. Others are computed here from the features that it has written, for all λ at
-once.
+The library computes the default variant; others are computed here from the features that it has written.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from datasets import disable_progress_bars
-from torch import nn
+from torch import Tensor, nn
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.modelout_functions import LossModelOutput, get_task
+from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
 from quality_bench.job import BATCH, Cost, Job, Method, Scores
 
 LAMBDAS = (0.03, 0.1, 1.0, 3.0, 10.0)
@@ -33,9 +33,9 @@ _TARGETS = "targets"
 class Features:
     """Features of one checkpoint, float64: X `(n, k)`, t `(m, k)` and q `(n,)`."""
 
-    rows: np.ndarray
-    targets: np.ndarray
-    q: np.ndarray
+    rows: Tensor
+    targets: Tensor
+    q: Tensor
 
     @classmethod
     def of(cls, own: TrakAttributor, model_id: int) -> "Features":
@@ -44,29 +44,25 @@ class Features:
         rows = torch.cat([shard.grads for shard in shards])
         q = torch.cat([shard.out_to_loss for shard in shards])
         targets = torch.cat([shard.grads for shard in own.store.saved_targets(_TARGETS, model_id)])
-        return cls(rows.double().numpy(), targets.double().numpy(), q.double().numpy())
+        return cls(rows.double(), targets.double(), q.double())
 
-    def products(self, relative: Sequence[float]) -> list[np.ndarray]:
-        """X (XᵀX + λI)⁻¹ tᵀ `(n, m)` for each relative λ, from the smaller one of XᵀX and XXᵀ.
-
-        With XᵀX = V diag(s) Vᵀ this is XV (diag(s) + λI)⁻¹ Vᵀtᵀ; with XXᵀ = U diag(s) Uᵀ, U (diag(s) + λI)⁻¹ UᵀXtᵀ.
-        """
+    def products(self, relative: Sequence[float]) -> list[Tensor]:
+        """X (XᵀX + λI)⁻¹ tᵀ = (XXᵀ + λI)⁻¹ X tᵀ `(n, m)` for each relative λ, from the smaller system."""
         n, k = self.rows.shape
+        trace = float(self.rows.square().sum())
+        lambdas = [ridge_lambda(trace, n, k, None, value) for value in relative]
         if k < n:
-            values, right = np.linalg.eigh(self.rows.T @ self.rows)
-            left, cross = self.rows @ right, right.T @ self.targets.T
-        else:
-            values, left = np.linalg.eigh(self.rows @ self.rows.T)
-            cross = left.T @ (self.rows @ self.targets.T)
-        unit = values.sum() / min(n, k)
-        return [left @ (cross / (values + value * unit)[:, None]) for value in relative]
+            gram = self.rows.T @ self.rows
+            return [self.rows @ RidgeSystem(gram, lam).solve(self.targets).T for lam in lambdas]
+        gram, cross = self.rows @ self.rows.T, self.targets @ self.rows.T
+        return [RidgeSystem(gram, lam).solve(cross).T for lam in lambdas]
 
 
 def ridge_scores(checkpoints: Sequence[Features], relative: Sequence[float]) -> list[np.ndarray]:
     """τ `(n, m)` of an ensemble for each relative λ."""
-    products = [each.products(relative) for each in checkpoints]
-    q = np.mean([each.q for each in checkpoints], axis=0)[:, None]
-    return [np.mean(of_one_lambda, axis=0) * q for of_one_lambda in zip(*products, strict=True)]
+    products = zip(*(each.products(relative) for each in checkpoints), strict=True)
+    q = torch.stack([each.q for each in checkpoints]).mean(0)[:, None]
+    return [(torch.stack(of_one_lambda).mean(0) * q).numpy() for of_one_lambda in products]
 
 
 def last(job: Job) -> list[nn.Module]:
@@ -166,8 +162,8 @@ def rows_centred(features: Features) -> Features:
 
 def unit_norm(features: Features) -> Features:
     """Give gradients of training rows norm 1, unless they are zero. A target's norm does not change its order."""
-    norms = np.linalg.norm(features.rows, axis=1, keepdims=True)
-    return Features(features.rows / np.where(norms > 0, norms, 1), features.targets, features.q)
+    norms = features.rows.norm(dim=1, keepdim=True)
+    return Features(features.rows / torch.where(norms > 0, norms, 1.0), features.targets, features.q)
 
 
 METHODS: dict[str, Method] = {
