@@ -24,6 +24,7 @@ from test_docs import assert_documented
 from hf_trak.errors import HubAccessError, IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.evaluation import Bank, evaluate_bank, random_subsets
 from hf_trak.hub import load_bank, push_bank
+from hf_trak.hub.bank_card import bank_card
 from hf_trak.hub.bank_checks import open_checked
 from hf_trak.hub.files import LocalFiles
 from hf_trak.store.sealed import CHECKSUM_KEY, content_digest, sealed
@@ -174,6 +175,19 @@ def test_branches_and_pull_requests(hub: Hub, client: Path, tmp_path: Path) -> N
         load_bank("tester/bank")
 
 
+def test_a_change_in_the_meantime_is_not_overwritten(
+    hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def card(repo_id: str, facts: dict[str, Any]) -> str:
+        hub.put("dataset", repo_id, {"README.md": b"by somebody else"})
+        return bank_card(repo_id, facts)
+
+    monkeypatch.setattr("hf_trak.hub.banks.bank_card", card)
+    with pytest.raises(HubAccessError, match="has changed in the meantime"):
+        push_bank(make_bank(tmp_path / "bank"), "tester/bank", token=TOKEN)
+    assert hub.dataset("tester/bank") == {"README.md": b"by somebody else"}
+
+
 @pytest.mark.parametrize("kind", ["drop", 500])
 def test_an_interrupted_push_is_finished_by_the_same_call(hub: Hub, client: Path, tmp_path: Path, kind: Any) -> None:
     bank = make_bank(tmp_path / "bank")
@@ -278,6 +292,7 @@ def test_unfinished_parts_are_not_published(hub: Hub, client: Path, tmp_path: Pa
     assert hub.log == []
     push_bank(bank, "tester/bank", parts=["half"], token=TOKEN)
     assert set(hub.dataset("tester/bank")) == NAMES | files_of("half")
+    assert "half-again" not in hub.dataset("tester/bank")["README.md"].decode(), "no score of what is not there"
     assert load_bank(bank.directory).parts == ["begun", "half", "half-again", "removed"], "unfinished, but one's own"
 
 
@@ -379,6 +394,13 @@ def retensored(
     return {**files, name: struct.pack("<Q", len(changed)) + changed + data[8 + length :]}
 
 
+def again(files: Files, name: str) -> Files:
+    """Add a copy of a part that says that it repeats it."""
+    copies = {path.replace(f"{name}/", "again/"): data for path, data in files.items() if path.startswith(f"{name}/")}
+    names = json.loads(files["parts.json"])["parts"]
+    return repart(parts({**files, **copies}, *names, "again"), "again", repeat_of=name, removal=None)
+
+
 def without(files: Files, *names: str) -> Files:
     return {name: data for name, data in files.items() if name not in names}
 
@@ -472,7 +494,7 @@ BAD: dict[str, tuple[Callable[[Files], Files], str]] = {
     "a repeat of a list": (lambda f: repart(f, "half-again", repeat_of=["half"]), "of another type"),
     "removals that are a text": (lambda f: repart(f, "removed", removal="x"), "of another type"),
     "a repeat of other subsets": (lambda f: repart(f, "removed", repeat_of="half", removal=None), "does not repeat"),
-    "a repeat of a repeated part": (lambda f: repart(f, "half", repeat_of="removed"), "does not repeat"),
+    "a repeat of a part with repeats": (lambda f: again(f, "removed"), "does not repeat subsets of 'removed'"),
     # JSON
     "JSON that is nested too deeply": (lambda f: {**f, PART: NESTED}, "nested"),
     "JSON that is a list": (lambda f: {**f, "bank.json": b"[1, 2]"}, "a JSON list"),
@@ -499,7 +521,7 @@ def test_a_bad_bank_is_refused(hub: Hub, client: Path, tmp_path: Path, published
     assert "Expected a bank that `push_bank` has published. Use another revision" in str(caught.value)
     assert "\x1b" not in str(caught.value)
     assert all(Path(path).is_relative_to(client) for path in below(tmp_path) - before)
-    assert set(hub.downloads()) <= set(published), "nothing else is asked for"
+    assert set(hub.downloads()) <= set(published) | files_of("again"), "nothing else is asked for"
     clone = tmp_path / "clone"
     for name, data in bad.items():
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
@@ -573,6 +595,16 @@ def test_parts_that_another_program_put_into_the_cache_are_refused(
     shutil.copytree(root / "half", root / "extra")
     with pytest.raises(RefusedIndexError, match="it has a part 'extra'"):
         load_bank("tester/bank")
+
+
+def test_damage_in_a_directory_is_noticed_when_it_is_opened(client: Path, tmp_path: Path) -> None:
+    bank = make_bank(tmp_path / "bank")
+    assert load_bank(bank.directory).parts == bank.parts
+    path = bank.directory / "removed" / "outputs.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(StoreError, match="the checksum of its tensors"):
+        load_bank(bank.directory)
+    assert path.exists()
 
 
 def test_what_is_no_bank(hub: Hub, client: Path, tmp_path: Path) -> None:
