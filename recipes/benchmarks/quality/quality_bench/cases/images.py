@@ -1,7 +1,5 @@
 """What the cases of images share: rows, and a loss beside the logits of a classifier."""
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value
@@ -22,12 +20,11 @@ def image_rows(pixels: np.ndarray, labels: np.ndarray) -> Dataset:
     return Dataset.from_dict(columns, features=features).with_format("numpy")
 
 
-def split(pixels: np.ndarray, labels: np.ndarray, train: int) -> tuple[Dataset, Dataset, Dataset]:
-    """Training rows, targets, and all other rows, in a fixed random order."""
+def split(pixels: np.ndarray, labels: np.ndarray, train: int) -> tuple[Dataset, Dataset]:
+    """Training rows and as many targets as every case has, in a fixed random order."""
     order = np.random.default_rng(0).permutation(len(labels))
-    parts = np.split(order, [train, train + TARGETS])
-    train_rows, targets, others = (image_rows(pixels[part], labels[part]) for part in parts)
-    return train_rows, targets, others
+    first, second = order[:train], order[train : train + TARGETS]
+    return image_rows(pixels[first], labels[first]), image_rows(pixels[second], labels[second])
 
 
 def pixel_values(rows: Dataset) -> dict[str, Tensor]:
@@ -46,11 +43,3 @@ class Classifier(nn.Module):
         logits = self.head(self.body(pixel_values.reshape(-1, *self.shape)))
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return ImageClassifierOutput(loss=loss, logits=logits)
-
-
-def accuracy(model: nn.Module, rows: Dataset) -> float:
-    """Share of the rows whose largest logit is that of their label."""
-    inputs: Mapping[str, Tensor] = pixel_values(rows)
-    with torch.no_grad():
-        logits = model.eval()(**inputs).logits
-    return float((logits.argmax(-1).numpy() == rows["labels"][:]).mean())

@@ -69,7 +69,7 @@ def mnist_mlp(downloads: Path) -> Case:
 def _case(
     name: str, title: str, make_model: Callable[[], nn.Module], training: dict[str, Any], downloads: Path, **sizes: int
 ) -> Case:
-    train, targets, _ = mnist(downloads)
+    train, targets = mnist(downloads)
     training = COMMON | training
     task = "image_classification"
     return Case(name, title, task, train, targets, make_model, training, pixel_values, "head", **sizes)
@@ -86,8 +86,8 @@ def mlp() -> nn.Module:
     return Classifier((PIXELS,), body, nn.Linear(64, 10))
 
 
-def mnist(downloads: Path) -> tuple[Dataset, Dataset, Dataset]:
-    """Training rows, targets and the other rows, with standardized pixels."""
+def mnist(downloads: Path) -> tuple[Dataset, Dataset]:
+    """Training rows and targets, with standardized pixels."""
     pixels, labels = images(archive(downloads))
     return split((pixels - 0.1307) / 0.3081, labels, TRAIN)
 
