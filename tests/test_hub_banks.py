@@ -125,7 +125,7 @@ def test_the_card_says_what_the_bank_is(
         described["rows_fingerprint"],
         described["targets_fingerprint"],
         "13 training rows",
-        "about 4 targets",
+        "outputs on 4\ntargets",
         'load_bank("tester/bank")',
         "hf-trak evaluate --bank tester/bank --scores mine=scores.npy",
         "| epochs | 3 |",
