@@ -13,8 +13,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes" / "benchmarks" / "quality"))
 
-from quality_bench.cases import make_case, mnist  # noqa: E402
-from quality_bench.job import Logits  # noqa: E402
+from quality_bench.cases import make_case, mnist
+from quality_bench.job import Logits
 
 DIGITS = ("digits-cnn", "digits-vit")
 

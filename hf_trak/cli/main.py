@@ -28,7 +28,9 @@ COMMANDS = {
     "featurize": Command("featurize", "compute the features of a training set, or finish computing them"),
     "attribute": Command("attribute", "score the training set against targets and save the run"),
     "report": Command("report", "write a run as one HTML file", "run"),
-    "evaluate": Command("evaluate", "compute the linear datamodeling score of a run", "run"),
+    "evaluate": Command(
+        "evaluate", "compute linear datamodeling scores, of one run or of several methods on a bank", "run"
+    ),
     "push": Command("push", "publish an index, and scores, on the Hub", "output_dir"),
     "pull": Command("pull", "copy a published index into a directory", "repo_id"),
     "estimate": Command("estimate", "estimate time, memory and disk space before anything runs"),

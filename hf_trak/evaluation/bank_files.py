@@ -23,7 +23,14 @@ import torch
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.evaluation.retraining_files import RetrainingFiles, subset_digest, training_seed
 from hf_trak.store.atomic import differing
-from hf_trak.store.sealed import content_digest, create_sealed, read_sealed, unsealed
+from hf_trak.store.sealed import (
+    SEALED_VERSION,
+    VERSION_KEY,
+    content_digest,
+    create_sealed,
+    read_sealed,
+    unsealed,
+)
 from hf_trak.store.shards import TensorSpec, read_tensors, write_tensors
 
 BANK = "bank.json"
@@ -39,7 +46,7 @@ _BANK_KEYS = {
     "targets_fingerprint": str,
     "recipe": dict,
 }
-_PART_KEYS = {"subsets": int, "repeats": int, "seed": int, "protocol": dict, "masks": str}
+_PART_KEYS = {"bank": str, "subsets": int, "repeats": int, "seed": int, "protocol": dict, "masks": str}
 
 
 def create_described(path: Path, content: Mapping[str, Any], what: str) -> None:
@@ -113,9 +120,15 @@ def read_part(directory: Path, bank: Mapping[str, Any]) -> dict[str, Any]:
 
 def _described(path: Path, keys: Mapping[str, type], absent: str) -> dict[str, Any]:
     try:
-        content = unsealed(read_sealed(path, allow_unsealed=False))
+        saved = read_sealed(path, allow_unsealed=False)
     except FileNotFoundError as error:
         raise IncompleteStoreError(f"{absent}. Expected a directory that `Bank.create` made.") from error
+    if (version := saved.get(VERSION_KEY)) != SEALED_VERSION:
+        raise StoreError(
+            f"{path} has format version {version!r}. Expected {SEALED_VERSION}, which this version of hf_trak reads. "
+            "Use the version of hf_trak that wrote it."
+        )
+    content = unsealed(saved)
     if wrong := [name for name, kind in keys.items() if type(content.get(name)) is not kind]:
         raise StoreError(
             f"{path} has no valid {', '.join(wrong)}. Expected the file as hf_trak wrote it. Restore it from a copy, "

@@ -61,7 +61,7 @@ def bank_card(repo_id: str, facts: Mapping[str, Any]) -> str:
     )
     values = {**facts, "repo_id": repo_id, "cite_as": repo_id.replace("/", "-")}
     # The files hold tensors, which the Hub's viewer of rows cannot show.
-    return render_card("bank", title, usage, values, {"pretty_name": title, "viewer": False})  # type: ignore[arg-type]
+    return render_card("bank", title, usage, values, {"pretty_name": title, "viewer": False})
 
 
 def _part_row(bank: Bank, part: BankPart, names: Sequence[str]) -> dict[str, Any]:

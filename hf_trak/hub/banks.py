@@ -116,7 +116,7 @@ def _push(bank: Bank, destination: Destination, parts: Sequence[str] | None) -> 
             [
                 CommitOperationAdd(PARTS, parts_file(described, names)),
                 *(CommitOperationAdd(path, local) for path, local in files.items()),
-                *card_operations(api, repo_id, info, bank_card(repo_id, facts), "bank"),  # type: ignore[arg-type]
+                *card_operations(api, repo_id, info, bank_card(repo_id, facts), "bank"),
                 *(CommitOperationDelete(path) for path in stale),
             ],
             commit_message=destination.commit_message or "Upload a bank of retrained models with hf_trak",

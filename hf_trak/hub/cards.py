@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 README = "README.md"
 TAGS = ("trak", "data-attribution", "hf_trak")
-Section = Literal["index", "scores"]
+Section = Literal["index", "scores", "bank"]
 
 _MAX_YAML_BYTES = 1 << 18
 """Maximum size of the metadata of a card that is updated; a YAML loader in pure Python takes 6 s for it."""
