@@ -24,7 +24,7 @@ from quality_bench.objective import IGNORED, losses, margins
 SHIPPED_DAMPING = 1e-8
 """The default of `ScoreArguments`."""
 
-DAMPINGS = (1e-6, 1e-4, 1e-2, 1.0)
+DAMPINGS = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Further absolute dampings, the same for every layer."""
 
 QUERY_BYTES = 2**30
