@@ -13,7 +13,7 @@ an MLP of 128 and 64 ReLU units with dropout .1 after each; SGD without weight d
 | rows per batch | 32 | 32 | 64 | 64 |
 | learning rate | .01 | .01 | .01 | .01 |
 
-With fewer rows and epochs a training takes two seconds. The MLP is trained less for another reason, too: dattri's 50
+With fewer rows and epochs a training takes a few seconds. The MLP is trained less for another reason, too: dattri's 50
 epochs make it so sensitive that on 2,000 rows a start perturbed by 1e-6 moves margins by .2 to .4 of what dropping 1 %
 of the rows does (medians over targets).
 
