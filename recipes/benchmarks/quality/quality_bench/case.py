@@ -1,5 +1,6 @@
 """A case: data, a model, and its training with `Trainer`, of which a bank of retrained models is made."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_trak.evaluation import TrainerRetraining
 from hf_trak.identity.row_digest import fingerprint_dataset
@@ -67,7 +68,9 @@ class Case:
             use_cpu=not torch.cuda.is_available(),
             **self.training,
         )
-        return Trainer(self.make_model(), arguments, train_dataset=rows)
+        trainer = Trainer(self.make_model(), arguments, train_dataset=rows)
+        trainer.remove_callback(PrinterCallback)
+        return trainer
 
     def retraining(self, **options: Any) -> TrainerRetraining:
         """The training for a bank; options are `drop`, `seed` and `perturbation`."""
@@ -76,8 +79,12 @@ class Case:
     @property
     def digest(self) -> str:
         """Eight digits of a hash of the data, the model's structure and the training."""
-        rows = fingerprint_dataset(self.train)
-        return content_digest({"rows": rows, "model": str(self.make_model()), "training": self.training})[:8]
+        model = self.make_model()
+        config = getattr(model, "config", None)
+        settings = {} if config is None else json.loads(config.to_json_string(use_diff=False))
+        settings.pop("transformers_version", None)
+        described = {"model": str(model), "config": settings, "training": self.training}
+        return content_digest({"rows": fingerprint_dataset(self.train), **described})[:8]
 
     def labels(self, rows: Dataset) -> Tensor:
         return torch.tensor(rows["labels"][:])
