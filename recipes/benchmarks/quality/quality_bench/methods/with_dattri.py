@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import TrainingArguments
 
 from quality_bench.job import BATCH, Cost, Job, Method, Scores, bare
+from quality_bench.methods.large_model import is_large
 from quality_bench.methods.linear_layers import trained_layers, without_conv1d
 from quality_bench.objective import label_tokens, losses, margins, probabilities
 
@@ -41,7 +42,8 @@ LARGEST_BATCH = 512
 LAMBDAS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0)
 """λ of TRAK, relative to trace(XᵀX) / min(n, k)."""
 WIDE = (2048, 4096)
-"""Numbers of features k of further variants of TRAK: the most that its benchmarks have, and hf_trak's default."""
+"""Numbers of features k of further variants of TRAK: the most that its benchmarks have, and hf_trak's default. Large
+models have the first one only."""
 
 TESTED_DAMPING = 0.1
 DAMPINGS = (1.0, 1e-2, 1e-3, 1e-4, 1e-5)
@@ -146,9 +148,9 @@ def trak(count: int) -> Method:
             recommended = (sequence_margins, sequence_probabilities) if language else of_labels
             found = run(recommended, narrow, cost)
             cost.bytes_per_row = 4.0 * (narrow * count + 1)
-            if language:
+            if language and not is_large(model):
                 found |= {f"sum of margins, {name}": scores for name, scores in run(of_labels, narrow, Cost()).items()}
-            for k in WIDE:
+            for k in WIDE[:1] if is_large(model) else WIDE:
                 wide = run(recommended, k, Cost(), regularization=1.0)
                 found |= {f"k = {k}, {name}": scores for name, scores in wide.items() if name != "default"}
         return found
@@ -191,11 +193,11 @@ def tracin(job: Job, cost: Cost) -> Scores:
         return own.attribute(train, targets).double().numpy()
 
     with torch.no_grad():
-        return {
-            "default": cost.time("score", lambda: score("normal", False)),
-            "not projected": score("identity", False),
-            "cosines, not projected": score("identity", True),
-        }
+        found = {"default": cost.time("score", lambda: score("normal", False))}
+        found["not projected"] = score("identity", False)
+        if not is_large(model):
+            found["cosines, not projected"] = score("identity", True)
+    return found
 
 
 def ekfac(job: Job, cost: Cost) -> Scores:

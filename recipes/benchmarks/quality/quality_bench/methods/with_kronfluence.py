@@ -1,13 +1,15 @@
 """kronfluence 1.0.1: EK-FAC influence as its examples have it (`examples/{cifar,glue,wikitext}/analyze.py`).
 
 As there, the Fisher is estimated from labels that are drawn from the model, the measurement of a classifier is the
-negative margin and that of a language model the loss. Two things around it, in files of its own nothing is changed:
+negative margin and that of a language model the loss. The library is used as it is; two things are done around it:
 
 - It knows `nn.Linear` and `nn.Conv2d` alone. GPT-2's `Conv1D` becomes an equal `nn.Linear`, as in its example. Norms
   and embeddings are left out, and so is a head that shares the weight of an embedding, as in its examples.
 - It follows every layer that it knows, also frozen ones. The task names those that were trained, so that of a LoRA
   model the adapters are followed and nothing else.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,14 +20,15 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from quality_bench.job import BATCH, Cost, Job, Method, Scores, bare
+from quality_bench.methods.large_model import is_large
 from quality_bench.methods.linear_layers import trained_layers, without_conv1d
 from quality_bench.objective import IGNORED, losses, margins
 
 SHIPPED_DAMPING = 1e-8
 """The default of `ScoreArguments`."""
 
-DAMPINGS = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""Further absolute dampings, the same for every layer."""
+DAMPINGS = (1e-4, 1e-2, 1e-6, 1e-3, 1e-1, 1.0)
+"""Further absolute dampings, the same for every layer. Large models have the first two only."""
 
 QUERY_BYTES = 2**30
 """Memory for the preconditioned gradients of a batch of targets, which one pass over the training rows serves."""
@@ -52,10 +55,10 @@ class CaseTask(Task):
 
     Args:
         tracked: names of the layers to follow.
-        measurement: `"margin"` or `"loss"`.
+        measurement: of rows, from their logits and labels, `(B,)`.
     """
 
-    def __init__(self, tracked: list[str], measurement: str) -> None:
+    def __init__(self, tracked: list[str], measurement: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.tracked, self.measurement = tracked, measurement
 
     def compute_train_loss(self, batch: Batch, model: nn.Module, sample: bool = False) -> Tensor:
@@ -63,14 +66,14 @@ class CaseTask(Task):
         return losses(logits, _drawn(logits, batch["labels"]) if sample else batch["labels"]).sum()
 
     def compute_measurement(self, batch: Batch, model: nn.Module) -> Tensor:
-        logits = _logits(batch, model)
-        of_rows = (
-            -margins(logits, batch["labels"]) if self.measurement == "margin" else losses(logits, batch["labels"])
-        )
-        return of_rows.sum()
+        return self.measurement(_logits(batch, model), batch["labels"]).sum()
 
     def get_influence_tracked_modules(self) -> list[str]:
         return self.tracked
+
+
+def _negative_margins(logits: Tensor, labels: Tensor) -> Tensor:
+    return -margins(logits, labels)
 
 
 def _logits(batch: Batch, model: nn.Module) -> Tensor:
@@ -93,8 +96,9 @@ class _Influence:
     def __init__(self, job: Job) -> None:
         self.train, self.targets = Rows(job, "train"), Rows(job, "targets")
         model = without_conv1d(bare(job))
-        recommended = "loss" if job.case.task == "causal_lm" else "margin"
-        self.task = CaseTask(trained_layers(model, nn.Linear, nn.Conv2d), recommended)
+        self.large = is_large(model)
+        measurement = losses if job.case.task == "causal_lm" else _negative_margins
+        self.task = CaseTask(trained_layers(model, nn.Linear, nn.Conv2d), measurement)
         self.weights = sum(model.get_submodule(name).weight.numel() for name in self.task.tracked)
         self.analyzer = Analyzer(
             analysis_name="case",
@@ -109,11 +113,9 @@ class _Influence:
             factors_name="ekfac", dataset=self.train, per_device_batch_size=BATCH, factor_args=FactorArguments("ekfac")
         )
 
-    def scores(self, damping: float | None, measurement: str | None = None) -> np.ndarray:
+    def scores(self, damping: float | None) -> np.ndarray:
         """Scores `(n, m)`: the decrease of the measurement, so positive for helpful rows."""
-        recommended = self.task.measurement
-        self.task.measurement = measurement or recommended
-        name = f"{self.task.measurement}-{damping}"
+        name = f"damping-{damping}"
         self.analyzer.compute_pairwise_scores(
             scores_name=name,
             factors_name="ekfac",
@@ -123,7 +125,6 @@ class _Influence:
             per_device_train_batch_size=BATCH,
             score_args=ScoreArguments(damping_factor=damping),
         )
-        self.task.measurement = recommended
         return self.analyzer.load_pairwise_scores(name)["all_modules"].double().T.numpy()
 
 
@@ -138,10 +139,8 @@ def ekfac(job: Job, cost: Cost) -> Scores:
     """Damping of a tenth of the mean eigenvalue of each layer, which `damping_factor=None` is; other dampings."""
     influence = _fitted(job, cost)
     found = {"default": cost.time("score", lambda: influence.scores(None))}
-    found |= {f"damping {damping:g}": influence.scores(damping) for damping in DAMPINGS}
-    if job.case.task == "causal_lm":  # of one label, loss and margin give every target the same order
-        found["measurement margin"] = influence.scores(None, "margin")
-    return found
+    dampings = DAMPINGS[:2] if influence.large else DAMPINGS
+    return found | {f"damping {damping:g}": influence.scores(damping) for damping in dampings}
 
 
 def ekfac_as_shipped(job: Job, cost: Cost) -> Scores:
