@@ -99,7 +99,8 @@ def trak(
         scores = {"default": cost.time("score", lambda: library_scores(own, job, checkpoints))}
         cost.bytes_per_row = 4.0 * own.proj_dim * len(checkpoints)
         features = [Features.of(own, model_id) for model_id in range(len(checkpoints))]
-        return scores | by_lambda(features, further(len(job.case.train), own.proj_dim))
+        relative = {f"λ = {value:g}": value for value in LAMBDAS} | further(len(job.case.train), own.proj_dim)
+        return scores | dict(zip(relative, ridge_scores(features, list(relative.values())), strict=True))
 
     return attribute
 
@@ -119,34 +120,46 @@ def library_scores(own: TrakAttributor, job: Job, checkpoints: list[nn.Module]) 
     return np.stack(scored.with_format("numpy")["trak_scores"][:]).T.astype(np.float64)
 
 
-def by_lambda(features: list[Features], further: dict[str, float]) -> Scores:
-    """Scores for the relative λ that are not the default."""
-    relative = {f"λ = {value:g}": value for value in LAMBDAS} | further
-    return dict(zip(relative, ridge_scores(features, list(relative.values())), strict=True))
+def rules(n: int, k: int) -> dict[str, float]:
+    """Give λ that fall with k ≪ n; the first rule came out of an earlier sweep, see `lambda_sweep.py`."""
+    root = min(1.0, k / n) ** 0.5
+    return {"λ = 0.5 √(k / n)": 0.5 * root, "λ = √(k / n)": root}
 
 
-def small_lambda(n: int, k: int) -> dict[str, float]:
-    """Give the rule for k ≪ n that came out of an earlier sweep, see `lambda_sweep.py`."""
-    return {"λ = 0.5 √(k / n)": 0.5 * min(1.0, k / n) ** 0.5}
-
-
-def changed(change: Callable[[Features], Features], loss: bool = False) -> Method:
+def changed(change: Callable[[Features], Features], models: Callable[[Job], list[nn.Module]] = last) -> Method:
     """Make a method of changed features, at the library's default λ.
 
-    Its cost includes the scores of unchanged features, since the library writes features of targets when it scores.
+    Each checkpoint's products are weighted by its own q. The cost includes the scores of unchanged features, since the
+    library writes features of targets when it scores.
     """
 
     def attribute(job: Job, cost: Cost) -> Scores:
-        model = job.model
-        own = attributor(job, model, loss)
-        cost.time("fit", lambda: own.featurize([model]))
-        cost.time("score", lambda: library_scores(own, job, [model]))
-        cost.bytes_per_row = 4.0 * own.proj_dim
-        features = [change(Features.of(own, 0))]
-        default = cost.time("score", lambda: ridge_scores(features, [own.args.lambda_relative])[0])
-        return {"default": default} | by_lambda(features, {})
+        checkpoints = models(job)
+        own = attributor(job, checkpoints[0], loss=False)
+        cost.time("fit", lambda: own.featurize(checkpoints))
+        cost.time("score", lambda: library_scores(own, job, checkpoints))
+        cost.bytes_per_row = 4.0 * own.proj_dim * len(checkpoints)
+        features = [change(Features.of(own, model_id)) for model_id in range(len(checkpoints))]
+
+        def scores(relative: Sequence[float]) -> list[np.ndarray]:
+            of_checkpoints = zip(*(ridge_scores([each], relative) for each in features), strict=True)
+            return [np.mean(of_one_lambda, axis=0) for of_one_lambda in of_checkpoints]
+
+        default = cost.time("score", lambda: scores([own.args.lambda_relative])[0])
+        return {"default": default} | dict(zip((f"λ = {value:g}" for value in LAMBDAS), scores(LAMBDAS), strict=True))
 
     return attribute
+
+
+def weighted_gram(features: Features) -> Features:
+    """Weight every row of the Gram matrix by its q: X (Xᵀ diag(q) X + λI)⁻¹ tᵀ ∘ q.
+
+    The Gauss-Newton matrix of a classifier's loss weights a row by the curvature of its loss. The trace of that of the
+    softmax, 1 − Σ_c p_c², is the mean of q = 1 − p_y over labels y that are drawn from the model. (For logistic
+    regression the TRAK paper, arXiv 2303.14186, has the weight p (1 − p), which it leaves out of its estimator.)
+    """
+    root = features.q.sqrt()
+    return Features(features.rows * root[:, None], features.targets, root)
 
 
 def centred(features: Features) -> Features:
@@ -173,7 +186,9 @@ METHODS: dict[str, Method] = {
     "TRAK, loss gradients": trak(loss=True),
     "TRAK, loss gradients × 3": trak(independent, loss=True),
     "TRAK, loss gradients, 3 of one run": trak(of_one_run, loss=True),
-    **{f"TRAK, k = {k}": trak(further=small_lambda, proj_dim=k) for k in NARROW},
+    **{f"TRAK, k = {k}": trak(further=rules, proj_dim=k) for k in NARROW},
+    "TRAK, Gram weighted by q": changed(weighted_gram),
+    "TRAK, Gram weighted by q, 3 of one run": changed(weighted_gram, of_one_run),
     "TRAK, centred": changed(centred),
     "TRAK, rows centred": changed(rows_centred),
     "TRAK, unit norm": changed(unit_norm),
