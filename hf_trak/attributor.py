@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.data.rows import Collator, row_count
 from hf_trak.featurize.checkpoint_arguments import sources_of
+from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.revising import revise
 from hf_trak.featurize.upgrading import upgrade_store
@@ -22,6 +23,7 @@ from hf_trak.runtime.interruption import log_on_interrupt
 from hf_trak.scores.groups import GroupBy, RowGroups, target_groups
 from hf_trak.scores.score_files import ScoreFiles
 from hf_trak.scores.scored_dataset import attach_columns
+from hf_trak.scores.scorer import PlannedScores
 from hf_trak.scores.selection import (
     Criterion,
     best_rows,
@@ -191,6 +193,35 @@ class TrakAttributor(FeaturizedModel):
             **options,
         )
 
+    def fit_curvature(
+        self,
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
+        model_ids: Sequence[int] | None = None,
+    ) -> "TrakAttributor":
+        """Fit the curvature of exact scores to a random sample of the training rows.
+
+        Which one, and its damping, is set in the configuration (`curvature`, `curvature_rows`, `curvature_labels`,
+        `damping`). It is kept in `<output_dir>/curvature/<model_id>/`; the same call after an interruption goes on,
+        with any number of processes. The weights of the model are the same afterwards as before.
+
+        Args:
+            checkpoints (*optional*):
+                One checkpoint or a list, as in `featurize`. By default the model's current weights.
+            model_ids (`Sequence[int]`, *optional*):
+                The ids under which they are kept, 0, 1, … by default.
+
+        Returns:
+            `TrakAttributor`: the attributor itself.
+
+        Raises:
+            ConfigMismatchError: the curvature that is there was fitted to other parameters or with other settings.
+            CheckpointMismatchError: a `model_id` is taken by other weights.
+            NonFiniteError: a gradient is NaN or infinite; names the parameter and the rows.
+            TypeError: labels cannot be drawn for the task: use `curvature_labels="empirical"`.
+        """
+        ExactScores(self).fit(checkpoints, model_ids)
+        return self
+
     def attribute(
         self,
         eval_dataset: Any,
@@ -201,6 +232,7 @@ class TrakAttributor(FeaturizedModel):
         model_ids: Sequence[int] | None = None,
         aggregate: Literal["mean"] | None = None,
         group_by: GroupBy | None = None,
+        exact: bool = False,
     ) -> HFDataset:
         """Score every training row against every target, over the ensemble of featurized checkpoints.
 
@@ -224,6 +256,10 @@ class TrakAttributor(FeaturizedModel):
                 one target.
             group_by (`str` or a sequence, *optional*):
                 Scores the mean output of each group of targets: the name of a column, or one value per target.
+            exact (`bool`, *optional*, defaults to `False`):
+                Score with whole gradients under the curvature that [`~TrakAttributor.fit_curvature`] fits, instead of
+                with features: one pass over the training rows, of which nothing is stored but scores. A curvature that
+                is missing is fitted first.
 
         Returns:
             The rows (as stored, without a transform set on them, if they are a `datasets.Dataset`) with the columns
@@ -248,20 +284,33 @@ class TrakAttributor(FeaturizedModel):
         with log_on_interrupt(
             lambda: "Nothing half-written was left. Run the same call again; target features are kept."
         ):
-            return self._attributed(eval_dataset, top_k, name, per, checkpoints, model_ids, groups)
+            plan = self._planned(exact, eval_dataset, name, checkpoints, model_ids, groups, everywhere=False)
+            return self._attributed(plan, eval_dataset, top_k, per, model_ids, groups)
 
-    def _attributed(
+    def _planned(
         self,
+        exact: bool,
         eval_dataset: Any,
-        top_k: int | None,
         name: str | None,
-        per: Literal["target", "train"],
         checkpoints: Checkpoint | Sequence[Checkpoint] | None,
         model_ids: Sequence[int] | None,
         groups: RowGroups | None,
+        everywhere: bool,
+    ) -> PlannedScores:
+        """Plan scores from features or from whole gradients, of all rows or of those that fall to this process."""
+        plan = ExactScores(self).plan if exact else self.plan_scores
+        return plan(eval_dataset, name, checkpoints, model_ids, groups, everywhere)
+
+    def _attributed(
+        self,
+        plan: PlannedScores,
+        eval_dataset: Any,
+        top_k: int | None,
+        per: Literal["target", "train"],
+        model_ids: Sequence[int] | None,
+        groups: RowGroups | None,
     ) -> HFDataset:
-        """Score with arguments that have been checked, see [`~TrakAttributor.attribute`]."""
-        plan = self.plan_scores(eval_dataset, name, checkpoints, model_ids, groups, everywhere=False)
+        """Write planned scores as columns, see [`~TrakAttributor.attribute`]."""
         n_targets = len(eval_dataset)
         rows = self.train_dataset if per == "train" else eval_dataset if groups is None else groups.table()
         n_targets = n_targets if groups is None else len(groups)
@@ -371,6 +420,7 @@ class TrakAttributor(FeaturizedModel):
         model_ids: Sequence[int] | None = None,
         aggregate: Literal["mean"] | None = None,
         group_by: GroupBy | None = None,
+        exact: bool = False,
     ) -> HFDataset:
         """Score whole groups of training rows (a class, a source): Σ_{i ∈ group} τ_ij for every target j.
 
@@ -379,7 +429,7 @@ class TrakAttributor(FeaturizedModel):
                 The targets.
             train_group_by (`str` or a sequence):
                 A column of the training dataset, or one value per training row.
-            name, checkpoints, model_ids, aggregate, group_by:
+            name, checkpoints, model_ids, aggregate, group_by, exact:
                 As in [`~TrakAttributor.attribute`].
 
         Returns:
@@ -392,7 +442,7 @@ class TrakAttributor(FeaturizedModel):
         """
         groups = target_groups(eval_dataset, aggregate, group_by)
         train_groups = RowGroups.of(self.train_dataset, train_group_by, "train_group_by")
-        _, blocks = self.score_blocks(eval_dataset, name, checkpoints, model_ids, groups)
+        blocks = self._planned(exact, eval_dataset, name, checkpoints, model_ids, groups, everywhere=True).blocks
         columns = group_score_columns(train_groups.sums(blocks), train_groups)
         return attach_columns(eval_dataset if groups is None else groups.table(), columns)
 
@@ -406,6 +456,7 @@ class TrakAttributor(FeaturizedModel):
         name: str | None = None,
         checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
         model_ids: Sequence[int] | None = None,
+        exact: bool = False,
     ) -> Any:
         """Choose the training rows that serve the targets best, ready to train on.
 
@@ -423,7 +474,7 @@ class TrakAttributor(FeaturizedModel):
             stratify_by (`str` or a sequence, *optional*):
                 Let each group of training rows keep its share of the rows: a column of the training dataset, or one
                 value per training row.
-            name, checkpoints, model_ids:
+            name, checkpoints, model_ids, exact:
                 As in [`~TrakAttributor.attribute`].
 
         Returns:
@@ -438,11 +489,11 @@ class TrakAttributor(FeaturizedModel):
         strata = check_strata(self.train_dataset, stratify_by)
         aggregate = "mean" if criterion == "most_helpful" else None
         groups = target_groups(eval_dataset, aggregate, group_by)
-        _, blocks = self.score_blocks(eval_dataset, name, checkpoints, model_ids, groups)
+        blocks = self._planned(exact, eval_dataset, name, checkpoints, model_ids, groups, everywhere=True).blocks
         scores = row_scores(blocks, self._train_size, criterion)
         return selected(self.train_dataset, best_rows(scores, n, strata), scores)
 
-    def self_influence(self, model_ids: Sequence[int] | None = None) -> Tensor:
+    def self_influence(self, model_ids: Sequence[int] | None = None, exact: bool = False) -> Tensor:
         """Score every training row against itself: τ(z_i, z_i), shape `(n_train,)`.
 
         The score is high for rows that only they themselves explain, such as mislabelled ones and outliers (TRAK
@@ -451,10 +502,14 @@ class TrakAttributor(FeaturizedModel):
         Args:
             model_ids (`Sequence[int]`, *optional*):
                 The checkpoints to average over. By default all in the store.
+            exact (`bool`, *optional*, defaults to `False`):
+                As in [`~TrakAttributor.attribute`].
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
         """
+        if exact:
+            return ExactScores(self).self_influence(None, model_ids)
         return self.scorer.self_influence(self.scorer.ensemble(model_ids))
 
     def upgrade_store(self, checkpoints: Checkpoint | Sequence[Checkpoint] | None = None) -> "TrakAttributor":

@@ -11,6 +11,8 @@ from hf_trak.runtime.checks import checked_int
 ProjectionName = Literal["sjlt", "rademacher", "normal", "none"]
 EngineName = Literal["auto", "hooked", "functional", "iterative"]
 FeatureDtype = Literal["float32", "bfloat16", "float16"]
+CurvatureName = Literal["ekfac", "shampoo", "kfac", "diagonal", "identity", "hybrid"]
+CurvatureLabels = Literal["sampled", "empirical"]
 
 
 @dataclass
@@ -47,6 +49,24 @@ class TrakConfig:
         lambda_relative (`float`, *optional*, defaults to 0.3):
             Ridge term as a multiple of trace(XᵀX) / min(n, k), where X are the features of n training rows. Used
             unless `lambda_reg` is given.
+        curvature (`str`, *optional*):
+            Curvature of exact scores: `"ekfac"` (Kronecker bases, corrected eigenvalues), `"shampoo"` (bases of whole
+            gradients), `"kfac"`, `"diagonal"`, `"identity"`, or `"hybrid"`: EK-FAC with TRAK's Gram matrix over it. By
+            default `"ekfac"`.
+        curvature_rows (`int`, *optional*):
+            Number of training rows, drawn at random, that a curvature is fitted to. By default 4,096, or all if there
+            are fewer.
+        curvature_labels (`str`, *optional*, defaults to `"sampled"`):
+            Labels of the gradients that a curvature is fitted to: `"sampled"` from the model's own predictions, which
+            gives the Fisher information, or `"empirical"` for the data's.
+        damping (`float`, *optional*):
+            Damping c of a curvature, relative to the mean of each block's eigenvalues. By default 0.1, and 1.0 for
+            `curvature="hybrid"`.
+        hybrid_lambda (`float`, *optional*, defaults to 3.0):
+            Ridge of `curvature="hybrid"`, relative to the mean squared norm of whitened gradients.
+        exact_memory (`float`, *optional*, defaults to 4.0):
+            Memory in GiB for preconditioned targets, P numbers each. More targets are scored in several passes over
+            the training rows.
         feature_dtype (`str`, *optional*, defaults to `"float32"`):
             Storage dtype of the features: `"float32"`, `"bfloat16"` or `"float16"`. Sums are computed in float32 or
             better.
@@ -127,6 +147,35 @@ class TrakConfig:
             "Used unless `lambda_reg` is given."
         },
     )
+    curvature: CurvatureName | None = field(
+        default=None,
+        metadata={
+            "help": "Curvature of exact scores: `ekfac` (the default), `shampoo`, `kfac`, `diagonal`, `identity`, or "
+            "`hybrid`: EK-FAC with TRAK's Gram matrix over it."
+        },
+    )
+    curvature_rows: int | None = field(
+        default=None,
+        metadata={"help": "Number of training rows that a curvature is fitted to. By default 4,096 at most."},
+    )
+    curvature_labels: CurvatureLabels = field(
+        default="sampled",
+        metadata={"help": "Labels that a curvature is fitted to: `sampled` from the model, or `empirical`."},
+    )
+    damping: float | None = field(
+        default=None,
+        metadata={
+            "help": "Damping of a curvature, relative to the mean of each block's eigenvalues. By default 0.1, and "
+            "1.0 for the hybrid."
+        },
+    )
+    hybrid_lambda: float = field(
+        default=3.0,
+        metadata={"help": "Ridge of the hybrid, relative to the mean squared norm of whitened gradients."},
+    )
+    exact_memory: float = field(
+        default=4.0, metadata={"help": "Memory in GiB for preconditioned targets, P numbers each."}
+    )
     feature_dtype: FeatureDtype = field(
         default="float32", metadata={"help": "Storage dtype of the features. Sums are computed in float32 or better."}
     )
@@ -169,6 +218,8 @@ class TrakConfig:
             ("engine", get_args(EngineName)),
             ("feature_dtype", get_args(FeatureDtype)),
             ("model_dtype", (None, *get_args(FeatureDtype))),
+            ("curvature", (None, *get_args(CurvatureName))),
+            ("curvature_labels", get_args(CurvatureLabels)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}. Expected one of {list(choices)}.")
@@ -176,18 +227,19 @@ class TrakConfig:
             ("proj_dim", 1),
             ("proj_nonzeros", 1),
             ("max_block_bytes", 1),
+            ("curvature_rows", 1),
             ("per_device_batch_size", 1),
             ("shard_size", 1),
             ("seed", 0),
             ("dataloader_num_workers", 0),
         ):
             value = getattr(self, name)
-            if value is None and name == "max_block_bytes":
+            if value is None and name in ("max_block_bytes", "curvature_rows"):
                 continue
             setattr(self, name, checked_int(value, name, least, type_error=ValueError))
-        for name in ("lambda_reg", "lambda_relative"):
+        for name in ("lambda_reg", "lambda_relative", "damping", "hybrid_lambda", "exact_memory"):
             value = getattr(self, name)
-            if value is None and name == "lambda_reg":
+            if value is None and name in ("lambda_reg", "damping"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
                 raise ValueError(f"`{name}` is {value!r}. Expected a finite number of at least 0.")

@@ -101,7 +101,7 @@ def projected(attributor: TrakAttributor, gradients: list[dict[str, Tensor]]) ->
     names = [slot.name for slot in attributor.layout.slots]
     assert all(set(row) == set(names) for row in gradients)
     flat = torch.stack([torch.cat([row[name].flatten() for name in names]) for row in gradients]).float()
-    projector = attributor._projector()
+    projector = attributor.projector()
     return projector.project(flat, 0) * projector.scale
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from hf_trak.config import TrakConfig, checked_args
+from hf_trak.curvature.maps import GradientMap
 from hf_trak.data.rows import Collator, RowBatches, default_collator, row_count
 from hf_trak.errors import CheckpointMismatchError
 from hf_trak.featurize.checkpoint_arguments import as_list, check_part, checked_ids, sources_of
@@ -197,10 +198,11 @@ class FeaturizedModel:
 
     def _settings(self) -> dict[str, Any]:
         return feature_settings(
-            self.model, self.args, self.layout, self._projector().algorithm, self.proj_dim, self._train_size
+            self.model, self.args, self.layout, self.projector().algorithm, self.proj_dim, self._train_size
         )
 
-    def _projector(self) -> BlockProjector:
+    def projector(self) -> BlockProjector:
+        """Make the random projection of the features."""
         return make_projector(
             self.args.proj_type,
             grad_dim=self.layout.total,
@@ -213,12 +215,19 @@ class FeaturizedModel:
     def _row_batches(self, dataset: Any) -> RowBatches:
         return row_batches(self.model, self.task, self.data_collator, dataset, self.args, self.device)
 
-    def featurizer(self) -> Featurizer:
-        """Build what computes features of the model as it is now."""
+    def featurizer(
+        self, task: AbstractModelOutput | None = None, projector: BlockProjector | GradientMap | None = None
+    ) -> Featurizer:
+        """Build what computes features of the model as it is now.
+
+        Args:
+            task: the model output function; `None` takes that of the attribution.
+            projector: the map of the gradients; `None` takes the random projection.
+        """
         return Featurizer(
             self.model,
-            self.task,
-            self._projector(),
+            self.task if task is None else task,
+            self.projector() if projector is None else projector,
             self.data_collator,
             self.train_dataset,
             self.args,
@@ -324,7 +333,7 @@ class FeaturizedModel:
         ids = checked_ids(sources, model_ids)
         if self._store is not None and self.recorded_rows is None and not hasattr(self.train_dataset, "fingerprint"):
             self._train_fingerprint = None  # rows of a list, say, may have changed since the last call
-        self.processes.broadcast_from_main(self._prepare_store)
+        self.processes.broadcast_from_main(self.prepare_store)
         if self.processes.is_main_process:
             logger.info("To featurize: %s", self.estimate(checkpoints=len(ids)))
         for model_id, source in zip(ids, sources, strict=True):
@@ -340,7 +349,7 @@ class FeaturizedModel:
                 self.scorer.gram(model_id)
         return self
 
-    def _prepare_store(self) -> None:
+    def prepare_store(self) -> None:
         """Compare the inputs of a call with those of the store, and remove what processes that died left there."""
         self.require_same_inputs()
         for one in remove_stale(self.store.output_dir):
@@ -412,7 +421,7 @@ class FeaturizedModel:
         if name is not None:
             safe_name(name, "name")
         n_targets = row_count(eval_dataset, "eval_dataset")
-        self.processes.broadcast_from_main(self._prepare_store)
+        self.processes.broadcast_from_main(self.prepare_store)
         old = self.store.version == 1
         fingerprint = fingerprint_dataset_v1(eval_dataset) if old else fingerprint_dataset(eval_dataset)
         name = f"targets-{fingerprint[:12]}" if name is None else name

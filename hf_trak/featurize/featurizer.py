@@ -6,7 +6,7 @@ same bits whichever process computes it.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.utils.generic import find_labels
 
 from hf_trak.config import TrakConfig
+from hf_trak.curvature.maps import GradientMap, MapSink
 from hf_trak.data.batch_limits import BatchLimits
 from hf_trak.data.rows import Collator, RowBatches, batch_rows, forward_columns
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError
@@ -74,7 +75,7 @@ class Featurizer:
         self,
         model: torch.nn.Module,
         task: AbstractModelOutput,
-        projector: BlockProjector,
+        projector: BlockProjector | GradientMap,
         collator: Collator,
         train_dataset: Any,
         args: TrakConfig,
@@ -86,7 +87,7 @@ class Featurizer:
         Args:
             model: in eval mode, with the weights of the checkpoint.
             task: the model output function.
-            projector: R, of size P × k.
+            projector: R, of size P × k, or another linear map of gradients.
             collator: turns rows into a batch of as many samples.
             train_dataset: the training rows, from which a task may take references (CLIP: simulated negatives).
             args: the configuration.
@@ -186,8 +187,8 @@ class Featurizer:
         stored: StoredRows | None,
     ) -> None:
         """Compute shards one after the other, with batches of one size."""
-        computer = self._computer()
-        self._prepare_task(model_id, batch_size)
+        computer = self.computer()
+        self.prepare_task(model_id, batch_size)
         batches = self.batches(dataset)
         ranges = [shards.plan.rows(index) for index in indices]
         # Batches never cross a shard boundary, so a shard is the same whichever others are computed in this run.
@@ -209,7 +210,7 @@ class Featurizer:
                 while filled < len(shard_rows):
                     rows, batch = next(stream)
                     part = slice(filled, filled + len(rows))
-                    self._let_collate_alone(computer, batches, rows, batch)
+                    self.let_collate_alone(computer, batches, rows, batch)
                     grads[part], out_to_loss[part] = self._features(rows, batch, computer, model_id, side)
                     filled += len(rows)
                     progress.update(len(rows))
@@ -222,7 +223,8 @@ class Featurizer:
                 if not shards.is_written(index):
                     shards.write(index, grads, out_to_loss)
 
-    def _computer(self) -> AbstractGradientComputer:
+    def computer(self) -> AbstractGradientComputer:
+        """Make the engine that the configuration asks for."""
         return make_gradient_computer(
             self.args.engine,
             self.model,
@@ -242,8 +244,8 @@ class Featurizer:
         Raises:
             ConfigMismatchError: rows have other features now.
         """
-        self._prepare_task(model_id, self.args.per_device_batch_size)
-        computer = self._computer()
+        self.prepare_task(model_id, self.args.per_device_batch_size)
+        computer = self.computer()
         for one in stored:
             self._compare(one, computer, model_id)
 
@@ -289,7 +291,7 @@ class Featurizer:
         """Collate rows of a dataset as the model and the task get them."""
         return row_batches(self.model, self.task, self.collator, dataset, self.args, self.device)
 
-    def _prepare_task(self, model_id: int, batch_size: int) -> None:
+    def prepare_task(self, model_id: int, batch_size: int) -> None:
         """Give the task what it has to know about this checkpoint (CLIP: simulated negatives).
 
         It is computed once and kept in the store, so that every process and every run, for training rows and for
@@ -314,7 +316,7 @@ class Featurizer:
     ) -> tuple[Tensor, Tensor]:
         """Return projected gradients `(B, k)`, scaled to preserve inner products, and q `(B,)`, both on the CPU."""
         sink = self.projector.sink(len(rows), model_id, self.device)
-        batch = self._in_dtype_of_model(batch)
+        batch = self.in_dtype_of_model(batch)
         try:
             outputs = computer.stream(batch, _SamplePerRow(sink, len(rows)), side)
         except Exception as error:
@@ -330,20 +332,33 @@ class Featurizer:
             )
         return out.cpu(), outputs.out_to_loss.float().cpu()
 
-    def _let_collate_alone(
-        self, computer: AbstractGradientComputer, batches: RowBatches, rows: Sequence[int], batch: Any
+    def let_collate_alone(
+        self,
+        computer: AbstractGradientComputer,
+        batches: RowBatches,
+        rows: Sequence[int],
+        batch: Any,
+        completed: Callable[[Any, int], Any] | None = None,
     ) -> None:
         """Let the check of an engine compare rows of this batch with the same rows, each collated alone.
 
         A batch that has another number of samples than rows is refused elsewhere, with an error that says so.
+
+        Args:
+            computer: the engine.
+            batches: collates rows.
+            rows: the rows of the batch.
+            batch: the batch.
+            completed: makes of a row's batch and its number what the model takes; by default `in_dtype_of_model`.
         """
         if isinstance(computer, AutoGradientComputer):
             fits = SplitBatch.of(batch).size == len(rows)
+            finish = completed or (lambda alone, _: self.in_dtype_of_model(alone))
             computer.collated_alone = (
-                (lambda position: self._in_dtype_of_model(batches.alone(rows[position]))) if fits else None
+                (lambda position: finish(batches.alone(rows[position]), rows[position])) if fits else None
             )
 
-    def _in_dtype_of_model(self, batch: Any) -> Any:
+    def in_dtype_of_model(self, batch: Any) -> Any:
         """Cast floating-point inputs (pixels, sound) to the dtype of a model cast by `model_dtype`. Labels stay."""
         if self.args.model_dtype is None:
             return batch
@@ -396,7 +411,7 @@ def row_batches(
 class _SamplePerRow:
     """Pass blocks on to a sink if they have as many samples as there are rows."""
 
-    def __init__(self, sink: ProjectionSink, rows: int) -> None:
+    def __init__(self, sink: ProjectionSink | MapSink, rows: int) -> None:
         self.sink = sink
         self.rows = rows
         self.takes_outer = sink.takes_outer

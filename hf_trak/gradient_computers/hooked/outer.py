@@ -11,6 +11,15 @@ TakesOuter = Callable[[Tensor, Tensor], bool]
 """Predicate on two factors `(B, T, I)` and `(B, T, J)`: pass this gradient on as factors instead of a dense block?"""
 
 
+def every_factor(left: Tensor, right: Tensor) -> bool:
+    """The predicate of sinks that need factors wherever a gradient has them, at any price.
+
+    Given as `takes_outer`, it makes convolutions unfold their inputs, too. Only convolutions that see one channel each
+    still form their gradients: their factors say nothing.
+    """
+    return True
+
+
 @dataclass(frozen=True)
 class OuterBlock:
     """The block `(B, I · J)` of Σ_t left[b, t, i] · right[b, t, j], flattened over (i, j).

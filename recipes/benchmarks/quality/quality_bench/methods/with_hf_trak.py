@@ -9,6 +9,7 @@ The library computes the default variant; others are computed here from the feat
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.modelout_functions import LossModelOutput, get_task
 from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
 from quality_bench.job import BATCH, Cost, Job, Method, Scores
+from quality_bench.methods.curved import exact
 
 LAMBDAS = (0.03, 0.1, 1.0, 3.0, 10.0)
 """Relative λ beside the default."""
@@ -105,7 +107,7 @@ def trak(
     return attribute
 
 
-def attributor(job: Job, model: nn.Module, loss: bool, **options: int) -> TrakAttributor:
+def attributor(job: Job, model: nn.Module, loss: bool, **options: Any) -> TrakAttributor:
     disable_progress_bars()
     config = TrakConfig(
         output_dir=str(job.directory), seed=job.seed, per_device_batch_size=BATCH, disable_tqdm=True, **options
@@ -192,4 +194,9 @@ METHODS: dict[str, Method] = {
     "TRAK, centred": changed(centred),
     "TRAK, rows centred": changed(rows_centred),
     "TRAK, unit norm": changed(unit_norm),
+    "EK-FAC": exact(attributor, last, "ekfac"),
+    "EK-FAC, 3 of one run": exact(attributor, of_one_run, "ekfac"),
+    "Shampoo": exact(attributor, last, "shampoo"),
+    "hybrid": exact(attributor, last, "hybrid"),
+    "hybrid, 3 of one run": exact(attributor, of_one_run, "hybrid"),
 }

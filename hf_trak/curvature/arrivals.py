@@ -1,0 +1,177 @@
+"""The routing of one batch's gradients to the blocks of a curvature."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_trak.curvature.blocks import CurvatureBlocks, KroneckerBlock
+from hf_trak.gradient_computers.hooked.outer import every_factor
+
+SLICE_BYTES = 2**25
+"""Bytes of a dense slice of gradients that is formed at a time."""
+
+
+class BlockConsumer(Protocol):
+    """What takes the gradients of a batch, block by block; each is complete when it comes."""
+
+    def factors(self, index: int, left: Tensor, right: Tensor) -> None:
+        """Take the gradients of Kronecker block `index` as factors `(B, T, shape[0])` and `(B, T, shape[1])`."""
+
+    def matrices(self, index: int, gradients: Tensor) -> None:
+        """Take the gradients of Kronecker block `index` as matrices `(B, *shape)`."""
+
+    def numbers(self, index: int, first: int, gradients: Tensor) -> None:
+        """Take elements `first …` of diagonal block `index`, `(B, n)`."""
+
+
+class BatchArrivals:
+    """A sink of gradients that gives every block of a curvature to a consumer once it is complete.
+
+    Factors of a layer that is used once go straight through. What adds up within a batch (a layer used several times,
+    an embedding that is also the head, a matrix whose gradient comes in slices) is kept until
+    [`~BatchArrivals.finish`].
+    """
+
+    takes_outer = staticmethod(every_factor)
+
+    def __init__(self, blocks: CurvatureBlocks, consumer: BlockConsumer) -> None:
+        """
+        Args:
+            blocks: the blocks.
+            consumer: what takes their gradients.
+        """
+        self._blocks = blocks
+        self._consumer = consumer
+        self._by_source: dict[int, list[int]] = defaultdict(list)
+        ranges: list[tuple[int, int, int, bool]] = []  # start, stop, index, whether it is a Kronecker block
+        for index, block in enumerate(blocks.kronecker):
+            if block.source is not None:
+                self._by_source[block.source].append(index)
+            else:
+                ranges.append((block.start, block.start + (block.left - 1) * block.stride + block.right, index, True))
+        for index, one in enumerate(blocks.diagonal):
+            ranges.append((one.start, one.start + one.numel, index, False))
+        self._ranges = sorted(ranges)
+        self._starts = [low for low, *_ in self._ranges]
+        self._longest = max((stop - low for low, stop, *_ in self._ranges), default=0)
+        self._later: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._matrices: dict[int, Tensor] = {}
+        self._numbers: dict[int, list[tuple[int, Tensor | tuple[Tensor, Tensor]]]] = defaultdict(list)
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        """Take columns `start … start + n` of the gradients, `(B, n)`."""
+        block = block.float()
+        stop = start + block.shape[1]
+        for low, high, index, kronecker in self._overlapping(start, stop):
+            if kronecker:
+                self._add_to_matrix(index, start, block)
+                continue
+            part = block[:, max(low - start, 0) : high - start]
+            first = max(start, low) - low
+            if self._blocks.diagonal[index].start in self._blocks.repeated:
+                self._numbers[index].append((first, part.clone()))  # the producer may reuse its memory
+            else:
+                self._consumer.numbers(index, first, part)
+
+    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        """Take a block by its factors, `(B, T, I)` and `(B, T, J)`."""
+        if start in self._by_source:
+            if start in self._blocks.repeated:
+                self._later[start].append((left, right))
+            else:
+                self._factors(start, left, right)
+            return
+        stop = start + left.shape[2] * right.shape[2]
+        for low, high, index, kronecker in self._overlapping(start, stop):
+            if kronecker or low > start or high < stop:
+                for first, part in _slices(left, right):
+                    self(start + first, part)
+                return
+            if self._blocks.diagonal[index].start in self._blocks.repeated:
+                self._numbers[index].append((start - low, (left, right)))
+            else:
+                for first, part in _slices(left, right):
+                    self._consumer.numbers(index, start - low + first, part)
+
+    def finish(self) -> None:
+        """Hand on what was kept until the batch was complete."""
+        for start, calls in self._later.items():
+            self._factors(
+                start, torch.cat([left for left, _ in calls], 1), torch.cat([right for _, right in calls], 1)
+            )
+        for index, matrices in self._matrices.items():
+            self._consumer.matrices(index, matrices)
+        for index, parts in self._numbers.items():
+            for first, gradients in _summed(parts, self._blocks.diagonal[index].numel):
+                self._consumer.numbers(index, first, gradients)
+
+    def _factors(self, start: int, left: Tensor, right: Tensor) -> None:
+        for index in self._by_source[start]:
+            self._consumer.factors(index, *self._blocks.kronecker[index].factors(left, right))
+
+    def _overlapping(self, start: int, stop: int) -> Iterator[tuple[int, int, int, bool]]:
+        # ranges may interleave where a matrix is cut in two directions: look back as far as the longest one reaches
+        for place in range(bisect_right(self._starts, start - self._longest), len(self._ranges)):
+            low, high, index, kronecker = self._ranges[place]
+            if low >= stop:
+                return
+            if high > start:
+                yield low, high, index, kronecker
+
+    def _add_to_matrix(self, index: int, start: int, block: Tensor) -> None:
+        """Add columns of the gradients to the matrices of a block that comes dense."""
+        one: KroneckerBlock = self._blocks.kronecker[index]
+        size, stop = block.shape[0], start + block.shape[1]
+        matrices = self._matrices.get(index)
+        if matrices is None:
+            self._matrices[index] = matrices = block.new_zeros(size, one.left, one.right)
+        for row in range(max(0, (start - one.start - one.right) // one.stride), one.left):
+            low = one.start + row * one.stride
+            if low >= stop:
+                break
+            first, last = max(low, start), min(low + one.right, stop)
+            if first < last:
+                matrices[:, row, first - low : last - low] += block[:, first - start : last - start]
+
+
+def _slices(left: Tensor, right: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Form Σ_t left ⊗ right in slices of bounded size: `(first element, (B, n))`."""
+    width = right.shape[2]
+    step = max(1, SLICE_BYTES // (4 * left.shape[0] * width))
+    right = right.float()
+    for low in range(0, left.shape[2], step):
+        part = torch.bmm(left[:, :, low : low + step].float().transpose(1, 2), right)
+        yield low * width, part.flatten(1)
+
+
+def _summed(parts: list[tuple[int, Tensor | tuple[Tensor, Tensor]]], numel: int) -> Iterator[tuple[int, Tensor]]:
+    """Add up dense blocks and factors over the same elements, in slices of bounded size."""
+    some = parts[0][1]
+    size = (some if isinstance(some, Tensor) else some[0]).shape[0]
+    factors = [(first, value) for first, value in parts if not isinstance(value, Tensor)]
+    dense = [(first, value) for first, value in parts if isinstance(value, Tensor)]
+    width = factors[0][1][1].shape[2] if factors else 1
+    step = max(1, SLICE_BYTES // (4 * size * width)) * width
+    device = dense[0][1].device if dense else factors[0][1][0].device
+    for low in range(0, numel, step):
+        high = min(low + step, numel)
+        total = torch.zeros(size, high - low, device=device)
+        touched = False
+        for first, (left, right) in factors:
+            rows = range(max(0, (low - first) // right.shape[2]), min(left.shape[2], (high - first) // right.shape[2]))
+            if len(rows):
+                block = torch.bmm(left[:, :, rows.start : rows.stop].float().transpose(1, 2), right.float()).flatten(1)
+                place = first + rows.start * right.shape[2] - low
+                total[:, place : place + block.shape[1]] += block
+                touched = True
+        for first, block in dense:
+            begin, end = max(first, low), min(first + block.shape[1], high)
+            if begin < end:
+                total[:, begin - low : end - low] += block[:, begin - first : end - first]
+                touched = True
+        if touched:
+            yield low, total

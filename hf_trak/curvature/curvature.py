@@ -1,0 +1,167 @@
+"""`Curvature`: the fitted blocks of a model, and the products with their inverse."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
+from hf_trak.gradient_computers.layout import ParameterLayout
+
+CurvatureKind = Literal["ekfac", "shampoo", "kfac", "diagonal", "identity"]
+"""The ladder of approximations.
+
+* `"ekfac"`: bases of the factors, eigenvalues corrected (George et al. 2018, arXiv 1806.03884; for influence: Grosse
+  et al. 2023, arXiv 2308.03296).
+* `"shampoo"`: bases of whole gradients, eigenvalues corrected.
+* `"kfac"`: bases and eigenvalues of the factors (Martens & Grosse 2015, arXiv 1503.05671).
+* `"diagonal"`: mean squared gradients.
+* `"identity"`: no curvature. Scores are inner products of gradients.
+"""
+
+KINDS: tuple[str, ...] = get_args(CurvatureKind)
+
+_NEGLIGIBLE = 1e-7
+"""Eigenvalues below this part of the largest are rounding. Without damping, they have no inverse."""
+
+
+@dataclass(frozen=True)
+class KroneckerValues:
+    """The curvature of one Kronecker block.
+
+    Attributes:
+        bases (`tuple[torch.Tensor, torch.Tensor]`, *optional*): Q_left `(I, I)` and Q_right `(J, J)`, columns are
+            eigenvectors; `None` for the unit vectors.
+        eigenvalues (`torch.Tensor`): Λ `(I, J)`, the mean over rows of squared rotated gradients.
+        count (`int`): number of positions behind the bases (of rows, where they are those of whole gradients).
+    """
+
+    bases: tuple[Tensor, Tensor] | None
+    eigenvalues: Tensor
+    count: int
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """The Fisher information of a model, block by block; see `hf_trak.curvature.blocks`.
+
+    Attributes:
+        kind (`str`): see [`CurvatureKind`].
+        blocks ([`CurvatureBlocks`]): the division of the parameters.
+        kronecker (`tuple[KroneckerValues, ...]`): as `blocks.kronecker`.
+        diagonal (`tuple[torch.Tensor, ...]`): mean squared gradients of `blocks.diagonal`.
+        rows (`int`): number of rows in the sample.
+        digest (`str`): identity of all of the above.
+    """
+
+    kind: str
+    blocks: CurvatureBlocks
+    kronecker: tuple[KroneckerValues, ...]
+    diagonal: tuple[Tensor, ...]
+    rows: int
+    digest: str
+
+    @property
+    def numel(self) -> int:
+        """P, the number of parameters."""
+        return self.blocks.numel
+
+    def items(self) -> list[tuple[KroneckerBlock | DiagonalBlock, Tensor]]:
+        """List all blocks with their eigenvalues."""
+        return [
+            *(
+                (block, values.eigenvalues)
+                for block, values in zip(self.blocks.kronecker, self.kronecker, strict=True)
+            ),
+            *zip(self.blocks.diagonal, self.diagonal, strict=True),
+        ]
+
+    def precondition(self, gradients: Tensor, damping: float) -> Tensor:
+        """Multiply gradients by the inverse of the damped curvature.
+
+        Args:
+            gradients (`torch.Tensor` of shape `(B, P)`):
+                Gradients, float32.
+            damping (`float`):
+                c in 1 / (Λ + c · mean Λ), the mean over each block.
+
+        Returns:
+            `torch.Tensor` of shape `(B, P)`: P⁻¹ g of every row.
+        """
+        out = torch.zeros_like(gradients)
+        for block, values in zip(self.blocks.kronecker, self.kronecker, strict=True):
+            matrix = block.matrix(gradients)
+            factor = inverse(values.eigenvalues, damping).to(matrix)
+            if values.bases is None:
+                block.put(matrix * factor, out)
+                continue
+            left, right = (basis.to(matrix.device) for basis in values.bases)
+            block.put(left @ ((left.T @ matrix @ right) * factor) @ right.T, out)
+        self._diagonal(gradients, out, damping, 1.0)
+        return out
+
+    def whiten(self, gradients: Tensor, damping: float) -> Tensor:
+        """Multiply gradients by the inverse root of the damped curvature, up to a rotation of each block.
+
+        Inner products of the results are those of `gradients` under the inverse curvature: the rotation back to the
+        parameters' own axes, which changes none, is left out.
+
+        Args:
+            gradients (`torch.Tensor` of shape `(B, P)`):
+                Gradients, float32.
+            damping (`float`):
+                As in [`~Curvature.precondition`].
+
+        Returns:
+            `torch.Tensor` of shape `(B, P)`.
+        """
+        out = torch.zeros_like(gradients)
+        for block, values in zip(self.blocks.kronecker, self.kronecker, strict=True):
+            matrix = block.matrix(gradients)
+            factor = inverse(values.eigenvalues, damping).sqrt().to(matrix)
+            if values.bases is not None:
+                left, right = (basis.to(matrix.device) for basis in values.bases)
+                matrix = left.T @ matrix @ right
+            block.put(matrix * factor, out)
+        self._diagonal(gradients, out, damping, 0.5)
+        return out
+
+    def _diagonal(self, gradients: Tensor, out: Tensor, damping: float, power: float) -> None:
+        for block, values in zip(self.blocks.diagonal, self.diagonal, strict=True):
+            part = slice(block.start, block.start + block.numel)
+            out[:, part] = gradients[:, part] * inverse(values, damping).pow(power).to(gradients)
+
+    def describe(self) -> dict[str, Any]:
+        """Describe kind and identity as plain JSON, for the identity of scores."""
+        return {"digest": self.digest, "kind": self.kind, "rows": self.rows}
+
+
+def inverse(eigenvalues: Tensor, damping: float) -> Tensor:
+    """Invert damped eigenvalues, 1 / (Λ + c · mean Λ).
+
+    A block without curvature (an expert that no row of the sample was sent to) gets 0, so that it adds nothing to a
+    score. Without damping, so do eigenvalues that are nothing but rounding.
+
+    Args:
+        eigenvalues (`torch.Tensor`):
+            Λ of one block, at least 0.
+        damping (`float`):
+            c, at least 0.
+
+    Returns:
+        `torch.Tensor`: float64, of the same shape.
+    """
+    values = eigenvalues.double()
+    if not bool((values > 0).any()):
+        return torch.zeros_like(values)
+    if damping == 0:
+        kept = values > _NEGLIGIBLE * values.max()
+        return torch.where(kept, 1 / values, 0.0)
+    return 1 / (values + damping * values.mean())
+
+
+def identity_curvature(layout: ParameterLayout) -> Curvature:
+    """Make the curvature that changes nothing: scores under it are inner products of gradients."""
+    whole = CurvatureBlocks((), tuple(DiagonalBlock(slot.name, slot.offset, slot.numel) for slot in layout.slots))
+    return Curvature("identity", whole, (), tuple(torch.ones(slot.numel) for slot in layout.slots), 0, "identity")

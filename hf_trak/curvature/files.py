@@ -1,0 +1,164 @@
+"""The files of a curvature.
+
+    <output_dir>/curvature/<model_id>/
+      curvature.json                    identity, blocks, counts; written last: it makes the rest complete
+      block-<index>.safetensors         `eigenvalues`, and `left_basis`, `right_basis` where the block has bases
+      diagonal.safetensors              mean squared gradients of all other parameters, by index
+      progress/                         sums of the passes over parts of the sample, until the curvature is complete
+
+All files are written atomically, checked against a checksum when they are read, and say what they were computed from.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_trak.curvature.blocks import CurvatureBlocks
+from hf_trak.curvature.curvature import Curvature, KroneckerValues
+from hf_trak.errors import ConfigMismatchError, StoreError
+from hf_trak.store.atomic import differing, remove_stale_temporaries
+from hf_trak.store.sealed import content_digest, read_sealed, unsealed, write_sealed
+from hf_trak.store.shards import TensorSpec, read_tensors, write_tensors
+
+CURVATURE_FILE = "curvature.json"
+
+_REMEDY = "Delete the directory and fit the curvature again."
+_VALUES = (torch.float32, torch.float64)
+
+
+class CurvatureFiles:
+    """The directory of one curvature."""
+
+    def __init__(self, directory: Path, identity: Mapping[str, Any]) -> None:
+        """
+        Args:
+            directory: where the files are.
+            identity: everything that the curvature depends on, as plain JSON.
+        """
+        self.directory = directory
+        self.identity = dict(identity)
+        self.digest = content_digest(self.identity)
+        self._own = {"curvature": self.digest}
+
+    # -- the finished curvature --------------------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, Any] | None:
+        """Read the record of a complete curvature; `None` if there is none.
+
+        Raises:
+            ConfigMismatchError: it was fitted to other weights or parameters, or with other settings.
+            StoreError: the record is damaged.
+        """
+        path = self.directory / CURVATURE_FILE
+        if not path.exists():
+            return None
+        content = unsealed(read_sealed(path, _REMEDY, allow_unsealed=False))
+        if changes := differing(content.get("identity", {}), self.identity):
+            raise ConfigMismatchError(
+                f"The curvature in {self.directory} was fitted to something else than what is given:\n  "
+                + "\n  ".join(changes)
+                + "\nExpected the same weights, parameters and settings. Use these, another `output_dir`, or delete "
+                "that directory to fit again."
+            )
+        return content
+
+    def write(self, blocks: CurvatureBlocks, rows: int, statistics: Mapping[str, Any]) -> None:
+        """Write the record, which makes the curvature complete, and remove what only a resumed fit needs."""
+        content = {"identity": self.identity, "blocks": blocks.to_json(), "rows": rows, **statistics}
+        write_sealed(self.directory / CURVATURE_FILE, content)
+        shutil.rmtree(self.progress, ignore_errors=True)
+
+    def read(self) -> Curvature:
+        """Read a complete curvature. Bases are memory-mapped.
+
+        Raises:
+            StoreError: it is not there, or a file of it is missing or damaged.
+            ConfigMismatchError: as [`~CurvatureFiles.saved`].
+        """
+        content = self.saved()
+        if content is None:
+            raise StoreError(f"There is no curvature in {self.directory}. Call `fit_curvature()` first.")
+        blocks = CurvatureBlocks.from_json(content["blocks"])
+        kind = self.identity["kind"]
+        counts = content["counts"]
+        kronecker = []
+        for index, (block, count) in enumerate(zip(blocks.kronecker, counts, strict=True)):
+            rows, columns = block.shape
+            specs = {"eigenvalues": TensorSpec((rows, columns), _VALUES)}
+            if kind != "diagonal":
+                specs["left_basis"] = TensorSpec((rows, rows), _VALUES)
+                specs["right_basis"] = TensorSpec((columns, columns), _VALUES)
+            found = read_tensors(self.block_path(index), self._own, specs)
+            bases = None if kind == "diagonal" else (found["left_basis"], found["right_basis"])
+            kronecker.append(KroneckerValues(bases, found["eigenvalues"], count))
+        names = {f"{index:05d}": TensorSpec((block.numel,), _VALUES) for index, block in enumerate(blocks.diagonal)}
+        diagonal = read_tensors(self.diagonal_path, self._own, names) if names else {}
+        digest = content_digest(content)
+        return Curvature(
+            kind, blocks, tuple(kronecker), tuple(diagonal[name] for name in names), content["rows"], digest
+        )
+
+    def block_path(self, index: int) -> Path:
+        """File of a Kronecker block."""
+        return self.directory / f"block-{index:05d}.safetensors"
+
+    @property
+    def diagonal_path(self) -> Path:
+        """File of all diagonal blocks."""
+        return self.directory / "diagonal.safetensors"
+
+    def write_block(self, index: int, eigenvalues: Tensor, bases: tuple[Tensor, Tensor] | None) -> None:
+        """Write one Kronecker block."""
+        tensors = {"eigenvalues": eigenvalues}
+        if bases is not None:
+            tensors |= {"left_basis": bases[0], "right_basis": bases[1]}
+        write_tensors(self.block_path(index), tensors, self._own)
+
+    def write_diagonal(self, values: list[Tensor]) -> None:
+        """Write all diagonal blocks."""
+        if values:
+            tensors = {f"{index:05d}": value for index, value in enumerate(values)}
+            write_tensors(self.diagonal_path, tensors, self._own)
+
+    # -- what a fit leaves on its way --------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Path:
+        """Directory of unfinished work."""
+        return self.directory / "progress"
+
+    def prepare(self) -> None:
+        """Remove what dead processes and fits of another identity have left."""
+        path = self.progress / "identity.json"
+        if path.exists() and read_sealed(path, _REMEDY).get("digest") != self.digest:
+            shutil.rmtree(self.progress)
+        self.progress.mkdir(parents=True, exist_ok=True)
+        remove_stale_temporaries(self.progress)
+        remove_stale_temporaries(self.directory)
+        if not path.exists():
+            write_sealed(path, {"digest": self.digest})
+
+    def read_blocks(self) -> CurvatureBlocks | None:
+        """Read the division that the fit has come to so far."""
+        path = self.progress / "blocks.json"
+        return CurvatureBlocks.from_json(read_sealed(path, _REMEDY)) if path.exists() else None
+
+    def write_blocks(self, blocks: CurvatureBlocks) -> None:
+        """Write the division that the fit has come to."""
+        write_sealed(self.progress / "blocks.json", blocks.to_json())
+
+    def sums_path(self, stage: str, blocks: CurvatureBlocks, part: int) -> Path:
+        """File of the sums of one part of the sample. Sums of another division have another name."""
+        return self.progress / f"{stage}-{content_digest(blocks.to_json())[:12]}-{part:03d}.safetensors"
+
+    def write_sums(self, path: Path, tensors: Mapping[str, Tensor], **extra: Any) -> None:
+        """Write the sums of one part."""
+        write_tensors(path, tensors, {**self._own, "kind": path.stem}, **extra)
+
+    def read_sums(self, path: Path, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+        """Read some sums of one part. Raises as [`read_tensors`]."""
+        return read_tensors(path, {**self._own, "kind": path.stem}, specs)

@@ -1,0 +1,410 @@
+"""The passes that fit a curvature to a model, over a random sample of the training rows.
+
+1. The first batch shows in which form gradients come, and so how the parameters divide into blocks (`observation`).
+2. First pass: the sums behind the bases. Another division that later batches ask for repeats it.
+3. Eigendecompositions, each block in one process, cost shared evenly.
+4. Second pass: squares of gradients in these bases.
+
+The sample is cut into parts, the same for any number of processes. Every part of a pass is a file, so that a killed
+fit loses one part per process, and the parts are added in their order, so that the result has the same bits however it
+was divided. One part at a time is in memory.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hf_trak.curvature.arrivals import BatchArrivals
+from hf_trak.curvature.blocks import CurvatureBlocks
+from hf_trak.curvature.curvature import Curvature
+from hf_trak.curvature.eigen import eigenbasis
+from hf_trak.curvature.files import CurvatureFiles
+from hf_trak.curvature.observation import BatchObserver, Observation, divide
+from hf_trak.curvature.sums import BasisSums, SquareSums, sides
+from hf_trak.errors import NonFiniteError
+from hf_trak.gradient_computers import AbstractGradientComputer
+from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.hooked.outer import every_factor
+from hf_trak.modelout_functions.base import Batch
+from hf_trak.runtime.processes import Processes, share_of
+from hf_trak.runtime.progress import RowProgress
+from hf_trak.store.shards import TensorSpec, parse_metadata
+
+logger = logging.getLogger(__name__)
+
+PARTS = 8
+"""Parts of the sample. More would lose less to a kill, and write more."""
+
+LARGEST_SIDE = 8192
+"""Longest side of a basis. The eigendecomposition of twice the side takes eight times as long."""
+
+_MAX_ROUNDS = 8
+
+
+class BatchSource(Protocol):
+    """Gives the batches of a fit, as a model takes them."""
+
+    def iterate(self, cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Batch]]:
+        """Yield `(row numbers, batch)` for every list of row numbers."""
+
+    def prepare_check(self, computer: AbstractGradientComputer, rows: Sequence[int], batch: Batch) -> None:
+        """Let the self-check of the engine collate rows of this batch alone."""
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """What is fitted, and to which rows.
+
+    Attributes:
+        kind: see [`~hf_trak.curvature.curvature.CurvatureKind`].
+        rows: numbers of the rows of the sample, ascending.
+        batch_size: rows per batch.
+        embeddings: names of embedding tables.
+        description: for progress bars.
+        show_progress: whether to show bars.
+        largest_side: longest side of a basis.
+    """
+
+    kind: str
+    rows: tuple[int, ...]
+    batch_size: int
+    embeddings: frozenset[str]
+    description: str
+    show_progress: bool = True
+    largest_side: int = LARGEST_SIDE
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of the sample."""
+        return min(PARTS, len(self.rows))
+
+    def cuts(self, part: int) -> list[Sequence[int]]:
+        """Divide the rows of one part into batches."""
+        mine = share_of(len(self.rows), part, self.parts)
+        rows = self.rows[mine.start : mine.stop]
+        return [rows[low : low + self.batch_size] for low in range(0, len(rows), self.batch_size)]
+
+
+class CurvatureFit:
+    """One fit, done by all processes together, which call [`~CurvatureFit.run`]."""
+
+    def __init__(
+        self,
+        plan: FitPlan,
+        files: CurvatureFiles,
+        source: BatchSource,
+        make_computer: Callable[[], AbstractGradientComputer],
+        processes: Processes,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            plan: what is fitted.
+            files: where sums and the result are kept.
+            source: the batches.
+            make_computer: makes the engine, whose task gives log-likelihoods.
+            processes: the processes.
+            device: where gradients are.
+        """
+        self.plan = plan
+        self.files = files
+        self.source = source
+        self.make_computer = make_computer
+        self.processes = processes
+        self.device = device
+        self._made: AbstractGradientComputer | None = None
+
+    @property
+    def _computer(self) -> AbstractGradientComputer:
+        # made when the first batch comes: processes without a part need none
+        if self._made is None:
+            self._made = self.make_computer()
+        return self._made
+
+    def run(self) -> Curvature:
+        """Fit, or finish a fit that was interrupted.
+
+        Returns:
+            The curvature, in every process.
+
+        Raises:
+            NonFiniteError: a gradient is NaN or infinite.
+            StoreError: a file is damaged or cannot be written.
+            PeerProcessError: another process failed or died.
+        """
+        if not self.processes.broadcast_from_main(lambda: self.files.saved() is not None):
+            self.processes.broadcast_from_main(self.files.prepare)
+            blocks = self._first_pass()
+            self._decompose(blocks)
+            self._second_pass(blocks)
+            self._conclude(blocks)
+        with self.processes.all_or_none():
+            return self.files.read()
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def _first_pass(self) -> CurvatureBlocks:
+        """Sum what the bases come from, with the division that all batches of the sample ask for."""
+        blocks = CurvatureBlocks.from_json(self.processes.broadcast_from_main(self._first_blocks))
+        for _ in range(_MAX_ROUNDS):
+            self._pass("bases", blocks)
+            found = CurvatureBlocks.from_json(self.processes.broadcast_from_main(partial(self._divided, blocks)))
+            if found == blocks:
+                return blocks
+            logger.info("%s: other batches use parameters otherwise than the first; again.", self.plan.description)
+            blocks = found
+        raise RuntimeError(
+            f"The layers of the model are used in other ways in each of {_MAX_ROUNDS} passes over the same rows. "
+            "Expected a model that computes the same for the same rows: look for random choices in its forward pass."
+        )
+
+    def _first_blocks(self) -> dict[str, Any]:
+        """Divide by what the first batch shows, unless an earlier run has come further."""
+        blocks = self.files.read_blocks()
+        if blocks is None:
+            seen = Observation()
+            for rows, batch in self.source.iterate(self.plan.cuts(0)[:1]):
+                observer = BatchObserver(self._layout, seen)
+                self._stream(rows, batch, _ObservingSink(observer))
+                observer.finish()
+            blocks = self._divide(seen)
+            self.files.write_blocks(blocks)
+        return blocks.to_json()
+
+    def _divided(self, blocks: CurvatureBlocks) -> dict[str, Any]:
+        """Divide by what all batches showed."""
+        seen = Observation()
+        for part in range(self.plan.parts):
+            with safe_open(self.files.sums_path("bases", blocks, part), framework="pt") as file:
+                seen.merge(parse_metadata(self.files.sums_path("bases", blocks, part), file)["observed"])
+        found = self._divide(seen)
+        self.files.write_blocks(found)
+        return found.to_json()
+
+    def _divide(self, seen: Observation) -> CurvatureBlocks:
+        return divide(
+            self._layout, seen, self.plan.embeddings, self.plan.largest_side, diagonal=self.plan.kind == "diagonal"
+        )
+
+    @property
+    def _layout(self) -> Any:
+        return self._computer.layout
+
+    def _second_pass(self, blocks: CurvatureBlocks) -> None:
+        self._pass("squares", blocks)
+
+    def _pass(self, stage: str, blocks: CurvatureBlocks) -> None:
+        """Compute the sums of the parts that are missing, each process its share."""
+        paths = [self.files.sums_path(stage, blocks, part) for part in range(self.plan.parts)]
+        missing = self.processes.broadcast_from_main(lambda: [i for i, path in enumerate(paths) if not path.exists()])
+        mine = [missing[i] for i in self.processes.share(len(missing))]
+        main = self.processes.is_main_process
+        with (
+            self.processes.all_or_none(),
+            RowProgress(
+                sum(len(cut) for part in mine for cut in self.plan.cuts(part)),
+                f"{self.plan.description}, {stage}",
+                processes=self.processes.num_processes,
+                show=main and self.plan.show_progress,
+                announce=main,
+            ) as progress,
+        ):
+            for part in mine:
+                if stage == "bases":
+                    self._sum_bases(blocks, part, progress)
+                else:
+                    self._sum_squares(blocks, part, progress)
+
+    def _sum_bases(self, blocks: CurvatureBlocks, part: int, progress: RowProgress) -> None:
+        kinds = {"shampoo": "gradients", "diagonal": "none"}
+        kind = kinds.get(self.plan.kind, "factors")
+        sums = BasisSums(blocks, kind, self.device)  # type: ignore[arg-type]
+        seen = Observation()
+        for rows, batch in self.source.iterate(self.plan.cuts(part)):
+            observer = BatchObserver(self._layout, seen)
+            sink = BatchArrivals(blocks, sums)
+            self._stream(rows, batch, _ObservingSink(observer, sink))
+            sink.finish()
+            observer.finish()
+            progress.update(len(rows))
+        tensors = {}
+        for index in range(len(blocks.kronecker)):
+            tensors[f"{index:05d}-left"], tensors[f"{index:05d}-right"] = sums.left[index], sums.right[index]
+        tensors["counts"] = torch.tensor(sums.counts, dtype=torch.int64)
+        self._check_finite(tensors, blocks, part)
+        path = self.files.sums_path("bases", blocks, part)
+        self.files.write_sums(path, tensors, observed=seen.to_json())
+
+    def _sum_squares(self, blocks: CurvatureBlocks, part: int, progress: RowProgress) -> None:
+        sums = SquareSums(blocks, self._bases(blocks), self.device)
+        for rows, batch in self.source.iterate(self.plan.cuts(part)):
+            sink = BatchArrivals(blocks, sums)
+            self._stream(rows, batch, sink)
+            sink.finish()
+            progress.update(len(rows))
+        tensors = {f"{index:05d}": total for index, total in enumerate(sums.kronecker)}
+        tensors |= {f"diagonal-{index:05d}": total for index, total in enumerate(sums.diagonal)}
+        self._check_finite(tensors, blocks, part)
+        self.files.write_sums(self.files.sums_path("squares", blocks, part), tensors)
+
+    def _stream(self, rows: Sequence[int], batch: Batch, sink: Any) -> None:
+        """Stream the gradients of a batch. One row alone goes twice, so that its layers come as factors, too."""
+        self.source.prepare_check(self._computer, rows, batch)
+        split = SplitBatch.of(batch)
+        if split.size != len(rows):
+            raise ValueError(
+                f"The collator made a batch of {split.size} samples from {len(rows)} rows. Expected one sample per "
+                "row. Use a collator that neither drops nor adds samples."
+            )
+        try:
+            if split.size == 1:
+                twice = split.rebuild({key: torch.cat([value, value]) for key, value in split.mapped.items()})
+                self._computer.stream(twice, _FirstRow(sink))
+            else:
+                self._computer.stream(batch, sink)
+        except Exception as error:
+            error.add_note(f"This happened in the batch of training rows {rows[0]} to {rows[-1]}.")
+            raise
+
+    def _check_finite(self, tensors: dict[str, Tensor], blocks: CurvatureBlocks, part: int) -> None:
+        for name, tensor in tensors.items():
+            if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
+                continue
+            index = int(name.removeprefix("diagonal-")[:5])
+            block = (blocks.diagonal if name.startswith("diagonal-") else blocks.kronecker)[index]
+            rows = [row for cut in self.plan.cuts(part) for row in cut]
+            raise NonFiniteError(
+                f"A gradient of {block.name!r} is NaN or infinite in one of the training rows {rows[0]} to "
+                f"{rows[-1]}. Expected finite numbers. Look at these rows and at the checkpoint, or compute in "
+                "float32 (`model_dtype='float32'`)."
+            )
+
+    # -- eigendecompositions -----------------------------------------------------------------------------------------
+
+    def _decompose(self, blocks: CurvatureBlocks) -> None:
+        """Decompose the summed matrices of the blocks that fall to this process."""
+        if self.plan.kind == "diagonal":
+            return
+        with self.processes.all_or_none():
+            for index in self._mine(blocks):
+                path = self.files.sums_path("basis", blocks, index)
+                if path.exists():
+                    continue
+                block = blocks.kronecker[index]
+                count = int(self._summed(blocks, "bases", "counts", (len(blocks.kronecker),), torch.int64)[index])
+                found = {}
+                for side, size in zip(("left", "right"), block.shape, strict=True):
+                    total = self._summed(blocks, "bases", f"{index:05d}-{side}", (size, size))
+                    what = f"{block.name!r} ({side} side)"
+                    found[f"{side}_values"], found[f"{side}_basis"] = eigenbasis(total, count, what)
+                self.files.write_sums(path, found)
+
+    def _mine(self, blocks: CurvatureBlocks) -> list[int]:
+        """Choose blocks for this process: the dearest first, each to the process that has least to do."""
+        loads = [0] * self.processes.num_processes
+        mine = []
+        for index in sorted(range(len(blocks.kronecker)), key=lambda i: -sides(blocks.kronecker[i])):
+            rank = loads.index(min(loads))
+            loads[rank] += sides(blocks.kronecker[index])
+            if rank == self.processes.process_index:
+                mine.append(index)
+        return mine
+
+    def _summed(
+        self,
+        blocks: CurvatureBlocks,
+        stage: str,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype = torch.float64,
+    ) -> Tensor:
+        """Add one tensor over all parts, in their order."""
+        total = torch.zeros(shape, dtype=dtype)
+        for part in range(self.plan.parts):
+            path = self.files.sums_path(stage, blocks, part)
+            total += self.files.read_sums(path, {name: TensorSpec(shape, (dtype,))})[name]
+        return total
+
+    def _basis(self, blocks: CurvatureBlocks, index: int) -> dict[str, Tensor]:
+        rows, columns = blocks.kronecker[index].shape
+        specs = {
+            "left_basis": TensorSpec((rows, rows), (torch.float32,)),
+            "right_basis": TensorSpec((columns, columns), (torch.float32,)),
+            "left_values": TensorSpec((rows,), (torch.float64,)),
+            "right_values": TensorSpec((columns,), (torch.float64,)),
+        }
+        return self.files.read_sums(self.files.sums_path("basis", blocks, index), specs)
+
+    def _bases(self, blocks: CurvatureBlocks) -> list[tuple[Tensor, Tensor] | None]:
+        if self.plan.kind == "diagonal":
+            return [None] * len(blocks.kronecker)
+        found = (self._basis(blocks, index) for index in range(len(blocks.kronecker)))
+        return [(one["left_basis"].to(self.device), one["right_basis"].to(self.device)) for one in found]
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _conclude(self, blocks: CurvatureBlocks) -> None:
+        """Write the blocks that fall to this process; the main process then completes the curvature."""
+        rows = len(self.plan.rows)
+        counts = self._summed(blocks, "bases", "counts", (len(blocks.kronecker),), torch.int64).tolist()
+        with self.processes.all_or_none():
+            for index in self._mine(blocks):
+                eigenvalues = self._summed(blocks, "squares", f"{index:05d}", blocks.kronecker[index].shape) / rows
+                basis = None if self.plan.kind == "diagonal" else self._basis(blocks, index)
+                if self.plan.kind == "kfac" and basis is not None:
+                    # Σ_b G_b G_bᵀ ≈ N (L / N) ⊗ (R / N) for N positions
+                    scale = counts[index] / rows
+                    eigenvalues = scale * torch.outer(basis["left_values"], basis["right_values"])
+                bases = None if basis is None else (basis["left_basis"], basis["right_basis"])
+                self.files.write_block(index, eigenvalues.float(), bases)
+
+        def finish() -> None:
+            diagonal = [
+                (self._summed(blocks, "squares", f"diagonal-{index:05d}", (block.numel,)) / rows).float()
+                for index, block in enumerate(blocks.diagonal)
+            ]
+            self.files.write_diagonal(diagonal)
+            self.files.write(blocks, rows, {"counts": counts})
+
+        self.processes.broadcast_from_main(finish)
+
+
+class _ObservingSink:
+    """Passes blocks to an observer, and to another sink."""
+
+    takes_outer = staticmethod(every_factor)
+
+    def __init__(self, observer: BatchObserver, sink: BatchArrivals | None = None) -> None:
+        self._observer = observer
+        self._sink = sink
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        self._observer.dense(start, block)
+        if self._sink is not None:
+            self._sink(start, block)
+
+    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        self._observer.outer(start, left, right)
+        if self._sink is not None:
+            self._sink.add_outer(start, left, right)
+
+
+class _FirstRow:
+    """Passes on the first of two equal rows."""
+
+    takes_outer = staticmethod(every_factor)
+
+    def __init__(self, sink: Any) -> None:
+        self._sink = sink
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        self._sink(start, block[:1])
+
+    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        self._sink.add_outer(start, left[:1], right[:1])

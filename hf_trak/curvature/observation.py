@@ -1,0 +1,269 @@
+"""Gradients as they arrive: in which form each parameter's gradient comes out of an engine.
+
+The division into blocks follows from what is seen rather than from a list of layer types, so that every model that an
+engine can take apart has a curvature.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock, Part
+from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
+
+SMALLEST_SIDE = 4
+"""Matrices with a smaller side are described by one number per element: a basis would hold as many."""
+
+_BIAS_TOLERANCE = 1e-3
+"""Relative difference of two sums over the same numbers in float32 or bfloat16, in another order."""
+
+
+@dataclass
+class Observation:
+    """What one or several batches have shown.
+
+    Attributes:
+        factors (`dict[int, tuple[int, int, int]]`): by start, the sizes of both factors, and the largest number of
+            times that they came in one batch.
+        dense (`set[str]`): parameters of which dense blocks came.
+        overlapping (`set[str]`): parameters of which dense blocks overlapped, or came beside factors, in one batch.
+        biases (`dict[int, tuple[int, str]]`): by start of the factors, the position of the bias that is their sum over
+            positions, and the side of the inputs.
+        refuted (`set[int]`): starts of factors whose sum was another one in some batch.
+    """
+
+    factors: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    dense: set[str] = field(default_factory=set)
+    overlapping: set[str] = field(default_factory=set)
+    biases: dict[int, tuple[int, Part]] = field(default_factory=dict)
+    refuted: set[int] = field(default_factory=set)
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe the observation as plain JSON."""
+        return {
+            "factors": sorted([start, *sizes] for start, sizes in self.factors.items()),
+            "dense": sorted(self.dense),
+            "overlapping": sorted(self.overlapping),
+            "biases": sorted([start, *bias] for start, bias in self.biases.items()),
+            "refuted": sorted(self.refuted),
+        }
+
+    def merge(self, content: dict[str, Any]) -> None:
+        """Add what [`~Observation.to_json`] of another observation gave."""
+        for start, left, right, calls in content["factors"]:
+            before = self.factors.get(start, (left, right, 0))
+            self.factors[start] = (left, right, max(calls, before[2]))
+        self.dense |= set(content["dense"])
+        self.overlapping |= set(content["overlapping"])
+        self.biases |= {start: (position, part) for start, position, part in content["biases"]}
+        self.refuted |= set(content["refuted"])
+
+
+class BatchObserver:
+    """Notes what arrives in one batch."""
+
+    def __init__(self, layout: ParameterLayout, observation: Observation) -> None:
+        """
+        Args:
+            layout: the attributed parameters.
+            observation: to which the batch is added.
+        """
+        self._observation = observation
+        self._slots = SlotIndex(layout)
+        self._calls: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # sums over positions, by start
+        self._ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        self._vectors: dict[int, Tensor] = {}
+
+    def dense(self, start: int, block: Tensor) -> None:
+        """Note a dense block."""
+        for slot, low, high in self._slots.overlaps(start, start + block.shape[1]):
+            self._ranges[slot.name].append((low, high))
+            if len(slot.shape) == 1:
+                part = block[:, low - start : high - start].float()
+                whole = self._vectors.setdefault(slot.offset, part.new_zeros(part.shape[0], slot.numel))
+                whole[:, low - slot.offset : high - slot.offset] += part
+
+    def outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        """Note a block in factored form."""
+        self._calls[start].append((left.float().sum(1), right.float().sum(1)))
+
+    def finish(self) -> None:
+        """Add the batch to the observation."""
+        seen = self._observation
+        for name, ranges in self._ranges.items():
+            seen.dense.add(name)
+            ranges.sort()
+            if any(second[0] < first[1] for first, second in pairwise(ranges)):
+                seen.overlapping.add(name)
+        for start, calls in self._calls.items():
+            sizes = calls[0][0].shape[1], calls[0][1].shape[1]
+            before = seen.factors.get(start, (*sizes, 0))
+            seen.factors[start] = (*sizes, max(before[2], len(calls)))
+            slot = self._slots.at(start)
+            if slot.name in self._ranges:
+                seen.overlapping.add(slot.name)
+            self._look_for_bias(start, slot, calls)
+
+    def _look_for_bias(self, start: int, slot: ParameterSlot, calls: list[tuple[Tensor, Tensor]]) -> None:
+        """Compare the sum of the factors over positions with the gradient of the layer's bias."""
+        bias = self._slots.by_name.get(slot.name.removesuffix("weight") + "bias")
+        if not slot.name.endswith("weight") or bias is None or bias.offset not in self._vectors:
+            return
+        given = self._vectors[bias.offset]
+        parts: tuple[tuple[int, Part], ...] = ((0, "right"), (1, "left"))
+        for side, part in parts:
+            total = sum(call[side] for call in calls)
+            assert isinstance(total, Tensor)
+            # channel groups: the factors at `start` belong to a slice of the bias
+            first = (start - slot.offset) * given.shape[1] // slot.numel if side == 0 else 0
+            expected = given[:, first : first + total.shape[1]]
+            if expected.shape != total.shape:
+                continue
+            if float((total - expected).norm()) <= _BIAS_TOLERANCE * float(expected.norm()):
+                self._observation.biases.setdefault(start, (bias.offset + first, part))
+                if self._observation.biases[start] == (bias.offset + first, part):
+                    return
+        self._observation.refuted.add(start)
+
+
+class SlotIndex:
+    """Finds parameters by position in the gradient vector."""
+
+    def __init__(self, layout: ParameterLayout) -> None:
+        self.slots = layout.slots
+        self.by_name = {slot.name: slot for slot in layout.slots}
+        self._by_start = {slot.offset: slot for slot in layout.slots}
+
+    def overlaps(self, start: int, stop: int) -> list[tuple[ParameterSlot, int, int]]:
+        """List the parameters in `start … stop`, each with the part of the range that is its own."""
+        slot = self._by_start.get(start)
+        if slot is not None and stop <= slot.offset + slot.numel:
+            return [(slot, start, stop)]
+        found = []
+        for slot in self.slots:
+            low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
+            if low < high:
+                found.append((slot, low, high))
+        return found
+
+    def at(self, position: int) -> ParameterSlot:
+        """Return the parameter at a position."""
+        return self.overlaps(position, position + 1)[0][0]
+
+
+def divide(
+    layout: ParameterLayout, seen: Observation, embeddings: frozenset[str], largest: int, diagonal: bool = False
+) -> CurvatureBlocks:
+    """Divide the gradient vector into blocks.
+
+    * A weight whose gradient comes as factors alone is a [`KroneckerBlock`], per group of channels.
+    * Another matrix is one, too, with bases from its whole gradients; of a stack of matrices (the experts of a
+      mixture) each. Except embedding tables, of which a sample has few rows, and parameters that are an embedding and
+      a head at once, for which no one basis is right.
+    * Everything else is diagonal.
+
+    Args:
+        layout: the attributed parameters.
+        seen: what the sample showed.
+        embeddings: names of embedding tables.
+        largest: largest side of a block. Longer sides are cut.
+        diagonal: whether parameters that come as dense blocks are diagonal whatever their shape.
+
+    Returns:
+        The blocks, which contain every parameter once.
+    """
+    kronecker: list[KroneckerBlock] = []
+    lone: list[DiagonalBlock] = []
+    silent = []
+    repeated = {start for start, (_, _, calls) in seen.factors.items() if calls > 1}
+    for slot in layout.slots:
+        starts = sorted(s for s in seen.factors if slot.offset <= s < slot.offset + slot.numel)
+        if not starts and slot.name not in seen.dense:
+            silent.append(slot.name)
+        covered = sum(seen.factors[s][0] * seen.factors[s][1] for s in starts)
+        if starts and slot.name not in seen.dense and covered == slot.numel:
+            for start in starts:
+                bias = None if start in seen.refuted else seen.biases.get(start)
+                kronecker += _factored(slot.name, start, seen, bias, largest)
+        elif slot.name not in embeddings and not starts and not diagonal and _is_matrix(slot):
+            kronecker += _stacked(slot, largest)
+        else:
+            lone.append(DiagonalBlock(slot.name, slot.offset, slot.numel))
+            if slot.name in seen.overlapping or len(starts) > 1:
+                repeated.add(slot.offset)
+    return CurvatureBlocks(
+        tuple(sorted(kronecker, key=lambda block: (block.start, block.source_left))),
+        tuple(_without(lone, joined_ranges(kronecker))),
+        frozenset(repeated),
+        tuple(silent),
+    )
+
+
+def joined_ranges(kronecker: list[KroneckerBlock]) -> list[tuple[int, int]]:
+    """List the positions of biases that are part of a Kronecker block, as ranges, ascending."""
+    ranges = []
+    for block in kronecker:
+        if block.bias is not None:
+            ranges.append((block.bias, block.bias + (block.left if block.bias_part == "right" else block.right)))
+    return sorted(ranges)
+
+
+def _without(blocks: list[DiagonalBlock], ranges: list[tuple[int, int]]) -> list[DiagonalBlock]:
+    """Cut ranges out of diagonal blocks."""
+    rest = []
+    for block in blocks:
+        low, stop = block.start, block.start + block.numel
+        for first, last in ranges:
+            if last <= low or first >= stop:
+                continue
+            if first > low:
+                rest.append(DiagonalBlock(block.name, low, first - low))
+            low = last
+        if low < stop:
+            rest.append(DiagonalBlock(block.name, low, stop - low))
+    return rest
+
+
+def _is_matrix(slot: ParameterSlot) -> bool:
+    # four dimensions and more are kernels of depthwise convolutions: those of others come as factors
+    return len(slot.shape) in (2, 3) and min(slot.shape[-2:]) >= SMALLEST_SIDE
+
+
+def _stacked(slot: ParameterSlot, largest: int) -> list[KroneckerBlock]:
+    """Make blocks of a matrix, or of every matrix of a stack, whose gradients come as dense blocks."""
+    rows, columns = slot.shape[-2:]
+    blocks = []
+    for index in range(slot.numel // (rows * columns)):
+        start = slot.offset + index * rows * columns
+        for low, height in _cuts(rows, largest):
+            for first, width in _cuts(columns, largest):
+                place = start + low * columns + first
+                blocks.append(KroneckerBlock(slot.name, place, height, width, columns))
+    return blocks
+
+
+def _factored(
+    name: str, start: int, seen: Observation, bias: tuple[int, Part] | None, largest: int
+) -> list[KroneckerBlock]:
+    """Make the blocks of a matrix whose gradient comes as factors: one, unless a side is too long."""
+    left, right, _ = seen.factors[start]
+    blocks = []
+    for low, height in _cuts(left, largest):
+        for first, width in _cuts(right, largest):
+            part: Part = "right" if bias is None else bias[1]
+            # the bias belongs to the first part of the inputs, cut as the outputs are
+            own = bias is not None and (first if part == "right" else low) == 0
+            position = bias[0] + (low if part == "right" else first) if own and bias is not None else None
+            place = start + low * right + first
+            blocks.append(KroneckerBlock(name, place, height, width, right, position, part, start, low, first))
+    return blocks
+
+
+def _cuts(length: int, largest: int) -> list[tuple[int, int]]:
+    """Cut a length into parts of at most `largest` that differ by at most one: `(first, length)` of each."""
+    parts = -(-length // largest)
+    edges = [length * i // parts for i in range(parts + 1)]
+    return [(low, high - low) for low, high in pairwise(edges)]

@@ -1,0 +1,133 @@
+"""What the passes over the sample add up: factors or whole gradients for the bases, rotated squares for the
+eigenvalues.
+
+Sums are float64, products float32. With G_b the gradient of row b (see `blocks`), over R rows:
+
+    K-FAC bases     L = Σ_b Σ_t left_t left_tᵀ,   R = Σ_b Σ_t right_t right_tᵀ
+    Shampoo bases   L = Σ_b G_b G_bᵀ,             R = Σ_b G_bᵀ G_b
+    eigenvalues     Λ = Σ_b (Q_leftᵀ G_b Q_right)∘²
+
+K-FAC: Martens & Grosse 2015, arXiv 1503.05671. Corrected eigenvalues: George et al. 2018, arXiv 1806.03884.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_trak.curvature.arrivals import SLICE_BYTES
+from hf_trak.curvature.blocks import CurvatureBlocks, KroneckerBlock
+
+BasisKind = Literal["factors", "gradients", "none"]
+"""What the bases are those of: the factors (K-FAC), whole gradients (Shampoo), or none: every parameter alone."""
+
+
+class BasisSums:
+    """The sums of the first pass, one pair of matrices per Kronecker block."""
+
+    def __init__(self, blocks: CurvatureBlocks, kind: BasisKind, device: torch.device) -> None:
+        """
+        Args:
+            blocks: the blocks.
+            kind: which bases.
+            device: where gradients are.
+        """
+        self.blocks = blocks
+        self.kind = kind
+        self.left = [_zeros(block.shape[0], block.shape[0], device=device) for block in blocks.kronecker]
+        self.right = [_zeros(block.shape[1], block.shape[1], device=device) for block in blocks.kronecker]
+        self.counts = [0] * len(blocks.kronecker)
+        """Number of positions, or of rows with a gradient where bases are those of whole gradients."""
+
+    def factors(self, index: int, left: Tensor, right: Tensor) -> None:
+        if self.kind == "gradients":
+            self._gradients_of_factors(index, left, right)
+            return
+        # Only positions that take part in the output count: padding has inputs, but no gradient.
+        left, right = left.flatten(0, 1), right.flatten(0, 1)
+        taking_part = (left != 0).any(1) & (right != 0).any(1)
+        if not bool(taking_part.all()):
+            left, right = left[taking_part], right[taking_part]
+        self.left[index] += left.T @ left
+        self.right[index] += right.T @ right
+        self.counts[index] += left.shape[0]
+
+    def matrices(self, index: int, gradients: Tensor) -> None:
+        rows = gradients.shape[0]
+        tall = gradients.transpose(0, 1).reshape(gradients.shape[1], -1)
+        wide = gradients.reshape(-1, gradients.shape[2])
+        self.left[index] += tall @ tall.T
+        self.right[index] += wide.T @ wide
+        self.counts[index] += rows
+
+    def numbers(self, index: int, first: int, gradients: Tensor) -> None:
+        """Parameters without a basis need no first pass."""
+
+    def _gradients_of_factors(self, index: int, left: Tensor, right: Tensor) -> None:
+        """Add Σ_b G_b G_bᵀ = Σ_b leftᵀ (right rightᵀ) left, or form G_b where that costs less."""
+        size, positions, height = left.shape
+        width = right.shape[2]
+        through_positions = positions**2 * (height + width) + positions * (height**2 + width**2)
+        through_gradients = height * width * (positions + height + width)
+        if through_gradients <= through_positions:
+            step = max(1, SLICE_BYTES // (4 * height * width))
+            for low in range(0, size, step):
+                part = slice(low, low + step)
+                self.matrices(index, torch.bmm(left[part].transpose(1, 2), right[part]))
+            return
+        inner = torch.bmm(torch.bmm(right, right.transpose(1, 2)), left)
+        self.left[index] += left.flatten(0, 1).T @ inner.flatten(0, 1)
+        inner = torch.bmm(torch.bmm(left, left.transpose(1, 2)), right)
+        self.right[index] += right.flatten(0, 1).T @ inner.flatten(0, 1)
+        self.counts[index] += size
+
+
+class SquareSums:
+    """The sums of the second pass: squares of rotated gradients, per element."""
+
+    def __init__(
+        self, blocks: CurvatureBlocks, bases: list[tuple[Tensor, Tensor] | None], device: torch.device
+    ) -> None:
+        """
+        Args:
+            blocks: the blocks.
+            bases: Q_left and Q_right of every Kronecker block; `None` for one without a basis.
+            device: where gradients are.
+        """
+        self.blocks = blocks
+        self.bases = bases
+        self.kronecker = [_zeros(*block.shape, device=device) for block in blocks.kronecker]
+        self.diagonal = [_zeros(block.numel, device=device) for block in blocks.diagonal]
+
+    def factors(self, index: int, left: Tensor, right: Tensor) -> None:
+        bases = self.bases[index]
+        if bases is not None:
+            left, right = left @ bases[0], right @ bases[1]
+        total = self.kronecker[index]
+        if left.shape[1] == 1:  # one position: the squares of the factors make up those of their product
+            total += left.squeeze(1).square().T @ right.squeeze(1).square()
+            return
+        step = max(1, SLICE_BYTES // (4 * left.shape[0] * right.shape[2]))
+        for low in range(0, left.shape[2], step):
+            part = torch.bmm(left[:, :, low : low + step].transpose(1, 2), right)
+            total[low : low + step] += part.square_().sum(0)
+
+    def matrices(self, index: int, gradients: Tensor) -> None:
+        self.kronecker[index] += rotated(gradients, self.bases[index]).square().sum(0)
+
+    def numbers(self, index: int, first: int, gradients: Tensor) -> None:
+        self.diagonal[index][first : first + gradients.shape[1]] += gradients.square().sum(0)
+
+
+def _zeros(*shape: int, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64, device=device)
+
+
+def rotated(gradients: Tensor, bases: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return Q_leftᵀ G Q_right of matrices `(B, I, J)`."""
+    return gradients if bases is None else bases[0].T @ gradients @ bases[1]
+
+
+def sides(block: KroneckerBlock) -> int:
+    """Cost of the eigendecompositions of a block, relative to others."""
+    return block.shape[0] ** 3 + block.shape[1] ** 3

@@ -1,0 +1,422 @@
+"""Exact scores: curvatures fitted to a model, targets preconditioned once, and all training rows streamed past them.
+
+Everything that is kept has the form of features, and is computed and stored like them: preconditioned targets are
+features `(m, P)`, scores are features `(n, m)` under the map whose matrix holds the targets. So they resume, divide
+over processes and are checked in the same way.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_trak.curvature.curvature import Curvature, identity_curvature
+from hf_trak.curvature.files import CurvatureFiles
+from hf_trak.curvature.fit import CurvatureFit, FitPlan
+from hf_trak.curvature.hybrid import HybridSystem
+from hf_trak.curvature.maps import TargetProducts, influence_on_itself, preconditioning, whitened_projection
+from hf_trak.data.rows import RowBatches, row_count
+from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
+from hf_trak.featurize.comparisons import COMPARISONS
+from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.featurizer import Featurizer
+from hf_trak.gradient_computers import AbstractGradientComputer
+from hf_trak.identity.row_digest import fingerprint_dataset
+from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput
+from hf_trak.modelout_functions.loss import HasLoss, LossModelOutput
+from hf_trak.modelout_functions.sampled import SampledLikelihood, with_rows
+from hf_trak.scores.groups import RowGroups
+from hf_trak.scores.scored_dataset import ScoreBlock
+from hf_trak.scores.scorer import PlannedScores
+from hf_trak.store.atomic import safe_name
+from hf_trak.store.sealed import content_digest
+from hf_trak.store.shard_set import ShardSet
+from hf_trak.store.shards import ShardPlan
+from hf_trak.weights.checkpoints import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+CURVATURE_VERSION = 1
+"""Raised whenever the same inputs give another curvature or other exact scores. It is part of their identity."""
+
+DEFAULT_ROWS = 4096
+"""Rows of the sample that a curvature is fitted to, where there are as many."""
+
+DEFAULT_DAMPING, HYBRID_DAMPING = 0.1, 1.0
+
+_TARGET_SHARD_BYTES = 2**28
+
+
+class ExactScores:
+    """Fits curvatures and plans exact scores for a featurized model. All processes call its methods together."""
+
+    def __init__(self, model: FeaturizedModel) -> None:
+        """
+        Args:
+            model: the model, its training rows and its store.
+        """
+        self.model = model
+        self.args = model.args
+        self.kind = "ekfac" if model.args.curvature in (None, "hybrid") else model.args.curvature
+        self.hybrid = model.args.curvature == "hybrid"
+
+    @property
+    def damping(self) -> float:
+        """c in 1 / (Λ + c · mean Λ)."""
+        if self.args.damping is not None:
+            return self.args.damping
+        return HYBRID_DAMPING if self.hybrid else DEFAULT_DAMPING
+
+    @property
+    def train_task(self) -> AbstractModelOutput:
+        """The training rows' side: minus the loss, of whose sum the model is a minimum, where the task has one."""
+        task = self.model.task
+        if isinstance(task, BatchedModelOutput) and isinstance(task, HasLoss):
+            return LossModelOutput(of=task)
+        return task
+
+    # -- curvatures --------------------------------------------------------------------------------------------------
+
+    def fit(self, checkpoints: Checkpoint | Sequence[Checkpoint] | None, model_ids: Sequence[int] | None) -> None:
+        """Fit the curvature of one or several checkpoints, see [`~hf_trak.TrakAttributor.fit_curvature`]."""
+        sources = as_list(checkpoints)
+        self.model.processes.broadcast_from_main(self.model.prepare_store)
+        for model_id, source in zip(checked_ids(sources, model_ids), sources, strict=True):
+            with self.model.weights(model_id, source, register=True):
+                self._fitted(model_id)
+            self.model.sources[model_id] = source
+
+    def _fitted(self, model_id: int) -> Curvature:
+        """Read or fit the curvature of the weights that the model has now."""
+        if self.kind == "identity":
+            return identity_curvature(self.model.layout)
+        rows = self._sample()
+        task = self._curvature_task()
+        featurizer = self.model.featurizer(task)
+        plan = FitPlan(
+            self.kind,
+            tuple(rows),
+            self.args.per_device_batch_size,
+            _embeddings(self.model.model),
+            f"curvature, checkpoint {model_id}",
+            not self.args.disable_tqdm,
+        )
+        files = CurvatureFiles(self.directory(model_id), self.identity(model_id, rows))
+        source = _FitBatches(featurizer, self.model.train_dataset, model_id, isinstance(task, SampledLikelihood))
+        fit = CurvatureFit(plan, files, source, featurizer.computer, self.model.processes, self.model.device)
+        return fit.run()
+
+    def _curvature_task(self) -> AbstractModelOutput:
+        if self.args.curvature_labels == "empirical":
+            return self.train_task
+        task = self.model.task
+        assert isinstance(task, BatchedModelOutput)
+        return SampledLikelihood(task, self.args.seed)
+
+    def _sample(self) -> list[int]:
+        """Choose the rows that the curvature is fitted to."""
+        n = row_count(self.model.train_dataset, "train_dataset")
+        count = min(n, DEFAULT_ROWS if self.args.curvature_rows is None else self.args.curvature_rows)
+        if count == n:
+            return list(range(n))
+        chosen = np.random.Generator(np.random.Philox(self.args.seed)).permutation(n)[:count]
+        return sorted(int(row) for row in chosen)
+
+    def directory(self, model_id: int) -> Any:
+        """Directory of the curvature of one checkpoint."""
+        return self.model.store.output_dir / "curvature" / str(model_id)
+
+    def identity(self, model_id: int, rows: Sequence[int]) -> dict[str, Any]:
+        """Describe everything that a curvature depends on."""
+        return {
+            **self.model.store.identity(model_id),
+            "curvature_version": CURVATURE_VERSION,
+            "kind": self.kind,
+            "labels": self.args.curvature_labels,
+            "rows": len(rows),
+            "sample": content_digest({"rows": list(rows)}),
+            "seed": self.args.seed,
+        }
+
+    # -- scores ------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        eval_dataset: Any,
+        name: str | None,
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None,
+        model_ids: Sequence[int] | None,
+        groups: RowGroups | None = None,
+        everywhere: bool = True,
+    ) -> PlannedScores:
+        """Compute the exact scores of all training rows, and plan how they are read.
+
+        Arguments as in [`~hf_trak.featurize.featurized.FeaturizedModel.plan_scores`].
+        """
+        if name is not None:
+            safe_name(name, "name")
+        model, store = self.model, self.model.store
+        m = row_count(eval_dataset, "eval_dataset")
+        model.processes.broadcast_from_main(model.prepare_store)
+        fingerprint = fingerprint_dataset(eval_dataset)
+        name = f"targets-{fingerprint[:12]}" if name is None else name
+        collation = model.collation(eval_dataset)
+        ids = self._ids(checkpoints, model_ids)
+        sources = sources_of(ids, checkpoints)
+        parts, described = [], []
+        for model_id in ids:
+            with self._weights(model_id, sources):
+                store.targets(name, model_id, m, fingerprint, {"collation": collation}, COMPARISONS)
+                curvature = self._fitted(model_id)
+                targets = self._targets(curvature, name, model_id, eval_dataset)
+                chunks = self._scores(curvature, name, model_id, targets, groups)
+                whitened = self._whitened(curvature, model_id) if self.hybrid else None
+            parts.append(_Scores(chunks, whitened, self.args.hybrid_lambda))
+            described.append({"model_id": model_id, "scores": [one.content_hash for one in chunks]})
+            if whitened is not None:
+                described[-1]["whitened"] = whitened.content_hash
+        identity = {
+            "checkpoints": described,
+            "config": store.config_hash,
+            "exact": CURVATURE_VERSION,
+            "groups": None if groups is None else groups.tag,
+            "hybrid_lambda": self.args.hybrid_lambda if self.hybrid else None,
+        }
+        count = len(parts[0].chunks[0])
+        mine = range(count) if everywhere else model.processes.share(count)
+        return PlannedScores(name, identity, _mean_blocks(parts, mine))
+
+    def self_influence(
+        self, checkpoints: Checkpoint | Sequence[Checkpoint] | None, model_ids: Sequence[int] | None
+    ) -> Tensor:
+        """Compute q · ∇fᵀ P⁻¹ ∇f of every training row, averaged over checkpoints: `(n,)`, float32."""
+        model = self.model
+        model.processes.broadcast_from_main(model.prepare_store)
+        ids = self._ids(checkpoints, model_ids)
+        sources = sources_of(ids, checkpoints)
+        total = torch.zeros(row_count(model.train_dataset, "train_dataset"))
+        for model_id in ids:
+            with self._weights(model_id, sources):
+                curvature = self._fitted(model_id)
+                shards = self._shards(
+                    self.directory(model_id) / f"self-influence-{self._tag(curvature)}",
+                    "self-influence",
+                    len(total),
+                    1,
+                    model.store.config["shard_size"],
+                    model_id,
+                    curvature,
+                )
+                featurizer = model.featurizer(projector=influence_on_itself(curvature, self.damping))
+                featurizer.fill(
+                    shards, model.train_dataset, model_id, "train", f"self-influence, checkpoint {model_id}"
+                )
+            for shard in shards:
+                total[shard.start : shard.stop] += shard.grads[:, 0] * shard.out_to_loss
+        return total / len(ids)
+
+    def _weights(self, model_id: int, sources: Mapping[int, Checkpoint | None]) -> AbstractContextManager[None]:
+        """Load the weights of a checkpoint, and tie them to its id if nothing has yet."""
+        if model_id in self.model.store.model_ids:
+            return self.model.weights(model_id, self.model.source_of(model_id, sources))
+        return self.model.weights(model_id, {**self.model.sources, **sources}.get(model_id), register=True)
+
+    def _ids(
+        self, checkpoints: Checkpoint | Sequence[Checkpoint] | None, model_ids: Sequence[int] | None
+    ) -> list[int]:
+        """Choose the checkpoints: those given, those in the store, or the model as it is now."""
+        if checkpoints is not None or model_ids is not None:
+            return checked_ids(as_list(checkpoints), model_ids) if checkpoints is not None else list(model_ids or ())
+        return self.model.store.model_ids or [0]
+
+    def _shards(
+        self,
+        directory: Any,
+        prefix: str,
+        rows: int,
+        width: int,
+        shard_size: int,
+        model_id: int,
+        curvature: Curvature,
+        **identity: str | int,
+    ) -> ShardSet:
+        """Return shards of numbers that depend on a curvature."""
+        store = self.model.store
+        own = {**store.identity(model_id), "kind": prefix, "curvature": curvature.digest, "damping": str(self.damping)}
+        return ShardSet(
+            directory, prefix, ShardPlan(rows, shard_size), width, torch.float32, {**own, **identity}, store.version
+        )
+
+    def _tag(self, curvature: Curvature) -> str:
+        """Name what is computed with a curvature and a damping."""
+        return content_digest({**curvature.describe(), "damping": self.damping})[:12]
+
+    def _targets(self, curvature: Curvature, name: str, model_id: int, eval_dataset: Any) -> ShardSet:
+        """Compute P⁻¹ ∇f of the targets: `(m, P)`."""
+        store, total = self.model.store, self.model.layout.total
+        kept = store.saved_targets(name, model_id)
+        rows = max(1, min(len(eval_dataset), _TARGET_SHARD_BYTES // (4 * total)))
+        directory = store.experiment_dir(name) / f"exact-{self._tag(curvature)}" / f"checkpoint-{model_id}"
+        identity = {"targets": content_digest(dict(kept.identity))}
+        shards = self._shards(
+            directory, "preconditioned", len(eval_dataset), total, rows, model_id, curvature, **identity
+        )
+        featurizer = self.model.featurizer(projector=preconditioning(curvature, self.damping))
+        featurizer.fill(shards, eval_dataset, model_id, "target", f"{name}, preconditioned, checkpoint {model_id}")
+        for shard in shards:
+            if bool((zero := (shard.grads == 0).all(1)).any()):
+                raise ValueError(
+                    f"Target {shard.start + int(zero.nonzero()[0])} has the gradient zero under the curvature, so "
+                    "that every score of it would be 0. Expected an output that depends on the attributed parameters. "
+                    "Leave that target out, or look at its labels and at `grad_wrt`."
+                )
+        return shards
+
+    def _scores(
+        self, curvature: Curvature, name: str, model_id: int, targets: ShardSet, groups: RowGroups | None
+    ) -> list[ShardSet]:
+        """Stream the training rows past the targets, as many of these at a time as fit into memory."""
+        model, total = self.model, self.model.layout.total
+        m = targets.plan.n_rows if groups is None else len(groups)
+        together = max(1, int(self.args.exact_memory * 2**30) // (4 * total))
+        tag = "" if groups is None else f"-{groups.tag}"
+        chunks = []
+        for first in range(0, m, together):
+            columns = range(first, min(first + together, m))
+            shards = self._shards(
+                targets.directory,
+                f"scores{tag}-{first:06d}",
+                row_count(model.train_dataset, "train_dataset"),
+                len(columns),
+                model.store.config["shard_size"],
+                model_id,
+                curvature,
+                targets=targets.content_hash,
+                first=first,
+            )
+            chunks.append(shards)
+            if not model.processes.broadcast_from_main(shards.unwritten):
+                continue
+            rows = _target_rows(targets, columns, groups).to(model.device)
+            featurizer = model.featurizer(self.train_task, TargetProducts(rows))
+            what = f"{name}, exact scores, checkpoint {model_id}"
+            featurizer.fill(shards, model.train_dataset, model_id, "train", what)
+        return chunks
+
+    def _whitened(self, curvature: Curvature, model_id: int) -> ShardSet:
+        """Compute the sketched, whitened loss gradients of the training rows: `(n, k)`."""
+        model = self.model
+        projector = model.projector()
+        shards = self._shards(
+            self.directory(model_id) / f"whitened-{self._tag(curvature)}",
+            "whitened",
+            row_count(model.train_dataset, "train_dataset"),
+            projector.proj_dim,
+            model.store.config["shard_size"],
+            model_id,
+            curvature,
+        )
+        featurizer = model.featurizer(self.train_task, whitened_projection(curvature, self.damping, projector))
+        what = f"whitened train rows, checkpoint {model_id}"
+        featurizer.fill(shards, model.train_dataset, model_id, "train", what)
+        return shards
+
+
+class _Scores:
+    """The scores of one checkpoint, read shard by shard."""
+
+    def __init__(self, chunks: list[ShardSet], whitened: ShardSet | None, ridge: float) -> None:
+        self.chunks = chunks
+        self.whitened = whitened
+        self._ridge = ridge
+        self._system: HybridSystem | None = None
+
+    def exact(self, index: int) -> tuple[int, Tensor]:
+        """Read C of one shard of training rows, q included: `(start, (rows, m))`."""
+        parts = [chunk.read(index) for chunk in self.chunks]
+        scores = torch.cat([part.grads for part in parts], 1)
+        return parts[0].start, scores * parts[0].out_to_loss.unsqueeze(1)
+
+    def block(self, index: int) -> tuple[int, Tensor]:
+        """Compute the scores of one shard of training rows: `(start, (rows, m))`."""
+        start, scores = self.exact(index)
+        if self.whitened is None:
+            return start, scores
+        if self._system is None:
+            self._system = HybridSystem(
+                self.whitened.plan.n_rows,
+                self._features,
+                lambda: map(self.exact, range(len(self.chunks[0]))),
+                self._ridge,
+            )
+        return start, self._system.apply(start, self._row_features(index), scores)
+
+    def _features(self) -> Iterator[tuple[int, Tensor]]:
+        assert self.whitened is not None
+        for index in range(len(self.whitened)):
+            yield self.whitened.plan.rows(index).start, self._row_features(index)
+
+    def _row_features(self, index: int) -> Tensor:
+        assert self.whitened is not None
+        shard = self.whitened.read(index)
+        return shard.grads.float() * shard.out_to_loss.unsqueeze(1)
+
+
+def _mean_blocks(parts: Sequence[_Scores], shards: Sequence[int]) -> Iterator[ScoreBlock]:
+    """Average the scores of all checkpoints, shard by shard."""
+    for index in shards:
+        start, total = parts[0].block(index)
+        for one in parts[1:]:
+            total = total + one.block(index)[1]
+        yield start, start + len(total), total / len(parts)
+
+
+def _target_rows(targets: ShardSet, columns: range, groups: RowGroups | None) -> Tensor:
+    """Read preconditioned targets, or the means of groups of them: `(len(columns), P)`, float32."""
+    if groups is not None:
+        return groups.means((shard.start, shard.grads) for shard in targets)[columns.start : columns.stop].float()
+    first, last = targets.plan.shard_of(columns.start), targets.plan.shard_of(columns.stop - 1)
+    rows = [
+        shard.grads[max(columns.start - shard.start, 0) : columns.stop - shard.start]
+        for shard in targets.part(range(first, last + 1))
+    ]
+    return torch.cat(rows).float()
+
+
+def _embeddings(model: nn.Module) -> frozenset[str]:
+    """List the parameters that are tables of embeddings, by all their names."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    return frozenset(name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in tables)
+
+
+class _FitBatches:
+    """Batches of training rows for a fit, with the numbers of their rows where labels are drawn."""
+
+    def __init__(self, featurizer: Featurizer, dataset: Any, model_id: int, numbered: bool) -> None:
+        self._featurizer = featurizer
+        self._batches: RowBatches = featurizer.batches(dataset)
+        self._model_id = model_id
+        self._numbered = numbered
+        self._prepared = False
+
+    def iterate(self, cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Batch]]:
+        """Yield `(row numbers, batch)`."""
+        if not self._prepared:
+            self._featurizer.prepare_task(self._model_id, max(map(len, cuts)))
+            self._prepared = True
+        for rows, batch in self._batches.iterate(cuts):
+            yield rows, self._as_model_takes(batch, rows)
+
+    def prepare_check(self, computer: AbstractGradientComputer, rows: Sequence[int], batch: Batch) -> None:
+        """Let the self-check of the engine collate rows of this batch alone."""
+        self._featurizer.let_collate_alone(
+            computer, self._batches, rows, batch, lambda alone, row: self._as_model_takes(alone, [row])
+        )
+
+    def _as_model_takes(self, batch: Batch, rows: Sequence[int]) -> Batch:
+        batch = self._featurizer.in_dtype_of_model(batch)
+        return with_rows(batch, rows) if self._numbered else batch
