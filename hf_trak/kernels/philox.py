@@ -11,10 +11,12 @@ Use of the bits, the same for every map (`hf_trak/projectors/reference.py` defin
 | key 0, key 1 | low and high 32 bits of the seed, 0 ≤ seed < 2⁶³ |
 | counter 0, counter 1 | low and high 32 bits of a position, 0 ≤ position < 2⁶³ |
 | counter 2 | stream number (upper 8 bits), column block or copy (lower 24 bits) |
-| counter 3 | model id, 0 ≤ model_id < 2³² |
+| counter 3 | model id, 0 ≤ model_id < 2³²; in the stream of labels the place of a label in its row |
 
 No two combinations of (seed, model id, stream, position, column block) share key and counter, so no two checkpoints,
 seeds, maps or parameters share random bits. The layout guarantees this, not a hash.
+
+Labels drawn from a model (`hf_trak/modelout_functions/draws.py`) are no map: their position is a row of the dataset.
 """
 
 from enum import IntEnum
@@ -43,6 +45,7 @@ class Stream(IntEnum):
     SJLT_1_SIGNS = 3
     SJLT_1_PLACES = 4
     SJLT_1_FOLDS = 5
+    LABELS_1 = 6
 
 
 def philox_4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

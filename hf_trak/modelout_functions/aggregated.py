@@ -105,6 +105,16 @@ class AggregatedModelOutput(BatchedModelOutput):
         valid = self._counted(batch)
         return self._weights(batch, valid, valid.new_zeros((), dtype=torch.float32))
 
+    def weighted_by_roots(self, values: Tensor, valid: Tensor, batch: Batch) -> Tensor:
+        """Compute Σ_t √w_t v_t over the labels that count, `(B,)`. See `sampled` for the roots.
+
+        Args:
+            values: v_t, `(B, T)`.
+            valid: marks the labels that count, `(B, T)`.
+            batch: the batch.
+        """
+        return (torch.where(valid, values, 0.0) * self._weights(batch, valid, values).sqrt()).sum(dim=1)
+
     def _counted(self, batch: Batch) -> Tensor:
         valid = self.labelled(batch)
         for name in (TARGET_MASK, TARGET_WEIGHTS):

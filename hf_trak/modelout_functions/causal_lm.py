@@ -6,10 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.base import Batch
-from hf_trak.modelout_functions.margins import margin
-from hf_trak.modelout_functions.token_tasks import SEQUENCE_NAMES, TokenModelOutput
-from hf_trak.modelout_functions.tokens import as_mapping, token_logits
+from hf_trak.modelout_functions.token_tasks import TokenModelOutput
 
 
 class CausalLMModelOutput(TokenModelOutput):
@@ -33,8 +30,5 @@ class CausalLMModelOutput(TokenModelOutput):
         before = torch.nn.functional.pad(seen[:, :-1], (1, 0), value=False)
         return labels, valid & before
 
-    def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
-        labels = self.labels(as_mapping(batch, SEQUENCE_NAMES))[0]
-        logits = token_logits(model_output, labels, self.head, self._prepended)
-        # Position 0 has no prediction: its margin is a 0 that never counts, so that columns stay those of the labels.
-        return torch.nn.functional.pad(margin(logits[:, :-1], labels[:, 1:]), (1, 0))
+    def predictions(self, model_output: Any, labels: Tensor) -> Tensor:
+        return super().predictions(model_output, labels)[:, :-1]  # position 0 has no prediction

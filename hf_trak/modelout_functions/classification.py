@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, call_model
 from hf_trak.modelout_functions.batches import as_sequence, check_labels, logits_of, split_batch
+from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.margins import error_probability, log_likelihood, margin
 
 
@@ -49,6 +50,12 @@ class ClassificationModelOutput(BatchedModelOutput):
         """Compute the cross-entropy loss of every sample, differentiable, shape `(B,)`."""
         labels = split_batch(batch)[2]
         return -log_likelihood(logits_of(model_output, labels), labels)
+
+    def sampled_log_likelihood(self, model_output: Any, batch: Batch, draws: Draws) -> Tensor:
+        """Compute log p(ŷ) of every sample for a class ŷ drawn from softmax(logits), differentiable, `(B,)`."""
+        labels = split_batch(batch)[2]
+        logits = logits_of(model_output, labels).unsqueeze(1)
+        return draws.log_likelihoods(logits, torch.ones_like(labels, dtype=torch.bool).unsqueeze(1)).squeeze(1)
 
 
 class ImageClassificationModelOutput(ClassificationModelOutput):

@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.modelout_functions.batches import LABEL_NAMES, as_sequence, find_logits, looked_at
+from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.tokens import IGNORED
 
 _REMEDY = (
@@ -38,8 +39,16 @@ class MultiLabelClassificationModelOutput(AggregatedModelOutput):
 
     def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
         logits, labels = self._read(model_output, batch)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return torch.where(labels > 0, logits, -logits)
+
+    def sampled_log_likelihood(self, model_output: Any, batch: Batch, draws: Draws) -> Tensor:
+        """Compute Σ_c √w_c log p(ŷ_c) for a yes or no ŷ_c drawn for every class with a label, `(B,)`."""
+        valid = self._counted(batch)
+        logits = self._read(model_output, batch)[0]
+        # u < sigmoid(z), in the form that is precise at both ends
+        yes = torch.logit(draws.uniforms(valid)) < logits.detach()
+        values = torch.nn.functional.logsigmoid(torch.where(yes, logits, -logits))
+        return self.weighted_by_roots(values, valid, batch)
 
     def check(self, model_output: Any, batch: Batch) -> None:
         labels = self._read(model_output, batch)[1]
@@ -60,7 +69,7 @@ class MultiLabelClassificationModelOutput(AggregatedModelOutput):
                 f"The labels have the shape {tuple(labels.shape)}, the logits {tuple(logits.shape)}. Expected (B, "
                 f"classes) for both, one 0 or 1 per class. {_REMEDY}"
             )
-        return logits, labels
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)), labels
 
 
 def _labels(batch: Batch) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.modelout_functions.batches import looked_at
+from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.margins import margin
 
 ENDS = ("start_positions", "end_positions")
@@ -34,12 +35,17 @@ class QuestionAnsweringModelOutput(AggregatedModelOutput):
 
     def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
         positions, real, valid = _places(_mapping(batch))
-        logits = _end_logits(model_output, real)
         # Ends that do not count get the first real position, so that no margin is infinite.
         safe = torch.where(valid, positions, real.long().argmax(dim=1, keepdim=True))
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        lowest = torch.finfo(wide.dtype).min / 4
-        return margin(torch.where(real.unsqueeze(1), wide, lowest), safe)
+        return margin(_real_logits(model_output, real), safe)
+
+    def sampled_log_likelihood(self, model_output: Any, batch: Batch, draws: Draws) -> Tensor:
+        """Compute Σ √w_t log p(ŷ_t) for both ends ŷ_t drawn from the predictions over real positions, `(B,)`."""
+        valid, real = self._counted(batch), _places(_mapping(batch))[1]
+        logits = _real_logits(model_output, real)
+        # Real positions go first: a draw depends on their order and not on the padding before them.
+        order = (~real).long().argsort(dim=1, stable=True).unsqueeze(1).expand_as(logits)
+        return self.weighted_by_roots(draws.log_likelihoods(logits.gather(2, order), valid), valid, batch)
 
     def check(self, model_output: Any, batch: Batch) -> None:
         positions, real, valid = _places(_mapping(batch))
@@ -77,6 +83,13 @@ def _places(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         real = torch.ones(inputs.shape[:2], dtype=torch.bool, device=positions.device)
     inside = (positions >= 0) & (positions < real.shape[1])
     return positions, real, inside & real.gather(1, torch.where(inside, positions, 0))
+
+
+def _real_logits(model_output: Any, real: Tensor) -> Tensor:
+    """Find the logits of both ends, `(B, 2, T)`, in float32 or wider, with the lowest possible ones for padding."""
+    logits = _end_logits(model_output, real)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.where(real.unsqueeze(1), wide, torch.finfo(wide.dtype).min / 4)
 
 
 def _end_logits(model_output: Any, real: Tensor) -> Tensor:

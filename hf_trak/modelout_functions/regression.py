@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 from hf_trak.modelout_functions.batches import LABEL_NAMES, as_sequence, find_logits, looked_at
+from hf_trak.modelout_functions.draws import Draws
 
 RegressionTarget = Literal["prediction", "fit"]
 
@@ -68,6 +69,16 @@ class RegressionModelOutput(BatchedModelOutput):
         """Compute ½ (ŷ − y)² of every sample, differentiable, shape `(B,)`."""
         predictions = _predictions(model_output)
         return 0.5 * (predictions - _labels(batch, predictions)).square()
+
+    def sampled_log_likelihood(self, model_output: Any, batch: Batch, draws: Draws) -> Tensor:
+        """Compute ε ŷ of every sample with ε = ±1 drawn at even odds, differentiable, `(B,)`.
+
+        The square loss is −log p of the normal distribution N(ŷ, 1), under which a drawn label y has the gradient
+        ∇ log p(y) = (y − ŷ) ∇ŷ. Its second moment is ∇ŷ ∇ŷᵀ, which ±∇ŷ has in every draw, not only on average.
+        """
+        predictions = _predictions(model_output)
+        uniforms = draws.uniforms(torch.ones_like(predictions, dtype=torch.bool).unsqueeze(1)).squeeze(1)
+        return torch.where(uniforms < 0.5, -predictions, predictions)
 
 
 def _predictions(model_output: Any) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput, Aggregation, UnitOutput
 from hf_trak.modelout_functions.base import Batch
+from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.margins import margin
 from hf_trak.modelout_functions.positions import takes_positions, unwrapped, with_positions
 from hf_trak.modelout_functions.token_collator import TokenColumnsCollator
@@ -67,13 +68,32 @@ class TokenModelOutput(AggregatedModelOutput):
     def labelled(self, batch: Batch) -> Tensor:
         return self.labels(as_mapping(batch, SEQUENCE_NAMES))[1]
 
+    def predictions(self, model_output: Any, labels: Tensor) -> Tensor:
+        """Return the logits that predict the labels `(B, T)`: `(B, T′, C)`, those of the last T′ ≤ T labels."""
+        return token_logits(model_output, labels, self.head, self._prepended)
+
     def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
         labels = self.labels(as_mapping(batch, SEQUENCE_NAMES))[0]
-        return margin(token_logits(model_output, labels, self.head, self._prepended), labels)
+        logits = self.predictions(model_output, labels)
+        first = labels.shape[1] - logits.shape[1]
+        return _with_zeros(margin(logits, labels[:, first:]), first)
+
+    def sampled_log_likelihood(self, model_output: Any, batch: Batch, draws: Draws) -> Tensor:
+        """Compute Σ_t √w_t log p(ŷ_t) for tokens ŷ_t drawn from the predictions at the labels, `(B,)`."""
+        valid = self._counted(batch)
+        logits = self.predictions(model_output, self.labels(as_mapping(batch, SEQUENCE_NAMES))[0])
+        first = valid.shape[1] - logits.shape[1]
+        values = _with_zeros(draws.log_likelihoods(logits, valid[:, first:]), first)
+        return self.weighted_by_roots(values, valid, batch)
 
     def check(self, model_output: Any, batch: Batch) -> None:
         labels, valid = self.labels(as_mapping(batch, SEQUENCE_NAMES))
         check_tokens(labels, valid, token_logits(model_output, labels, self.head, self._prepended).shape[2])
+
+
+def _with_zeros(values: Tensor, first: int) -> Tensor:
+    """Put zeros, which never count, before the values, so that the columns are those of all labels."""
+    return torch.nn.functional.pad(values, (first, 0)) if first else values
 
 
 def prepended_tokens(model: torch.nn.Module) -> int:
