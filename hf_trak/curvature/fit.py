@@ -11,7 +11,7 @@ was divided. One part at a time is in memory.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from hf_trak.errors import NonFiniteError
 from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.hooked.outer import every_factor
+from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.runtime.processes import Processes, share_of
 from hf_trak.runtime.progress import RowProgress
@@ -53,8 +54,8 @@ class BatchSource(Protocol):
     def iterate(self, cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Batch]]:
         """Yield `(row numbers, batch)` for every list of row numbers."""
 
-    def prepare_check(self, computer: AbstractGradientComputer, rows: Sequence[int], batch: Batch) -> None:
-        """Let the self-check of the engine collate rows of this batch alone."""
+    def computer(self) -> AbstractGradientComputer:
+        """Make the engine, checked on the batch that was yielded last."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class CurvatureFit:
         plan: FitPlan,
         files: CurvatureFiles,
         source: BatchSource,
-        make_computer: Callable[[], AbstractGradientComputer],
+        layout: ParameterLayout,
         processes: Processes,
         device: torch.device,
     ) -> None:
@@ -107,25 +108,18 @@ class CurvatureFit:
         Args:
             plan: what is fitted.
             files: where sums and the result are kept.
-            source: the batches.
-            make_computer: makes the engine, whose task gives log-likelihoods.
+            source: the batches, and the engine, whose task gives log-likelihoods.
+            layout: the attributed parameters.
             processes: the processes.
             device: where gradients are.
         """
         self.plan = plan
         self.files = files
         self.source = source
-        self.make_computer = make_computer
+        self._layout = layout
         self.processes = processes
         self.device = device
-        self._made: AbstractGradientComputer | None = None
-
-    @property
-    def _computer(self) -> AbstractGradientComputer:
-        # made when the first batch comes: processes without a part need none
-        if self._made is None:
-            self._made = self.make_computer()
-        return self._made
+        self._computer: AbstractGradientComputer | None = None
 
     def run(self) -> Curvature:
         """Fit, or finish a fit that was interrupted.
@@ -142,7 +136,7 @@ class CurvatureFit:
             self.processes.broadcast_from_main(self.files.prepare)
             blocks = self._first_pass()
             self._decompose(blocks)
-            self._second_pass(blocks)
+            self._pass("squares", blocks)
             self._conclude(blocks)
         with self.processes.all_or_none():
             return self.files.read()
@@ -191,13 +185,6 @@ class CurvatureFit:
         return divide(
             self._layout, seen, self.plan.embeddings, self.plan.largest_side, diagonal=self.plan.kind == "diagonal"
         )
-
-    @property
-    def _layout(self) -> Any:
-        return self._computer.layout
-
-    def _second_pass(self, blocks: CurvatureBlocks) -> None:
-        self._pass("squares", blocks)
 
     def _pass(self, stage: str, blocks: CurvatureBlocks) -> None:
         """Compute the sums of the parts that are missing, each process its share."""
@@ -255,7 +242,8 @@ class CurvatureFit:
 
     def _stream(self, rows: Sequence[int], batch: Batch, sink: Any) -> None:
         """Stream the gradients of a batch. One row alone goes twice, so that its layers come as factors, too."""
-        self.source.prepare_check(self._computer, rows, batch)
+        if self._computer is None:  # processes without a part never need one
+            self._computer = self.source.computer()
         split = SplitBatch.of(batch)
         if split.size != len(rows):
             raise ValueError(

@@ -23,7 +23,6 @@ from hf_trak.data.rows import RowBatches, row_count
 from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
 from hf_trak.featurize.comparisons import COMPARISONS
 from hf_trak.featurize.featurized import FeaturizedModel
-from hf_trak.featurize.featurizer import Featurizer
 from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.identity.row_digest import fingerprint_dataset
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput
@@ -96,7 +95,6 @@ class ExactScores:
             return identity_curvature(self.model.layout)
         rows = self._sample()
         task = self._curvature_task()
-        featurizer = self.model.featurizer(task)
         plan = FitPlan(
             self.kind,
             tuple(rows),
@@ -106,9 +104,8 @@ class ExactScores:
             not self.args.disable_tqdm,
         )
         files = CurvatureFiles(self.directory(model_id), self.identity(model_id, rows))
-        source = _FitBatches(featurizer, self.model.train_dataset, model_id, isinstance(task, SampledLikelihood))
-        fit = CurvatureFit(plan, files, source, featurizer.computer, self.model.processes, self.model.device)
-        return fit.run()
+        source = _FitBatches(self.model, self.train_task, task, model_id)
+        return CurvatureFit(plan, files, source, self.model.layout, self.model.processes, self.model.device).run()
 
     def _curvature_task(self) -> AbstractModelOutput:
         if self.args.curvature_labels == "empirical":
@@ -396,27 +393,45 @@ def _embeddings(model: nn.Module) -> frozenset[str]:
 class _FitBatches:
     """Batches of training rows for a fit, with the numbers of their rows where labels are drawn."""
 
-    def __init__(self, featurizer: Featurizer, dataset: Any, model_id: int, numbered: bool) -> None:
-        self._featurizer = featurizer
-        self._batches: RowBatches = featurizer.batches(dataset)
+    def __init__(
+        self, model: FeaturizedModel, given: AbstractModelOutput, task: AbstractModelOutput, model_id: int
+    ) -> None:
+        """
+        Args:
+            model: the model and its rows.
+            given: the task of the training rows, whose labels are those of the data.
+            task: the task of the fit, which may draw labels.
+            model_id: the checkpoint.
+        """
+        self._checked = model.featurizer(given)
+        self._featurizer = model.featurizer(task)
+        self._batches: RowBatches = self._featurizer.batches(model.train_dataset)
         self._model_id = model_id
-        self._numbered = numbered
+        self._draws = isinstance(task, SampledLikelihood)
         self._prepared = False
+        self._last: tuple[list[int], Batch] | None = None
 
     def iterate(self, cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Batch]]:
         """Yield `(row numbers, batch)`."""
         if not self._prepared:
             self._featurizer.prepare_task(self._model_id, max(map(len, cuts)))
+            self._checked.prepare_task(self._model_id, max(map(len, cuts)))
             self._prepared = True
-        for rows, batch in self._batches.iterate(cuts):
-            yield rows, self._as_model_takes(batch, rows)
+        for rows, collated in self._batches.iterate(cuts):
+            batch = self._featurizer.in_dtype_of_model(collated)
+            self._last = (rows, batch)
+            yield rows, with_rows(batch, rows) if self._draws else batch
 
-    def prepare_check(self, computer: AbstractGradientComputer, rows: Sequence[int], batch: Batch) -> None:
-        """Let the self-check of the engine collate rows of this batch alone."""
-        self._featurizer.let_collate_alone(
-            computer, self._batches, rows, batch, lambda alone, row: self._as_model_takes(alone, [row])
-        )
+    def computer(self) -> AbstractGradientComputer:
+        """Make the engine, checked on the batch that was yielded last.
 
-    def _as_model_takes(self, batch: Batch, rows: Sequence[int]) -> Batch:
-        batch = self._featurizer.in_dtype_of_model(batch)
-        return with_rows(batch, rows) if self._numbered else batch
+        The check compares gradients of given labels: rounding may change a drawn label, and then the whole gradient.
+        """
+        assert self._last is not None
+        rows, batch = self._last
+        checked = self._checked.computer()
+        self._checked.let_collate_alone(checked, self._batches, rows, batch)
+        checked.stream(batch, lambda start, block: None)
+        computer = self._featurizer.computer()
+        computer.use(checked.engine)
+        return computer

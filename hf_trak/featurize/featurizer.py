@@ -223,7 +223,7 @@ class Featurizer:
                 if not shards.is_written(index):
                     shards.write(index, grads, out_to_loss)
 
-    def computer(self) -> AbstractGradientComputer:
+    def computer(self) -> AutoGradientComputer:
         """Make the engine that the configuration asks for."""
         return make_gradient_computer(
             self.args.engine,

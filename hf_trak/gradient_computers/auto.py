@@ -129,6 +129,18 @@ class AutoGradientComputer(AbstractGradientComputer):
         self._padding: dict[tuple[object, ...], PaddingSearch] = defaultdict(PaddingSearch)
         self._refusals: list[str] = []
 
+    def use(self, engine: str | None) -> None:
+        """Take an engine that has been checked on another task of the same model, and check it no more.
+
+        Args:
+            engine (`str`, *optional*):
+                The name of the engine; `None` leaves the choice as it is.
+        """
+        if engine is not None:
+            self.self_check = False
+            self.engines = (engine,)
+            self._remaining = [engine]
+
     def load_model_params(self, model: torch.nn.Module) -> None:
         self.model = model
         if self._computer is not None:
