@@ -60,8 +60,8 @@ class TrakConfig:
             Labels of the gradients that a curvature is fitted to: `"sampled"` from the model's own predictions, which
             gives the Fisher information, or `"empirical"` for the data's.
         damping (`float`, *optional*):
-            Damping c of a curvature, relative to the mean of each block's eigenvalues. By default 0.1, and 1.0 for
-            `curvature="hybrid"`.
+            Damping c of a curvature, relative to the mean of each block's eigenvalues. By default 0.1, and 10 for
+            `curvature="hybrid"` with one label per row.
         hybrid_lambda (`float`, *optional*, defaults to 3.0):
             Ridge of `curvature="hybrid"`, relative to the mean squared norm of whitened gradients.
         exact_memory (`float`, *optional*, defaults to 4.0):
@@ -166,7 +166,7 @@ class TrakConfig:
         default=None,
         metadata={
             "help": "Damping of a curvature, relative to the mean of each block's eigenvalues. By default 0.1, and "
-            "1.0 for the hybrid."
+            "10 for the hybrid with one label per row."
         },
     )
     hybrid_lambda: float = field(

@@ -6,7 +6,12 @@ import torch
 from scipy.stats import spearmanr
 from sklearn.datasets import load_digits
 
-from hf_trak.modelout_functions import ImageClassificationModelOutput, LossModelOutput
+from hf_trak.modelout_functions import (
+    GaussNewtonModelOutput,
+    ImageClassificationModelOutput,
+    LossModelOutput,
+    RegressionModelOutput,
+)
 from hf_trak.scores.ridge import RidgeSystem
 
 RIDGE = 3.0
@@ -105,6 +110,30 @@ def test_loss_gradients_are_q_times_margin_gradients(data, truth):
         gradients(LossModelOutput(), model, (x, y), "train"),
         q.unsqueeze(1) * gradients(margin_task, model, (x, y), "train"),
     )
+
+
+def test_gauss_newton_rows_are_loss_gradients_over_the_root_of_q_with_that_weight(data, truth):
+    x, y, _, _ = data
+    model, margin_task, task = truth[0], ImageClassificationModelOutput(), GaussNewtonModelOutput()
+    task.bind(model)
+    roots = task.out_to_loss_grad(model(x), (x, y))
+    torch.testing.assert_close(
+        roots.square(), margin_task.out_to_loss_grad(model(x), (x, y)).float(), rtol=1e-5, atol=1e-7
+    )
+    rows = gradients(task, model, (x, y), "train")
+    torch.testing.assert_close(
+        rows * roots.unsqueeze(1), gradients(LossModelOutput(), model, (x, y), "train"), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        gradients(task, model, (x, y), "target"), gradients(margin_task, model, (x, y), "target")
+    )
+    assert torch.equal(task.out_to_loss_grad(model(x), (x, y), "target"), torch.ones(60, dtype=torch.float64))
+
+
+def test_gauss_newton_rows_of_a_regression_are_refused(truth):
+    task = GaussNewtonModelOutput(of=RegressionModelOutput())
+    with pytest.raises(TypeError, match="Use 'regression'"):
+        task.bind(truth[0])
 
 
 def test_labels_outside_the_classes_are_refused(truth):

@@ -6,6 +6,10 @@ for the rest. The hybrid lets P fill in instead:
 
     H = P + GᵀG / λ
 
+G should be that of the loss' Gauss-Newton matrix, Σ h ∇f ∇fᵀ, rather than of its gradients: rows come as √h ∇f with a
+weight, so that weight · row = −∇ℓ (see `hf_trak.modelout_functions.loss.GaussNewtonModelOutput`), and scores are
+multiplied by the weights at the end.
+
 In the space where P is the identity, φ = P^{-1/2} g, with K = ΦΦᵀ `(n, n)` over the training rows and C = ΦΦ_qᵀ
 `(n, m)` the exact EK-FAC scores, the Woodbury identity gives, up to a factor that is the same for all scores,
 

@@ -25,8 +25,10 @@ from hf_trak.featurize.comparisons import COMPARISONS
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.identity.row_digest import fingerprint_dataset
+from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput
-from hf_trak.modelout_functions.loss import HasLoss, LossModelOutput
+from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, HasLoss, LossModelOutput
+from hf_trak.modelout_functions.regression import RegressionModelOutput
 from hf_trak.modelout_functions.sampled import SampledLikelihood, with_rows
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import ScoreBlock
@@ -45,7 +47,10 @@ CURVATURE_VERSION = 1
 DEFAULT_ROWS = 4096
 """Rows of the sample that a curvature is fitted to, where there are as many."""
 
-DEFAULT_DAMPING, HYBRID_DAMPING = 0.1, 1.0
+DEFAULT_DAMPING = 0.1
+HYBRID_DAMPING, HYBRID_DAMPING_OF_TOKENS = 10.0, 0.1
+"""Damping c of the hybrid for tasks with one label per row, and for those with many: what the banks of the benchmark
+of quality say, see docs/curvature.md."""
 
 _TARGET_SHARD_BYTES = 2**28
 
@@ -68,7 +73,9 @@ class ExactScores:
         """c in 1 / (Λ + c · mean Λ)."""
         if self.args.damping is not None:
             return self.args.damping
-        return HYBRID_DAMPING if self.hybrid else DEFAULT_DAMPING
+        if not self.hybrid:
+            return DEFAULT_DAMPING
+        return HYBRID_DAMPING_OF_TOKENS if isinstance(self.model.task, AggregatedModelOutput) else HYBRID_DAMPING
 
     @property
     def train_task(self) -> AbstractModelOutput:
@@ -76,6 +83,16 @@ class ExactScores:
         task = self.model.task
         if isinstance(task, BatchedModelOutput) and isinstance(task, HasLoss):
             return LossModelOutput(of=task)
+        return task
+
+    @property
+    def scored_task(self) -> AbstractModelOutput:
+        """The training rows as they are scored: those of a hybrid have the scale of a Gauss-Newton matrix."""
+        task = self.model.task
+        if not self.hybrid:
+            return self.train_task
+        if isinstance(task, BatchedModelOutput) and isinstance(task, HasLoss):
+            return task if isinstance(task, RegressionModelOutput) else GaussNewtonModelOutput(of=task)
         return task
 
     # -- curvatures --------------------------------------------------------------------------------------------------
@@ -243,14 +260,21 @@ class ExactScores:
     ) -> ShardSet:
         """Return shards of numbers that depend on a curvature."""
         store = self.model.store
-        own = {**store.identity(model_id), "kind": prefix, "curvature": curvature.digest, "damping": str(self.damping)}
+        own = {
+            **store.identity(model_id),
+            "kind": prefix,
+            "curvature": curvature.digest,
+            "damping": str(self.damping),
+            "rows": type(self.scored_task).__name__,
+        }
         return ShardSet(
             directory, prefix, ShardPlan(rows, shard_size), width, torch.float32, {**own, **identity}, store.version
         )
 
     def _tag(self, curvature: Curvature) -> str:
         """Name what is computed with a curvature and a damping."""
-        return content_digest({**curvature.describe(), "damping": self.damping})[:12]
+        described = {**curvature.describe(), "damping": self.damping, "rows": type(self.scored_task).__name__}
+        return content_digest(described)[:12]
 
     def _targets(self, curvature: Curvature, name: str, model_id: int, eval_dataset: Any) -> ShardSet:
         """Compute P⁻¹ ∇f of the targets: `(m, P)`."""
@@ -299,7 +323,7 @@ class ExactScores:
             if not model.processes.broadcast_from_main(shards.unwritten):
                 continue
             rows = _target_rows(targets, columns, groups).to(model.device)
-            featurizer = model.featurizer(self.train_task, TargetProducts(rows))
+            featurizer = model.featurizer(self.scored_task, TargetProducts(rows))
             what = f"{name}, exact scores, checkpoint {model_id}"
             featurizer.fill(shards, model.train_dataset, model_id, "train", what)
         return chunks
@@ -317,7 +341,7 @@ class ExactScores:
             model_id,
             curvature,
         )
-        featurizer = model.featurizer(self.train_task, whitened_projection(curvature, self.damping, projector))
+        featurizer = model.featurizer(self.scored_task, whitened_projection(curvature, self.damping, projector))
         what = f"whitened train rows, checkpoint {model_id}"
         featurizer.fill(shards, model.train_dataset, model_id, "train", what)
         return shards
@@ -332,35 +356,28 @@ class _Scores:
         self._ridge = ridge
         self._system: HybridSystem | None = None
 
-    def exact(self, index: int) -> tuple[int, Tensor]:
-        """Read C of one shard of training rows, q included: `(start, (rows, m))`."""
+    def products(self, index: int) -> tuple[int, Tensor]:
+        """Read the products with the targets of one shard of training rows: `(start, (rows, m))`."""
         parts = [chunk.read(index) for chunk in self.chunks]
-        scores = torch.cat([part.grads for part in parts], 1)
-        return parts[0].start, scores * parts[0].out_to_loss.unsqueeze(1)
+        return parts[0].start, torch.cat([part.grads for part in parts], 1)
 
     def block(self, index: int) -> tuple[int, Tensor]:
         """Compute the scores of one shard of training rows: `(start, (rows, m))`."""
-        start, scores = self.exact(index)
+        start, products = self.products(index)
+        weights = self.chunks[0].read(index).out_to_loss.unsqueeze(1)
         if self.whitened is None:
-            return start, scores
+            return start, products * weights
         if self._system is None:
+            shards = range(len(self.whitened))
             self._system = HybridSystem(
-                self.whitened.plan.n_rows,
-                self._features,
-                lambda: map(self.exact, range(len(self.chunks[0]))),
-                self._ridge,
+                self.whitened.plan.n_rows, self._features, lambda: map(self.products, shards), self._ridge
             )
-        return start, self._system.apply(start, self._row_features(index), scores)
+        return start, self._system.apply(start, self.whitened.read(index).grads, products) * weights
 
     def _features(self) -> Iterator[tuple[int, Tensor]]:
         assert self.whitened is not None
-        for index in range(len(self.whitened)):
-            yield self.whitened.plan.rows(index).start, self._row_features(index)
-
-    def _row_features(self, index: int) -> Tensor:
-        assert self.whitened is not None
-        shard = self.whitened.read(index)
-        return shard.grads.float() * shard.out_to_loss.unsqueeze(1)
+        for shard in self.whitened:
+            yield shard.start, shard.grads
 
 
 def _mean_blocks(parts: Sequence[_Scores], shards: Sequence[int]) -> Iterator[ScoreBlock]:

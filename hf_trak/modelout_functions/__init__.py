@@ -20,7 +20,7 @@ from hf_trak.modelout_functions.classification import (
 from hf_trak.modelout_functions.clip import CLIPModelOutput, MissingEmbeddingsError
 from hf_trak.modelout_functions.clip_sigmoid import SigLIPModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
-from hf_trak.modelout_functions.loss import LossModelOutput
+from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, LossModelOutput
 from hf_trak.modelout_functions.masked_lm import MaskedLMModelOutput
 from hf_trak.modelout_functions.multi_label import MultiLabelClassificationModelOutput
 from hf_trak.modelout_functions.question_answering import QuestionAnsweringModelOutput
@@ -39,6 +39,7 @@ __all__ = [
     "CausalLMModelOutput",
     "ClassificationModelOutput",
     "FunctionModelOutput",
+    "GaussNewtonModelOutput",
     "ImageClassificationModelOutput",
     "IterativeImageClassificationModelOutput",
     "LossModelOutput",

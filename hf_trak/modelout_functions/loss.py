@@ -19,6 +19,7 @@ from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.modelout_functions.identity import task_identity
 from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
+from hf_trak.modelout_functions.regression import RegressionModelOutput
 
 
 @runtime_checkable
@@ -75,6 +76,53 @@ class LossModelOutput(BatchedModelOutput):
 
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         return torch.ones_like(self._task.out_to_loss_grad(model_output, batch, side))
+
+
+class GaussNewtonModelOutput(LossModelOutput):
+    """The task `gauss_newton`: training rows are −∇ℓ/√q with the weight √q, so that XᵀX is a Gauss-Newton matrix.
+
+    The Gauss-Newton matrix of a loss is Σ h ∇f ∇fᵀ, with h the second derivative of a row's loss by f. For the
+    softmax, h is about q = 1 − p_y (its mean over labels y drawn from the model is 1 − Σ_c p_c², the trace of the
+    softmax's Hessian), while the gradient of the loss is q ∇f: so √h ∇f is −∇ℓ/√q. A Gram matrix of ∇ℓ itself (the
+    "empirical Fisher", see Kunstner et al. 2019, arXiv 1905.12558) would weigh rows by q², one of ∇f, as in the TRAK
+    paper, weighs all alike.
+
+    For tasks whose q lies in [0, 1]: those with a margin, or several. Regression has h = 1: its own task does this.
+    """
+
+    def bind(self, model: torch.nn.Module) -> None:
+        """Learn which model the next batches go through.
+
+        Args:
+            model (`torch.nn.Module`):
+                The model.
+
+        Raises:
+            TypeError: the task is regression.
+        """
+        super().bind(model)
+        if isinstance(self._task, RegressionModelOutput):
+            raise TypeError(
+                "The task 'gauss_newton' was given a regression, whose q has a sign. Expected a task of "
+                "probabilities. Use 'regression': its XᵀX is the Gauss-Newton matrix already."
+            )
+
+    def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        found = super().output(model_output, batch, side)
+        return found if side == "target" else found / self._roots(model_output, batch).to(found)
+
+    def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        if side == "target":
+            return super().out_to_loss_grad(model_output, batch, side)
+        return self._roots(model_output, batch)
+
+    def _roots(self, model_output: Any, batch: Batch) -> Tensor:
+        """Compute √q of every sample, away from the zero of rows that the model predicts with certainty."""
+        return self._task.out_to_loss_grad(model_output, batch).detach().float().clamp(min=_LEAST_Q).sqrt()
+
+
+_LEAST_Q = 1e-12
+"""Gradients of rows with a smaller q are rounding in float32, and stay so."""
 
 
 def _task_of(model: torch.nn.Module) -> BatchedModelOutput:

@@ -8,10 +8,14 @@ import torch
 from hf_trak.modelout_functions.base import AbstractModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
 from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
-from hf_trak.modelout_functions.loss import LossModelOutput
+from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, LossModelOutput
 from hf_trak.modelout_functions.positions import unwrapped
 
-TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {**TASKS_OF_MODELS, "loss": LossModelOutput}
+TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
+    **TASKS_OF_MODELS,
+    "loss": LossModelOutput,
+    "gauss_newton": GaussNewtonModelOutput,
+}
 """Task classes by name: the tasks of the `trak` API first."""
 
 

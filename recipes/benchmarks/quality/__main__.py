@@ -34,6 +34,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("stage", choices=("all", *STAGES))
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=[name for name in CASES if name != "board"])
     parser.add_argument("--libraries", nargs="+", choices=list(LIBRARIES), default=list(LIBRARIES))
+    parser.add_argument("--methods", nargs="+", help="names of methods, as the tables have them; all by default")
     parser.add_argument("--work", type=Path, default=Path("quality"), help="directory of banks and scores")
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="directory of the installed libraries")
     parser.add_argument("--downloads", type=Path, default=Path("downloads"), help="directory of fetched data")
@@ -63,6 +64,8 @@ def main() -> None:
             for library in args.libraries:
                 install(library, args.peers)
                 for method in method_names(library, args.peers):
+                    if args.methods is not None and method not in args.methods:
+                        continue
                     found = score(name, library, method, work, args.downloads, args.peers, args.limit)
                     print(name, json.dumps(found), flush=True)
         if "remove" in stages:

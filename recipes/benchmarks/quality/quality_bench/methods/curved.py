@@ -13,7 +13,7 @@ from hf_trak import TrakAttributor
 from quality_bench.job import Cost, Job, Method, Scores
 
 DAMPINGS = (0.001, 0.01, 1.0, 10.0)
-HYBRIDS = ((0.1, 3.0), (0.1, 10.0), (1.0, 1.0), (1.0, 10.0), (10.0, 3.0), (10.0, 10.0))
+HYBRIDS = ((0.01, 3.0), (0.1, 1.0), (0.1, 3.0), (1.0, 3.0), (1.0, 10.0), (10.0, 1.0), (10.0, 3.0))
 """Damping c and relative λ beside the default."""
 
 
