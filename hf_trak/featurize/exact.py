@@ -20,6 +20,7 @@ from hf_trak.curvature.fit import CurvatureFit, FitPlan
 from hf_trak.curvature.hybrid import HybridSystem
 from hf_trak.curvature.maps import TargetProducts, influence_on_itself, preconditioning, whitened_projection
 from hf_trak.data.rows import RowBatches, row_count
+from hf_trak.errors import IncompleteStoreError
 from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
 from hf_trak.featurize.comparisons import COMPARISONS
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -120,7 +121,14 @@ class ExactScores:
             f"curvature, checkpoint {model_id}",
             not self.args.disable_tqdm,
         )
-        files = CurvatureFiles(self.directory(model_id), self.identity(model_id, rows))
+        if getattr(self.model.train_dataset, "absent", False):
+            raise IncompleteStoreError(
+                "The training rows of the index are not at hand. Expected them for exact scores, which need their "
+                "gradients. Pass `train_dataset=` to `from_pretrained`."
+            )
+        identity = self.identity(model_id, rows)
+        with self.model.processes.all_or_none():
+            files = CurvatureFiles(self.model.store.curvature_dir(model_id, identity), identity)
         source = _FitBatches(self.model, self.train_task, task, model_id)
         return CurvatureFit(plan, files, source, self.model.layout, self.model.processes, self.model.device).run()
 

@@ -267,6 +267,10 @@ class FeatureStore:
             remove_stale_temporaries(directory)
         return ShardSet(directory, prefix, plan, self.proj_dim, self.feature_dtype, identity, self.version)
 
+    def curvature_dir(self, model_id: int, identity: Mapping[str, Any]) -> Path:
+        """Directory of the curvature of one checkpoint that has this identity, or is to be fitted with it."""
+        return self.output_dir / "curvature" / str(checked_model_id(model_id))
+
     # -- experiments -------------------------------------------------------------------------------------------------
 
     @property
