@@ -11,10 +11,13 @@ from huggingface_hub import CommitInfo
 from torch import Tensor
 
 from hf_trak.config import TrakConfig, checked_args
+from hf_trak.curvature.report import CurvatureReport
 from hf_trak.data.rows import Collator, row_count
-from hf_trak.featurize.checkpoint_arguments import sources_of
+from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.fidelity import Fidelity, measure_fidelity
+from hf_trak.featurize.fitted import curvature_report, log_reports
 from hf_trak.featurize.revising import revise
 from hf_trak.featurize.upgrading import upgrade_store
 from hf_trak.modelout_functions import AbstractModelOutput
@@ -202,7 +205,8 @@ class TrakAttributor(FeaturizedModel):
 
         Which one, and its damping, is set in the configuration (`curvature`, `curvature_rows`, `curvature_labels`,
         `damping`). It is kept in `<output_dir>/curvature/<model_id>/`; the same call after an interruption goes on,
-        with any number of processes. The weights of the model are the same afterwards as before.
+        with any number of processes. The weights of the model are the same afterwards as before. A short report is
+        logged; [`~TrakAttributor.curvature_report`] gives all of it.
 
         Args:
             checkpoints (*optional*):
@@ -219,8 +223,55 @@ class TrakAttributor(FeaturizedModel):
             NonFiniteError: a gradient is NaN or infinite; names the parameter and the rows.
             TypeError: labels cannot be drawn for the task: use `curvature_labels="empirical"`.
         """
-        ExactScores(self).fit(checkpoints, model_ids)
+        exact = ExactScores(self)
+        exact.fit(checkpoints, model_ids)
+        log_reports(exact, checked_ids(as_list(checkpoints), model_ids))
         return self
+
+    def curvature_report(self, model_id: int = 0) -> CurvatureReport:
+        """Report on the curvature that [`~TrakAttributor.fit_curvature`] has fitted to a checkpoint.
+
+        Args:
+            model_id (`int`, *optional*, defaults to 0):
+                The checkpoint.
+
+        Returns:
+            [`~hf_trak.curvature.report.CurvatureReport`]: per block the spectrum, the effective dimension, shares of
+            gradients and scores, and warnings. `print` shows it as a table.
+
+        Raises:
+            StoreError: no curvature is fitted to this checkpoint, or a file of it is damaged.
+            ConfigMismatchError: the curvature that is there is of another kind, or of other parameters.
+            ValueError: `curvature="identity"`, of which there is nothing to report.
+        """
+        return curvature_report(ExactScores(self), model_id)
+
+    def fidelity(self, rows: int = 64, targets: int = 16, seed: int = 0, model_id: int | None = None) -> Fidelity:
+        """Compare scores from the stored features with exact ones, on a random sample.
+
+        Targets are training rows, too, other ones than those that are scored. The features are compared with whole
+        gradients, and the scores of the index with exact ones under the curvature, which is fitted first where it is
+        missing. The rest costs a pass over `rows + targets` rows, and disk space for the gradients of the targets.
+
+        Args:
+            rows (`int`, *optional*, defaults to 64):
+                Number of training rows to score; fewer where there are no more.
+            targets (`int`, *optional*, defaults to 16):
+                Number of targets; half of the training rows at most.
+            seed (`int`, *optional*, defaults to 0):
+                Seed of the sample.
+            model_id (`int`, *optional*):
+                The checkpoint. By default the first.
+
+        Returns:
+            [`~hf_trak.featurize.fidelity.Fidelity`]: rank correlations and overlaps of the highest rows.
+
+        Raises:
+            IncompleteStoreError: nothing is featurized yet, or only in part, or the training rows are not at hand.
+            ValueError: a number is out of range, or there are fewer than 4 training rows.
+            All that `fit_curvature` raises.
+        """
+        return measure_fidelity(self, rows, targets, seed, model_id)
 
     def attribute(
         self,

@@ -1,0 +1,346 @@
+"""The fidelity of an index: scores from stored features beside exact ones, on a sample of rows and targets.
+
+Two things separate the scores of an index from exact scores under a Kronecker curvature: the random projection, and
+the curvature. They are measured one by one, for n' training rows and m' targets that are drawn from the other training
+rows:
+
+1. q · ⟨φ_i, φ_t⟩ from features beside q · ⟨∇f_i, ∇f_t⟩ from whole gradients: what the projection alone changes. (With
+   the ridge, whole gradients would need a system of P equations.)
+2. q · φ_tᵀ(XᵀX + λI)⁻¹φ_i, the scores of the index, beside exact scores under the fitted curvature: what `attribute`
+   gives and what `attribute(exact=True)` would give.
+"""
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from hf_trak.curvature.curvature import Curvature, identity_curvature
+from hf_trak.curvature.maps import GradientMap, TargetProducts, preconditioning
+from hf_trak.errors import IncompleteStoreError
+from hf_trak.featurize.exact import ExactScores
+from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.fitted import fitted_curvature
+from hf_trak.modelout_functions import AbstractModelOutput
+from hf_trak.modelout_functions.base import Side
+from hf_trak.runtime.checks import checked_int
+from hf_trak.scores.streaming import score_blocks
+from hf_trak.store.sealed import content_digest
+from hf_trak.store.shard_set import Shard, ShardSet
+from hf_trak.store.shards import ShardPlan
+
+_LEAST_ROWS = 3
+_TOP = 10
+_SHARD_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How well two matrices of scores agree, target by target.
+
+    Attributes:
+        spearman (`tuple[float, ...]`): rank correlation over the rows, of every target.
+        overlap (`tuple[float, ...]`): part of the highest rows of one that are among as many of the other.
+    """
+
+    spearman: tuple[float, ...]
+    overlap: tuple[float, ...]
+
+    @classmethod
+    def of(cls, found: np.ndarray, exact: np.ndarray, top: int) -> "Agreement":
+        """Compare scores `(rows, targets)` with exact ones.
+
+        Args:
+            found (`numpy.ndarray`):
+                The scores.
+            exact (`numpy.ndarray`):
+                The exact ones.
+            top (`int`):
+                Number of highest rows for the overlap.
+        """
+        ranks = [np.apply_along_axis(_ranks, 0, one) for one in (found, exact)]
+        best = [np.argsort(-one, axis=0, kind="stable")[:top] for one in (found, exact)]
+        return cls(
+            tuple(_correlation(a, b) for a, b in zip(ranks[0].T, ranks[1].T, strict=True)),
+            tuple(len(set(a) & set(b)) / top for a, b in zip(best[0].T.tolist(), best[1].T.tolist(), strict=True)),
+        )
+
+    @property
+    def mean_spearman(self) -> float:
+        """Mean over targets."""
+        return float(np.mean(self.spearman))
+
+    @property
+    def mean_overlap(self) -> float:
+        """Mean over targets."""
+        return float(np.mean(self.overlap))
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of `mean_spearman` over targets; infinite for one target."""
+        m = len(self.spearman)
+        return float(np.std(self.spearman, ddof=1)) / math.sqrt(m) if m > 1 else math.inf
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How well the scores of an index agree with exact ones.
+
+    Attributes:
+        model_id (`int`): the checkpoint.
+        rows (`int`): number of training rows that were compared.
+        targets (`int`): number of targets, which are training rows, too.
+        top (`int`): number of highest rows in the overlaps.
+        features (`int`): k, the number of features per row.
+        curvature (`str`): kind of the curvature of the exact scores.
+        projection ([`Agreement`]): inner products of features, beside those of whole gradients.
+        scores ([`Agreement`]): scores of the index, beside exact scores under the curvature.
+    """
+
+    model_id: int
+    rows: int
+    targets: int
+    top: int
+    features: int
+    curvature: str
+    projection: Agreement
+    scores: Agreement
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the measurement as plain JSON."""
+        content = asdict(self)
+        for name, one in (("projection", self.projection), ("scores", self.scores)):
+            content[name] |= {"mean_spearman": one.mean_spearman, "mean_overlap": one.mean_overlap}
+        return content
+
+    def __str__(self) -> str:
+        """Say both agreements in a sentence each."""
+
+        def figures(one: Agreement) -> str:
+            error = f" ± {one.standard_error:.2f}" if math.isfinite(one.standard_error) else ""
+            return f"{one.mean_spearman:.2f}{error}, {one.mean_overlap:.0%} of the top {self.top}"
+
+        return "\n".join(
+            [
+                f"Fidelity of checkpoint {self.model_id}, {self.rows} training rows × {self.targets} targets (rank "
+                f"correlation per target, mean ± standard error; chance: 0, {self.top / self.rows:.0%}):",
+                f"  {self.features:,} features beside whole gradients: {figures(self.projection)}",
+                f"  scores of the index beside exact {self.curvature} scores: {figures(self.scores)}",
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class SampledScores:
+    """Scores of a sample, `(rows, targets)` each.
+
+    Attributes:
+        rows (`list[int]`): the training rows.
+        targets (`list[int]`): the training rows that are taken as targets.
+        products (`numpy.ndarray`): q times inner products of features.
+        exact_products (`numpy.ndarray`): q times inner products of whole gradients.
+        index (`numpy.ndarray`): scores of the index.
+        exact (`numpy.ndarray`): exact scores under the curvature.
+    """
+
+    rows: list[int]
+    targets: list[int]
+    products: np.ndarray
+    exact_products: np.ndarray
+    index: np.ndarray
+    exact: np.ndarray
+
+
+def measure_fidelity(
+    model: FeaturizedModel, rows: int = 64, targets: int = 16, seed: int = 0, model_id: int | None = None
+) -> Fidelity:
+    """Compare scores from stored features with exact ones, see [`~hf_trak.TrakAttributor.fidelity`].
+
+    Args:
+        model (`FeaturizedModel`):
+            The featurized model. All processes call this together.
+        rows, targets, seed, model_id:
+            As there.
+
+    Raises:
+        As there.
+    """
+    scores, curvature, checkpoint = sampled_scores(model, rows, targets, seed, model_id)
+    top = min(_TOP, max(1, len(scores.rows) // 4))
+    return Fidelity(
+        model_id=checkpoint,
+        rows=len(scores.rows),
+        targets=len(scores.targets),
+        top=top,
+        features=model.proj_dim,
+        curvature=curvature.kind,
+        projection=Agreement.of(scores.products, scores.exact_products, top),
+        scores=Agreement.of(scores.index, scores.exact, top),
+    )
+
+
+def sampled_scores(
+    model: FeaturizedModel, rows: int, targets: int, seed: int, model_id: int | None
+) -> tuple[SampledScores, Curvature, int]:
+    """Compute the scores of a sample in four ways.
+
+    Returns:
+        The scores, the curvature and the id of the checkpoint.
+
+    Raises:
+        IncompleteStoreError: the features or the rows are not at hand.
+        ValueError: a number is out of range.
+    """
+    if getattr(model.train_dataset, "absent", False):
+        raise IncompleteStoreError(
+            "The training rows of this index are not at hand. Expected them, since exact scores need their gradients. "
+            "Pass them as `train_dataset`."
+        )
+    chosen_rows, chosen_targets = _sample(len(model.train_dataset), rows, targets, seed)
+    checkpoint = model.scorer.ensemble(None if model_id is None else [model_id])[0]
+    exact = ExactScores(model)
+    source = model.source_of(checkpoint, {})
+    exact.fit(None if source is None else [source], [checkpoint])
+    curvature = fitted_curvature(exact, checkpoint)
+    with model.weights(checkpoint, source):
+        sample = _Sample(model, checkpoint, chosen_rows, chosen_targets, exact, curvature)
+        return sample.scores(), curvature, checkpoint
+
+
+def _sample(n: int, rows: int, targets: int, seed: int) -> tuple[list[int], list[int]]:
+    """Draw distinct training rows and targets, half of all rows as targets at most."""
+    rows, targets = checked_int(rows, "rows", _LEAST_ROWS), checked_int(targets, "targets", 1)
+    if n <= _LEAST_ROWS:
+        raise ValueError(f"There are {n} training rows. Expected at least {_LEAST_ROWS + 1} to compare scores of.")
+    order = np.random.Generator(np.random.Philox(checked_int(seed, "seed", 0))).permutation(n)
+    count = min(targets, n // 2, n - _LEAST_ROWS)
+    return sorted(map(int, order[count : count + rows])), sorted(map(int, order[:count]))
+
+
+class _Sample:
+    """The drawn rows and targets under the weights that the model has now."""
+
+    def __init__(
+        self,
+        model: FeaturizedModel,
+        model_id: int,
+        rows: list[int],
+        targets: list[int],
+        exact: ExactScores,
+        curvature: Curvature,
+    ) -> None:
+        self._model = model
+        self._train_task = exact.train_task
+        self._damping = exact.damping
+        self._curvature = curvature
+        self._model_id = model_id
+        self._rows = rows
+        self._targets = targets
+        self._identity = {
+            **model.store.identity(model_id),
+            "curvature": curvature.digest,
+            "damping": str(exact.damping),
+            "sample": content_digest({"rows": rows, "targets": targets}),
+        }
+        self._directory: Path = model.store.output_dir / f"fidelity-{content_digest(self._identity)}"
+
+    def scores(self) -> SampledScores:
+        """Compute all four matrices. What is written on the way is removed again."""
+        model = self._model
+        features, q = self._stored_features()
+        whole = self._shards(
+            "targets", self._targets, model.layout.total, preconditioning(identity_curvature(model.layout), 0.0),
+            model.task, "target",
+        )  # fmt: skip
+        projected, products, scores = [], [], []
+        for number, gradients in self._groups(whole):
+            projected.append(self._projected(gradients))
+            products.append(self._exact(f"products-{number}", gradients, model.task))
+            preconditioned = self._curvature.precondition(gradients, self._damping)
+            scores.append(self._exact(f"scores-{number}", preconditioned, self._train_task))
+        model.processes.broadcast_from_main(lambda: shutil.rmtree(self._directory))
+        targets = torch.cat(projected)
+        return SampledScores(
+            self._rows,
+            self._targets,
+            (features @ targets.T * q.unsqueeze(1)).double().numpy(),
+            torch.cat(products, 1).double().numpy(),
+            self._index_scores(features, q, targets).double().numpy(),
+            torch.cat(scores, 1).double().numpy(),
+        )
+
+    def _stored_features(self) -> tuple[Tensor, Tensor]:
+        """Read the features `(rows, k)` and q `(rows,)` of the drawn rows."""
+        shards = self._model.store.train(self._model_id)
+        features, q = [], []
+        for row in self._rows:
+            shard = shards.read(shards.plan.shard_of(row))
+            features.append(shard.grads[row - shard.start].float())
+            q.append(shard.out_to_loss[row - shard.start])
+        return torch.stack(features), torch.stack(q)
+
+    def _groups(self, shards: ShardSet) -> Iterator[tuple[int, Tensor]]:
+        """Read whole gradients of as many targets at a time as fit into memory twice, plain and preconditioned."""
+        model = self._model
+        together = max(1, int(model.args.exact_memory * 2**30) // (8 * model.layout.total))
+        for first in range(0, len(self._targets), together):
+            last = min(first + together, len(self._targets)) - 1
+            read = [shards.read(index) for index in range(shards.plan.shard_of(first), shards.plan.shard_of(last) + 1)]
+            low = read[0].start
+            whole = torch.cat([shard.grads for shard in read])[first - low : last + 1 - low]
+            yield first, whole.to(model.device)
+
+    def _projected(self, gradients: Tensor) -> Tensor:
+        """Project whole gradients as the index does, with its storage dtype."""
+        model = self._model
+        projector = model.projector()
+        sink = projector.sink(len(gradients), self._model_id, model.device)
+        sink(0, gradients)
+        return (sink.result() * projector.scale).to(model.store.feature_dtype).float().cpu()
+
+    def _exact(self, name: str, targets: Tensor, task: AbstractModelOutput) -> Tensor:
+        """Multiply the gradients of the drawn rows by those of targets, and by q: `(rows, targets)`."""
+        shards = self._shards(name, self._rows, len(targets), TargetProducts(targets), task, "train")
+        return torch.cat([shard.grads * shard.out_to_loss.unsqueeze(1) for shard in shards])
+
+    def _index_scores(self, features: Tensor, q: Tensor, targets: Tensor) -> Tensor:
+        scorer = self._model.scorer
+        system = scorer.precondition(self._model_id, lambda: targets, len(targets))
+        ((_, _, scores),) = score_blocks([[Shard(0, len(features), features, q)]], [system])
+        return scores.cpu()
+
+    def _shards(
+        self, name: str, rows: list[int], width: int, gradients: GradientMap, task: AbstractModelOutput, side: Side
+    ) -> ShardSet:
+        """Compute a map of the gradients of some training rows: `(len(rows), width)`."""
+        model = self._model
+        size = max(1, min(model.args.per_device_batch_size, _SHARD_BYTES // (4 * width)))
+        shards = ShardSet(
+            self._directory, name, ShardPlan(len(rows), size), width, torch.float32, {**self._identity, "kind": name}
+        )
+        dataset: Any = model.train_dataset
+        part = dataset.select(rows) if hasattr(dataset, "select") else Subset(dataset, rows)
+        what = f"fidelity, {name}, checkpoint {self._model_id}"
+        model.featurizer(task, gradients).fill(shards, part, self._model_id, side, what)
+        return shards
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Rank numbers from 1, equal ones by their mean rank."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    means: np.ndarray = np.cumsum(counts) - (counts - 1) / 2
+    return means[places]
+
+
+def _correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Correlation of two lists of ranks; 0 where one is constant."""
+    first, second = first - first.mean(), second - second.mean()
+    norm = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return float(first @ second) / norm if norm > 0 else 0.0
