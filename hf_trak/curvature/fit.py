@@ -221,8 +221,8 @@ class CurvatureFit:
             observer.finish()
             progress.update(len(rows))
         tensors = {}
-        for index in range(len(blocks.kronecker)):
-            tensors[f"{index:05d}-left"], tensors[f"{index:05d}-right"] = sums.left[index], sums.right[index]
+        for index, (left, right) in enumerate(zip(sums.left, sums.right, strict=True)):
+            tensors[f"{index:05d}-left"], tensors[f"{index:05d}-right"] = left, right
         tensors["counts"] = torch.tensor(sums.counts, dtype=torch.int64)
         self._check_finite(tensors, blocks, part)
         path = self.files.sums_path("bases", blocks, part)

@@ -34,12 +34,16 @@ class BasisSums:
         """
         self.blocks = blocks
         self.kind = kind
-        self.left = [_zeros(block.shape[0], block.shape[0], device=device) for block in blocks.kronecker]
-        self.right = [_zeros(block.shape[1], block.shape[1], device=device) for block in blocks.kronecker]
+        summed = () if kind == "none" else blocks.kronecker
+        self.left = [_zeros(block.shape[0], block.shape[0], device=device) for block in summed]
+        self.right = [_zeros(block.shape[1], block.shape[1], device=device) for block in summed]
         self.counts = [0] * len(blocks.kronecker)
-        """Number of positions, or of rows with a gradient where bases are those of whole gradients."""
+        """Number of positions, or of rows where bases are those of whole gradients or where there are none."""
 
     def factors(self, index: int, left: Tensor, right: Tensor) -> None:
+        if self.kind == "none":
+            self.counts[index] += left.shape[0]
+            return
         if self.kind == "gradients":
             self._gradients_of_factors(index, left, right)
             return
@@ -53,12 +57,13 @@ class BasisSums:
         self.counts[index] += left.shape[0]
 
     def matrices(self, index: int, gradients: Tensor) -> None:
-        rows = gradients.shape[0]
+        self.counts[index] += gradients.shape[0]
+        if self.kind == "none":
+            return
         tall = gradients.transpose(0, 1).reshape(gradients.shape[1], -1)
         wide = gradients.reshape(-1, gradients.shape[2])
         self.left[index] += tall @ tall.T
         self.right[index] += wide.T @ wide
-        self.counts[index] += rows
 
     def numbers(self, index: int, first: int, gradients: Tensor) -> None:
         """Parameters without a basis need no first pass."""

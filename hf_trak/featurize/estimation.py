@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hf_trak.config import TrakConfig
+from hf_trak.featurize.exact_estimate import ExactEstimate, estimate_exact
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
 from hf_trak.runtime.progress import duration
@@ -60,6 +61,8 @@ class Estimate:
     """Memory to score: 3 · 8k² while solving, targets before and after in float32 and float64, and one shard."""
     rows_per_second: float | None = None
     """Rows that one process featurizes per second, where it was measured."""
+    exact: ExactEstimate | None = None
+    """What exact scores take, where the configuration names a curvature."""
 
     @property
     def disk_bytes(self) -> int:
@@ -84,6 +87,15 @@ class Estimate:
             f"memory: {_size(self.featurize_memory)} and one batch's activations to featurize, "
             f"{_size(self.score_memory)} to score",
         ]
+        if self.exact is not None:
+            exact = self.exact
+            lines.append(
+                f"exact scores: disk {_size(self.checkpoints * exact.curvature_bytes)} for the curvature (and "
+                f"{_size(exact.progress_bytes)} while it is fitted), "
+                f"{_size(self.checkpoints * (exact.targets_bytes + exact.scores_bytes))} for targets and scores; "
+                f"memory {_size(exact.fit_memory)} to fit, {_size(exact.exact_memory)} to score; {exact.passes} "
+                f"pass{'es' if exact.passes > 1 else ''} over the training rows"
+            )
         if self.seconds is not None:
             each = f" on each of {self.processes} processes" if self.processes > 1 else ""
             lines.append(f"time: {duration(self.seconds)} at {self.rows_per_second:,.1f} rows/s{each}")
@@ -144,6 +156,7 @@ def estimate_sizes(
         featurize_memory=copies * weights + 4 * (shard_rows * (k + 1) + batch * (k + largest)),
         score_memory=3 * 8 * k * k + groups * k * 12 + shard_rows * k * _STORAGE_BYTES[args.feature_dtype],
         rows_per_second=rows_per_second,
+        exact=None if args.curvature is None else estimate_exact(model, layout, args, n, groups, weights),
     )
 
 

@@ -1,0 +1,83 @@
+"""Arithmetic of what a curvature and exact scores take: disk, memory, passes over the training rows."""
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from hf_trak.config import TrakConfig
+from hf_trak.curvature.fit import LARGEST_SIDE, PARTS
+from hf_trak.curvature.observation import SMALLEST_SIDE
+from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
+
+
+@dataclass(frozen=True)
+class ExactEstimate:
+    """Cost of one checkpoint's curvature, and of the exact scores of n training rows for m targets.
+
+    Sizes are in bytes. Sides of layers are taken from the shapes of their parameters: channel groups, which have
+    smaller ones, count as one layer.
+    """
+
+    curvature_bytes: int
+    """Disk: bases and eigenvalues, 4 · Σ (I² + J² + I · J)."""
+    progress_bytes: int
+    """Disk, while a fit runs: sums in float64 for each part of the sample."""
+    fit_memory: int
+    """Memory of a process that fits: weights, and the sums of one pass. Activations and factors of one batch come on
+    top."""
+    targets_bytes: int
+    """Disk: preconditioned targets, 4 · m · P."""
+    scores_bytes: int
+    """Disk: scores of all rows, 4 · n · (m + 1)."""
+    exact_memory: int
+    """Memory of a process that scores: weights, curvature or preconditioned targets, whichever is more, and the whole
+    gradients of one batch of targets. Activations of one batch come on top."""
+    passes: int
+    """Passes over the training rows to score them."""
+
+
+def estimate_exact(
+    model: nn.Module, layout: ParameterLayout, args: TrakConfig, n: int, m: int, weights: int
+) -> ExactEstimate:
+    """Work out what exact scores take.
+
+    Args:
+        model: the model.
+        layout: the attributed parameters.
+        args: the configuration.
+        n: number of training rows.
+        m: number of targets.
+        weights: bytes of the model.
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    sides = [side for slot in layout.slots if id(parameters[slot.name]) not in tables for side in _sides(slot)]
+    bases = 0 if args.curvature == "diagonal" else sum(_cut_squares(side) for side in sides)
+    total = layout.total
+    targets_at_once = max(1, min(m, int(args.exact_memory * 2**30) // (4 * total)))
+    batch = min(args.per_device_batch_size, max(m, 1))
+    return ExactEstimate(
+        curvature_bytes=4 * (bases + total),
+        progress_bytes=min(PARTS, n) * 8 * (bases + total) + 4 * bases,
+        fit_memory=weights + max(8 * bases, 4 * bases + 8 * total),
+        targets_bytes=4 * m * total,
+        scores_bytes=4 * n * (m + 1),
+        exact_memory=weights + max(4 * targets_at_once * total, 4 * (bases + total) + 3 * 4 * batch * total),
+        passes=math.ceil(m / targets_at_once) + (args.curvature == "hybrid"),
+    )
+
+
+def _sides(slot: ParameterSlot) -> list[int]:
+    """Return the sides of the bases of a parameter; none for one with a diagonal curvature."""
+    if len(slot.shape) < 2 or min(slot.shape[0], slot.numel // slot.shape[0]) < SMALLEST_SIDE:
+        return []
+    if len(slot.shape) == 3:
+        return [*slot.shape[1:]] * slot.shape[0]
+    return [slot.shape[0], slot.numel // slot.shape[0]]
+
+
+def _cut_squares(side: int) -> int:
+    """Return the elements of the bases of one side, which is cut where it is too long."""
+    parts = -(-side // LARGEST_SIDE)
+    return side * side // parts
