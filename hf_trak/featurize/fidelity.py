@@ -206,6 +206,7 @@ def sampled_scores(
     chosen_rows, chosen_targets = _sample(len(model.train_dataset), rows, targets, seed)
     checkpoint = model.scorer.ensemble(None if model_id is None else [model_id])[0]
     exact = ExactScores(model)
+    exact.hybrid = False  # its Gram matrix is one of all rows, which a sample lacks: compare with EK-FAC
     source = model.source_of(checkpoint, {})
     exact.fit(None if source is None else [source], [checkpoint])
     curvature = fitted_curvature(exact, checkpoint)

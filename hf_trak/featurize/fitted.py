@@ -26,16 +26,19 @@ def fitted_curvature(exact: ExactScores, model_id: int) -> Curvature:
     """
     if exact.kind == "identity":
         return identity_curvature(exact.model.layout)
+    expected = exact.identity(model_id, exact._sample())
     directory = exact.directory(model_id)
-    path = directory / CURVATURE_FILE
-    if not path.exists():
+    if (directory / CURVATURE_FILE).exists():
+        recorded = read_sealed(directory / CURVATURE_FILE).get("identity", {})
+        expected |= {name: recorded[name] for name in _SAMPLE if name in recorded}
+    else:  # a published one is kept elsewhere
+        directory = exact.model.store.curvature_dir(model_id, expected)
+    if not (directory / CURVATURE_FILE).exists():
         raise StoreError(
             f"{directory} holds no curvature of checkpoint {model_id}. Expected a fitted one. Call `fit_curvature()` "
             "first."
         )
-    recorded = read_sealed(path).get("identity", {})
-    sample = {name: recorded[name] for name in _SAMPLE if name in recorded}
-    return CurvatureFiles(directory, {**exact.identity(model_id, []), **sample}).read()
+    return CurvatureFiles(directory, expected).read()
 
 
 def curvature_report(exact: ExactScores, model_id: int) -> CurvatureReport:
