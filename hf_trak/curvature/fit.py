@@ -1,9 +1,10 @@
 """The passes that fit a curvature to a model, over a random sample of the training rows.
 
 1. The first batch shows in which form gradients come, and so how the parameters divide into blocks (`observation`).
-2. First pass: the sums behind the bases. Another division that later batches ask for repeats it.
+2. First pass: the sums behind the bases, over as much of the sample as bases need.
 3. Eigendecompositions, each block in one process, cost shared evenly.
-4. Second pass: squares of gradients in these bases.
+4. Second pass: squares of gradients in these bases, over the whole sample. Where its batches ask for another division
+   than the first one did, the fit begins again with that division.
 
 The sample is cut into parts, the same for any number of processes. Every part of a pass is a file, so that a killed
 fit loses one part per process, and the parts are added in their order, so that the result has the same bits however it
@@ -44,6 +45,9 @@ PARTS = 8
 
 LARGEST_SIDE = 8192
 """Longest side of a basis. The eigendecomposition of twice the side takes eight times as long."""
+
+BASIS_POSITIONS = 20
+"""Positions behind a basis, per dimension, that are enough: its eigenvalues are measured anew in the second pass."""
 
 _MAX_ROUNDS = 8
 
@@ -134,20 +138,20 @@ class CurvatureFit:
         """
         if not self.processes.broadcast_from_main(lambda: self.files.saved() is not None):
             self.processes.broadcast_from_main(self.files.prepare)
-            blocks = self._first_pass()
-            self._decompose(blocks)
-            self._pass("squares", blocks)
-            self._conclude(blocks)
+            self._conclude(self._passes())
         with self.processes.all_or_none():
             return self.files.read()
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
-    def _first_pass(self) -> CurvatureBlocks:
-        """Sum what the bases come from, with the division that all batches of the sample ask for."""
+    def _passes(self) -> CurvatureBlocks:
+        """Make both passes, with the division that all batches of the sample ask for."""
         blocks = CurvatureBlocks.from_json(self.processes.broadcast_from_main(self._first_blocks))
         for _ in range(_MAX_ROUNDS):
-            self._pass("bases", blocks)
+            self._pass("bases", blocks, range(1))
+            self._pass("bases", blocks, range(1, self._basis_parts(blocks)))
+            self._decompose(blocks)
+            self._pass("squares", blocks, range(self.plan.parts))
             found = CurvatureBlocks.from_json(self.processes.broadcast_from_main(partial(self._divided, blocks)))
             if found == blocks:
                 return blocks
@@ -175,8 +179,9 @@ class CurvatureFit:
         """Divide by what all batches showed."""
         seen = Observation()
         for part in range(self.plan.parts):
-            with safe_open(self.files.sums_path("bases", blocks, part), framework="pt") as file:
-                seen.merge(parse_metadata(self.files.sums_path("bases", blocks, part), file)["observed"])
+            path = self.files.sums_path("squares", blocks, part)
+            with safe_open(path, framework="pt") as file:
+                seen.merge(parse_metadata(path, file)["observed"])
         found = self._divide(seen)
         self.files.write_blocks(found)
         return found.to_json()
@@ -186,10 +191,32 @@ class CurvatureFit:
             self._layout, seen, self.plan.embeddings, self.plan.largest_side, diagonal=self.plan.kind == "diagonal"
         )
 
-    def _pass(self, stage: str, blocks: CurvatureBlocks) -> None:
-        """Compute the sums of the parts that are missing, each process its share."""
-        paths = [self.files.sums_path(stage, blocks, part) for part in range(self.plan.parts)]
-        missing = self.processes.broadcast_from_main(lambda: [i for i, path in enumerate(paths) if not path.exists()])
+    def _basis_parts(self, blocks: CurvatureBlocks) -> int:
+        """Tell how many parts of the sample the bases take, from the positions in the first of them.
+
+        Bases of whole gradients, of which a row is one, take all.
+        """
+        if self.plan.kind not in ("ekfac", "kfac"):
+            return self.plan.parts
+        counts = self._counts(blocks, 1)
+        factored = [
+            (max(block.shape), count)
+            for block, count in zip(blocks.kronecker, counts, strict=True)
+            if block.source is not None
+        ]
+        if len(factored) < len(blocks.kronecker) or any(count == 0 for _, count in factored):
+            return self.plan.parts
+        needed = max((-(-BASIS_POSITIONS * side // count) for side, count in factored), default=1)
+        return min(needed, self.plan.parts)
+
+    def _counts(self, blocks: CurvatureBlocks, parts: int) -> list[int]:
+        """Add up the positions behind every basis over the first parts."""
+        return self._summed(blocks, "bases", "counts", (len(blocks.kronecker),), parts, torch.int64).tolist()
+
+    def _pass(self, stage: str, blocks: CurvatureBlocks, parts: range) -> None:
+        """Compute the sums of some parts, as far as they are missing, each process its share."""
+        paths = {part: self.files.sums_path(stage, blocks, part) for part in parts}
+        missing = self.processes.broadcast_from_main(lambda: [i for i, path in paths.items() if not path.exists()])
         mine = [missing[i] for i in self.processes.share(len(missing))]
         main = self.processes.is_main_process
         with (
@@ -212,6 +239,20 @@ class CurvatureFit:
         kinds = {"shampoo": "gradients", "diagonal": "none"}
         kind = kinds.get(self.plan.kind, "factors")
         sums = BasisSums(blocks, kind, self.device)  # type: ignore[arg-type]
+        for rows, batch in self.source.iterate(self.plan.cuts(part)):
+            sink = BatchArrivals(blocks, sums)
+            self._stream(rows, batch, sink)
+            sink.finish()
+            progress.update(len(rows))
+        tensors = {}
+        for index, (left, right) in enumerate(zip(sums.left, sums.right, strict=True)):
+            tensors[f"{index:05d}-left"], tensors[f"{index:05d}-right"] = left, right
+        tensors["counts"] = torch.tensor(sums.counts, dtype=torch.int64)
+        self._check_finite(tensors, blocks, part)
+        self.files.write_sums(self.files.sums_path("bases", blocks, part), tensors)
+
+    def _sum_squares(self, blocks: CurvatureBlocks, part: int, progress: RowProgress) -> None:
+        sums = SquareSums(blocks, self._bases(blocks), self.device)
         seen = Observation()
         for rows, batch in self.source.iterate(self.plan.cuts(part)):
             observer = BatchObserver(self._layout, seen)
@@ -220,25 +261,11 @@ class CurvatureFit:
             sink.finish()
             observer.finish()
             progress.update(len(rows))
-        tensors = {}
-        for index, (left, right) in enumerate(zip(sums.left, sums.right, strict=True)):
-            tensors[f"{index:05d}-left"], tensors[f"{index:05d}-right"] = left, right
-        tensors["counts"] = torch.tensor(sums.counts, dtype=torch.int64)
-        self._check_finite(tensors, blocks, part)
-        path = self.files.sums_path("bases", blocks, part)
-        self.files.write_sums(path, tensors, observed=seen.to_json())
-
-    def _sum_squares(self, blocks: CurvatureBlocks, part: int, progress: RowProgress) -> None:
-        sums = SquareSums(blocks, self._bases(blocks), self.device)
-        for rows, batch in self.source.iterate(self.plan.cuts(part)):
-            sink = BatchArrivals(blocks, sums)
-            self._stream(rows, batch, sink)
-            sink.finish()
-            progress.update(len(rows))
         tensors = {f"{index:05d}": total for index, total in enumerate(sums.kronecker)}
         tensors |= {f"diagonal-{index:05d}": total for index, total in enumerate(sums.diagonal)}
         self._check_finite(tensors, blocks, part)
-        self.files.write_sums(self.files.sums_path("squares", blocks, part), tensors)
+        path = self.files.sums_path("squares", blocks, part)
+        self.files.write_sums(path, tensors, observed=seen.to_json())
 
     def _stream(self, rows: Sequence[int], batch: Batch, sink: Any) -> None:
         """Stream the gradients of a batch. One row alone goes twice, so that its layers come as factors, too."""
@@ -279,18 +306,19 @@ class CurvatureFit:
         """Decompose the summed matrices of the blocks that fall to this process."""
         if self.plan.kind == "diagonal":
             return
+        parts = self._basis_parts(blocks)
         with self.processes.all_or_none():
+            counts = self._counts(blocks, parts)
             for index in self._mine(blocks):
                 path = self.files.sums_path("basis", blocks, index)
                 if path.exists():
                     continue
                 block = blocks.kronecker[index]
-                count = int(self._summed(blocks, "bases", "counts", (len(blocks.kronecker),), torch.int64)[index])
                 found = {}
                 for side, size in zip(("left", "right"), block.shape, strict=True):
-                    total = self._summed(blocks, "bases", f"{index:05d}-{side}", (size, size))
+                    total = self._summed(blocks, "bases", f"{index:05d}-{side}", (size, size), parts)
                     what = f"{block.name!r} ({side} side)"
-                    found[f"{side}_values"], found[f"{side}_basis"] = eigenbasis(total, count, what)
+                    found[f"{side}_values"], found[f"{side}_basis"] = eigenbasis(total, counts[index], what)
                 self.files.write_sums(path, found)
 
     def _mine(self, blocks: CurvatureBlocks) -> list[int]:
@@ -310,14 +338,18 @@ class CurvatureFit:
         stage: str,
         name: str,
         shape: tuple[int, ...],
+        parts: int,
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """Add one tensor over all parts, in their order."""
+        """Add one tensor over the first parts, in their order."""
         total = torch.zeros(shape, dtype=dtype)
-        for part in range(self.plan.parts):
+        for part in range(parts):
             path = self.files.sums_path(stage, blocks, part)
             total += self.files.read_sums(path, {name: TensorSpec(shape, (dtype,))})[name]
         return total
+
+    def _squares(self, blocks: CurvatureBlocks, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._summed(blocks, "squares", name, shape, self.plan.parts)
 
     def _basis(self, blocks: CurvatureBlocks, index: int) -> dict[str, Tensor]:
         rows, columns = blocks.kronecker[index].shape
@@ -340,21 +372,23 @@ class CurvatureFit:
     def _conclude(self, blocks: CurvatureBlocks) -> None:
         """Write the blocks that fall to this process; the main process then completes the curvature."""
         rows = len(self.plan.rows)
-        counts = self._summed(blocks, "bases", "counts", (len(blocks.kronecker),), torch.int64).tolist()
+        parts = self._basis_parts(blocks)
+        counts = self._counts(blocks, parts)
+        counted_rows = sum(len(cut) for part in range(parts) for cut in self.plan.cuts(part))
         with self.processes.all_or_none():
             for index in self._mine(blocks):
-                eigenvalues = self._summed(blocks, "squares", f"{index:05d}", blocks.kronecker[index].shape) / rows
+                eigenvalues = self._squares(blocks, f"{index:05d}", blocks.kronecker[index].shape) / rows
                 basis = None if self.plan.kind == "diagonal" else self._basis(blocks, index)
                 if self.plan.kind == "kfac" and basis is not None:
                     # Σ_b G_b G_bᵀ ≈ N (L / N) ⊗ (R / N) for N positions
-                    scale = counts[index] / rows
+                    scale = counts[index] / counted_rows
                     eigenvalues = scale * torch.outer(basis["left_values"], basis["right_values"])
                 bases = None if basis is None else (basis["left_basis"], basis["right_basis"])
                 self.files.write_block(index, eigenvalues.float(), bases)
 
         def finish() -> None:
             diagonal = [
-                (self._summed(blocks, "squares", f"diagonal-{index:05d}", (block.numel,)) / rows).float()
+                (self._squares(blocks, f"diagonal-{index:05d}", (block.numel,)) / rows).float()
                 for index, block in enumerate(blocks.diagonal)
             ]
             self.files.write_diagonal(diagonal)
