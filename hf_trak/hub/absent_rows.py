@@ -31,7 +31,8 @@ class AbsentRows:
     def __getitem__(self, index: int) -> NoReturn:
         raise IncompleteStoreError(
             f"Training row {index} of the index {self.name} is needed, and the training dataset is not available. "
-            "Expected it for tasks that use training rows, such as CLIP. Pass `train_dataset=` to `from_pretrained`."
+            "Expected it for exact scores, and for tasks that use training rows, such as CLIP. Pass "
+            "`train_dataset=` to `from_pretrained`."
         )
 
 

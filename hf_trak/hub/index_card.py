@@ -6,16 +6,20 @@ from typing import Any
 
 from hf_trak.config import TrakConfig
 from hf_trak.hub.cards import render_card
+from hf_trak.hub.curvature_files import StoredCurvature
 from hf_trak.hub.manifest import IndexManifest
 
 
-def index_card(repo_id: str, config: Mapping[str, Any], manifest: IndexManifest) -> str:
+def index_card(
+    repo_id: str, config: Mapping[str, Any], manifest: IndexManifest, curvatures: Mapping[int, StoredCurvature]
+) -> str:
     """Write the card of an index.
 
     Args:
         repo_id: the dataset repo, for the example in the card.
         config: the configuration of the feature store as it is published.
         manifest: the manifest of the index.
+        curvatures: the curvatures that are published with it, by model id.
     """
     settings, task = manifest.settings, config.get("task") or {}
     ridge = (
@@ -43,6 +47,7 @@ def index_card(repo_id: str, config: Mapping[str, Any], manifest: IndexManifest)
         "ridge": ridge,
         "lds": manifest.lds,
         "checkpoints": _checkpoint_rows(manifest),
+        "curvatures": _curvature_rows(curvatures),
     }
     usage = "\n".join(
         [
@@ -64,6 +69,20 @@ def _checkpoint_rows(manifest: IndexManifest) -> list[dict[str, Any]]:
     return [
         {"model_id": model_id, "fingerprint": checkpoint.fingerprint, "source": str(checkpoint.source or unnamed)}
         for model_id, checkpoint in sorted(manifest.checkpoints.items())
+    ]
+
+
+def _curvature_rows(curvatures: Mapping[int, StoredCurvature]) -> list[dict[str, Any]]:
+    labels = {"sampled": "drawn from the model", "empirical": "those of the data"}
+    return [
+        {
+            "model_id": model_id,
+            "kind": one.record.identity["kind"],
+            "rows": f"{one.record.identity['rows']:,}",
+            "labels": labels.get(str(one.record.identity["labels"]), one.record.identity["labels"]),
+            "size": f"{one.size / 2**20:,.1f} MiB",
+        }
+        for model_id, one in sorted(curvatures.items())
     ]
 
 

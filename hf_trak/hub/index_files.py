@@ -22,6 +22,7 @@ MAX_HEADER_BYTES = 64 << 10
 
 INDEX_FILE = re.compile(
     r"checkpoint-\d+/(train-\d+-of-\d+\.safetensors|gram\.safetensors|references\.safetensors|checkpoint\.json)"
+    r"|curvature/\d+/(curvature\.json|block-\d+\.safetensors|diagonal\.safetensors)"
 )
 """Paths of all files of an index except for the two JSON files and the card."""
 
@@ -67,12 +68,13 @@ def gram_bytes(width: int) -> tuple[int, int]:
     return 4 * width * width + 8, 8 * width * width + 8 + MAX_HEADER_BYTES
 
 
-def check_file(path: Path, sizes: tuple[int, int]) -> None:
+def check_file(path: Path, sizes: tuple[int, int], max_header: int = MAX_HEADER_BYTES) -> None:
     """Check the size of a file and the length of its header before the file is parsed.
 
     Args:
         path: the file on this machine.
         sizes: minimum and maximum bytes.
+        max_header: maximum bytes of the header.
 
     Raises:
         StoreError: the file is refused. The message begins with "it", so that the caller can name the file.
@@ -83,10 +85,10 @@ def check_file(path: Path, sizes: tuple[int, int]) -> None:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         start = file.read(1)
-    if length > MAX_HEADER_BYTES or start != b"{":
+    if length > max_header or start != b"{":
         raise StoreError(
             f"it is not a safetensors file of an index: it begins with a header of {length} bytes that starts with "
-            f"{start!r} (at most {MAX_HEADER_BYTES} bytes, starting with b'{{', were expected)"
+            f"{start!r} (at most {max_header} bytes, starting with b'{{', were expected)"
         )
 
 
@@ -116,10 +118,10 @@ def refused_if_damaged(files: IndexFiles, path: str) -> Iterator[None]:
         raise
     except StoreError as error:
         files.discard(path)
-        raise refused(f"{path!r} of {files.name}", _reason(error)) from error
+        raise refused(f"{path!r} of {files.name}", reason_of(error)) from error
 
 
-def _reason(error: HfTrakError) -> str:
+def reason_of(error: HfTrakError) -> str:
     """Cut a message of the store down to its reason, without the advice on the user's own files."""
     text = str(error)
     return (text.partition(" cannot be used: ")[2] or text).partition(". Delete this file")[0]

@@ -3,13 +3,15 @@
 Features of targets and scores, which this machine computes, are kept in a directory outside of the index.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from hf_trak.errors import IncompleteStoreError, RefusedIndexError, StoreError
+from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError, RefusedIndexError, StoreError
+from hf_trak.hub.curvature_files import curvature_folder, fetch_content, fetch_known, fetch_tensors
 from hf_trak.hub.files import IndexFiles
 from hf_trak.hub.foreign_json import shown
 from hf_trak.hub.index_files import (
@@ -32,6 +34,7 @@ from hf_trak.hub.manifest import (
     read_index_json,
     refused,
 )
+from hf_trak.store.atomic import differing
 from hf_trak.store.configuration import Comparison, normalized
 from hf_trak.store.gram_file import Gram
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
@@ -40,6 +43,8 @@ from hf_trak.store.sealed import check_seal
 from hf_trak.store.shard_set import Shard, ShardSet, content_hash
 from hf_trak.store.shards import FORMAT_VERSION, READABLE_VERSIONS, Identity, ShardPlan
 from hf_trak.store.store import FeatureStore
+
+logger = logging.getLogger(__name__)
 
 JSON_FILES = (FeatureStore.CONFIG_FILE, MANIFEST_FILE)
 
@@ -128,6 +133,7 @@ class IndexStore(FeatureStore):
         self.files = files
         self.manifest = manifest
         self._config_hash = super().config_hash
+        self._curvatures: dict[int, Mapping[str, Any]] = {}
 
     @property
     def config_hash(self) -> str:
@@ -165,8 +171,20 @@ class IndexStore(FeatureStore):
         }
 
     def register_checkpoint(self, model_id: int, fingerprint: str, source: str | None = None) -> None:
-        """Raise `StoreError`: an index is read-only."""
-        _refuse_writing(self.files.name)
+        """Compare weights with those of a checkpoint of the index, which is read-only.
+
+        Raises:
+            CheckpointMismatchError: the checkpoint has other weights.
+            StoreError: the index has no checkpoint of this id.
+        """
+        if model_id not in self.manifest.checkpoints:
+            _refuse_writing(self.files.name)
+        expected = self.checkpoint_info(model_id)["fingerprint"]
+        if fingerprint != expected:
+            raise CheckpointMismatchError(
+                f"The weights given for model_id {model_id} have the fingerprint {fingerprint}; the index "
+                f"{self.files.name} was made with {expected}. Expected the same weights. Pass them in `checkpoints=`."
+            )
 
     def write_gram(self, model_id: int, gram: torch.Tensor, n: int) -> None:
         """Raise `StoreError`: an index is read-only."""
@@ -217,6 +235,43 @@ class IndexStore(FeatureStore):
             for name, values in (read_references(self, model_id) or {}).items():
                 if not bool(torch.isfinite(values).all()):
                     raise StoreError(f"`{name}` holds NaN or infinite values")
+
+    def curvature_dir(self, model_id: int, identity: Mapping[str, Any]) -> Path:
+        """Return the directory of the published curvature, fetched and checked, if it has this identity.
+
+        Otherwise it is the directory for results, where one can be fitted.
+
+        Raises:
+            As [`IndexShards.read`].
+        """
+        own = super().curvature_dir(model_id, identity)
+        self.checkpoint_info(model_id)
+        published = self.manifest.checkpoints[model_id].curvature
+        if published is None:
+            return own
+        if model_id not in self._curvatures:
+            content = fetch_content(self.files, self, model_id, published)
+            if changes := differing(content["identity"], identity):
+                message = (
+                    "The curvature of checkpoint %d in %s was fitted with other settings; one is fitted in %s:\n  %s"
+                )
+                logger.warning(message, model_id, self.files.name, own, "\n  ".join(changes))
+                return own
+            fetch_tensors(self.files, self, model_id, published, content)
+            self._curvatures[model_id] = content["identity"]
+        return self.files.root / curvature_folder(model_id) if self._curvatures[model_id] == identity else own
+
+    def fetch_curvature(self, model_id: int) -> list[str]:
+        """Fetch and check the published curvature of a checkpoint, if there is one that this version can use.
+
+        Returns:
+            The paths of its files in the index, that of its record last.
+
+        Raises:
+            As [`IndexShards.read`].
+        """
+        published = self.manifest.checkpoints[model_id].curvature
+        return [] if published is None else fetch_known(self.files, self, model_id, published)
 
     def read_gram(self, model_id: int) -> Gram:
         """Return XᵀX of a checkpoint, downloading it if need be. Raises as [`IndexShards.read`]."""

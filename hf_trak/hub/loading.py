@@ -37,10 +37,16 @@ F = TypeVar("F", bound=FeaturizedModel)
 
 RUN_OPTIONS = (
     "auto_find_batch_size",
+    "curvature",
+    "curvature_labels",
+    "curvature_rows",
+    "damping",
     "dataloader_num_workers",
     "dataloader_pin_memory",
     "disable_tqdm",
     "engine",
+    "exact_memory",
+    "hybrid_lambda",
     "label_names",
     "lambda_reg",
     "lambda_relative",

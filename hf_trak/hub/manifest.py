@@ -5,8 +5,10 @@
       "format_version": 2,
       "config": hash of the configuration beside it,
       "checkpoints": {"0": {"fingerprint": …, "source": "hf://user/model@revision" or null, "shards": [checksum, …],
-                            "references": checksum or null}},
+                            "references": checksum or null,
+                            "curvature": {"record": checksum, "blocks": [checksum, …], "diagonal": checksum or null}}},
       "settings": {λ, engine, batch size and other fields that change scores or their rounding},
+      "exact_settings": {curvature, damping and other fields that exact scores depend on},
       "weights_dtype": "float32",
       "train_dataset": {"name", "config", "split", "revision"} or null,
       "lds": the linear datamodeling score, if it was measured, or null
@@ -14,6 +16,9 @@
 
 Every value of an untrusted index is checked here, and none is used as a path, imported or executed. Manifests of
 version 1 have no checksum; they are accepted beside configurations of version 1.
+
+`curvature` and `exact_settings` are optional, and came without another version: readers that do not know them pass
+over them and compute the same scores from features. These readers refuse unknown keys in `settings`.
 """
 
 import re
@@ -51,6 +56,9 @@ SETTINGS = (
 )
 """Fields of `TrakConfig` that the feature store does not record and that scores depend on."""
 
+EXACT_SETTINGS = ("curvature", "curvature_labels", "curvature_rows", "damping", "hybrid_lambda")
+"""Likewise for exact scores."""
+
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SOURCE = re.compile(r"hf://(?P<repo>[^@/]+/[^@/]+)@(?P<revision>[^@]+)")
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/-]{0,199}")
@@ -77,6 +85,25 @@ class HubSource:
 
 
 @dataclass(frozen=True)
+class PublishedCurvature:
+    """The checksums of the files of a curvature, see `hf_trak.curvature.files`.
+
+    Attributes:
+        record: that of `curvature.json`.
+        blocks: those of `block-00000.safetensors`, ….
+        diagonal: that of `diagonal.safetensors`; `None` where there is none.
+    """
+
+    record: str
+    blocks: tuple[str, ...]
+    diagonal: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the checksums as plain JSON."""
+        return {"record": self.record, "blocks": list(self.blocks), "diagonal": self.diagonal}
+
+
+@dataclass(frozen=True)
 class PublishedCheckpoint:
     """One checkpoint of an index.
 
@@ -86,12 +113,24 @@ class PublishedCheckpoint:
         shards: the checksum of every feature shard.
         references: the checksum of the tensors that the task computed before its first batch; `None` for tasks that
             compute none.
+        curvature: the files of its curvature, if one is published.
     """
 
     fingerprint: str
     source: HubSource | None
     shards: tuple[str, ...]
     references: str | None = None
+    curvature: PublishedCurvature | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of the checkpoint as plain JSON."""
+        content = {
+            "fingerprint": self.fingerprint,
+            "source": None if self.source is None else str(self.source),
+            "shards": list(self.shards),
+            "references": self.references,
+        }
+        return content if self.curvature is None else {**content, "curvature": self.curvature.to_json()}
 
 
 @dataclass(frozen=True)
@@ -117,7 +156,7 @@ class IndexManifest:
 
     Attributes:
         checkpoints: the checkpoints by model id.
-        settings: fields of `TrakConfig`, see [`SETTINGS`].
+        settings: fields of `TrakConfig`, see [`SETTINGS`] and [`EXACT_SETTINGS`].
         weights_dtype: dtype in which the weights have their fingerprint.
         train_dataset: the training rows.
         lds: the linear datamodeling score, if it was measured.
@@ -137,15 +176,10 @@ class IndexManifest:
             "format_version": MANIFEST_VERSION,
             "config": self.config,
             "checkpoints": {
-                str(model_id): {
-                    "fingerprint": checkpoint.fingerprint,
-                    "source": None if checkpoint.source is None else str(checkpoint.source),
-                    "shards": list(checkpoint.shards),
-                    "references": checkpoint.references,
-                }
-                for model_id, checkpoint in sorted(self.checkpoints.items())
+                str(model_id): checkpoint.to_json() for model_id, checkpoint in sorted(self.checkpoints.items())
             },
-            "settings": self.settings,
+            "settings": {name: value for name, value in self.settings.items() if name in SETTINGS},
+            "exact_settings": {name: value for name, value in self.settings.items() if name in EXACT_SETTINGS},
             "weights_dtype": self.weights_dtype,
             "train_dataset": None if self.train_dataset is None else vars(self.train_dataset),
             "lds": self.lds,
@@ -175,10 +209,7 @@ class IndexManifest:
         checkpoints = content.get("checkpoints")
         if not isinstance(checkpoints, dict) or not checkpoints:
             raise ValueError(f"`checkpoints` is {shown(checkpoints)}, not an object with at least one entry")
-        settings = content.get("settings")
-        if not isinstance(settings, dict) or set(settings) - set(SETTINGS):
-            raise ValueError(f"`settings` is {shown(settings)}, not an object with some of {list(SETTINGS)}")
-        _check_settings(settings)
+        settings = _settings(content)
         dtype, lds, config = content.get("weights_dtype"), content.get("lds"), content.get("config")
         if (config is None) != (version == 1) or not (config is None or _is_digest(config)):
             raise ValueError(f"`config` is {shown(config)}, not 32 hex digits")
@@ -196,13 +227,19 @@ class IndexManifest:
         )
 
 
-def _check_settings(settings: dict[str, Any]) -> None:
+def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
+    settings, exact = content.get("settings"), content.get("exact_settings", {})
+    for key, found, names in (("settings", settings, SETTINGS), ("exact_settings", exact, EXACT_SETTINGS)):
+        if not isinstance(found, dict) or set(found) - set(names):
+            raise ValueError(f"`{key}` is {shown(found)}, not an object with some of {list(names)}")
+    settings = {**settings, **exact}  # type: ignore[dict-item]
     TrakConfig(**settings)
     labels = settings.get("label_names")
     if labels is not None and not (isinstance(labels, list) and all(isinstance(name, str) for name in labels)):
         raise ValueError(f"`label_names` is {shown(labels)}, not null or a list of names")
     if not isinstance(settings.get("remove_unused_columns", True), bool):
         raise ValueError(f"`remove_unused_columns` is {shown(settings['remove_unused_columns'])}, not true or false")
+    return settings
 
 
 def _is_digest(value: Any) -> bool:
@@ -232,7 +269,20 @@ def _checkpoint(key: str, value: Any, plan: ShardPlan) -> PublishedCheckpoint:
         None if source is None else HubSource.parse(source, f"the source of checkpoint {key}"),
         tuple(shards),
         references,
+        _curvature(key, value["curvature"]) if "curvature" in value else None,
     )
+
+
+def _curvature(key: str, value: Any) -> PublishedCurvature:
+    if not isinstance(value, dict) or set(value) != {"record", "blocks", "diagonal"}:
+        raise ValueError(f"the curvature of checkpoint {key} is {shown(value)}, not an object of checksums")
+    blocks, diagonal = value["blocks"], value["diagonal"]
+    if not isinstance(blocks, list):
+        raise ValueError(f"the curvature of checkpoint {key} has the blocks {shown(blocks)}, not a list of checksums")
+    for digest in (value["record"], *blocks, *([] if diagonal is None else [diagonal])):
+        if not _is_digest(digest):
+            raise ValueError(f"the curvature of checkpoint {key} has the digest {shown(digest)}, not 32 hex digits")
+    return PublishedCurvature(value["record"], tuple(blocks), diagonal)
 
 
 def _train_source(value: Any) -> TrainSource | None:

@@ -99,11 +99,25 @@ def pull_index(
         store.read_gram(model_id)
         store.fetch_references(model_id)
         for name in tensor_files(store, model_id, store.manifest.checkpoints[model_id]):
-            with atomic_path(directory / name) as temporary:
-                shutil.copyfile(store.files.fetch(name), temporary)
+            _copy(store, name, directory)
+        _copy_curvature(store, model_id, directory)
         folder = store.checkpoint_dir(model_id).name
         write_bytes(directory / folder / "checkpoint.json", store.encoded(store.checkpoint_info(model_id)))
     # The JSON files come last: a directory that has them is complete.
     for name in JSON_FILES:
         write_bytes(directory / name, store.files.fetch(name).read_bytes())
     return open_index(local, local.work_dir)
+
+
+def _copy_curvature(store: IndexStore, model_id: int, directory: Path) -> None:
+    """Copy the curvature of a checkpoint. Its record, which makes it complete, goes first and comes last."""
+    names = store.fetch_curvature(model_id)
+    for name in names[-1:]:
+        (directory / name).unlink(missing_ok=True)
+    for name in names:
+        _copy(store, name, directory)
+
+
+def _copy(store: IndexStore, name: str, directory: Path) -> None:
+    with atomic_path(directory / name) as temporary:
+        shutil.copyfile(store.files.fetch(name), temporary)

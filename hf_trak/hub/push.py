@@ -14,12 +14,20 @@ from hf_trak.errors import HfTrakError, IncompleteStoreError
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.cards import card_operations
+from hf_trak.hub.curvature_files import StoredCurvature, curvature_folder, settings_left_open, stored_curvature
 from hf_trak.hub.destination import Destination, commit_fields, create_repo
 from hf_trak.hub.index_card import index_card
 from hf_trak.hub.index_facts import IndexFacts, attributor_facts, completed
 from hf_trak.hub.index_files import INDEX_FILE, checksums_of, references_checksum, tensor_files
 from hf_trak.hub.index_store import JSON_FILES, IndexStore, check_bounds
-from hf_trak.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES, SETTINGS, IndexManifest, PublishedCheckpoint
+from hf_trak.hub.manifest import (
+    EXACT_SETTINGS,
+    MANIFEST_FILE,
+    MAX_JSON_BYTES,
+    SETTINGS,
+    IndexManifest,
+    PublishedCheckpoint,
+)
 from hf_trak.hub.origins import parse_source
 from hf_trak.store.revised import RevisedStore
 from hf_trak.store.sealed import sealed, sealed_bytes
@@ -38,6 +46,7 @@ def push_attributor(
     revision: str | None = None,
     create_pr: bool = False,
     commit_message: str | None = None,
+    curvature: bool = True,
     **facts: Any,
 ) -> CommitInfo:
     """Publish the index of an attributor; see [`push_index`] for the arguments.
@@ -53,6 +62,7 @@ def push_attributor(
         TypeError: `facts` has another name.
         HfTrakError: the attributor came from `exclude` or `extend`, whose features lie in several stores.
         IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
+        StoreError: a curvature is damaged.
         HubAccessError: the repo cannot be written to, or the connection failed; the same call resumes.
         PeerProcessError: the main process failed.
     """
@@ -72,7 +82,9 @@ def push_attributor(
         attributor.scorer.gram(model_id)  # computed by all processes together if it is missing
     store = attributor.store
     return CommitInfo(
-        **attributor.processes.broadcast_from_main(lambda: commit_fields(publish(store, destination, described)))
+        **attributor.processes.broadcast_from_main(
+            lambda: commit_fields(publish(store, destination, described, curvature))
+        )
     )
 
 
@@ -85,6 +97,7 @@ def push_index(
     revision: str | None = None,
     create_pr: bool = False,
     commit_message: str | None = None,
+    curvature: bool = True,
     **facts: Any,
 ) -> CommitInfo:
     """Publish a finished feature store as a dataset repo: configuration, Gram matrices, feature shards, and a card.
@@ -109,6 +122,8 @@ def push_index(
             Open a pull request instead of committing.
         commit_message (`str`, *optional*):
             Message of the commit.
+        curvature (`bool`, *optional*, defaults to `True`):
+            Publish the complete curvatures of the store, too, with which others compute exact scores.
         facts:
             Fields of [`~hf_trak.hub.index_facts.IndexFacts`], which the store does not record: `settings` (the
             `TrakConfig` of the run, for λ and the batch size), `model_name` and `model_revision` (the model repo),
@@ -120,6 +135,7 @@ def push_index(
 
     Raises:
         IncompleteStoreError: shards or Gram matrices are missing.
+        StoreError: a curvature is damaged.
         HubAccessError: the repo cannot be written to, or the connection failed.
         ValueError: an argument is not a valid name of a repo or revision, the repo is public and `private=True` was
             given, or the index is larger than readers accept.
@@ -127,14 +143,15 @@ def push_index(
         RefusedIndexError: the store is a copy of an index, and its manifest is damaged.
     """
     destination = Destination(repo_id, private, token, revision, create_pr, commit_message)
-    return publish(store, destination, IndexFacts(**facts))
+    return publish(store, destination, IndexFacts(**facts), curvature)
 
 
-def publish(store: FeatureStore, destination: Destination, facts: IndexFacts) -> CommitInfo:
+def publish(store: FeatureStore, destination: Destination, facts: IndexFacts, curvature: bool = True) -> CommitInfo:
     """Publish a store in a repo. Raises as [`push_index`]."""
     facts = completed(facts, store)
     config = {**store.config, "model_name": facts.model_name, "model_revision": facts.model_revision}
-    manifest = _manifest(store, facts)
+    curvatures = _curvatures(store) if curvature else {}
+    manifest = _manifest(store, facts, curvatures)
     json_files = {
         FeatureStore.CONFIG_FILE: store.encoded(config),
         MANIFEST_FILE: sealed_bytes(manifest.to_json()),
@@ -147,11 +164,12 @@ def publish(store: FeatureStore, destination: Destination, facts: IndexFacts) ->
         if revision is not None and not revision.startswith("refs/pr/"):
             api.create_branch(repo_id, branch=revision, repo_type=REPO_TYPE, exist_ok=True)
         info = api.dataset_info(repo_id, revision=revision)
-        card = index_card(repo_id, config, manifest)
+        card = index_card(repo_id, config, manifest, curvatures)
         additions = [
             *(CommitOperationAdd(name, data) for name, data in json_files.items()),
             *card_operations(api, repo_id, info, card, "index"),
             *_checkpoint_operations(store, manifest),
+            *_curvature_operations(curvatures),
         ]
         present = {file.rfilename for file in info.siblings or []}
         stale = _stale(present, {addition.path_in_repo for addition in additions})
@@ -176,7 +194,16 @@ def publish(store: FeatureStore, destination: Destination, facts: IndexFacts) ->
         )
 
 
-def _manifest(store: FeatureStore, facts: IndexFacts) -> IndexManifest:
+def _curvatures(store: FeatureStore) -> dict[int, StoredCurvature]:
+    """Read the complete curvatures of a store."""
+    if isinstance(store, IndexStore):
+        for model_id in store.model_ids:
+            store.fetch_curvature(model_id)
+    found = {model_id: stored_curvature(store, model_id) for model_id in store.model_ids}
+    return {model_id: one for model_id, one in found.items() if one is not None}
+
+
+def _manifest(store: FeatureStore, facts: IndexFacts, curvatures: Mapping[int, StoredCurvature]) -> IndexManifest:
     """Describe the checkpoints of a store, each of which has to be complete."""
     ids, given = store.model_ids, facts.checkpoints or {}
     if not ids:
@@ -197,9 +224,12 @@ def _manifest(store: FeatureStore, facts: IndexFacts) -> IndexManifest:
             parse_source(given.get(model_id)),
             checksums_of(shards),
             references_checksum(store, model_id),
+            curvatures[model_id].checksums if model_id in curvatures else None,
         )
     values = (facts.settings or TrakConfig()).to_dict()
-    settings = {name: values[name] for name in SETTINGS}
+    for one in list(curvatures.values())[:1]:
+        values |= settings_left_open(values, one.record, store.train_size)
+    settings = {name: values[name] for name in (*SETTINGS, *EXACT_SETTINGS)}
     manifest = IndexManifest(
         published, settings, facts.weights_dtype, facts.train_dataset, facts.lds, store.config_hash
     )
@@ -237,6 +267,14 @@ def _checkpoint_operations(store: FeatureStore, manifest: IndexManifest) -> list
         for path in tensor_files(store, model_id, published):
             operations.append(CommitOperationAdd(path, folder.parent / path))
     return operations
+
+
+def _curvature_operations(curvatures: Mapping[int, StoredCurvature]) -> list[CommitOperationAdd]:
+    return [
+        CommitOperationAdd(f"{curvature_folder(model_id)}/{name}", path)
+        for model_id, one in curvatures.items()
+        for name, path in one.paths.items()
+    ]
 
 
 def _stale(present: set[str], new: set[str]) -> list[str]:
