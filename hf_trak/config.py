@@ -11,7 +11,7 @@ from hf_trak.runtime.checks import checked_int
 ProjectionName = Literal["sjlt", "rademacher", "normal", "none"]
 EngineName = Literal["auto", "hooked", "functional", "iterative"]
 FeatureDtype = Literal["float32", "bfloat16", "float16"]
-CurvatureName = Literal["ekfac", "shampoo", "kfac", "diagonal", "identity", "hybrid"]
+CurvatureName = Literal["auto", "ekfac", "shampoo", "kfac", "diagonal", "identity", "hybrid"]
 CurvatureLabels = Literal["sampled", "empirical"]
 
 
@@ -51,8 +51,8 @@ class TrakConfig:
             unless `lambda_reg` is given.
         curvature (`str`, *optional*):
             Curvature of exact scores: `"ekfac"` (Kronecker bases, corrected eigenvalues), `"shampoo"` (bases of whole
-            gradients), `"kfac"`, `"diagonal"`, `"identity"`, or `"hybrid"`: EK-FAC with TRAK's Gram matrix over it. By
-            default `"ekfac"`.
+            gradients), `"kfac"`, `"diagonal"`, `"identity"`, or `"hybrid"`: EK-FAC with TRAK's Gram matrix over it.
+            `"auto"` is the best on the banks of the benchmark of quality: `"hybrid"`. By default `"ekfac"`.
         curvature_rows (`int`, *optional*):
             Number of training rows, drawn at random, that a curvature is fitted to. By default 4,096, or all if there
             are fewer.
@@ -150,8 +150,8 @@ class TrakConfig:
     curvature: CurvatureName | None = field(
         default=None,
         metadata={
-            "help": "Curvature of exact scores: `ekfac` (the default), `shampoo`, `kfac`, `diagonal`, `identity`, or "
-            "`hybrid`: EK-FAC with TRAK's Gram matrix over it."
+            "help": "Curvature of exact scores: `ekfac` (the default), `shampoo`, `kfac`, `diagonal`, `identity`, "
+            "`hybrid` (EK-FAC with TRAK's Gram matrix over it), or `auto`, which is `hybrid`."
         },
     )
     curvature_rows: int | None = field(

@@ -66,8 +66,8 @@ class ExactScores:
         """
         self.model = model
         self.args = model.args
-        self.kind = "ekfac" if model.args.curvature in (None, "hybrid") else model.args.curvature
-        self.hybrid = model.args.curvature == "hybrid"
+        self.hybrid = model.args.curvature in ("auto", "hybrid")
+        self.kind = "ekfac" if self.hybrid or model.args.curvature is None else model.args.curvature
 
     @property
     def damping(self) -> float:

@@ -64,7 +64,7 @@ def estimate_exact(
         targets_bytes=4 * m * total,
         scores_bytes=4 * n * (m + 1),
         exact_memory=weights + max(4 * targets_at_once * total, 4 * (bases + total) + 3 * 4 * batch * total),
-        passes=math.ceil(m / targets_at_once) + (args.curvature == "hybrid"),
+        passes=math.ceil(m / targets_at_once) + (args.curvature in ("auto", "hybrid")),
     )
 
 
