@@ -25,7 +25,7 @@ from hf_trak.report.last import LastResult
 from hf_trak.runtime.interruption import log_on_interrupt
 from hf_trak.scores.groups import GroupBy, RowGroups, target_groups
 from hf_trak.scores.score_files import ScoreFiles
-from hf_trak.scores.scored_dataset import attach_columns
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, attach_columns
 from hf_trak.scores.scorer import PlannedScores
 from hf_trak.scores.selection import (
     Criterion,
@@ -64,6 +64,7 @@ class TrakAttributor(FeaturizedModel):
     """
 
     _last: LastResult | None = None
+    _last_exact = False
 
     @classmethod
     def from_trainer(
@@ -336,7 +337,7 @@ class TrakAttributor(FeaturizedModel):
             lambda: "Nothing half-written was left. Run the same call again; target features are kept."
         ):
             plan = self._planned(exact, eval_dataset, name, checkpoints, model_ids, groups, everywhere=False)
-            return self._attributed(plan, eval_dataset, top_k, per, model_ids, groups)
+            return self._attributed(plan, eval_dataset, top_k, per, model_ids, groups, exact)
 
     def _planned(
         self,
@@ -360,6 +361,7 @@ class TrakAttributor(FeaturizedModel):
         per: Literal["target", "train"],
         model_ids: Sequence[int] | None,
         groups: RowGroups | None,
+        exact: bool,
     ) -> HFDataset:
         """Write planned scores as columns, see [`~TrakAttributor.attribute`]."""
         n_targets = len(eval_dataset)
@@ -373,7 +375,7 @@ class TrakAttributor(FeaturizedModel):
         files = ScoreFiles(directory, stem, self.processes, self._train_size, n_targets)
         scored = attach_columns(rows, files.columns(plan.blocks, None if top_k is None else min(top_k, length), per))
         if per == "target" and groups is None:
-            self._last = LastResult(scored, eval_dataset, plan.name, model_ids)
+            self._last, self._last_exact = LastResult(scored, eval_dataset, plan.name, model_ids), exact
         return scored
 
     def show(self, target: int, **options: Any) -> "TargetDisplay":
@@ -392,8 +394,13 @@ class TrakAttributor(FeaturizedModel):
             IndexError: there is no such target.
             ValueError: nothing is attributed yet, or a column does not exist.
         """
-        from hf_trak.report.notebook import show_last  # reports need more packages than attribution does
+        from hf_trak.report.exact import exact_distributions  # reports need more packages than attribution does
+        from hf_trak.report.notebook import show_last
 
+        last = self._last
+        counted = last is None or last.distributions is not None or TOP_K_COLUMNS[0] not in last.scored.column_names
+        if last is not None and self._last_exact and not counted:
+            last.distributions = exact_distributions(self, last.scored, last.eval_dataset, last.name, last.model_ids)
         return show_last(self, self._last, target, **options)
 
     def attribute_span(

@@ -161,6 +161,25 @@ def test_concepts(place: Path) -> None:
     assert len(list((place / "trak").glob("checkpoint-*/train-*"))) == 1, "features do not depend on λ"
 
 
+def test_curvature(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_reviews(place)
+    trainer = make_trainer(sentences(40), 0)
+    small = 'TrakConfig(output_dir="trak", proj_dim=64, use_cpu=True, disable_tqdm=True, '
+    namespace = run_page(
+        "docs/curvature.md",
+        {"trainer": trainer, "eval_dataset": sentences(6)},
+        hf_trak_command,
+        {'TrakConfig(output_dir="trak", ': small},
+    )
+    assert len(namespace["scored"]) == len(namespace["best"]) == 6
+    assert (len(namespace["mean"]), len(namespace["half"]), len(namespace["suspects"])) == (1, 20, 40)
+    printed = capsys.readouterr().out
+    assert re.search(r"^bert.encoder.layer.0.attention.self.query.weight +kronecker +8 × 9 ", printed, re.MULTILINE)
+    assert "Fidelity of checkpoint 0, 16 training rows × 4 targets" in printed
+    for directory, root in (("trak", "trak"), ("reviews-trak", "trak")):
+        assert_documented(place / directory, root)
+
+
 def test_tasks(place: Path) -> None:
     rows = sentences(40)
     namespace = {
@@ -319,6 +338,7 @@ def test_contributing_a_layer_rule(place: Path) -> None:
 RUN_HERE = {
     "docs/quickstart.md",
     "docs/concepts.md",
+    "docs/curvature.md",
     "docs/tasks.md",
     "docs/engines.md",
     "docs/projections.md",

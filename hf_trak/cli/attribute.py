@@ -6,11 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hf_trak.attributor import TrakAttributor
 from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments, TargetArguments
 from hf_trak.cli.build import build, build_from_index, quiet, remember, remembered, require_run, target_rows
 from hf_trak.cli.output import answer
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.config import TrakConfig
+from hf_trak.featurize.exact import ExactScores
+from hf_trak.report.exact import exact_distributions
 from hf_trak.report.run import AttributionRun, score_distributions
 from hf_trak.report.views import RunViews
 from hf_trak.scores.score_files import SCORE_FILES, score_file_digests
@@ -28,6 +31,13 @@ class RunArguments:
         default=20,
         metadata={"help": "Number of training rows to keep per target, of the highest scores and of the lowest."},
     )
+    exact: bool = field(
+        default=False,
+        metadata={
+            "help": "Score with whole gradients under a curvature instead of with features: see `--curvature`. One "
+            "that `hf-trak curvature` has not fitted is fitted first."
+        },
+    )
     all_scores: bool = field(default=False, metadata={"help": "Keep every score, which `hf-trak evaluate` needs."})
     name: str = field(
         default="targets", metadata={"help": "Name of the run, which is saved in `output_dir/scores/NAME`."}
@@ -35,7 +45,10 @@ class RunArguments:
     distributions: bool = field(
         default=True, metadata={"help": "Count all scores of each target. Takes as long as scoring once more."}
     )
-    self_influence: bool = field(default=True, metadata={"help": "Rank training rows by self-influence."})
+    self_influence: bool = field(
+        default=True,
+        metadata={"help": "Rank training rows by self-influence. With `--exact`, one more pass over them."},
+    )
     save_train_dataset: bool = field(
         default=False, metadata={"help": "Save all training rows in the run, not only those that scores refer to."}
     )
@@ -44,6 +57,12 @@ class RunArguments:
         safe_name(self.name, "name")
         if self.top_k < 1:
             raise ValueError(f"`top_k` is {self.top_k}. Expected at least 1.")
+        if self.exact and self.index is not None:
+            raise ValueError(
+                "`exact` and `index` are both set. Expected one of them: exact scores need the gradients of the "
+                "training rows, which an index does not hold. Leave `--exact` out, or give `--model` and "
+                "`--train_dataset` instead of `--index`."
+            )
 
 
 def run(argv: Sequence[str]) -> None:
@@ -75,14 +94,18 @@ def run(argv: Sequence[str]) -> None:
     attributor = built.attributor
     rows = built.preparation.prepare(stored)
     top_k = None if wanted.all_scores else wanted.top_k
-    scored = attributor.attribute(rows, top_k=top_k, name=wanted.name, checkpoints=model_args.checkpoints)
+    scored = attributor.attribute(
+        rows, top_k=top_k, name=wanted.name, checkpoints=model_args.checkpoints, exact=wanted.exact
+    )
     counted = wanted.distributions and top_k is not None  # with all scores at hand, collecting the run counts them
-    counts = score_distributions(attributor, scored, rows, wanted.name) if counted else None
-    influence = attributor.self_influence() if wanted.self_influence else None
+    count = exact_distributions if wanted.exact else score_distributions
+    counts = count(attributor, scored, rows, wanted.name) if counted else None
+    influence = attributor.self_influence(exact=wanted.exact) if wanted.self_influence else None
     directory = Path(attributor.args.output_dir) / "scores" / wanted.name
     facts: dict[str, Any] = {
         "dataset": data.dataset_name,
         "target_dataset": targets.eval_dataset_name or data.dataset_name,
+        **(_exact_facts(attributor) if wanted.exact else {}),
     }
     if wanted.all_scores:
         facts[SCORE_FILES] = attributor.processes.broadcast_from_main(lambda: score_file_digests(scored, directory))
@@ -92,6 +115,17 @@ def run(argv: Sequence[str]) -> None:
     attributor.processes.wait_for_everyone()
     content = {"run": str(directory), "targets": len(scored), "train_rows": len(attributor.train_dataset)}
     answer(content, _lines(found, directory), output.json)
+
+
+def _exact_facts(attributor: TrakAttributor) -> dict[str, Any]:
+    """Say in the run what its scores were computed with, in the place of projection and ridge."""
+    exact = ExactScores(attributor)
+    ridge = f"; λ {attributor.args.hybrid_lambda:g} relative" if exact.hybrid else ""
+    return {
+        "projection": f"none: exact scores, {'hybrid' if exact.hybrid else exact.kind}",
+        "features": attributor.layout.total,
+        "ridge": f"damping {exact.damping:g} relative{ridge}",
+    }
 
 
 def _lines(run: AttributionRun, directory: Path) -> list[str]:

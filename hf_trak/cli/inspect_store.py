@@ -8,6 +8,7 @@ from typing import Any
 from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.output import answer, size, table
 from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.curvature.verification import curvature_records, described_curvature
 from hf_trak.errors import StoreError
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.store import FeatureStore
@@ -43,10 +44,16 @@ def run(argv: Sequence[str]) -> int:
         "parameters": len(config.get("parameters") or []),
         "bytes": sum(path.stat().st_size for path in Path(args.output_dir).rglob("*") if path.is_file()),
         "checkpoints": [_checkpoint(store, model_id, args.verify) for model_id in store.model_ids],
+        "curvatures": [],
         "experiments": [_experiment(store, name) for name in store.experiments],
         "runs": sorted(path.parent.name for path in Path(args.output_dir).glob("scores/*/run.json")),
     }
     damaged = [text for entry in content["checkpoints"] for text in entry["damaged"]]
+    for path in curvature_records(Path(args.output_dir)):
+        try:
+            content["curvatures"].append(described_curvature(path))
+        except StoreError as error:
+            damaged.append(str(error))
     content["intact"] = not damaged
     content["complete"] = bool(content["checkpoints"]) and all(e["complete"] for e in content["checkpoints"])
     answer(content, _lines(content, damaged), output.json)
@@ -99,6 +106,10 @@ def _lines(content: dict[str, Any], damaged: list[str]) -> list[str]:
         if not entry["complete"] and not missing:
             state = "damaged" if entry["damaged"] else "no Gram matrix yet"
         lines.append(f"checkpoint {entry['model_id']}: {state}; from {entry.get('source')}")
+    lines += [
+        f"curvature of checkpoint {entry['model_id']}: {entry['kind']}, fitted to {entry['rows']:,} rows"
+        for entry in content["curvatures"]
+    ]
     lines += [f"experiment {entry['name']}: {entry['targets']} targets" for entry in content["experiments"]]
     lines += [f"run {name}" for name in content["runs"]]
     lines += [f"DAMAGED: {text}" for text in damaged]

@@ -26,6 +26,7 @@ class Command:
 
 COMMANDS = {
     "featurize": Command("featurize", "compute the features of a training set, or finish computing them"),
+    "curvature": Command("curvature", "fit the curvature of exact scores, and report on it"),
     "attribute": Command("attribute", "score the training set against targets and save the run"),
     "report": Command("report", "write a run as one HTML file", "run"),
     "evaluate": Command(

@@ -10,6 +10,7 @@ from typing import Any
 from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.output import answer
 from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.curvature.verification import verify_curvatures
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.store.findings import Finding
 from hf_trak.store.store import FeatureStore
@@ -75,6 +76,7 @@ def _checks(directory: Path) -> Iterator[Iterable[Finding]]:
 
     if (directory / FeatureStore.CONFIG_FILE).exists():
         yield verify_store(directory)
+        yield verify_curvatures(directory)
         yield verify_traker(directory)
         for revision in sorted(directory.glob("revisions/*")):
             for store in (revision, revision / "added"):

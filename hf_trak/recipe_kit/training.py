@@ -211,7 +211,9 @@ class Outcome:
     """The targets with the columns of `TrakAttributor.attribute`."""
     checkpoints: list[str]
     seconds: dict[str, float]
-    """Durations of training, featurizing and scoring."""
+    """Durations of training, featurizing (or fitting a curvature) and scoring."""
+    exact: bool = False
+    """Whether scores are exact ones under a curvature, rather than those of features."""
 
     def facts(self, *arguments: Any) -> dict[str, Any]:
         """Collect number of parameters, checkpoints, durations and all arguments, as plain JSON for a summary.
@@ -237,6 +239,8 @@ def train_and_attribute(
 ) -> Outcome:
     """Train, or take what an earlier run left; featurize some checkpoints; score the targets.
 
+    Where the arguments name a curvature, it is fitted instead of featurizing, and scores are exact.
+
     Args:
         trainer: see [`train_once`]. Afterwards its model has the weights of the last checkpoint.
         args: the numbers of checkpoints and of training rows per target.
@@ -250,10 +254,14 @@ def train_and_attribute(
     rows = targets if isinstance(targets, Dataset) else targets(trainer.accelerator.unwrap_model(trainer.model))
     clock.append(time.perf_counter())
     attributor = TrakAttributor.from_trainer(trainer, args=trak, task=task)
-    attributor.featurize(checkpoints=checkpoints)
+    exact = trak.curvature is not None
+    if exact:
+        attributor.fit_curvature(checkpoints=checkpoints)
+    else:
+        attributor.featurize(checkpoints=checkpoints)
     clock.append(time.perf_counter())
-    scored = attributor.attribute(rows, top_k=args.top_k)
+    scored = attributor.attribute(rows, top_k=args.top_k, exact=exact)
     clock.append(time.perf_counter())
-    stages = ("training", "featurizing", "scoring")
+    stages = ("training", "fitting the curvature" if exact else "featurizing", "scoring")
     seconds = {stage: round(b - a, 1) for stage, a, b in zip(stages, clock, clock[1:], strict=False)}
-    return Outcome(attributor, rows, scored, checkpoints, seconds)
+    return Outcome(attributor, rows, scored, checkpoints, seconds, exact)
