@@ -21,6 +21,8 @@ from test_hub_hostile import Bomb, Files, edited, padded, shard_with
 from torch import Tensor
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
+from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.errors import (
     CheckpointMismatchError,
     IncompleteStoreError,
@@ -28,7 +30,10 @@ from hf_trak.errors import (
     StoreError,
 )
 from hf_trak.hub import open_repo, pull_index, push_index
+from hf_trak.hub.curvature_files import checked_tensors
+from hf_trak.hub.curvature_record import checked_record
 from hf_trak.hub.files import LocalFiles
+from hf_trak.hub.index_files import MAX_HEADER_BYTES
 from hf_trak.hub.index_store import IndexStore, open_index
 from hf_trak.hub.manifest import EXACT_SETTINGS, SETTINGS
 from hf_trak.store.store import FeatureStore
@@ -556,3 +561,53 @@ def test_links_in_a_clone_are_refused(hub: Hub, published: Files, tmp_path: Path
     (tmp_path / "copy" / BLOCK).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RefusedIndexError, match="is a link"):
         store.fetch_curvature(0)
+
+
+# -- records of larger models ----------------------------------------------------------------------------------------
+
+
+def checked(kronecker: list[KroneckerBlock], diagonal: list[DiagonalBlock], shapes: dict[str, list[int]]) -> Any:
+    """Check the record of a curvature of parameters of these shapes."""
+    offsets = np.cumsum([0, *(int(np.prod(shape)) for shape in shapes.values())]).tolist()
+    parameters = [[name, shape, offset] for (name, shape), offset in zip(shapes.items(), offsets, strict=False)]
+    content = {
+        "identity": {"kind": "ekfac", "rows": 9},
+        "blocks": CurvatureBlocks(tuple(kronecker), tuple(diagonal)).to_json(),
+        "counts": [1] * len(kronecker),
+        "rows": 9,
+        "checksum": "",
+    }
+    store: Any = SimpleNamespace(config={"parameters": parameters})
+    return checked_record(content, store)
+
+
+def test_matrices_that_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of some columns of a matrix lie in it, row by row, and cover it together."""
+    shapes = {"w": [4, 6], "b": [4]}
+    left = KroneckerBlock("w", 0, 4, 3, 6, bias=24)
+    right = KroneckerBlock("w", 3, 4, 3, 6)
+    assert checked([left, right], [], shapes).blocks.numel == 28
+    with pytest.raises(StoreError, match="leave out some parameters, or have some twice"):
+        checked([left, KroneckerBlock("w", 2, 4, 3, 6)], [], shapes)
+    with pytest.raises(StoreError, match="does not lie in the parameter 'w'"):
+        checked([left, KroneckerBlock("w", 4, 4, 3, 6)], [], shapes)
+    monkeypatch.setattr("hf_trak.hub.curvature_record._MAX_PIECES", 9)
+    with pytest.raises(StoreError, match="up to 10 pieces, more than 9"):
+        checked([left, right], [], shapes)
+
+
+def test_sides_are_bounded() -> None:
+    """A basis of a million vectors would take terabytes."""
+    with pytest.raises(StoreError, match=r"a basis of 1000000 vectors, more than 32768"):
+        checked([KroneckerBlock("w", 0, 1, 10**6, 10**6)], [], {"w": [1, 10**6]})
+
+
+def test_thousands_of_small_parameters(tmp_path: Path) -> None:
+    """The header of their file is longer than that of any file of features."""
+    count = 2000
+    diagonal = [DiagonalBlock(f"p{index}", index, 1) for index in range(count)]
+    found = checked([], diagonal, {f"p{index}": [1] for index in range(count)})
+    CurvatureFiles(tmp_path, found.identity).write_diagonal([torch.ones(1) for _ in range(count)])
+    path, specs = tmp_path / "diagonal.safetensors", found.tensors["diagonal.safetensors"]
+    assert struct.unpack("<Q", path.read_bytes()[:8])[0] > MAX_HEADER_BYTES
+    assert len(checked_tensors(path, found, specs)) == 32
