@@ -2,12 +2,16 @@
 
     python recipes/benchmarks/architectures.py                      # all heads, a Markdown table on stdout
     python recipes/benchmarks/architectures.py --only mixtral swin  # some model types
+    python recipes/benchmarks/architectures.py --curvature --json found.jsonl   # their curvature instead
 
 Each architecture is built from a shrunken default configuration, gets a batch of four samples (a left-padded, a
 right-padded and two full ones where there is a padding mask), and is compared with one `autograd.grad` per sample.
+With `--curvature`, EK-FAC is fitted instead, see architectures_curvature.py; a run that was interrupted goes on with
+what the file given as `--json` does not have yet.
 """
 
 import argparse
+import logging
 import math
 import signal
 import sys
@@ -15,10 +19,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from architectures_curvature import HEADER, Findings, cells, examine
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -289,9 +295,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="model types; default: all")
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--seconds", type=int, default=60, help="limit per architecture")
+    parser.add_argument("--curvature", action="store_true", help="fit a curvature instead of comparing gradients")
+    parser.add_argument("--json", type=Path, default=Path("curvature.jsonl"), help="what --curvature found")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
+    if arguments.curvature:
+        curvatures(arguments)
+        return
     counts: dict[str, int] = {}
     print("| head | architecture | engine | relative error | replayed or refused |\n|---|---|---|---|---|")
     for head in arguments.heads:
@@ -304,6 +315,48 @@ def main() -> None:
             if row[0] != "not built" or arguments.only:
                 print(f"| {head} | {model_type} | {row[0]} | {row[1]} | {row[2]} |", flush=True)
     print("\n" + ", ".join(f"{count} {engine}" for engine, count in sorted(counts.items())), file=sys.stderr)
+
+
+def curvatures(arguments: argparse.Namespace) -> None:
+    """Fit a curvature to every architecture once, and print a table."""
+    torch.set_num_threads(1)  # in models as tiny as these, threads only wait for each other
+    logging.getLogger("hf_trak").setLevel(logging.ERROR)  # four samples are few for every layer
+    findings = Findings(arguments.json)
+    counts = {"fitted": 0, "failed": 0, "not built": 0}
+    print(HEADER, flush=True)
+    for head in arguments.heads:
+        mapping, build = HEADS[head]
+        for model_type in sorted(getattr(modeling_auto, mapping)):
+            if arguments.only and model_type not in arguments.only:
+                continue
+            if (head, model_type) not in findings:
+                findings.add(head, model_type, _curvature(build, model_type, arguments.seconds))
+            row = findings[head, model_type]
+            kind = "not built" if row.get("built") is False else "failed" if "error" in row else "fitted"
+            counts[kind] += 1
+            if kind != "not built" or arguments.only:
+                print(f"| {head} | {model_type} | {' | '.join(cells(row))} |", flush=True)
+    print("\n" + ", ".join(f"{count} {kind}" for kind, count in counts.items()), file=sys.stderr)
+
+
+def _curvature(build: Any, model_type: str, seconds: int) -> dict[str, Any]:
+    try:
+        with time_limit(seconds):
+            model, batch = build(model_type)
+            last_logits(model(**batch), batch)
+    except Exception as error:  # a default configuration that cannot be shrunk is not this script's business
+        return {"built": False, "error": _message(error, 150)}
+    begun = time.perf_counter()
+    try:
+        with time_limit(seconds):
+            found = examine(model, batch, last_logits)
+    except Exception as error:  # whatever fails belongs in the table
+        return {"error": _message(error, 300)}
+    return {**found, "seconds": round(time.perf_counter() - begun, 2)}
+
+
+def _message(error: Exception, length: int) -> str:
+    return f"{type(error).__name__}: {str(error)[:length]}".replace("\n", " ").replace("|", "/")
 
 
 def _try(build: Any, model_type: str, engine: str, seconds: int) -> tuple[str, str, str]:
