@@ -29,12 +29,6 @@ KINDS = ("ekfac", "shampoo", "kfac")
 DAMPING = 0.1
 
 
-@pytest.fixture
-def whole_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bases come from all rows, and not from as many as are usually enough: they have closed forms then."""
-    monkeypatch.setattr(fit, "BASIS_POSITIONS", 2**40)
-
-
 class Net(nn.Module):
     """A network with the calling convention of image classifiers."""
 
@@ -85,7 +79,6 @@ class Regression:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("whole_sample")
 def test_influence_on_a_linear_regression_is_exact(tmp_path: Path, kind: str, bias: bool) -> None:
     """The gradient of a label drawn from N(ŷ, 1) is ±x, so that every kind of curvature is XᵀX / n itself."""
     problem = Regression(bias)
@@ -96,7 +89,6 @@ def test_influence_on_a_linear_regression_is_exact(tmp_path: Path, kind: str, bi
     assert error(scores, problem.influence()) < 1e-6
 
 
-@pytest.mark.usefixtures("whole_sample")
 def test_scores_predict_leaving_one_row_out(tmp_path: Path) -> None:
     """Retraining without row b changes a prediction by score / (n (1 − h_b)): to first order, score / n."""
     problem = Regression(bias=True)
@@ -120,7 +112,6 @@ def test_scores_predict_leaving_one_row_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("whole_sample")
 def test_a_fisher_that_is_a_kronecker_product_is_inverted_exactly(tmp_path: Path, kind: str) -> None:
     """Every input occurs with every residual, so that they are independent and Σ ggᵀ / n = S ⊗ A holds exactly."""
     inputs, residuals = torch.randn(12, 5) + 0.2, torch.randn(9, 3) @ torch.randn(3, 3)
@@ -223,7 +214,6 @@ PROBLEMS = {one.__name__: one for one in (softmax_regression, perceptron, convol
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.usefixtures("whole_sample")
 def test_blocks_are_explicit_kronecker_products(tmp_path: Path, name: str, kind: str) -> None:
     problem = PROBLEMS[name]()
     scores = problem.scores(tmp_path, kind)
@@ -246,7 +236,6 @@ def test_blocks_are_explicit_kronecker_products(tmp_path: Path, name: str, kind:
 
 
 @pytest.mark.parametrize("name", ["perceptron", "convolutions"])
-@pytest.mark.usefixtures("whole_sample")
 def test_bases_diagonalize_the_covariances(tmp_path: Path, name: str) -> None:
     """K-FAC's own eigenvalues are those of S and A, in their order, times the positions of a row."""
     problem = PROBLEMS[name]()
@@ -262,9 +251,11 @@ def test_bases_diagonalize_the_covariances(tmp_path: Path, name: str) -> None:
         assert error(values.eigenvalues, factors.outputs.shape[1] * torch.outer(*spectra)) < 1e-5
 
 
-def test_eigenvalues_come_from_all_rows_where_bases_do_not(tmp_path: Path) -> None:
+def test_eigenvalues_come_from_all_rows_where_bases_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With many rows, bases come from some of them. Λ is the diagonal of the Fisher in these, from all rows."""
     rows = 600
+    monkeypatch.setattr(fit, "BASIS_POSITIONS", 20)
+    monkeypatch.setattr(fit, "FEWEST_POSITIONS", 1)
     problem = Classified(Net(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)), (6,), n=rows)
     problem.scores(tmp_path, "ekfac")
     for (_, _, values), factors in zip(factored_blocks(written_curvature(tmp_path)), problem.factors, strict=True):
@@ -326,10 +317,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, dict[str
     """The network, its scores under every kind of curvature, and the directory of these."""
     torch.manual_seed(0)
     problem, directory = Trained(), tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "BASIS_POSITIONS", 2**40)
-        kinds = (*KINDS, "diagonal", "identity")
-        scores = {kind: problem.scores(directory / kind, kind, per_device_batch_size=200) for kind in kinds}
+    kinds = (*KINDS, "diagonal", "identity")
+    scores = {kind: problem.scores(directory / kind, kind, per_device_batch_size=200) for kind in kinds}
     return problem, scores, directory
 
 

@@ -37,7 +37,6 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from hf_trak.curvature import fit
 from hf_trak.modelout_functions import CausalLMModelOutput
 
 DAMPING = 0.1
@@ -45,12 +44,6 @@ TOLERANCE = 1e-5
 """Of the largest score. All compute in float32, in which products of a few hundred numbers differ by about 1e-6."""
 
 LENGTH, VOCABULARY = 7, 30
-
-
-@pytest.fixture(autouse=True)
-def _whole_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bases come from all rows, as in the other libraries, and not from as many as are usually enough."""
-    monkeypatch.setattr(fit, "BASIS_POSITIONS", 2**40)
 
 
 def peer(name: str) -> ModuleType:

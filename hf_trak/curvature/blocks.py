@@ -7,10 +7,13 @@ embeddings, lone biases, depthwise convolutions) is in a [`DiagonalBlock`].
 """
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from hf_trak.store.sealed import content_digest
 
 Part = Literal["left", "right"]
 
@@ -154,6 +157,11 @@ class CurvatureBlocks:
             frozenset(content["repeated"]),
             tuple(content["without_gradient"]),
         )
+
+    @cached_property
+    def digest(self) -> str:
+        """Identity of the division, 32 hex digits."""
+        return content_digest(self.to_json())
 
     @property
     def numel(self) -> int:

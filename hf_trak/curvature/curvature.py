@@ -89,6 +89,8 @@ class Curvature:
         Returns:
             `torch.Tensor` of shape `(B, P)`: P⁻¹ g of every row.
         """
+        if self.kind == "identity":
+            return gradients.clone()
         out = torch.zeros_like(gradients)
         for block, values in zip(self.blocks.kronecker, self.kronecker, strict=True):
             matrix = block.matrix(gradients)
@@ -116,6 +118,8 @@ class Curvature:
         Returns:
             `torch.Tensor` of shape `(B, P)`.
         """
+        if self.kind == "identity":
+            return gradients.clone()
         out = torch.zeros_like(gradients)
         for block, values in zip(self.blocks.kronecker, self.kronecker, strict=True):
             matrix = block.matrix(gradients)

@@ -153,7 +153,7 @@ class CurvatureFiles:
 
     def sums_path(self, stage: str, blocks: CurvatureBlocks, part: int) -> Path:
         """File of the sums of one part of the sample. Sums of another division have another name."""
-        return self.progress / f"{stage}-{content_digest(blocks.to_json())[:12]}-{part:03d}.safetensors"
+        return self.progress / f"{stage}-{blocks.digest[:12]}-{part:03d}.safetensors"
 
     def write_sums(self, path: Path, tensors: Mapping[str, Tensor], **extra: Any) -> None:
         """Write the sums of one part."""

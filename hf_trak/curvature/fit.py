@@ -46,8 +46,9 @@ PARTS = 8
 LARGEST_SIDE = 8192
 """Longest side of a basis. The eigendecomposition of twice the side takes eight times as long."""
 
-BASIS_POSITIONS = 20
-"""Positions behind a basis, per dimension, that are enough: its eigenvalues are measured anew in the second pass."""
+BASIS_POSITIONS, FEWEST_POSITIONS = 100, 50_000
+"""Positions behind a basis that are enough, per dimension and at least. Its eigenvalues are measured anew in the
+second pass, so that a basis need not be as good as they are; where the sample is small, all of it is taken."""
 
 _MAX_ROUNDS = 8
 
@@ -194,9 +195,10 @@ class CurvatureFit:
     def _basis_parts(self, blocks: CurvatureBlocks) -> int:
         """Tell how many parts of the sample the bases take, from the positions in the first of them.
 
-        Bases of whole gradients, of which a row is one, take all.
+        Bases of whole gradients, of which a row is one, take all, and so does K-FAC, whose eigenvalues come from this
+        pass alone.
         """
-        if self.plan.kind not in ("ekfac", "kfac"):
+        if self.plan.kind != "ekfac":
             return self.plan.parts
         counts = self._counts(blocks, 1)
         factored = [
@@ -206,7 +208,8 @@ class CurvatureFit:
         ]
         if len(factored) < len(blocks.kronecker) or any(count == 0 for _, count in factored):
             return self.plan.parts
-        needed = max((-(-BASIS_POSITIONS * side // count) for side, count in factored), default=1)
+        wanted = ((max(BASIS_POSITIONS * side, FEWEST_POSITIONS), count) for side, count in factored)
+        needed = max((-(-positions // count) for positions, count in wanted), default=1)
         return min(needed, self.plan.parts)
 
     def _counts(self, blocks: CurvatureBlocks, parts: int) -> list[int]:
