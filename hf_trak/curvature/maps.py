@@ -23,7 +23,11 @@ class GradientMap:
         self.proj_dim = proj_dim
 
     def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> "MapSink":
-        """Open a sink for the blocks of one batch."""
+        """Open a sink for the blocks of one batch.
+
+        Raises:
+            NotImplementedError: a subclass lacks it.
+        """
         raise NotImplementedError
 
 

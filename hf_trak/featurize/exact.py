@@ -111,7 +111,7 @@ class ExactScores:
         """Read or fit the curvature of the weights that the model has now."""
         if self.kind == "identity":
             return identity_curvature(self.model.layout)
-        rows = self._sample()
+        rows = self.sample()
         task = self._curvature_task()
         plan = FitPlan(
             self.kind,
@@ -139,7 +139,7 @@ class ExactScores:
         assert isinstance(task, BatchedModelOutput)
         return SampledLikelihood(task, self.args.seed)
 
-    def _sample(self) -> list[int]:
+    def sample(self) -> list[int]:
         """Choose the rows that the curvature is fitted to."""
         n = row_count(self.model.train_dataset, "train_dataset")
         count = min(n, DEFAULT_ROWS if self.args.curvature_rows is None else self.args.curvature_rows)

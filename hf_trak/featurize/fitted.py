@@ -26,7 +26,7 @@ def fitted_curvature(exact: ExactScores, model_id: int) -> Curvature:
     """
     if exact.kind == "identity":
         return identity_curvature(exact.model.layout)
-    expected = exact.identity(model_id, exact._sample())
+    expected = exact.identity(model_id, exact.sample())
     directory = exact.directory(model_id)
     if (directory / CURVATURE_FILE).exists():
         recorded = read_sealed(directory / CURVATURE_FILE).get("identity", {})
