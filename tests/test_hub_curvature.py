@@ -222,11 +222,21 @@ def test_a_copy_that_an_older_version_pulled(hub: Hub, published: Files, tmp_pat
         full(elsewhere, exact=True)
 
 
+def interrupted(store: IndexStore, name: str, directory: Path) -> None:
+    """Copy no curvature."""
+    if name.startswith("curvature/"):
+        raise KeyboardInterrupt
+
+
 def test_copies(hub: Hub, published: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`pull_index` copies curvatures, also over older ones. Copies work without a connection, and can be published."""
     copy = tmp_path / "copy"
     (copy / "curvature/0").mkdir(parents=True)
     (copy / RECORD).write_text("{}")
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr("hf_trak.hub.pull._copy", interrupted)
+        pull_index("tester/index", copy)
+    assert not (copy / RECORD).exists(), "it would belong to other blocks"
     pull_index("tester/index", copy)
     assert all((copy / name).read_bytes() == published[name] for name in curvatures(published))
     push_index(FeatureStore.load(copy), "tester/fork", token=TOKEN)
