@@ -160,7 +160,8 @@ class TrakAttributor(FeaturizedModel):
             local_files_only (`bool`, *optional*, defaults to `False`):
                 Use what is in the Hub's cache, as `HF_HUB_OFFLINE` does.
             train_dataset (`Dataset` or `str`, *optional*):
-                The training rows, or their repo, if they are at hand. `per="train"` then returns them.
+                The training rows, or their repo, if they are at hand. `per="train"` then returns them. Exact
+                scores need them.
             data_collator, processing_class (*optional*):
                 As for `TrakAttributor`. Without training rows, the default collates mappings of tensors or numbers,
                 and tuples.
@@ -653,7 +654,7 @@ class TrakAttributor(FeaturizedModel):
                 Open a pull request instead.
             facts:
                 `model_name` and `model_revision` (the model repo), `checkpoints` (model ids to
-                `"hf://user/model@revision"`), `lds`, `commit_message`.
+                `"hf://user/model@revision"`), `lds`, `commit_message`; `curvature=False` leaves curvatures out.
 
         Returns:
             `huggingface_hub.CommitInfo`: the commit.

@@ -177,6 +177,14 @@ def test_other_settings_fit_another_curvature(
     assert np.array_equal(found, full(attributor_in(tmp_path / "own", **other).featurize(), exact=True))
 
 
+def test_a_curvature_of_ones_own_does_not_hide_the_published_one(hub: Hub, published: Files, tmp_path: Path) -> None:
+    work = str(tmp_path / "work")
+    full(load(output_dir=work, curvature="kfac"), exact=True, model_ids=[0])
+    again = load(output_dir=work)
+    full(again, exact=True, model_ids=[0])
+    assert again.curvature_report().kind == "ekfac"
+
+
 def test_an_index_without_curvatures(hub: Hub, published: Files, made: Path, tmp_path: Path) -> None:
     """Pushing without them removes those that are there; who loads the index fits one, for all or some checkpoints."""
     hub.put("dataset", "tester/index", {**published, "curvature/notes.txt": b"mine"})

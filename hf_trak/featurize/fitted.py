@@ -27,17 +27,16 @@ def fitted_curvature(exact: ExactScores, model_id: int) -> Curvature:
     if exact.kind == "identity":
         return identity_curvature(exact.model.layout)
     expected = exact.identity(model_id, exact.sample())
-    directory = exact.directory(model_id)
-    if (directory / CURVATURE_FILE).exists():
-        recorded = read_sealed(directory / CURVATURE_FILE).get("identity", {})
-        expected |= {name: recorded[name] for name in _SAMPLE if name in recorded}
-    else:  # a published one is kept elsewhere
-        directory = exact.model.store.curvature_dir(model_id, expected)
-    if not (directory / CURVATURE_FILE).exists():
+    directory = exact.model.store.curvature_dir(model_id, expected)  # that of a published one, if it fits
+    path = directory / CURVATURE_FILE
+    if not path.exists():
         raise StoreError(
             f"{directory} holds no curvature of checkpoint {model_id}. Expected a fitted one. Call `fit_curvature()` "
             "first."
         )
+    if directory == exact.directory(model_id):
+        recorded = read_sealed(path).get("identity", {})
+        expected |= {name: recorded[name] for name in _SAMPLE if name in recorded}
     return CurvatureFiles(directory, expected).read()
 
 
