@@ -562,7 +562,8 @@ class TrakAttributor(FeaturizedModel):
             model_ids (`Sequence[int]`, *optional*):
                 The checkpoints to average over. By default all in the store.
             exact (`bool`, *optional*, defaults to `False`):
-                As in [`~TrakAttributor.attribute`].
+                With whole gradients under the fitted curvature P: q · ∇fᵀ P⁻¹ ∇f. The Gram matrix of the hybrid takes
+                no part.
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 BENCHMARK = ROOT / "recipes" / "benchmarks" / "curvature"
 LINEAR = "hf_trak, linear layers"
 PARTS = ("fit: bases", "fit: eigendecompositions", "fit: eigenvalues")
+HYBRID = ("hybrid: features", "hybrid: system", "hybrid: targets and scores")
 
 
 def run(directory: Path, *arguments: str) -> tuple[str, dict]:
@@ -34,23 +35,28 @@ def test_every_stage_of_every_library_is_measured(tmp_path):
     assert rounds["kronfluence"] == [{"error": "ImportError: broken on purpose | here"}]
     for library in libraries[:2]:
         (measured,) = rounds[library]
-        seconds = measured["seconds"]
-        assert set(seconds) == {"fit", *PARTS, "targets", "scores", "hybrid"}
-        assert all(taken > 0 for taken in seconds.values())
-        assert sum(seconds[part] for part in PARTS) < seconds["fit"]
-        assert len(measured["plain"]) == 4  # before and after each of the three groups of stages
+        times = measured["times"]
+        hybrid = HYBRID if library == "hf_trak" else ()
+        assert set(times) == {"fit", *PARTS, "targets", "scores", *hybrid}
+        assert all(min(taken["wall"], taken["cpu"]) > 0 for taken in times.values())
+        assert sum(times[part]["wall"] for part in PARTS) < times["fit"]["wall"]
+        assert len(measured["plain"]) == (4 if hybrid else 3)  # before and after each group of stages
         before, after = measured["plain"][:2]
-        assert measured["ratios"]["fit"] == pytest.approx(2 * seconds["fit"] / (before + after))
+        for clock in ("wall", "cpu"):
+            plain = (before[clock] + after[clock]) / 2
+            assert measured["ratios"]["fit"][clock] == pytest.approx(times["fit"][clock] / plain)
         if measured["peak_mib"]:
-            assert set(measured["peak_mib"]) == {"plain", "fit", "scoring", "hybrid"}
+            assert set(measured["peak_mib"]) == {"plain", "fit", "scoring", *(["hybrid"] if hybrid else [])}
             assert set(measured["promised_mib"]) == {"fit", "scoring"}
     times, memory = printed.strip().split("\n\n")[1:]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in times.splitlines()]
     assert len({len(row) for row in rows}) == 1
     shown = {(row[0], row[1]): row[2:] for row in rows}
-    assert shown["kronfluence", "cannot: ImportError: broken on purpose / here"] == ["", "", ""]
-    fit = rounds["hf_trak"][0]["seconds"]["fit"]
-    assert shown["hf_trak", "fit"][0] == f"{fit:.2f}" and shown["hf_trak", "fit"][2] == f"{12 / fit:.1f}"
+    assert shown["kronfluence", "cannot: ImportError: broken on purpose / here"] == [""] * 5
+    fit = rounds["hf_trak"][0]["times"]["fit"]
+    assert (
+        shown["hf_trak", "fit"][0] == f"{fit['wall']:.2f}" and shown["hf_trak", "fit"][2] == f"{12 / fit['wall']:.1f}"
+    )
     assert len(memory.splitlines()) == 2 + len(libraries)
 
 
@@ -59,14 +65,18 @@ def test_tables_show_medians_over_the_rounds(monkeypatch):
     from curvature_bench.table import tables
 
     def measured(seconds: float) -> dict:
-        stages = {"seconds": {"fit": seconds}, "ratios": {"fit": seconds / 2}}
-        return {"plain": [2.0, 4.0], **stages, "peak_mib": {"fit": 10 * seconds}, "promised_mib": {"fit": 7.0}}
+        plain = [{"wall": 2.0, "cpu": 1.0}, {"wall": 4.0, "cpu": 3.0}]
+        stages = {
+            "times": {"fit": {"wall": seconds, "cpu": seconds / 2}},
+            "ratios": {"fit": {"wall": seconds / 4, "cpu": seconds / 8}},
+        }
+        return {"plain": plain, **stages, "peak_mib": {"fit": 10 * seconds}, "promised_mib": {"fit": 7.0}}
 
     try:
         shown = tables({"one": [measured(6.0), measured(100.0), measured(8.0)]}, rows=16)
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "curvature_bench"]:
             monkeypatch.delitem(sys.modules, name)
-    assert "| one | plain pass | 3.00 | 1 | 5.3 |" in shown
-    assert "| one | fit | 8.00 | 4.00 | 2.0 |" in shown
+    assert "| one | plain pass | 3.00 | 1.00 | 5.3 | 2.00 | 1.00 |" in shown
+    assert "| one | fit | 8.00 | 2.00 | 2.0 | 4.00 | 1.00 |" in shown
     assert "| one | – | 80 (7) | – | – |" in shown

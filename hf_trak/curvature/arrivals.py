@@ -53,6 +53,8 @@ class BatchArrivals:
                 self._by_source[block.source].append(index)
             else:
                 ranges.append((block.start, block.start + (block.left - 1) * block.stride + block.right, index, True))
+                if block.bias is not None:
+                    ranges.append((block.bias, block.bias + block.bias_length, index, True))
         for index, one in enumerate(blocks.diagonal):
             ranges.append((one.start, one.start + one.numel, index, False))
         self._ranges = sorted(ranges)
@@ -128,7 +130,7 @@ class BatchArrivals:
         size, stop = block.shape[0], start + block.shape[1]
         matrices = self._matrices.get(index)
         if matrices is None:
-            self._matrices[index] = matrices = block.new_zeros(size, one.left, one.right)
+            self._matrices[index] = matrices = block.new_zeros(size, *one.shape)
         for row in range(max(0, (start - one.start - one.right) // one.stride), one.left):
             low = one.start + row * one.stride
             if low >= stop:
@@ -136,6 +138,11 @@ class BatchArrivals:
             first, last = max(low, start), min(low + one.right, stop)
             if first < last:
                 matrices[:, row, first - low : last - low] += block[:, first - start : last - start]
+        if one.bias is not None:
+            first, last = max(one.bias, start), min(one.bias + one.bias_length, stop)
+            if first < last:
+                bias = matrices[:, -1] if one.bias_part == "left" else matrices[:, :, -1]
+                bias[:, first - one.bias : last - one.bias] += block[:, first - start : last - start]
 
 
 def _slices(left: Tensor, right: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -59,10 +59,11 @@ class KroneckerBlock:
     @property
     def numel(self) -> int:
         """Number of parameters."""
-        return self.left * self.right + (0 if self.bias is None else self._bias_length)
+        return self.left * self.right + (0 if self.bias is None else self.bias_length)
 
     @property
-    def _bias_length(self) -> int:
+    def bias_length(self) -> int:
+        """Number of elements of the bias."""
         return self.left if self.bias_part == "right" else self.right
 
     def factors(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +90,7 @@ class KroneckerBlock:
         matrix = self._view(gradients)
         if self.bias is None:
             return matrix
-        bias = gradients[:, self.bias : self.bias + self._bias_length]
+        bias = gradients[:, self.bias : self.bias + self.bias_length]
         if self.bias_part == "left":
             return torch.cat([matrix, bias.view(size, 1, -1)], 1)
         return torch.cat([matrix, bias.view(size, -1, 1)], 2)
@@ -99,7 +100,7 @@ class KroneckerBlock:
         self._view(out).copy_(matrix[:, : self.left, : self.right])
         if self.bias is not None:
             bias = matrix[:, -1] if self.bias_part == "left" else matrix[:, :, -1]
-            out[:, self.bias : self.bias + self._bias_length] = bias
+            out[:, self.bias : self.bias + self.bias_length] = bias
 
     def _view(self, whole: Tensor) -> Tensor:
         """View `(B, left, right)` of the weight's places in `(B, P)`."""

@@ -26,6 +26,10 @@ _NEGLIGIBLE = 1e-7
 """Eigenvalues below this part of the largest are rounding. Without damping, they have no inverse."""
 
 
+_SMALLEST = torch.finfo(torch.float32).tiny
+"""Squares of float32 numbers below this have lost digits, or are 0."""
+
+
 @dataclass(frozen=True)
 class KroneckerValues:
     """The curvature of one Kronecker block.
@@ -94,12 +98,12 @@ class Curvature:
         out = torch.zeros_like(gradients)
         for block, values in zip(self.blocks.kronecker, self.kronecker, strict=True):
             matrix = block.matrix(gradients)
-            factor = inverse(values.eigenvalues, damping).to(matrix)
+            factor = inverse(values.eigenvalues, damping).to(matrix.device)
             if values.bases is None:
-                block.put(matrix * factor, out)
+                block.put((matrix * factor).to(matrix.dtype), out)
                 continue
             left, right = (basis.to(matrix.device) for basis in values.bases)
-            block.put(left @ ((left.T @ matrix @ right) * factor) @ right.T, out)
+            block.put(left @ ((left.T @ matrix @ right) * factor).to(matrix.dtype) @ right.T, out)
         self._diagonal(gradients, out, damping, 1.0)
         return out
 
@@ -123,7 +127,7 @@ class Curvature:
         out = torch.zeros_like(gradients)
         for block, values in zip(self.blocks.kronecker, self.kronecker, strict=True):
             matrix = block.matrix(gradients)
-            factor = inverse(values.eigenvalues, damping).sqrt().to(matrix)
+            factor = inverse(values.eigenvalues, damping).sqrt().to(matrix.device)
             if values.bases is not None:
                 left, right = (basis.to(matrix.device) for basis in values.bases)
                 matrix = left.T @ matrix @ right
@@ -134,7 +138,8 @@ class Curvature:
     def _diagonal(self, gradients: Tensor, out: Tensor, damping: float, power: float) -> None:
         for block, values in zip(self.blocks.diagonal, self.diagonal, strict=True):
             part = slice(block.start, block.start + block.numel)
-            out[:, part] = gradients[:, part] * inverse(values, damping).pow(power).to(gradients)
+            factor = inverse(values, damping).pow(power).to(gradients.device)
+            out[:, part] = (gradients[:, part] * factor).to(gradients.dtype)
 
     def describe(self) -> dict[str, Any]:
         """Describe kind and identity as plain JSON, for the identity of scores."""
@@ -157,7 +162,7 @@ def inverse(eigenvalues: Tensor, damping: float) -> Tensor:
         `torch.Tensor`: float64, of the same shape.
     """
     values = eigenvalues.double()
-    if not bool((values > 0).any()):
+    if not bool((values > _SMALLEST).any()):
         return torch.zeros_like(values)
     if damping == 0:
         kept = values > _NEGLIGIBLE * values.max()

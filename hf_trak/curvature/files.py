@@ -22,7 +22,7 @@ from hf_trak.curvature.curvature import Curvature, KroneckerValues
 from hf_trak.errors import ConfigMismatchError, StoreError
 from hf_trak.store.atomic import differing, remove_stale_temporaries
 from hf_trak.store.sealed import content_digest, read_sealed, unsealed, write_sealed
-from hf_trak.store.shards import TensorSpec, read_tensors, write_tensors
+from hf_trak.store.shards import TensorSpec, read_header, read_tensors, write_tensors
 
 CURVATURE_FILE = "curvature.json"
 
@@ -66,6 +66,17 @@ class CurvatureFiles:
             )
         return content
 
+    def finished(self) -> bool:
+        """Whether there is a complete curvature; removes what a fit that was killed at its very end left.
+
+        Raises as [`~CurvatureFiles.saved`].
+        """
+        if self.saved() is None:
+            return False
+        if self.progress.exists():
+            shutil.rmtree(self.progress, ignore_errors=True)
+        return True
+
     def write(self, blocks: CurvatureBlocks, rows: int, statistics: Mapping[str, Any]) -> None:
         """Write the record, which makes the curvature complete, and remove what only a resumed fit needs."""
         content = {"identity": self.identity, "blocks": blocks.to_json(), "rows": rows, **statistics}
@@ -92,15 +103,24 @@ class CurvatureFiles:
             if kind != "diagonal":
                 specs["left_basis"] = TensorSpec((rows, rows), _VALUES)
                 specs["right_basis"] = TensorSpec((columns, columns), _VALUES)
-            found = read_tensors(self.block_path(index), self._own, specs)
+            found = self._read(self.block_path(index), specs)
             bases = None if kind == "diagonal" else (found["left_basis"], found["right_basis"])
             kronecker.append(KroneckerValues(bases, found["eigenvalues"], count))
         names = {f"{index:05d}": TensorSpec((block.numel,), _VALUES) for index, block in enumerate(blocks.diagonal)}
-        diagonal = read_tensors(self.diagonal_path, self._own, names) if names else {}
+        diagonal = self._read(self.diagonal_path, names) if names else {}
         digest = content_digest(content)
         return Curvature(
             kind, blocks, tuple(kronecker), tuple(diagonal[name] for name in names), content["rows"], digest
         )
+
+    def _read(self, path: Path, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+        try:
+            return read_tensors(path, self._own, specs)
+        except StoreError as error:
+            raise StoreError(
+                f"The curvature in {self.directory} is damaged: {path.name} is missing or not as it was written. "
+                f"Expected all its files. {_REMEDY}"
+            ) from error
 
     def block_path(self, index: int) -> Path:
         """File of a Kronecker block."""
@@ -158,6 +178,11 @@ class CurvatureFiles:
     def write_sums(self, path: Path, tensors: Mapping[str, Tensor], **extra: Any) -> None:
         """Write the sums of one part."""
         write_tensors(path, tensors, {**self._own, "kind": path.stem}, **extra)
+
+    def read_observed(self, path: Path) -> dict[str, Any]:
+        """Read what one part of a pass has shown. Raises as [`read_header`]."""
+        observed: dict[str, Any] = read_header(path, {**self._own, "kind": path.stem}, {})["observed"]
+        return observed
 
     def read_sums(self, path: Path, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         """Read some sums of one part. Raises as [`read_tensors`]."""

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from hf_trak.curvature.arrivals import BatchArrivals
@@ -34,9 +33,9 @@ from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.hooked.outer import every_factor
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions.base import Batch
-from hf_trak.runtime.processes import Processes, share_of
+from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.progress import RowProgress
-from hf_trak.store.shards import TensorSpec, parse_metadata
+from hf_trak.store.shards import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +71,7 @@ class FitPlan:
         rows: numbers of the rows of the sample, ascending.
         batch_size: rows per batch.
         embeddings: names of embedding tables.
+        transposed: names of weights whose rows are inputs.
         description: for progress bars.
         show_progress: whether to show bars.
         largest_side: longest side of a basis.
@@ -81,6 +81,7 @@ class FitPlan:
     rows: tuple[int, ...]
     batch_size: int
     embeddings: frozenset[str]
+    transposed: frozenset[str]
     description: str
     show_progress: bool = True
     largest_side: int = LARGEST_SIDE
@@ -91,9 +92,12 @@ class FitPlan:
         return min(PARTS, len(self.rows))
 
     def cuts(self, part: int) -> list[Sequence[int]]:
-        """Divide the rows of one part into batches."""
-        mine = share_of(len(self.rows), part, self.parts)
-        rows = self.rows[mine.start : mine.stop]
+        """Divide the rows of one part into batches.
+
+        A part has rows from all over the sample, since bases may come from the first part alone, and rows may be
+        sorted.
+        """
+        rows = self.rows[part :: self.parts]
         return [rows[low : low + self.batch_size] for low in range(0, len(rows), self.batch_size)]
 
 
@@ -137,7 +141,7 @@ class CurvatureFit:
             StoreError: a file is damaged or cannot be written.
             PeerProcessError: another process failed or died.
         """
-        if not self.processes.broadcast_from_main(lambda: self.files.saved() is not None):
+        if not self.processes.broadcast_from_main(self.files.finished):
             self.processes.broadcast_from_main(self.files.prepare)
             self._conclude(self._passes())
         with self.processes.all_or_none():
@@ -180,16 +184,19 @@ class CurvatureFit:
         """Divide by what all batches showed."""
         seen = Observation()
         for part in range(self.plan.parts):
-            path = self.files.sums_path("squares", blocks, part)
-            with safe_open(path, framework="pt") as file:
-                seen.merge(parse_metadata(path, file)["observed"])
+            seen.merge(self.files.read_observed(self.files.sums_path("squares", blocks, part)))
         found = self._divide(seen)
         self.files.write_blocks(found)
         return found.to_json()
 
     def _divide(self, seen: Observation) -> CurvatureBlocks:
         return divide(
-            self._layout, seen, self.plan.embeddings, self.plan.largest_side, diagonal=self.plan.kind == "diagonal"
+            self._layout,
+            seen,
+            self.plan.embeddings,
+            self.plan.largest_side,
+            diagonal=self.plan.kind == "diagonal",
+            transposed=self.plan.transposed,
         )
 
     def _basis_parts(self, blocks: CurvatureBlocks) -> int:
@@ -385,6 +392,9 @@ class CurvatureFit:
                 if self.plan.kind == "kfac" and basis is not None:
                     # Σ_b G_b G_bᵀ ≈ N (L / N) ⊗ (R / N) for N positions
                     scale = counts[index] / counted_rows
+                    if blocks.kronecker[index].source is None:
+                        # E[G Gᵀ] ⊗ E[Gᵀ G] is the square of a curvature: its trace is too large by the trace of either
+                        scale /= max(float(basis["left_values"].sum()), torch.finfo(torch.float64).tiny)
                     eigenvalues = scale * torch.outer(basis["left_values"], basis["right_values"])
                 bases = None if basis is None else (basis["left_basis"], basis["right_basis"])
                 self.files.write_block(index, eigenvalues.float(), bases)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_trak.curvature.curvature import Curvature, identity_curvature
 from hf_trak.curvature.files import CurvatureFiles
@@ -118,6 +119,7 @@ class ExactScores:
             tuple(rows),
             self.args.per_device_batch_size,
             _embeddings(self.model.model),
+            _transposed(self.model.model),
             f"curvature, checkpoint {model_id}",
             not self.args.disable_tqdm,
         )
@@ -318,7 +320,7 @@ class ExactScores:
             columns = range(first, min(first + together, m))
             shards = self._shards(
                 targets.directory,
-                f"scores{tag}-{first:06d}",
+                f"scores{tag}-{columns.start:06d}-{columns.stop:06d}",
                 row_count(model.train_dataset, "train_dataset"),
                 len(columns),
                 model.store.config["shard_size"],
@@ -413,6 +415,12 @@ def _embeddings(model: nn.Module) -> frozenset[str]:
     """List the parameters that are tables of embeddings, by all their names."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     return frozenset(name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in tables)
+
+
+def _transposed(model: nn.Module) -> frozenset[str]:
+    """List the weights whose rows are inputs, by all their names."""
+    weights = {id(module.weight) for module in model.modules() if isinstance(module, Conv1D)}
+    return frozenset(name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in weights)
 
 
 class _FitBatches:

@@ -16,21 +16,42 @@ StageOf = str | Callable[..., str]
 """A stage, or what tells it from the arguments of a call."""
 
 
+@dataclass(frozen=True)
+class Time:
+    """Seconds on the clock, and seconds of this process on a processor."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> "Time":
+        return cls(time.perf_counter(), time.process_time())
+
+    def __add__(self, other: "Time") -> "Time":
+        return Time(self.wall + other.wall, self.cpu + other.cpu)
+
+    def __sub__(self, other: "Time") -> "Time":
+        return Time(self.wall - other.wall, self.cpu - other.cpu)
+
+    def __truediv__(self, other: "Time") -> "Time":
+        return Time(self.wall / other.wall, self.cpu / other.cpu)
+
+
 @dataclass
 class Measured:
     """What one process has measured.
 
     Attributes:
-        plain: seconds of every plain pass.
-        seconds: by stage.
-        ratios: seconds of a stage divided by the mean of the plain passes before and after it.
+        plain: times of the plain passes.
+        times: by stage.
+        ratios: times of a stage divided by those of a plain pass, the mean of the ones before and after it.
         peak_mib: by group of stages and of a plain pass, above what the process held before; empty but on Linux.
         promised_mib: the same, as the library's own estimate has it, where there is one.
     """
 
-    plain: list[float] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    ratios: dict[str, float] = field(default_factory=dict)
+    plain: list[Time] = field(default_factory=list)
+    times: dict[str, Time] = field(default_factory=dict)
+    ratios: dict[str, Time] = field(default_factory=dict)
     peak_mib: dict[str, float] = field(default_factory=dict)
     promised_mib: dict[str, float] = field(default_factory=dict)
 
@@ -42,7 +63,7 @@ class Meter:
         self.measured = Measured()
         self._plain = PlainPass(work)
         self._plain.step()  # libraries allocate on first use
-        self._calls: dict[str, float] = {}
+        self._calls: dict[str, Time] = {}
         self._plain_pass()
 
     @contextmanager
@@ -56,19 +77,20 @@ class Meter:
         """
         self._calls = {}
         memory = PeakMemory()
-        started = time.perf_counter()
+        started = Time.now()
         yield
-        seconds = time.perf_counter() - started
+        taken = Time.now() - started
         if (peak := memory.mib()) is not None:
             self.measured.peak_mib[name] = peak
         if rest is None:
-            self._calls[name] = seconds
+            self._calls[name] = taken
         else:
-            self._calls[rest] = seconds - sum(self._calls.values())
+            self._calls[rest] = taken - sum(self._calls.values(), Time(0.0, 0.0))
         self._plain_pass()
-        plain = sum(self.measured.plain[-2:]) / 2
-        self.measured.seconds |= self._calls
-        self.measured.ratios |= {stage: taken / plain for stage, taken in self._calls.items()}
+        before, after = self.measured.plain[-2:]
+        plain = (before + after) / Time(2.0, 2.0)
+        self.measured.times |= self._calls
+        self.measured.ratios |= {stage: each / plain for stage, each in self._calls.items()}
 
     @contextmanager
     def calls(self, owner: Any, name: str, stage: StageOf) -> Iterator[None]:
@@ -82,10 +104,10 @@ class Meter:
         function = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+            started = Time.now()
             result = function(*args, **kwargs)
             of = stage if isinstance(stage, str) else stage(*args, **kwargs)
-            self._calls[of] = self._calls.get(of, 0.0) + time.perf_counter() - started
+            self._calls[of] = self._calls.get(of, Time(0.0, 0.0)) + (Time.now() - started)
             return result
 
         with patch.object(owner, name, timed):
@@ -93,9 +115,9 @@ class Meter:
 
     def _plain_pass(self) -> None:
         memory = PeakMemory()
-        started = time.perf_counter()
+        started = Time.now()
         self._plain()
-        self.measured.plain.append(time.perf_counter() - started)
+        self.measured.plain.append(Time.now() - started)
         if (peak := memory.mib()) is not None:
             self.measured.peak_mib["plain"] = max(peak, self.measured.peak_mib.get("plain", 0.0))
 

@@ -5,6 +5,9 @@ from typing import Any
 
 from curvature_bench.stages import FIT, HYBRID, SCORING, STAGES
 
+Clocks = dict[str, float]
+"""A `Time`, or the quotient of two, as a dictionary."""
+
 Rounds = dict[str, list[dict[str, Any]]]
 """Of every library, what each round measured: `Measured`, or `{"error": …}`."""
 
@@ -20,20 +23,29 @@ def tables(rounds: Rounds, rows: int) -> str:
 
 
 def _times(rounds: Rounds, rows: int) -> str:
-    lines = ["| library | stage | seconds | ÷ plain pass | rows/s |", "|---|---|---|---|---|"]
+    lines = [
+        "| library | stage | seconds | ÷ plain pass | rows/s | CPU seconds | ÷ plain pass |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for library, measured in rounds.items():
         if error := _error(measured):
-            lines.append(f"| {library} | cannot: {error} | | | |")
+            lines.append(f"| {library} | cannot: {error} | | | | | |")
             continue
-        plain = median(seconds for one in measured for seconds in one["plain"])
-        lines.append(f"| {library} | plain pass | {plain:.2f} | 1 | {rows / plain:.1f} |")
+        plain = [each for one in measured for each in one["plain"]]
+        lines.append(_line(library, "plain pass", plain, [{"wall": 1.0, "cpu": 1.0}], rows))
         for stage in STAGES:
-            if stage not in measured[0]["seconds"]:
-                continue
-            seconds = median(one["seconds"][stage] for one in measured)
-            ratio = median(one["ratios"][stage] for one in measured)
-            lines.append(f"| {library} | {stage} | {seconds:.2f} | {ratio:.2f} | {rows / seconds:.1f} |")
+            if stage in measured[0]["times"]:
+                times, ratios = ([one[kind][stage] for one in measured] for kind in ("times", "ratios"))
+                lines.append(_line(library, stage, times, ratios, rows))
     return "\n".join(lines)
+
+
+def _line(library: str, stage: str, times: list[Clocks], ratios: list[Clocks], rows: int) -> str:
+    wall, cpu = (median(one[clock] for one in times) for clock in ("wall", "cpu"))
+    to_plain, cpu_to_plain = (median(one[clock] for one in ratios) for clock in ("wall", "cpu"))
+    return (
+        f"| {library} | {stage} | {wall:.2f} | {to_plain:.2f} | {rows / wall:.1f} | {cpu:.2f} | {cpu_to_plain:.2f} |"
+    )
 
 
 def _memory(rounds: Rounds) -> str:

@@ -5,10 +5,23 @@ from pathlib import Path
 from typing import Any
 
 from curvature_bench.measure import Meter
-from curvature_bench.stages import BASES, EIGEN, EIGENVALUES, FIT, HYBRID, SCORES, SCORING, TARGETS
+from curvature_bench.stages import (
+    BASES,
+    EIGEN,
+    EIGENVALUES,
+    FIT,
+    HYBRID,
+    HYBRID_FEATURES,
+    HYBRID_REST,
+    HYBRID_SYSTEM,
+    SCORES,
+    SCORING,
+    TARGETS,
+)
 from curvature_bench.work import Work, linear_parameters
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.curvature.fit import CurvatureFit
+from hf_trak.curvature.hybrid import HybridSystem
 from hf_trak.featurize.estimate import estimate
 from hf_trak.featurize.exact import ExactScores
 
@@ -20,7 +33,8 @@ def run(work: Work, meter: Meter, directory: Path, linear_only: bool = False) ->
         work: the work.
         meter: measures it.
         directory: an empty one.
-        linear_only: whether to attribute the layers that the other libraries follow, instead of all parameters.
+        linear_only: whether to attribute the layers that the other libraries follow, instead of all parameters, and
+            to leave the hybrid out, which the others do not have.
     """
     model = work.model()
     train, targets = work.datasets()
@@ -44,10 +58,16 @@ def run(work: Work, meter: Meter, directory: Path, linear_only: bool = False) ->
         attributor.fit_curvature()
     with meter.stages(SCORING, rest=TARGETS), meter.calls(ExactScores, "_scores", SCORES):
         attributor.attribute(targets, exact=True, top_k=10)
-    hybrid = TrakAttributor(model, replace(args, curvature="hybrid"), train, task="causal_lm")
-    with meter.stages(HYBRID):
-        hybrid.attribute(targets, exact=True, top_k=10)
     _promise(work, meter, model, args)
+    if linear_only:
+        return
+    hybrid = TrakAttributor(model, replace(args, curvature="hybrid"), train, task="causal_lm")
+    with (
+        meter.stages(HYBRID, rest=HYBRID_REST),
+        meter.calls(ExactScores, "_whitened", HYBRID_FEATURES),
+        meter.calls(HybridSystem, "__init__", HYBRID_SYSTEM),
+    ):
+        hybrid.attribute(targets, exact=True, top_k=10)
 
 
 def _stage_of_pass(_: CurvatureFit, stage: str, *__: Any) -> str:
