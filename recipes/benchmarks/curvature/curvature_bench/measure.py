@@ -1,5 +1,7 @@
 """Seconds and peak memory of the stages of a library, beside plain passes that are made before and after each."""
 
+import ctypes
+import gc
 import os
 import sys
 import time
@@ -128,6 +130,9 @@ class PeakMemory:
     def __init__(self) -> None:
         self._before: float | None = None
         if sys.platform == "linux" and os.access("/proc/self/clear_refs", os.W_OK):
+            gc.collect()
+            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+                trim(0)  # what earlier stages have freed but glibc keeps would hide what this one takes
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak starts anew
             self._before = _status("VmRSS")
 
