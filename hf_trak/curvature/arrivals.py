@@ -68,9 +68,12 @@ class BatchArrivals:
         """Take columns `start … start + n` of the gradients, `(B, n)`."""
         block = block.float()
         stop = start + block.shape[1]
+        whole: set[int] = set()  # a matrix and its bias are two ranges of one block
         for low, high, index, kronecker in self._overlapping(start, stop):
             if kronecker:
-                self._add_to_matrix(index, start, block)
+                if index not in whole:
+                    self._add_to_matrix(index, start, block)
+                whole.add(index)
                 continue
             part = block[:, max(low - start, 0) : high - start]
             first = max(start, low) - low
