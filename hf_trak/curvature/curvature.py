@@ -26,6 +26,9 @@ _NEGLIGIBLE = 1e-7
 """Eigenvalues below this part of the largest are rounding. Without damping, they have no inverse."""
 
 
+_LARGEST = 1e30
+"""Factors up to this are float32 with room to spare."""
+
 _SMALLEST = torch.finfo(torch.float32).tiny
 """Squares of float32 numbers below this have lost digits, or are 0."""
 
@@ -81,7 +84,7 @@ class Curvature:
             *zip(self.blocks.diagonal, self.diagonal, strict=True),
         ]
 
-    def precondition(self, gradients: Tensor, damping: float) -> Tensor:
+    def precondition(self, gradients: Tensor, damping: float, in_place: bool = False) -> Tensor:
         """Multiply gradients by the inverse of the damped curvature.
 
         Args:
@@ -89,25 +92,27 @@ class Curvature:
                 Gradients, float32.
             damping (`float`):
                 c in 1 / (Λ + c · mean Λ), the mean over each block.
+            in_place (`bool`, *optional*, defaults to `False`):
+                Overwrite `gradients`, of which there is then no second copy.
 
         Returns:
             `torch.Tensor` of shape `(B, P)`: P⁻¹ g of every row.
         """
+        out = gradients if in_place else gradients.clone()
         if self.kind == "identity":
-            return gradients.clone()
-        out = torch.zeros_like(gradients)
+            return out
         for block, values in zip(self.blocks.kronecker, self.kronecker, strict=True):
-            matrix = block.matrix(gradients)
-            factor = inverse(values.eigenvalues, damping).to(matrix.device)
+            matrix = block.matrix(out)
             if values.bases is None:
-                block.put((matrix * factor).to(matrix.dtype), out)
+                block.put(_scaled(matrix, inverse(values.eigenvalues, damping)), out)
                 continue
             left, right = (basis.to(matrix.device) for basis in values.bases)
-            block.put(left @ ((left.T @ matrix @ right) * factor).to(matrix.dtype) @ right.T, out)
-        self._diagonal(gradients, out, damping, 1.0)
+            rotated = _scaled(left.T @ matrix @ right, inverse(values.eigenvalues, damping))
+            block.put(left @ rotated @ right.T, out)
+        self._diagonal(out, damping, 1.0)
         return out
 
-    def whiten(self, gradients: Tensor, damping: float) -> Tensor:
+    def whiten(self, gradients: Tensor, damping: float, in_place: bool = False) -> Tensor:
         """Multiply gradients by the inverse root of the damped curvature, up to a rotation of each block.
 
         Inner products of the results are those of `gradients` under the inverse curvature: the rotation back to the
@@ -116,34 +121,40 @@ class Curvature:
         Args:
             gradients (`torch.Tensor` of shape `(B, P)`):
                 Gradients, float32.
-            damping (`float`):
+            damping, in_place:
                 As in [`~Curvature.precondition`].
 
         Returns:
             `torch.Tensor` of shape `(B, P)`.
         """
+        out = gradients if in_place else gradients.clone()
         if self.kind == "identity":
-            return gradients.clone()
-        out = torch.zeros_like(gradients)
+            return out
         for block, values in zip(self.blocks.kronecker, self.kronecker, strict=True):
-            matrix = block.matrix(gradients)
-            factor = inverse(values.eigenvalues, damping).sqrt().to(matrix.device)
+            matrix = block.matrix(out)
             if values.bases is not None:
                 left, right = (basis.to(matrix.device) for basis in values.bases)
                 matrix = left.T @ matrix @ right
-            block.put(matrix * factor, out)
-        self._diagonal(gradients, out, damping, 0.5)
+            block.put(_scaled(matrix, inverse(values.eigenvalues, damping).sqrt()), out)
+        self._diagonal(out, damping, 0.5)
         return out
 
-    def _diagonal(self, gradients: Tensor, out: Tensor, damping: float, power: float) -> None:
+    def _diagonal(self, out: Tensor, damping: float, power: float) -> None:
         for block, values in zip(self.blocks.diagonal, self.diagonal, strict=True):
-            part = slice(block.start, block.start + block.numel)
-            factor = inverse(values, damping).pow(power).to(gradients.device)
-            out[:, part] = (gradients[:, part] * factor).to(gradients.dtype)
+            part = out[:, block.start : block.start + block.numel]
+            part.copy_(_scaled(part, inverse(values, damping).pow(power)))
 
     def describe(self) -> dict[str, Any]:
         """Describe kind and identity as plain JSON, for the identity of scores."""
         return {"digest": self.digest, "kind": self.kind, "rows": self.rows}
+
+
+def _scaled(gradients: Tensor, factor: Tensor) -> Tensor:
+    """Multiply by factors, in float64 where float32 cannot hold them: the inverse of a tiny curvature, say."""
+    factor = factor.to(gradients.device)
+    if float(factor.max()) < _LARGEST:
+        factor = factor.to(gradients.dtype)
+    return (gradients * factor).to(gradients.dtype)
 
 
 def inverse(eigenvalues: Tensor, damping: float) -> Tensor:

@@ -82,13 +82,15 @@ class WholeGradientMap(GradientMap):
 
 def preconditioning(curvature: Curvature, damping: float) -> GradientMap:
     """Map gradients g to P⁻¹ g, `(B, P)`: the targets' side of exact scores."""
-    return WholeGradientMap(curvature.numel, curvature.numel, lambda whole, _: curvature.precondition(whole, damping))
+    return WholeGradientMap(
+        curvature.numel, curvature.numel, lambda whole, _: curvature.precondition(whole, damping, True)
+    )
 
 
 def influence_on_itself(curvature: Curvature, damping: float) -> GradientMap:
     """Map gradients g to gᵀ P⁻¹ g, `(B, 1)`."""
     return WholeGradientMap(
-        1, curvature.numel, lambda whole, _: curvature.whiten(whole, damping).square().sum(1, keepdim=True)
+        1, curvature.numel, lambda whole, _: curvature.whiten(whole, damping, True).square().sum(1, keepdim=True)
     )
 
 
@@ -97,7 +99,7 @@ def whitened_projection(curvature: Curvature, damping: float, projector: BlockPr
 
     def function(whole: Tensor, model_id: int) -> Tensor:
         sink = projector.sink(whole.shape[0], model_id, whole.device)
-        sink(0, curvature.whiten(whole, damping))
+        sink(0, curvature.whiten(whole, damping, True))
         return sink.result() * projector.scale
 
     return WholeGradientMap(projector.proj_dim, curvature.numel, function)

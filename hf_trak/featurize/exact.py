@@ -404,11 +404,12 @@ def _target_rows(targets: ShardSet, columns: range, groups: RowGroups | None) ->
     if groups is not None:
         return groups.means((shard.start, shard.grads) for shard in targets)[columns.start : columns.stop].float()
     first, last = targets.plan.shard_of(columns.start), targets.plan.shard_of(columns.stop - 1)
-    rows = [
-        shard.grads[max(columns.start - shard.start, 0) : columns.stop - shard.start]
-        for shard in targets.part(range(first, last + 1))
-    ]
-    return torch.cat(rows).float()
+    rows = torch.empty(len(columns), targets.width)
+    # read rather than mapped, so that pages of the files are not in memory beside the rows
+    for shard in targets.part(range(first, last + 1), mapped=False):
+        low, high = max(columns.start, shard.start), min(columns.stop, shard.stop)
+        rows[low - columns.start : high - columns.start] = shard.grads[low - shard.start : high - shard.start]
+    return rows
 
 
 def _embeddings(model: nn.Module) -> frozenset[str]:

@@ -322,7 +322,9 @@ class Featurizer:
         except Exception as error:
             error.add_note(f"This happened in the batch of {side} rows {rows[0]} to {rows[-1]}.")
             raise
-        out = sink.result() * self.projector.scale
+        out = sink.result()
+        if self.projector.scale != 1:  # whole gradients are too large to be copied for nothing
+            out = out * self.projector.scale
         bad = ~(torch.isfinite(out).all(dim=1) & torch.isfinite(outputs.out_to_loss))
         if bad.any():
             raise NonFiniteError(
