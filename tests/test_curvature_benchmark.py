@@ -1,12 +1,17 @@
-"""The benchmark of curvature: the command on a toy model, and how a library that fails is shown."""
+"""The benchmark of curvature: the command on a toy model, how a library that fails is shown, and architectures."""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
+
+from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
+from hf_trak.gradient_computers.layout import ParameterLayout
 
 ROOT = Path(__file__).parents[1]
 BENCHMARK = ROOT / "recipes" / "benchmarks" / "curvature"
@@ -80,3 +85,48 @@ def test_tables_show_medians_over_the_rounds(monkeypatch):
     assert "| one | plain pass | 3.00 | 1.00 | 5.3 | 2.00 | 1.00 |" in shown
     assert "| one | fit | 8.00 | 2.00 | 2.0 | 4.00 | 1.00 |" in shown
     assert "| one | – | 80 (7) | – | – |" in shown
+
+
+@pytest.fixture
+def examined(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARK.parent))
+    import architectures_curvature
+
+    yield architectures_curvature
+    for name in ("architectures_curvature", "architectures"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_a_parameter_in_no_block_or_in_two_is_found(examined):
+    layer = nn.Linear(5, 4)
+    layout = ParameterLayout.from_model(layer)
+    weight, bias = layout.slots
+    joined = KroneckerBlock("weight", weight.offset, 4, 5, 5, bias=bias.offset)
+    examined._check_covered(CurvatureBlocks((joined,), ()), layout)
+    alone = replace(joined, bias=None)
+    with pytest.raises(ValueError, match=r"4 elements of 'bias' are in \[0\] blocks"):
+        examined._check_covered(CurvatureBlocks((alone,), ()), layout)
+    twice = DiagonalBlock("bias", bias.offset, 2)
+    with pytest.raises(ValueError, match=r"2 elements of 'bias' are in \[2\] blocks"):
+        examined._check_covered(CurvatureBlocks((joined,), (twice,)), layout)
+
+
+def test_what_was_found_is_not_looked_for_again(examined, tmp_path):
+    path = tmp_path / "found.jsonl"
+    examined.Findings(path).add("causal-lm", "gpt2", {"error": "ValueError: no"})
+    examined.Findings(path).add("causal-lm", "llama", {"error": "ValueError: neither"})
+    found = examined.Findings(path)
+    assert ("causal-lm", "llama") in found and ("causal-lm", "opt") not in found
+    assert found["causal-lm", "gpt2"]["error"] == "ValueError: no"
+
+
+def test_an_architecture_is_examined(examined):
+    from architectures import causal_lm, last_logits
+
+    model, batch = causal_lm("gpt2")
+    found = examined.examine(model, batch, last_logits)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert found["parameters"] == total == sum(sum(found[kind].values()) for kind in ("kronecker", "diagonal"))
+    assert found["diagonal_matrices"] == ["transformer.wte.weight", "transformer.wpe.weight"]
+    assert found["blocks"] == 8 and found["without_gradient"] == []
+    assert examined.cells(found)[3:] == ["0", "transformer.wte.weight, transformer.wpe.weight"]
