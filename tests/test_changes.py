@@ -195,12 +195,21 @@ DEFINING: dict[str, Any] = {
 HARMLESS: dict[str, Any] = {
     "engine": "iterative", "max_block_bytes": 64, "per_device_batch_size": 3, "auto_find_batch_size": True,
     "dataloader_num_workers": 1, "dataloader_pin_memory": False, "use_cpu": True, "disable_tqdm": True,
-    "remove_unused_columns": False, "label_names": ["labels"],
+    "remove_unused_columns": False, "label_names": ["labels"], "exact_memory": 1e-4,
 }  # fmt: skip
 """Fields whose change leaves features as they are, but for rounding: what reaches the model is probed."""
 
 RESULTS = {"lambda_reg": 0.5, "lambda_relative": 3.0}
 """Fields that scores depend on and features do not: each value has results of its own."""
+
+EXACT = {
+    "curvature": "diagonal",
+    "curvature_rows": 3,
+    "curvature_labels": "empirical",
+    "damping": 5.0,
+    "hybrid_lambda": 0.1,
+}
+"""Fields that exact scores depend on, and nothing else."""
 
 
 def _int32() -> Any:
@@ -271,7 +280,7 @@ def test_the_same_inputs_are_accepted(featurized: Callable[[Setup], Path], tmp_p
 
 def test_every_field_of_the_configuration_is_tried() -> None:
     names = {one.name for one in dataclasses.fields(TrakConfig)} - {"output_dir"}
-    assert names == {*DEFINING, *HARMLESS, *RESULTS}
+    assert names == {*DEFINING, *HARMLESS, *RESULTS, *EXACT}
 
 
 @pytest.mark.parametrize("resume", [True, False], ids=["resume", "attribute"])
@@ -304,6 +313,27 @@ def test_settings_of_scores_have_results_of_their_own(
     second = Setup(settings={name: RESULTS[name]}).attributor(directory).attribute(rows(50, M), top_k=None)
     assert not np.allclose(np.stack(second.with_format("numpy")["trak_scores"][:]), kept)
     assert np.array_equal(np.stack(first.with_format("numpy")["trak_scores"][:]), kept)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_settings_of_exact_scores(featurized: Callable[[Setup], Path], tmp_path: Path, name: str) -> None:
+    """Scores of features stay; exact ones differ, or are refused where the curvature is another one."""
+    directory = copied(featurized, BASE, tmp_path, resume=False)
+    base = Setup(settings={"curvature": "hybrid", "damping": 1.0})
+    changed = Setup(settings={**base.settings, name: EXACT[name]})
+
+    def scores(setup: Setup, exact: bool) -> np.ndarray:
+        scored = setup.attributor(directory).attribute(rows(50, M), top_k=None, exact=exact)
+        return np.stack(scored.with_format("numpy")["trak_scores"][:]).copy()
+
+    plain, exact = scores(base, False), scores(base, True)
+    assert np.array_equal(scores(changed, False), plain)
+    if name in ("damping", "hybrid_lambda"):
+        assert not np.allclose(scores(changed, True), exact)
+    else:
+        with pytest.raises(HfTrakError, match="The curvature in"):
+            scores(changed, True)
+    assert np.array_equal(scores(base, True), exact)
 
 
 def test_changes_within_one_process_are_noticed(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ _SPEC = importlib.util.spec_from_file_location(
 assert _SPEC is not None and _SPEC.loader is not None
 zoo = importlib.util.module_from_spec(_SPEC)
 sys.modules["architectures"] = zoo
-_SPEC.loader.exec_module(zoo)
+with pytest.MonkeyPatch.context() as patch:  # as for a script, whose neighbours can be imported
+    patch.syspath_prepend(str(Path(__file__).parents[1] / "recipes" / "benchmarks"))
+    _SPEC.loader.exec_module(zoo)
 
 TOLERANCE = 1e-4
 

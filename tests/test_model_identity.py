@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers as tf
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 
 from hf_trak.identity import config_identity, module_settings
@@ -504,7 +505,9 @@ def test_mixed_precision_devices_and_compilation_are_no_part_of_a_model() -> Non
     """What accelerate and torch wrap around a model. The precision of a run is a setting of the run."""
     model = gpt2()[0]
     expected = stored(model)
+    AcceleratorState._reset_state(reset_partial_state=True)  # a Trainer of another test may have set a precision
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
     assert "forward" in vars(prepared)
     assert stored(prepared) == expected
     plain = own()[0]

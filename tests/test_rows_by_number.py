@@ -148,7 +148,7 @@ def attributor_of(directory: Any, dataset: Any, workers: int = 2) -> TrakAttribu
 
 @pytest.mark.parametrize(
     ("act", "error", "message"),
-    [(unreadable, UnreadableError, "row 13 is damaged"), (die, (RuntimeError, OSError), "")],
+    [(unreadable, UnreadableError, "row 13 is damaged"), (die, (RuntimeError, OSError, EOFError), "")],
     ids=["an exception", "a worker that ends"],
 )
 def test_what_goes_wrong_in_a_dataloader_worker_reaches_the_user(
