@@ -53,7 +53,9 @@ def measure(library: str, work: dict[str, Any], peers: Path) -> dict[str, Any]:
         if done.returncode == 0:
             return json.loads(result.read_text())
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    return {"error": lines[-1] if lines else f"exit code {done.returncode}, no message"}
+    if done.returncode < 0 or not lines:  # a signal (memory?) leaves no message
+        return {"error": f"exit code {done.returncode}, no message"}
+    return {"error": lines[-1]}
 
 
 def main() -> None:
