@@ -10,9 +10,14 @@ from hf_trak.runtime.checks import checked_int
 
 ProjectionName = Literal["sjlt", "rademacher", "normal", "none"]
 EngineName = Literal["auto", "hooked", "functional", "iterative"]
-FeatureDtype = Literal["float32", "bfloat16", "float16"]
+ModelDtype = Literal["float32", "bfloat16", "float16"]
+FeatureDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2", "int1"]
+SolverName = Literal["auto", "primal", "dual", "low_rank", "block"]
 CurvatureName = Literal["auto", "ekfac", "shampoo", "kfac", "diagonal", "identity", "hybrid"]
 CurvatureLabels = Literal["sampled", "empirical"]
+
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "int2": 2, "int1": 1}
+"""Bits per number, by `feature_dtype`."""
 
 
 @dataclass
@@ -28,8 +33,9 @@ class TrakConfig:
         proj_type (`str`, *optional*, defaults to `"sjlt"`):
             Random projection of the gradients: `"sjlt"` (sparse, the fastest), `"rademacher"` or `"normal"` (dense),
             or `"none"` (whole gradients, for small models).
-        proj_dim (`int`, *optional*, defaults to 4096):
-            Number of columns of the features, k. Not used with `proj_type="none"`.
+        proj_dim (`int`, *optional*):
+            Number of columns of the features, k, by default 4,096, or what `bytes_per_row` leaves room for. Not used
+            with `proj_type="none"`.
         proj_nonzeros (`int`, *optional*, defaults to 1):
             Nonzero entries per gradient coordinate of the `"sjlt"` projection.
         seed (`int`, *optional*, defaults to 0):
@@ -49,6 +55,12 @@ class TrakConfig:
         lambda_relative (`float`, *optional*, defaults to 0.3):
             Ridge term as a multiple of trace(XᵀX) / min(n, k), where X are the features of n training rows. Used
             unless `lambda_reg` is given.
+        solver (`str`, *optional*, defaults to `"auto"`):
+            How the ridge regression is solved: `"primal"` (k × k), `"dual"` (n × n), `"low_rank"` (the largest
+            eigenvalues, and λ for the rest), `"block"` (blocks of columns by themselves), or `"auto"` for what is
+            exact and fits into memory, and otherwise `"low_rank"`.
+        solver_rank (`int`, *optional*):
+            Eigenvalues of `solver="low_rank"`, and columns per block of `solver="block"`. By default 2,048 and 4,096.
         curvature (`str`, *optional*):
             Curvature of exact scores: `"ekfac"` (Kronecker bases, corrected eigenvalues), `"shampoo"` (bases of whole
             gradients), `"kfac"`, `"diagonal"`, `"identity"`, or `"hybrid"`: EK-FAC with TRAK's Gram matrix over it.
@@ -67,9 +79,12 @@ class TrakConfig:
         exact_memory (`float`, *optional*, defaults to 4.0):
             Memory in GiB for preconditioned targets, P numbers each. More targets are scored in several passes over
             the training rows.
-        feature_dtype (`str`, *optional*, defaults to `"float32"`):
-            Storage dtype of the features: `"float32"`, `"bfloat16"` or `"float16"`. Sums are computed in float32 or
-            better.
+        feature_dtype (`str`, *optional*):
+            Storage of the features: `"float32"`, `"bfloat16"`, `"float16"`, or codes of rotated features with 8, 4, 2
+            or 1 bits per number, `"int8"`, `"int4"`, `"int2"` and `"int1"`. Sums are computed in float32 or better.
+            By default `"float32"`, or what `bytes_per_row` leaves room for.
+        bytes_per_row (`int`, *optional*):
+            Bytes for the features of a row, from which `proj_dim` and `feature_dtype` follow unless they are given.
         model_dtype (`str`, *optional*):
             Dtype to which the model is cast first. By default it keeps its own.
         per_device_batch_size (`int`, *optional*, defaults to 16):
@@ -107,8 +122,12 @@ class TrakConfig:
             "`normal` (dense), or `none` (whole gradients, for small models)."
         },
     )
-    proj_dim: int = field(
-        default=4096, metadata={"help": "Number of columns of the features, k. Not used with `proj_type='none'`."}
+    proj_dim: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of columns of the features, k, by default 4,096, or what `bytes_per_row` leaves room for. "
+            "Not used with `proj_type='none'`."
+        },
     )
     proj_nonzeros: int = field(
         default=1, metadata={"help": "Nonzero entries per gradient coordinate of the `sjlt` projection."}
@@ -147,6 +166,17 @@ class TrakConfig:
             "Used unless `lambda_reg` is given."
         },
     )
+    solver: SolverName = field(
+        default="auto",
+        metadata={
+            "help": "How the ridge regression is solved: `primal` (k × k), `dual` (n × n), `low_rank`, `block`, or "
+            "`auto` for what is exact and fits into memory, and otherwise `low_rank`."
+        },
+    )
+    solver_rank: int | None = field(
+        default=None,
+        metadata={"help": "Eigenvalues of the solver `low_rank` (2,048), or columns per block of `block` (4,096)."},
+    )
     curvature: CurvatureName | None = field(
         default=None,
         metadata={
@@ -176,10 +206,21 @@ class TrakConfig:
     exact_memory: float = field(
         default=4.0, metadata={"help": "Memory in GiB for preconditioned targets, P numbers each."}
     )
-    feature_dtype: FeatureDtype = field(
-        default="float32", metadata={"help": "Storage dtype of the features. Sums are computed in float32 or better."}
+    feature_dtype: FeatureDtype | None = field(
+        default=None,
+        metadata={
+            "help": "Storage of the features: `float32` (the default), `bfloat16`, `float16`, or codes of rotated "
+            "features with 8, 4, 2 or 1 bits per number. Sums are computed in float32 or better."
+        },
     )
-    model_dtype: FeatureDtype | None = field(
+    bytes_per_row: int | None = field(
+        default=None,
+        metadata={
+            "help": "Bytes for the features of a row, from which `proj_dim` and `feature_dtype` follow unless they "
+            "are given."
+        },
+    )
+    model_dtype: ModelDtype | None = field(
         default=None, metadata={"help": "Dtype to which the model is cast first. By default it keeps its own."}
     )
     per_device_batch_size: int = field(
@@ -213,18 +254,26 @@ class TrakConfig:
 
     def __post_init__(self) -> None:
         self.output_dir = str(self.output_dir)
+        if self.bytes_per_row is not None:
+            self.bytes_per_row = checked_int(self.bytes_per_row, "bytes_per_row", 1, type_error=ValueError)
+        if self.feature_dtype is None:
+            self.feature_dtype = "float32" if self.bytes_per_row is None else "int1"
         for name, choices in (
             ("proj_type", get_args(ProjectionName)),
             ("engine", get_args(EngineName)),
             ("feature_dtype", get_args(FeatureDtype)),
-            ("model_dtype", (None, *get_args(FeatureDtype))),
+            ("model_dtype", (None, *get_args(ModelDtype))),
+            ("solver", get_args(SolverName)),
             ("curvature", (None, *get_args(CurvatureName))),
             ("curvature_labels", get_args(CurvatureLabels)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}. Expected one of {list(choices)}.")
+        if self.proj_dim is None:
+            self.proj_dim = 4096 if self.bytes_per_row is None else self._columns_of(self.bytes_per_row)
         for name, least in (
             ("proj_dim", 1),
+            ("solver_rank", 1),
             ("proj_nonzeros", 1),
             ("max_block_bytes", 1),
             ("curvature_rows", 1),
@@ -234,7 +283,7 @@ class TrakConfig:
             ("dataloader_num_workers", 0),
         ):
             value = getattr(self, name)
-            if value is None and name in ("max_block_bytes", "curvature_rows"):
+            if value is None and name in ("max_block_bytes", "curvature_rows", "solver_rank"):
                 continue
             setattr(self, name, checked_int(value, name, least, type_error=ValueError))
         for name in ("lambda_reg", "lambda_relative", "damping", "hybrid_lambda", "exact_memory"):
@@ -247,6 +296,26 @@ class TrakConfig:
             raise ValueError(f"`grad_wrt` is the string {self.grad_wrt!r}. Expected a list of parameter names.")
         if not self.output_dir:
             raise ValueError("`output_dir` is empty. Expected the path of a directory.")
+
+    @property
+    def width(self) -> int:
+        """Number of columns of projected features, k, whether given or chosen."""
+        return 4096 if self.proj_dim is None else self.proj_dim
+
+    @property
+    def storage(self) -> FeatureDtype:
+        """Storage of the features, whether given or chosen."""
+        return "float32" if self.feature_dtype is None else self.feature_dtype
+
+    def _columns_of(self, count: int) -> int:
+        """Number of columns that fit into so many bytes."""
+        columns = count * 8 // BITS[self.storage]
+        if columns < 1:
+            raise ValueError(
+                f"`bytes_per_row` is {count}, less than one number of {self.feature_dtype}. Expected room for at "
+                "least one. Raise it."
+            )
+        return columns
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as plain JSON values."""

@@ -143,7 +143,7 @@ def test_config_is_checked(tmp_path):
     with pytest.raises(ValueError, match="shard_size"):
         FeatureStore.open(tmp_path, {"train_size": 1, "proj_dim": 1, "feature_dtype": "float16"})
     with pytest.raises(ValueError, match="feature_dtype"):
-        FeatureStore.open(tmp_path, {**CONFIG, "feature_dtype": "int8"})
+        FeatureStore.open(tmp_path, {**CONFIG, "feature_dtype": "int3"})
     with pytest.raises(ValueError, match="JSON"):
         FeatureStore.open(tmp_path, {**CONFIG, "lambda": float("nan")})
     with pytest.raises(ValueError, match="train_size"):

@@ -10,6 +10,7 @@ from hf_trak.config import TrakConfig
 from hf_trak.data.rows import RowBatches
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.collation import check_repeatable, collation_of, probe_rows
+from hf_trak.store.configuration import code_settings
 from hf_trak.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,10 @@ def feature_settings(
         "seed": args.seed,
         "parameters": layout.to_list(),
         "parameters_fingerprint": layout.fingerprint,
-        "feature_dtype": args.feature_dtype,
+        "feature_dtype": args.storage,
         "model_dtype": args.model_dtype,
         "shard_size": args.shard_size,
+        **code_settings(args.storage),
         "train_size": train_size,
         "model_class": type(model).__name__,
         "model_name": getattr(config, "_name_or_path", None) or None,

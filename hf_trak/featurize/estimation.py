@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_trak.config import TrakConfig
+from hf_trak.config import BITS, TrakConfig
 from hf_trak.featurize.exact_estimate import ExactEstimate, estimate_exact
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
@@ -14,7 +14,6 @@ from hf_trak.runtime.progress import duration
 from hf_trak.store.atomic import json_bytes
 from hf_trak.store.shards import ShardPlan
 
-_STORAGE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SHARD_HEADER_BYTES = 480
 _TARGET_HEADER_BYTES = 620
 _GRAM_HEADER_BYTES = 480
@@ -130,7 +129,7 @@ def estimate_sizes(
     for name, value in (("checkpoints", checkpoints), ("processes", processes)):
         count_of(value, name, 1)
     layout = ParameterLayout.from_model(model, args.grad_wrt)
-    k = layout.total if args.proj_type == "none" else args.proj_dim
+    k = layout.total if args.proj_type == "none" else args.width
     weights = _weight_bytes(model, args.model_dtype)
     copies = 2 if checkpoints > 1 or args.model_dtype is not None else 1
     shard_rows = min(args.shard_size, max(n, m))
@@ -154,7 +153,7 @@ def estimate_sizes(
         + len(json_bytes(model_identity(model)))
         + checkpoints * _CHECKPOINT_JSON_BYTES,
         featurize_memory=copies * weights + 4 * (shard_rows * (k + 1) + batch * (k + largest)),
-        score_memory=3 * 8 * k * k + groups * k * 12 + shard_rows * k * _STORAGE_BYTES[args.feature_dtype],
+        score_memory=3 * 8 * k * k + groups * k * 12 + shard_rows * row_bytes(k, args),
         rows_per_second=rows_per_second,
         exact=None if args.curvature is None else estimate_exact(model, layout, args, n, groups, weights),
     )
@@ -180,12 +179,18 @@ def count_of(value: Any, name: str, least: int) -> int:
 def _matrix_bytes(rows: int, k: int, args: TrakConfig, header: int = _SHARD_HEADER_BYTES) -> int:
     """A feature matrix on disk: `grads` (rows, k), `out_to_loss` (rows,) float32, and a header per shard."""
     shards = len(ShardPlan(rows, args.shard_size))
-    return rows * (k * _STORAGE_BYTES[args.feature_dtype] + 4) + shards * header
+    return rows * (row_bytes(k, args) + 4) + shards * header
+
+
+def row_bytes(k: int, args: TrakConfig) -> int:
+    """Bytes of the features of one row: k numbers, or their codes and a scale in float32."""
+    bits = BITS[args.storage]
+    return k * bits // 8 if bits >= 16 else -(-k * bits // 8) + 4
 
 
 def _weight_bytes(model: torch.nn.Module, dtype: str | None) -> int:
     """Parameters and buffers, in `dtype` where they are floating-point and it is given."""
-    width = None if dtype is None else _STORAGE_BYTES[dtype]
+    width = None if dtype is None else BITS[dtype] // 8
     return sum(
         value.numel() * (width if width is not None and value.is_floating_point() else value.element_size())
         for value in [*model.parameters(), *model.buffers()]

@@ -134,7 +134,7 @@ class FeaturizedModel:
     @property
     def proj_dim(self) -> int:
         """k, the number of features per example."""
-        return self.layout.total if self.args.proj_type == "none" else self.args.proj_dim
+        return self.layout.total if self.args.proj_type == "none" else self.args.width
 
     @property
     def store(self) -> FeatureStore:

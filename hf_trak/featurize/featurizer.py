@@ -5,6 +5,7 @@ projection, and write the shard when its last batch is projected. Shards are div
 same bits whichever process computes it.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ _FEATURE_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-2}
 _HALF_TOLERANCE = 0.1
 """Change of a row of features, relative to its norm, that another device or batch explains: TF32 rounds products to
 10 bits, and half precision rounds at every layer. What changes a gradient changes it by more, or hardly matters."""
+
+_LARGEST_STEPS = {8: 0.08, 4: 0.34, 2: 1.0, 1: 2.0}
+"""Distance of neighbouring levels in standard deviations; for 8 bits, of rows whose largest entry is ten of them."""
 
 
 @dataclass(frozen=True)
@@ -262,10 +266,11 @@ class Featurizer:
                 rows, self.batches(stored.dataset).iterate([[row] for row in rows]), strict=True
             ):
                 found, _ = self._features([row], batch, computer, model_id, stored.side)
-                saved = shard.grads[row - shard.start].float()
-                change = float((found[0].to(saved.device) - saved).norm() / saved.norm().clamp_min(1e-30))
+                place = row - shard.start
+                saved = shard.rows(place, place + 1).grads[0].float()
+                change = float((stored.shards.kept(found)[0] - saved).norm() / saved.norm().clamp_min(1e-30))
                 half = bool(getattr(computer, "half_precision", None))
-                if not change <= self._tolerance(stored.shards.dtype, half):
+                if not change <= self._tolerance(stored.shards, half):
                     raise ConfigMismatchError(
                         f"The features of {stored.side} row {row} computed now differ by {change:.1%} of their norm "
                         f"from those in {stored.shards.path(stored.index)}, which rounding does not explain. Expected "
@@ -276,16 +281,24 @@ class Featurizer:
             if isinstance(computer, AutoGradientComputer):
                 computer.self_check = bool(checking)
 
-    def _tolerance(self, storage: torch.dtype, seen: bool) -> float:
-        """Return the change of a row, relative to its norm, that rounding explains.
+    def _tolerance(self, shards: ShardSet, seen: bool) -> float:
+        """Return the change of a stored row, relative to its norm, that rounding explains.
+
+        A change by e before rows are encoded moves entries by about e standard deviations. A share of them,
+        e·√(2/π) / step, falls on another level, which is a change of one step each: √(step·e·√(2/π)) together, with
+        steps in standard deviations of the decoded row. Twice that allows for few columns.
 
         Args:
-            storage: dtype of the stored features.
+            shards: the stored features.
             seen: half precision was seen within `forward` (autocast).
         """
         kinds = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
         half = seen or torch.is_autocast_enabled(self.device.type) or not kinds <= set(_FEATURE_TOLERANCE)
-        return (_HALF_TOLERANCE if half else _FEATURE_TOLERANCE[torch.float32]) + torch.finfo(storage).eps
+        change = _HALF_TOLERANCE if half else _FEATURE_TOLERANCE[torch.float32]
+        if shards.code_format is None:
+            return change + torch.finfo(shards.dtype).eps
+        step = _LARGEST_STEPS[shards.code_format.bits]
+        return change + 2 * math.sqrt(step * change * math.sqrt(2 / math.pi))
 
     def batches(self, dataset: Any) -> RowBatches:
         """Collate rows of a dataset as the model and the task get them."""

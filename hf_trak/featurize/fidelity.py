@@ -283,7 +283,7 @@ class _Sample:
         features, q = [], []
         for row in self._rows:
             shard = shards.read(shards.plan.shard_of(row))
-            features.append(shard.grads[row - shard.start].float())
+            features.append(shard.rows(row - shard.start, row - shard.start + 1).grads[0].float())
             q.append(shard.out_to_loss[row - shard.start])
         return torch.stack(features), torch.stack(q)
 
@@ -304,7 +304,11 @@ class _Sample:
         projector = model.projector()
         sink = projector.sink(len(gradients), self._model_id, model.device)
         sink(0, gradients)
-        return (sink.result() * projector.scale).to(model.store.feature_dtype).float().cpu()
+        features = sink.result() * projector.scale
+        rotation = model.store.rotation(self._model_id)
+        if rotation is not None:
+            return rotation.apply(features).cpu()
+        return features.to(model.store.feature_dtype).float().cpu()
 
     def _exact(self, name: str, targets: Tensor, task: AbstractModelOutput) -> Tensor:
         """Multiply the gradients of the drawn rows by those of targets, and by q: `(rows, targets)`."""

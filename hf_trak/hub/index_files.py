@@ -6,14 +6,12 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from hf_trak.errors import HfTrakError, IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.hub.files import IndexFiles
 from hf_trak.hub.manifest import PublishedCheckpoint, refused
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
-from hf_trak.store.shard_set import Shard, ShardSet
+from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import checksum
 from hf_trak.store.store import FeatureStore
 
@@ -38,7 +36,7 @@ def tensor_files(store: FeatureStore, model_id: int, published: PublishedCheckpo
         sizes[f"{folder}/{REFERENCES_FILE}"] = REFERENCE_BYTES
     for index in range(len(shards)):
         name = f"{folder}/{shards.plan.file_name(index, shards.prefix)}"
-        sizes[name] = shard_bytes(shards.plan.rows(index), shards.width, shards.dtype)
+        sizes[name] = shard_bytes(shards.plan.rows(index), shards)
     return sizes
 
 
@@ -57,9 +55,11 @@ def checksums_of(shards: ShardSet) -> tuple[str, ...]:
     return tuple(shards.checksums())
 
 
-def shard_bytes(rows: range, width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the minimum and maximum bytes of a shard, from its rows and the width and dtype of its features."""
-    data = len(rows) * (width * dtype.itemsize + 4)
+def shard_bytes(rows: range, shards: ShardSet) -> tuple[int, int]:
+    """Return the minimum and maximum bytes of a shard, from its rows and the form of the features."""
+    form = shards.code_format
+    features = shards.width * shards.dtype.itemsize if form is None else form.row_bytes + 4
+    data = len(rows) * (features + 4)
     return data + 8, data + 8 + MAX_HEADER_BYTES
 
 
@@ -90,15 +90,6 @@ def check_file(path: Path, sizes: tuple[int, int], max_header: int = MAX_HEADER_
             f"it is not a safetensors file of an index: it begins with a header of {length} bytes that starts with "
             f"{start!r} (at most {max_header} bytes, starting with b'{{', were expected)"
         )
-
-
-def check_finite(shard: Shard) -> None:
-    """Check that no value is NaN or infinite. Raises `StoreError`, which names the training row."""
-    for name, values in (("grads", shard.grads), ("out_to_loss", shard.out_to_loss)):
-        finite = torch.isfinite(values).reshape(shard.stop - shard.start, -1).all(dim=1)
-        if not bool(finite.all()):
-            row = shard.start + int((~finite).nonzero()[0])
-            raise StoreError(f"`{name}` of training row {row} holds NaN or infinite values")
 
 
 @contextlib.contextmanager

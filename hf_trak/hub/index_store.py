@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from hf_trak.codes.coded_rows import CodeFormat
+from hf_trak.codes.rotation import Rotation
 from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.hub.curvature_files import curvature_folder, fetch_content, fetch_known, fetch_tensors
 from hf_trak.hub.files import IndexFiles
@@ -18,7 +20,6 @@ from hf_trak.hub.index_files import (
     INDEX_FILE,
     REFERENCE_BYTES,
     check_file,
-    check_finite,
     gram_bytes,
     references_checksum,
     refused_if_damaged,
@@ -40,7 +41,7 @@ from hf_trak.store.gram_file import Gram
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
 from hf_trak.store.sealed import check_seal
-from hf_trak.store.shard_set import Shard, ShardSet, content_hash
+from hf_trak.store.shard_set import Shard, ShardSet, check_values, content_hash
 from hf_trak.store.shards import FORMAT_VERSION, READABLE_VERSIONS, Identity, ShardPlan
 from hf_trak.store.store import FeatureStore
 
@@ -69,7 +70,15 @@ class IndexShards(ShardSet):
             checksums: the checksum of every shard, from the manifest.
         """
         super().__init__(
-            local.directory, local.prefix, local.plan, local.width, local.dtype, local.identity, local.version
+            local.directory,
+            local.prefix,
+            local.plan,
+            local.width,
+            local.dtype,
+            local.identity,
+            local.version,
+            local.rotation,
+            local.code_format,
         )
         self._files = files
         self._folder = folder
@@ -104,11 +113,11 @@ class IndexShards(ShardSet):
             if index in self._checked:
                 return super().read(index, verify, mapped)
             rows = self.plan.rows(index)
-            check_file(self._files.root / path, shard_bytes(rows, self.width, self.dtype))
+            check_file(self._files.root / path, shard_bytes(rows, self))
             if (found := self.header(index).get("checksum")) != self._checksums[index]:
                 raise StoreError(f"its checksum is {found}, the manifest says {self._checksums[index]}")
             shard = super().read(index, True, mapped)
-            check_finite(shard)
+            check_values(shard, self.path(index))
             self._checked.add(index)
             return shard
 
@@ -190,11 +199,20 @@ class IndexStore(FeatureStore):
         """Raise `StoreError`: an index is read-only."""
         _refuse_writing(self.files.name)
 
-    def shard_set(self, directory: Path, prefix: str, plan: ShardPlan, identity: Identity) -> ShardSet:
-        if directory.parent == self.files.root:  # a shard set that never removes files
-            width = self.proj_dim
-            return ShardSet(directory, prefix, plan, width, self.feature_dtype, identity, self.version)
-        return super().shard_set(directory, prefix, plan, identity)
+    def shard_set(
+        self,
+        directory: Path,
+        prefix: str,
+        plan: ShardPlan,
+        identity: Identity,
+        rotation: Rotation | None = None,
+        code_format: CodeFormat | None = None,
+    ) -> ShardSet:
+        if directory.parent != self.files.root:
+            return super().shard_set(directory, prefix, plan, identity, rotation, code_format)
+        width, dtype = self.proj_dim, self.feature_dtype
+        # A shard set that never removes files.
+        return ShardSet(directory, prefix, plan, width, dtype, identity, self.version, rotation, code_format)
 
     def train(self, model_id: int) -> IndexShards:
         """Return the training features of one checkpoint, without fetching any."""

@@ -46,6 +46,7 @@ class Stream(IntEnum):
     SJLT_1_PLACES = 4
     SJLT_1_FOLDS = 5
     LABELS_1 = 6
+    HADAMARD_1 = 7
 
 
 def philox_4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -12,14 +12,20 @@ from typing import Any
 
 import torch
 
+from hf_trak.codes.coded_rows import ALGORITHM as LEVELS
+from hf_trak.codes.rotation import ALGORITHM as ROTATION
 from hf_trak.errors import IncompleteStoreError, StoreError
+from hf_trak.kernels.philox import SEED_LIMIT
 from hf_trak.store.atomic import differing, json_bytes
 from hf_trak.store.checkpoint_records import checked_count
 from hf_trak.store.sealed import read_sealed
-from hf_trak.store.shards import FORMAT_VERSION, READABLE_VERSIONS, ShardPlan
+from hf_trak.store.shards import CODES_VERSION, FORMAT_VERSION, READABLE_VERSIONS, ShardPlan
 
 FEATURE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 """Storage dtypes, by the name that `feature_dtype` gives them in the configuration."""
+
+CODE_BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
+"""Bits per number of codes, by the same name."""
 
 MAX_SHARDS = 1 << 20
 """Largest number of shards of a store, which bounds the time to look at all of them."""
@@ -48,7 +54,8 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: a key is missing, or a value is out of range or not plain JSON.
     """
     try:
-        content = json.loads(json_bytes({"format_version": FORMAT_VERSION, **config}))
+        coded = config.get("feature_dtype") in CODE_BITS
+        content = json.loads(json_bytes({"format_version": CODES_VERSION if coded else FORMAT_VERSION, **config}))
         content.pop("checksum", None)
     except (TypeError, ValueError) as error:
         raise ValueError(f"The configuration is not plain JSON: {error}.") from error
@@ -57,8 +64,10 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"The configuration lacks {missing}. Expected at least {list(REQUIRED)}.")
     for key in ("train_size", "proj_dim", "shard_size"):
         checked_count(content[key], key)
-    if content["feature_dtype"] not in FEATURE_DTYPES:
-        raise ValueError(f"`feature_dtype` is {content['feature_dtype']!r}. Expected one of {sorted(FEATURE_DTYPES)}.")
+    if content["feature_dtype"] not in (*FEATURE_DTYPES, *CODE_BITS):
+        names = sorted([*FEATURE_DTYPES, *CODE_BITS])
+        raise ValueError(f"`feature_dtype` is {content['feature_dtype']!r}. Expected one of {names}.")
+    check_codes(content)
     shards = len(ShardPlan(content["train_size"], content["shard_size"]))
     if shards > MAX_SHARDS:
         raise ValueError(
@@ -66,6 +75,34 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
             f"Expected at most {MAX_SHARDS}. Choose a larger `shard_size`."
         )
     return content
+
+
+def check_codes(content: Mapping[str, Any]) -> None:
+    """Check what a configuration says about codes.
+
+    Raises:
+        ValueError: codes in a store of another format version, or of a rotation or levels that this version of
+            hf_trak does not know, or without the seed of the rotation.
+    """
+    coded = content["feature_dtype"] in CODE_BITS
+    if coded != (content["format_version"] == CODES_VERSION):
+        raise ValueError(
+            f"`feature_dtype` is {content['feature_dtype']!r} and `format_version` {content['format_version']!r}. "
+            f"Expected format version {CODES_VERSION} for codes, and for nothing else."
+        )
+    if not coded:
+        return
+    for key, known in (("rotation", ROTATION), ("levels", LEVELS)):
+        if content.get(key) != known:
+            raise ValueError(f"`{key}` is {content.get(key)!r}. Expected {known!r}.")
+    seed = content.get("seed")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEED_LIMIT:
+        raise ValueError(f"`seed` is {seed!r}. Expected an integer in 0 … 2⁶³ − 1.")
+
+
+def code_settings(feature_dtype: str) -> dict[str, str]:
+    """Entries of a configuration that describe the codes of a storage dtype; none for floating-point numbers."""
+    return {"rotation": ROTATION, "levels": LEVELS} if feature_dtype in CODE_BITS else {}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -90,9 +127,9 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from error
     if config.get("format_version") not in READABLE_VERSIONS:
         raise StoreError(
-            f"{path} has format version {config.get('format_version')!r}. Expected at most {FORMAT_VERSION}, which is "
-            "the newest that this version of hf_trak reads. Use the version of hf_trak that wrote it, or another "
-            "output directory."
+            f"{path} has format version {config.get('format_version')!r}. Expected at most {READABLE_VERSIONS[-1]}, "
+            "which is the newest that this version of hf_trak reads. Use the version of hf_trak that wrote it, or "
+            "another output directory."
         )
     try:
         return normalized(config)

@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_trak.codes.coded_rows import CodedRows, CodeFormat
+from hf_trak.codes.rotation import Rotation
 from hf_trak.errors import IncompleteStoreError, NonFiniteError, StoreError
 from hf_trak.runtime.finite import check_finite_rows
 from hf_trak.store.findings import Finding
@@ -37,14 +39,29 @@ class Shard:
     Attributes:
         start: number of the first row.
         stop: one past the number of the last row.
-        grads: projected gradients `(rows, k)`, in the storage dtype.
+        features: projected gradients `(rows, k)`, in the storage dtype, or their codes.
         out_to_loss: derivatives of the loss by the model output `(rows,)`, float32.
     """
 
     start: int
     stop: int
-    grads: Tensor
+    features: Tensor | CodedRows
     out_to_loss: Tensor
+
+    @property
+    def grads(self) -> Tensor:
+        """Projected gradients `(rows, k)` in the storage dtype. Codes are decoded to float32 whenever this is read."""
+        return self.features.decode() if isinstance(self.features, CodedRows) else self.features
+
+    @property
+    def coded(self) -> CodedRows | None:
+        """The codes; `None` for floating-point features."""
+        return self.features if isinstance(self.features, CodedRows) else None
+
+    def rows(self, first: int, last: int) -> "Shard":
+        """Take the rows `first … last − 1`, counted from the first row of the shard."""
+        part = slice(first, last)
+        return Shard(self.start + first, self.start + last, self.features[part], self.out_to_loss[part])
 
 
 class ShardSet:
@@ -59,6 +76,8 @@ class ShardSet:
         dtype: torch.dtype,
         identity: Identity,
         version: int = FORMAT_VERSION,
+        rotation: Rotation | None = None,
+        code_format: CodeFormat | None = None,
     ) -> None:
         """
         Args:
@@ -69,6 +88,8 @@ class ShardSet:
             dtype: storage dtype of `grads`.
             identity: what the rows are computed from, see `hf_trak.store.shards`.
             version: format version of the store.
+            rotation: rotates every row before it is written; `None` leaves rows as they are.
+            code_format: form of the codes in which rows are kept; `None` keeps floating-point numbers.
         """
         self.directory = directory
         self.prefix = prefix
@@ -77,6 +98,8 @@ class ShardSet:
         self.dtype = dtype
         self.identity = identity
         self.version = version
+        self.rotation = rotation
+        self.code_format = code_format
         self._warned = False
 
     def __len__(self) -> int:
@@ -156,7 +179,8 @@ class ShardSet:
 
         Args:
             index: index of the shard.
-            grads: projected gradients `(rows, k)` in any floating dtype, on any device.
+            grads: projected gradients `(rows, k)` in any floating dtype, on any device. They are rotated and encoded
+                here, if the store keeps codes.
             out_to_loss: derivatives of the loss by the model output, `(rows,)`.
 
         Returns:
@@ -175,12 +199,12 @@ class ShardSet:
                 f"of shape {tuple(out_to_loss.shape)}. Expected {expected} and {expected[:1]} for rows "
                 f"{rows.start}–{rows.stop - 1}."
             )
-        grads = self._to_storage(grads.detach(), rows)
+        tensors = self._to_storage(grads.detach(), rows)
         check_finite_rows(out_to_loss, "output-to-loss gradient", rows, unit="sample")
         path = self.path(index)
         write_tensors(
             path,
-            {"grads": grads, "out_to_loss": out_to_loss.detach().to(torch.float32)},
+            {**tensors, "out_to_loss": out_to_loss.detach().to(torch.float32)},
             self.identity,
             self.version,
             start=rows.start,
@@ -211,7 +235,13 @@ class ShardSet:
             start=rows.start,
             stop=rows.stop,
         )
-        return Shard(rows.start, rows.stop, tensors["grads"], tensors["out_to_loss"])
+        return Shard(rows.start, rows.stop, self._features(tensors), tensors["out_to_loss"])
+
+    def _features(self, tensors: Mapping[str, Tensor]) -> Tensor | CodedRows:
+        """Take the features out of the tensors of a file."""
+        if self.code_format is None:
+            return tensors["grads"]
+        return CodedRows.of_tensors(tensors, self.code_format)
 
     def __iter__(self) -> Iterator[Shard]:
         """Iterate over all shards in order. Raises as [`~ShardSet.read`]."""
@@ -236,17 +266,20 @@ class ShardSet:
                 yield Finding(path, "missing", f"rows {rows.start} to {rows.stop - 1} are not computed", remedy)
                 continue
             try:
-                check_finite_rows(self.read(index, verify=True).grads, "projected gradient", rows, unit="sample")
+                check_values(self.read(index, verify=True), path)
             except (StoreError, NonFiniteError) as error:
                 yield Finding(path, "damaged", str(error), f"Delete it; then: {remedy}")
             else:
                 yield Finding(path, "intact" if self.version > 1 else "unchecked", _FORMAT_1 * (self.version == 1))
 
     def _specs(self, rows: range) -> dict[str, TensorSpec]:
-        return {
-            "grads": TensorSpec((len(rows), self.width), (self.dtype,)),
-            "out_to_loss": TensorSpec((len(rows),), (torch.float32,)),
-        }
+        numbers = TensorSpec((len(rows),), (torch.float32,))
+        if self.code_format is None:
+            return {"grads": TensorSpec((len(rows), self.width), (self.dtype,)), "out_to_loss": numbers}
+        form = self.code_format
+        blocks = zip(form.names, form.block_bytes, strict=True)
+        codes = {name: TensorSpec((len(rows), count), (torch.uint8,)) for name, count in blocks}
+        return {"out_to_loss": numbers, "scale": numbers, **codes}
 
     def header(self, index: int) -> dict[str, Any]:
         """Read and check the metadata of a shard; its tensors are not read.
@@ -259,8 +292,29 @@ class ShardSet:
             self.path(index), self.identity, self._specs(rows), self.version, start=rows.start, stop=rows.stop
         )
 
-    def _to_storage(self, grads: Tensor, rows: range) -> Tensor:
+    def kept(self, grads: Tensor) -> Tensor:
+        """Return what is read back after rows of features were written: rotated and rounded as this matrix keeps them.
+
+        Args:
+            grads: projected gradients `(rows, k)`, in any floating dtype, finite.
+
+        Returns:
+            `(rows, k)`, float32.
+        """
+        tensors = self._to_storage(grads.detach(), range(len(grads)))
+        features = self._features(tensors)
+        return features.decode() if isinstance(features, CodedRows) else features.float()
+
+    def _to_storage(self, grads: Tensor, rows: range) -> dict[str, Tensor]:
+        """Turn features into the tensors that are written."""
         check_finite_rows(grads, "projected gradient", rows, unit="sample")
+        if self.rotation is not None:
+            grads = self.rotation.apply(grads)
+            check_finite_rows(grads, "rotated projected gradient", rows, unit="sample")
+        if self.code_format is not None:
+            coded = CodedRows.encode(grads, self.code_format)
+            check_finite_rows(coded.scale, "scale of the codes", rows, unit="sample")
+            return coded.tensors()
         stored, worst = cast_rows(grads, self.dtype, rows, "projected gradient")
         if worst > UNDERFLOW_TOLERANCE and not self._warned:
             self._warned = True
@@ -269,7 +323,22 @@ class ShardSet:
                 "values fall below the smallest that the dtype can hold. Store them as float32 instead.",
                 stacklevel=4,
             )
-        return stored
+        return {"grads": stored}
+
+
+def check_values(shard: Shard, path: Path) -> None:
+    """Check that a shard holds values that are written.
+
+    Raises:
+        NonFiniteError: a feature or a weight q is NaN or infinite; names the row.
+        StoreError: codes are none that an encoder writes.
+    """
+    rows = range(shard.start, shard.stop)
+    if shard.coded is None:
+        check_finite_rows(shard.grads, "projected gradient", rows, unit="sample")
+    elif problem := shard.coded.problem():
+        raise StoreError(f"{path} cannot be used: {problem}. Delete this file and run the same command again.")
+    check_finite_rows(shard.out_to_loss, "output-to-loss gradient", rows, unit="sample")
 
 
 def content_hash(checksums: Sequence[str]) -> str:

@@ -9,7 +9,8 @@ There is one key only because safetensors serializes several keys in an order th
 same features must give the same bytes. `identity` records what the rows were computed from (hash of the configuration,
 fingerprint of the weights, id of the checkpoint, …); a file of another identity is refused. Since `checksum` covers
 `tensors`, it stands for the whole file. In format 1 `checksum` covered the names and bytes of the tensors, and nothing
-covered the metadata.
+covered the metadata. In format 3, of stores with codes, `tensors` is an object with the xxh3-128 of dtype, shape and
+bytes of each tensor by its name, so that part of the tensors can be read and checked.
 """
 
 import json
@@ -33,8 +34,10 @@ from hf_trak.store.sealed import content_digest, sealed
 from hf_trak.store.whole_file import DTYPES, WholeFile
 
 FORMAT_VERSION = 2
-"""The version that new files have."""
-READABLE_VERSIONS = (1, FORMAT_VERSION)
+"""The version of new stores with floating-point features."""
+CODES_VERSION = 3
+"""The version of stores with codes."""
+READABLE_VERSIONS = (1, FORMAT_VERSION, CODES_VERSION)
 METADATA_KEY = "hf_trak"
 
 Identity = Mapping[str, str | int]
@@ -97,6 +100,17 @@ class TensorSpec:
     dtypes: tuple[torch.dtype, ...]
 
 
+def checksums(tensors: Mapping[str, Tensor], version: int) -> str | dict[str, str]:
+    """Hash CPU tensors as the metadata of a file of a format version does.
+
+    Returns:
+        Up to format 2 one checksum of all tensors, see [`checksum`]; since format 3 one for each, by its name.
+    """
+    if version < CODES_VERSION:
+        return checksum(tensors, version)
+    return {name: checksum({name: tensors[name]}, version) for name in sorted(tensors)}
+
+
 def checksum(tensors: Mapping[str, Tensor], version: int = 1) -> str:
     """Hash CPU tensors in the order of their names: xxh3-128 of names and bytes, since format 2 of dtypes and shapes.
 
@@ -136,7 +150,7 @@ def write_tensors(
     """
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     header = {**extra, "format_version": version, "identity": dict(identity)}
-    digest = checksum(tensors, version)
+    digest = checksums(tensors, version)
     header = {**header, "checksum": digest} if version == 1 else sealed({**header, "tensors": digest})
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(header, sort_keys=True, allow_nan=False)})
@@ -199,7 +213,7 @@ def read_tensors(
         if verify or (verify is None and stamp not in _verified):
             others = {name: file.get_tensor(name) for name in file.keys() if name not in tensors}  # noqa: SIM118
             found, said = (
-                checksum({**tensors, **others}, version),
+                checksums({**tensors, **others}, version),
                 header.get("checksum" if version == 1 else "tensors"),
             )
             if found != said:
@@ -241,10 +255,10 @@ def _check_header(
 ) -> dict[str, Any]:
     header = parse_metadata(path, file)
     found = header.get("format_version")
-    if isinstance(found, int) and found > FORMAT_VERSION:
+    if isinstance(found, int) and found > READABLE_VERSIONS[-1]:
         raise StoreError(
-            f"{path} has format version {found}. Expected at most {FORMAT_VERSION}, which is the newest that this "
-            "version of hf_trak reads. Use the version of hf_trak that wrote it, or another output directory."
+            f"{path} has format version {found}. Expected at most {READABLE_VERSIONS[-1]}, which is the newest that "
+            "this version of hf_trak reads. Use the version of hf_trak that wrote it, or another output directory."
         )
     if found != version:
         raise _broken(path, f"it has format version {found!r}, and the directory that it lies in has {version}")

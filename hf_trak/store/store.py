@@ -30,10 +30,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hf_trak.codes.coded_rows import CodeFormat
+from hf_trak.codes.rotation import Rotation
 from hf_trak.errors import ConfigMismatchError
 from hf_trak.store.atomic import create_bytes, remove_stale_temporaries
 from hf_trak.store.checkpoint_records import CheckpointRecords, checked_count, checked_model_id, encoded
 from hf_trak.store.configuration import (
+    CODE_BITS,
     FEATURE_DTYPES,
     INFORMATIONAL,
     Comparison,
@@ -182,8 +185,20 @@ class FeatureStore:
 
     @property
     def feature_dtype(self) -> torch.dtype:
-        """Storage dtype of the features."""
-        return FEATURE_DTYPES[self._config["feature_dtype"]]
+        """Storage dtype of floating-point features, which those of targets are in a store with codes, too."""
+        return FEATURE_DTYPES.get(self._config["feature_dtype"], torch.float32)
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        """The form of the codes of training features; `None` for floating-point features."""
+        bits = CODE_BITS.get(self._config["feature_dtype"])
+        return None if bits is None else CodeFormat(bits, self.proj_dim)
+
+    def rotation(self, model_id: int) -> Rotation | None:
+        """The rotation of all features of a checkpoint in a store with codes; `None` for floating-point features."""
+        if self.code_format is None:
+            return None
+        return Rotation(self.proj_dim, self._config["seed"], checked_model_id(model_id))
 
     def encoded(self, content: Mapping[str, Any]) -> bytes:
         """Encode a JSON file of this store in its format."""
@@ -256,16 +271,27 @@ class FeatureStore:
         """
         plan = ShardPlan(self.train_size, self._config["shard_size"])
         identity = {**self.identity(model_id), "kind": "train"}
-        return self.shard_set(self.checkpoint_dir(model_id), "train", plan, identity)
+        rotation = self.rotation(model_id)
+        return self.shard_set(self.checkpoint_dir(model_id), "train", plan, identity, rotation, self.code_format)
 
-    def shard_set(self, directory: Path, prefix: str, plan: ShardPlan, identity: Identity) -> ShardSet:
+    def shard_set(
+        self,
+        directory: Path,
+        prefix: str,
+        plan: ShardPlan,
+        identity: Identity,
+        rotation: Rotation | None = None,
+        code_format: CodeFormat | None = None,
+    ) -> ShardSet:
         """Return the shards of one feature matrix of this store; see [`ShardSet`] for the arguments.
 
         Temporary files that dead processes have left in the directory are removed.
         """
         if directory.is_dir():
             remove_stale_temporaries(directory)
-        return ShardSet(directory, prefix, plan, self.proj_dim, self.feature_dtype, identity, self.version)
+        return ShardSet(
+            directory, prefix, plan, self.proj_dim, self.feature_dtype, identity, self.version, rotation, code_format
+        )
 
     def curvature_dir(self, model_id: int, identity: Mapping[str, Any]) -> Path:
         """Directory of the curvature of one checkpoint that has this identity, or is to be fitted with it."""
@@ -354,7 +380,7 @@ class FeatureStore:
         if self.version > 1:
             identity["experiment"] = content_digest({**info, "name": experiment})
         directory = self.experiment_dir(experiment) / f"checkpoint-{model_id}"
-        return self.shard_set(directory, "targets", plan, identity)
+        return self.shard_set(directory, "targets", plan, identity, self.rotation(model_id))
 
     # -- the Gram matrix ---------------------------------------------------------------------------------------------
 
