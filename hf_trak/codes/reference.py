@@ -1,8 +1,9 @@
 """Rotation and codes, defined entry by entry. Slow on purpose: plain Python, to be checked by hand.
 
 `hadamard-1` (stream 7)
-    A rotation of rows of k numbers. Let p be the largest power of two with p ≤ k. Round 0 rotates the first p entries;
-    if p < k, round 1 then rotates the last p entries. A round turns x₀ … x_{p−1} into y = H·D·x / √p: entry i is
+    A rotation of rows of k numbers. Let p be the largest power of two with p ≤ k. If p = k, rounds 0, 1
+    and 2 rotate all entries; otherwise rounds 0, 2 and 4 rotate the first p entries, and rounds 1, 3 and 5 the last p.
+    A round turns x₀ … x_{p−1} into y = H·D·x / √p: entry i is
     multiplied by the sign from bit i mod 128 of the call of the generator at position ⌊i / 128⌋, block = number of the
     round (see `hf_trak.projectors.reference`), then by the float32 nearest to 1/√p, and H is the Hadamard matrix of
     Sylvester, H[i, j] = (−1)^(number of bits set in i AND j). In float32, H is applied as log₂ p steps of additions
@@ -40,7 +41,7 @@ def rotated(row: NDArray[np.float32], seed: int, model_id: int) -> NDArray[np.fl
     """`hadamard-1` of one row of k numbers."""
     values = [np.float32(value) for value in row]
     size = 1 << (len(values).bit_length() - 1)
-    rounds = [0] if size == len(values) else [0, len(values) - size]
+    rounds = 3 * ([0] if size == len(values) else [0, len(values) - size])
     for number, first in enumerate(rounds):
         scale = np.float32(1 / math.sqrt(size))
         part = [

@@ -20,6 +20,7 @@ from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.modelout_functions import LossModelOutput, get_task
 from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
 from quality_bench.job import BATCH, Cost, Job, Method, Scores
+from quality_bench.methods.coded import by_bytes
 from quality_bench.methods.curved import exact
 
 LAMBDAS = (0.03, 0.1, 1.0, 3.0, 10.0)
@@ -197,6 +198,7 @@ METHODS: dict[str, Method] = {
     "EK-FAC": exact(attributor, last, "ekfac"),
     "EK-FAC, 3 of one run": exact(attributor, of_one_run, "ekfac"),
     "Shampoo": exact(attributor, last, "shampoo"),
+    "TRAK, codes": by_bytes(attributor, last),
     "hybrid": exact(attributor, last, "hybrid"),
     "hybrid, 3 of one run": exact(attributor, of_one_run, "hybrid"),
 }
