@@ -117,8 +117,8 @@ class CodedRows:
         """Number of rows."""
         return self.scale.shape[0]
 
-    def __getitem__(self, rows: slice) -> "CodedRows":
-        """Take some of the rows, without copying them."""
+    def __getitem__(self, rows: slice | Tensor) -> "CodedRows":
+        """Take some of the rows: a slice without copying them, or those of a tensor of their numbers."""
         return CodedRows(self.form, self.scale[rows], tuple(block[rows] for block in self.blocks))
 
     def first(self, count: int) -> "CodedRows":

@@ -82,7 +82,17 @@ class RevisedShards(ShardSet):
         for piece in pieces:
             bounds.append(bounds[-1] + piece.size)
         plan = RevisedPlan(bounds[-1], max(piece.size for piece in pieces), tuple(bounds))
-        super().__init__(first.directory, first.prefix, plan, first.width, first.dtype, first.identity, first.version)
+        super().__init__(
+            first.directory,
+            first.prefix,
+            plan,
+            first.width,
+            first.dtype,
+            first.identity,
+            first.version,
+            first.rotation,
+            first.code_format,
+        )
         self.pieces = list(pieces)
 
     def path(self, index: int) -> Path:
@@ -104,8 +114,8 @@ class RevisedShards(ShardSet):
         piece, rows = self.pieces[index], self.plan.rows(index)
         shard = piece.shards.read(piece.index, verify, mapped)
         if piece.kept is None:
-            return Shard(rows.start, rows.stop, shard.grads, shard.out_to_loss)
-        return Shard(rows.start, rows.stop, shard.grads[piece.kept], shard.out_to_loss[piece.kept])
+            return Shard(rows.start, rows.stop, shard.features, shard.out_to_loss)
+        return Shard(rows.start, rows.stop, shard.features[piece.kept], shard.out_to_loss[piece.kept])
 
     def header(self, index: int) -> dict[str, Any]:
         piece = self.pieces[index]
