@@ -21,6 +21,9 @@ STEPS = {4: 0.3352, 2: 0.9957, 1: 1.0}
 _ENCODED_BYTES = 1 << 23
 """Size in float64 of the rows that are encoded together."""
 
+_DECODED_BYTES = 1 << 19
+"""Size in float32 of the rows of a block of columns that are decoded together on a CPU."""
+
 
 @dataclass(frozen=True)
 class CodeFormat:
@@ -135,13 +138,20 @@ class CodedRows:
         Returns:
             `(rows, columns)`, float32.
         """
-        per_block = [block.shape[1] * 8 // self.form.bits for block in self.blocks]
-        left, parts = self.columns, []
-        for block, columns in zip(self.blocks, per_block, strict=True):
-            parts.append(unpack(block, self.form.bits, min(columns, left)))
-            left -= columns
-        values = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return values.mul_(self.scale.unsqueeze(1)) if scaled else values
+        result = torch.empty((len(self), self.columns), device=self.scale.device)
+        on_cpu, stop = result.device.type == "cpu", 0
+        for block in self.blocks:
+            start, stop = stop, min(stop + block.shape[1] * 8 // self.form.bits, self.columns)
+            # Few rows at a time: their numbers are multiplied and copied while they are in the caches of a CPU.
+            together = max(1, _DECODED_BYTES // (4 * (stop - start))) if on_cpu else max(1, len(self))
+            for first in range(0, len(self), together):
+                rows = slice(first, first + together)
+                values, part = unpack(block[rows], self.form.bits, stop - start), result[rows, start:stop]
+                if scaled:
+                    torch.mul(values, self.scale[rows].unsqueeze(1), out=part)
+                else:
+                    part.copy_(values)
+        return result
 
     def problem(self) -> str | None:
         """Name what no encoder writes, such as a negative scale or bits after the last level, or return `None`."""

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,7 +64,15 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     if bits == 8:
         return packed[:, :columns].to(torch.float32).sub_(127.5)
     # One row of the table, of 8/b numbers, for every byte.
-    values = _table(bits, packed.device).index_select(0, packed.reshape(-1).int())
+    table, places = _table(bits, packed.device), packed.reshape(-1)
+    if packed.device.type != "cpu":
+        values = table.index_select(0, places.int())
+    elif bits == 4:
+        # Two numbers are one word for torch, which takes words faster than NumPy does.
+        values = table.view(torch.int64).squeeze(1).index_select(0, places.int()).view(torch.float32)
+    else:
+        # NumPy copies rows of 16 or 32 bytes up to four times as fast as torch. No index is out of range.
+        values = torch.from_numpy(np.take(table.numpy(), places.numpy(), axis=0, mode="clip"))
     return values.view(packed.shape[0], -1)[:, :columns]
 
 
