@@ -10,7 +10,9 @@ from hf_trak.config import BITS, TrakConfig
 from hf_trak.featurize.exact_estimate import ExactEstimate, estimate_exact
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
+from hf_trak.runtime.memory import free_bytes
 from hf_trak.runtime.progress import duration
+from hf_trak.scores.solver_choice import SolverCost, solver_costs
 from hf_trak.store.atomic import json_bytes
 from hf_trak.store.shards import ShardPlan
 
@@ -47,7 +49,7 @@ class Estimate:
     feature_bytes: int
     """Disk: C · n · (k · b + 4), with b bytes per stored feature, and the headers of the shards."""
     gram_bytes: int
-    """Disk: C · 8k²."""
+    """Disk: C · 8k² for XᵀX, or what another solver keeps."""
     target_bytes: int
     """Disk: as features, for m rows."""
     config_bytes: int
@@ -57,7 +59,12 @@ class Estimate:
     of features, and gradients of the largest parameter for one batch (an upper bound, where layers are handed on in
     pieces). Activations of one batch come on top, as in a forward pass of training."""
     score_memory: int
-    """Memory to score: 3 · 8k² while solving, targets before and after in float32 and float64, and one shard."""
+    """Memory to score: that of the solver (3 · 8k² for the primal one), targets before and after in float32 and
+    float64, and one shard."""
+    solver: SolverCost
+    """The solver of the ridge regression that will be chosen with the memory that is free now, for one checkpoint."""
+    alternatives: tuple[SolverCost, ...]
+    """The other solvers, with their defaults."""
     rows_per_second: float | None = None
     """Rows that one process featurizes per second, where it was measured."""
     exact: ExactEstimate | None = None
@@ -78,14 +85,17 @@ class Estimate:
 
     def __str__(self) -> str:
         rows = f"{self.train_size:,} rows" + (f" and {self.n_targets:,} targets" if self.n_targets else "")
+        kept = "XᵀX" if self.solver.kind == "primal" else f"{self.solver.kind} solver"
         lines = [
             f"{self.parameters:,} of {self.model_parameters:,} parameters, {self.proj_dim:,} features, {rows}, "
             f"{self.checkpoints} checkpoint{'s' if self.checkpoints > 1 else ''}",
-            f"disk: {_size(self.disk_bytes)} (features {_size(self.feature_bytes)}, XᵀX {_size(self.gram_bytes)}"
+            f"disk: {_size(self.disk_bytes)} (features {_size(self.feature_bytes)}, {kept} {_size(self.gram_bytes)}"
             + (f", targets {_size(self.target_bytes)})" if self.n_targets else ")"),
             f"memory: {_size(self.featurize_memory)} and one batch's activations to featurize, "
             f"{_size(self.score_memory)} to score",
         ]
+        solvers = (self.solver, *self.alternatives)
+        lines.append("solver of the ridge: " + "; or ".join(_solver(one) for one in solvers))
         if self.exact is not None:
             exact = self.exact
             lines.append(
@@ -136,6 +146,7 @@ def estimate_sizes(
     batch = min(args.per_device_batch_size, shard_rows)
     largest = max(slot.numel for slot in layout.slots)
     groups = max(m, 1)
+    solver, alternatives = solver_costs(args.solver, args.solver_rank, n, k, groups, free_bytes("cpu"))
     return Estimate(
         parameters=layout.total,
         model_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -145,7 +156,7 @@ def estimate_sizes(
         checkpoints=checkpoints,
         processes=processes,
         feature_bytes=checkpoints * _matrix_bytes(n, k, args),
-        gram_bytes=checkpoints * (8 * k * k + _GRAM_HEADER_BYTES),
+        gram_bytes=checkpoints * (solver.disk + _GRAM_HEADER_BYTES),
         target_bytes=checkpoints * _matrix_bytes(m, k, args, _TARGET_HEADER_BYTES) if m else 0,
         config_bytes=_CONFIG_BYTES
         + _COLLATION_BYTES
@@ -153,7 +164,9 @@ def estimate_sizes(
         + len(json_bytes(model_identity(model)))
         + checkpoints * _CHECKPOINT_JSON_BYTES,
         featurize_memory=copies * weights + 4 * (shard_rows * (k + 1) + batch * (k + largest)),
-        score_memory=3 * 8 * k * k + groups * k * 12 + shard_rows * row_bytes(k, args),
+        score_memory=solver.memory + groups * k * 12 + shard_rows * row_bytes(k, args),
+        solver=solver,
+        alternatives=alternatives,
         rows_per_second=rows_per_second,
         exact=None if args.curvature is None else estimate_exact(model, layout, args, n, groups, weights),
     )
@@ -207,6 +220,15 @@ def measured_batches(n: int, args: TrakConfig) -> tuple[int, int]:
     if size == 0:
         raise ValueError(f"`measure` is set, but there are only {n} training rows. Expected at least 3.")
     return size, min(1 + _MEASURED_BATCHES, n // size)
+
+
+def _solver(cost: SolverCost) -> str:
+    """For example `dual (5,000, memory 572.2 MiB, disk 190.7 MiB, 1.7e+12 multiply-adds)`."""
+    exact = "" if cost.exact else "not exact, "
+    return (
+        f"{cost.kind} ({cost.size:,}, {exact}memory {_size(cost.memory)}, disk {_size(cost.disk)}, "
+        f"{cost.multiply_adds:.1e} multiply-adds)"
+    )
 
 
 def _size(count: float) -> str:

@@ -382,7 +382,16 @@ class FeaturizedModel:
     @property
     def scorer(self) -> Scorer:
         """Gram matrices, ridge systems and score blocks of the store."""
-        return Scorer(self.store, self.processes, self.device, self.args.lambda_reg, self.args.lambda_relative)
+        args = self.args
+        return Scorer(
+            self.store,
+            self.processes,
+            self.device,
+            args.lambda_reg,
+            args.lambda_relative,
+            args.solver,
+            args.solver_rank,
+        )
 
     def score_blocks(
         self,

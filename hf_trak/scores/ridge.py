@@ -6,7 +6,7 @@ than k.
 """
 
 import math
-from typing import NoReturn
+from typing import ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -87,6 +87,35 @@ def ridge_lambda(trace: float, n: int, k: int, lambda_reg: float | None, lambda_
     return lambda_relative * trace / min(n, k)
 
 
+class RidgeSolver(Protocol):
+    """A way to apply (G + λI)⁻¹ to rows: [`RidgeSystem`], and those of `hf_trak.scores` for large k.
+
+    Attributes:
+        lam (`float`):
+            λ.
+        condition (`float`):
+            Condition number of G + λI; each solver says in which norm, and how it is estimated.
+        error (`float` or `None`):
+            Bound on the error of scores, beside rounding: x (G + λI)⁻¹ tᵀ is off by at most `error` times the
+            geometric mean of the same for (x, x) and (t, t). 0 for exact solvers; `None` where no bound is known.
+    """
+
+    @property
+    def lam(self) -> float: ...
+
+    @property
+    def condition(self) -> float: ...
+
+    @property
+    def error(self) -> float | None: ...
+
+    def solve(self, targets: Tensor) -> Tensor:
+        """Compute t (G + λI)⁻¹ for every row t of `(m, k)`. Returns `(m, k)`, float64."""
+
+    def quadratic(self, features: Tensor, start: int = 0) -> Tensor:
+        """Compute x (G + λI)⁻¹ xᵀ for every row x of `(rows, k)`. Returns `(rows,)`, float64."""
+
+
 class RidgeSystem:
     """The matrix A = G + λI, factorized once and applied to any number of right-hand sides.
 
@@ -96,7 +125,11 @@ class RidgeSystem:
         condition (`float`):
             Estimate of the condition number of A in the 1-norm: a lower bound, usually within a factor of 3 (Higham
             1988, ACM TOMS 14:381).
+        error (`float`):
+            0, since the solution is exact up to rounding.
     """
+
+    error: ClassVar[float] = 0.0
 
     def __init__(self, gram: Tensor, lam: float) -> None:
         """
@@ -115,18 +148,14 @@ class RidgeSystem:
             raise ValueError(f"λ is {lam}. Expected a finite number of at least 0.")
         self.lam = float(lam)
         if not bool(gram.isfinite().all()):
-            self._raise_singular("it contains NaN or infinities, so some feature does (or the matrix overflowed)")
+            raise_singular(self.lam, "it contains NaN or infinities, so some feature does (or the matrix overflowed)")
         matrix = gram.to(torch.float64, copy=True)
         matrix.diagonal().add_(self.lam)
         self._cholesky, info = torch.linalg.cholesky_ex(matrix)
         if int(info) != 0:
-            self._raise_singular(f"its leading minor of order {int(info)} is not positive")
+            raise_singular(self.lam, f"its leading minor of order {int(info)} is not positive")
         self.condition = _norm1(matrix) * _inverse_norm1(self._cholesky)
-        if not self.condition * _uncertainty(gram) < 1:
-            self._raise_singular(
-                f"its condition number is about {self.condition:.1e}, too large to tell it from a singular one in "
-                f"{gram.dtype}"
-            )
+        check_condition(self.condition, self.lam, gram.dtype, self.k)
 
     @property
     def k(self) -> int:
@@ -171,24 +200,65 @@ class RidgeSystem:
         return torch.cholesky_inverse(self._cholesky)
 
     def _check_rows(self, rows: Tensor, what: str, start: int = 0) -> Tensor:
-        if rows.ndim != 2 or rows.shape[1] != self.k:
-            raise ValueError(f"The {what}s have shape {tuple(rows.shape)}. Expected (rows, {self.k}).")
-        check_finite_rows(rows, what, start)
-        return rows.to(device=self._cholesky.device, dtype=torch.float64)
+        return checked_rows(rows, self.k, what, start).to(device=self._cholesky.device)
 
-    def _raise_singular(self, reason: str) -> NoReturn:
-        raise SingularGramError(
-            f"XᵀX + λI with λ = {self.lam:g} is singular: {reason}. Expected a positive definite matrix, which λ = 0 "
-            "gives only if there are clearly more training examples than features. Set a positive λ, about 0.1 · "
-            "trace(XᵀX) / min(n, k), or lower the projection dimension."
+
+def checked_rows(rows: Tensor, k: int, what: str, start: int = 0) -> Tensor:
+    """Check rows `(rows, k)`, and return them in float64.
+
+    Args:
+        rows: any floating dtype.
+        k: the number of columns that they must have.
+        what: what a row is, for error messages.
+        start: index of the first row, for error messages.
+
+    Raises:
+        ValueError: the shape does not fit.
+        NonFiniteError: a row is not finite; names it.
+    """
+    if rows.ndim != 2 or rows.shape[1] != k:
+        raise ValueError(f"The {what}s have shape {tuple(rows.shape)}. Expected (rows, {k}).")
+    check_finite_rows(rows, what, start)
+    return rows.to(torch.float64)
+
+
+def check_condition(condition: float, lam: float, dtype: torch.dtype, k: int) -> None:
+    """Check that (k, k) matrices of this condition number can be told from singular ones.
+
+    Args:
+        condition: the condition number of G + λI.
+        lam: λ, for the error message.
+        dtype: the dtype in which G was accumulated.
+        k: the size of G.
+
+    Raises:
+        SingularGramError: they cannot.
+    """
+    if not condition * _uncertainty(dtype, k) < 1:
+        raise_singular(
+            lam,
+            f"its condition number is about {condition:.1e}, too large to tell it from a singular one in {dtype}",
         )
 
 
-def _uncertainty(gram: Tensor) -> float:
+def raise_singular(lam: float, reason: str) -> NoReturn:
+    """Raise the error of a matrix XᵀX + λI that cannot be inverted, for a reason.
+
+    Raises:
+        SingularGramError: always.
+    """
+    raise SingularGramError(
+        f"XᵀX + λI with λ = {lam:g} is singular: {reason}. Expected a positive definite matrix, which λ = 0 "
+        "gives only if there are clearly more training examples than features. Set a positive λ, about 0.1 · "
+        "trace(XᵀX) / min(n, k), or lower the projection dimension."
+    )
+
+
+def _uncertainty(dtype: torch.dtype, k: int) -> float:
     """Bound the eigenvalue, relative to the largest, that rounding alone can turn a zero eigenvalue into."""
-    if gram.dtype == torch.float64:
-        return gram.shape[0] * torch.finfo(torch.float64).eps
-    return 2 * torch.finfo(gram.dtype).eps
+    if dtype == torch.float64:
+        return k * torch.finfo(torch.float64).eps
+    return 2 * torch.finfo(dtype).eps
 
 
 def _norm1(matrix: Tensor) -> float:

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_trak.config import SolverName
 from hf_trak.errors import IncompleteStoreError
+from hf_trak.runtime.finite import check_finite_rows
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.shard_threads import map_shards
 from hf_trak.scores.gram import GramSum, column_squares
 from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
 from hf_trak.scores.scored_dataset import ScoreBlock
+from hf_trak.scores.solvers import SolverReport, Solvers
 from hf_trak.scores.streaming import ScaledRows, joined, score_blocks, self_influence_blocks
 from hf_trak.store.gram_file import Gram
 from hf_trak.store.shard_set import Shard, ShardSet
@@ -71,6 +74,8 @@ class Scorer:
         device: torch.device,
         lambda_reg: float | None,
         lambda_relative: float,
+        solver: SolverName = "auto",
+        solver_rank: int | None = None,
     ) -> None:
         """
         Args:
@@ -79,6 +84,8 @@ class Scorer:
             device: products are computed on this device if it is a CUDA device, and on the CPU otherwise.
             lambda_reg: absolute ridge, see [`ridge_lambda`].
             lambda_relative: relative ridge, see [`ridge_lambda`].
+            solver: how the ridge regression is solved, see `hf_trak.scores.solver_choice`.
+            solver_rank: rank of `"low_rank"`, or columns per block of `"block"`; `None` for the defaults.
         """
         self.store = store
         self.processes = processes
@@ -86,6 +93,7 @@ class Scorer:
         self.lambda_reg = lambda_reg
         self.lambda_relative = lambda_relative
         self.n, self.k = store.config["train_size"], store.config["proj_dim"]
+        self.solvers = Solvers(store, processes, self.device, lambda_reg, lambda_relative, solver, solver_rank)
 
     def ensemble(self, model_ids: Sequence[int] | None) -> list[int]:
         """Check the checkpoints to average over.
@@ -124,6 +132,37 @@ class Scorer:
                     "same checkpoints to finish them, or leave this id out of `model_ids`."
                 )
         return ids
+
+    def prepare(self, model_id: int) -> None:
+        """Compute and save what the solver of a checkpoint keeps in the store, unless it is there: XᵀX, or XXᵀ, …
+
+        Raises:
+            ValueError: `solver_rank` is larger than min(n, k).
+            IncompleteStoreError: shards are missing.
+            StoreError: a shard or a saved file is damaged.
+            NonFiniteError: a feature is not finite; names its row.
+        """
+        if self.solvers.choice(model_id).kind == "primal":
+            self.gram(model_id)
+        else:
+            self.solvers.prepare(model_id)
+
+    def report(self, model_id: int) -> SolverReport:
+        """Say which solver a checkpoint has, its λ, its condition number, and what is known of its error.
+
+        Raises:
+            As [`~Scorer.prepare`], and SingularGramError: the ridge is too small for these features.
+        """
+        choice = self.solvers.choice(model_id)
+        if choice.kind != "primal":
+            return SolverReport.of(choice, self.solvers.make(model_id))
+        gram = self.gram(model_id)
+
+        def describe() -> dict[str, Any]:
+            assert gram is not None  # this runs in the main process only
+            return SolverReport.of(choice, self.system(model_id, gram)).to_dict()
+
+        return SolverReport(**self.processes.broadcast_from_main(describe))
 
     def gram(self, model_id: int) -> Gram | None:
         """Read XᵀX of a checkpoint from the store. If it is not there, compute it from the shards and write it.
@@ -170,7 +209,9 @@ class Scorer:
         return total.result().cpu()
 
     def precondition(self, model_id: int, targets: Callable[[], Tensor], m: int) -> ScaledRows:
-        """Compute the preconditioned targets A = t (XᵀX + λI)⁻¹ of one checkpoint, in the main process alone.
+        """Compute the preconditioned targets A = t (XᵀX + λI)⁻¹ of one checkpoint.
+
+        With XᵀX the main process does so alone. Other solvers read the features again, in all processes.
 
         Args:
             model_id: the checkpoint.
@@ -183,14 +224,23 @@ class Scorer:
         Raises:
             SingularGramError: the ridge is too small for these features.
         """
+        if self.solvers.choice(model_id).kind == "primal":
+            solved = self._solve_primal(model_id, targets, m)
+        else:
+            solver = self.solvers.make(model_id)
+            given = self.processes.broadcast_tensor_from_main(targets, (m, self.k), torch.float64)
+            solved = self.solvers.solve(solver, given)
+        rows = ScaledRows.of(solved)
+        return ScaledRows(rows.values.to(self.device), rows.exponents)
+
+    def _solve_primal(self, model_id: int, targets: Callable[[], Tensor], m: int) -> Tensor:
         gram = self.gram(model_id)
 
         def solve() -> Tensor:
             assert gram is not None  # this runs in the main process only
             return self.system(model_id, gram).solve(targets())
 
-        rows = ScaledRows.of(self.processes.broadcast_tensor_from_main(solve, (m, self.k), torch.float64))
-        return ScaledRows(rows.values.to(self.device), rows.exponents)
+        return self.processes.broadcast_tensor_from_main(solve, (m, self.k), torch.float64)
 
     def system(self, model_id: int, gram: Gram) -> RidgeSystem:
         """Factorize XᵀX + λI of a checkpoint, and log λ and the condition number.
@@ -270,6 +320,7 @@ class Scorer:
             "lambda_relative": self.lambda_relative,
             "scores_version": SCORES_VERSION,
             "threads": torch.get_num_threads(),
+            **self.solvers.identity(model_ids),
         }
 
     def self_influence(self, model_ids: Sequence[int]) -> Tensor:
@@ -281,13 +332,9 @@ class Scorer:
         Raises:
             SingularGramError: the ridge is too small for these features.
         """
-        systems = []
-        for model_id in model_ids:
-            self.gram(model_id)
-            with self.processes.all_or_none():
-                gram = self.store.read_gram(model_id)
-                assert gram is not None  # `self.gram` has written it
-                systems.append(self.system(model_id, gram))
+        if any(self.solvers.choice(model_id).kind != "primal" for model_id in model_ids):
+            return self._streamed_self_influence(model_ids)
+        systems = [self._own_system(model_id) for model_id in model_ids]
         shards = [self.store.train(model_id) for model_id in model_ids]
         mine = self.processes.share(len(shards[0]))
         result = torch.zeros(self.n)
@@ -296,11 +343,41 @@ class Scorer:
                 result[start:stop] = block
         return self.processes.add(result)  # every row comes from one process, the others add zeros
 
+    def _own_system(self, model_id: int) -> RidgeSystem:
+        """Factorize XᵀX + λI of a checkpoint in every process."""
+        self.gram(model_id)
+        with self.processes.all_or_none():
+            gram = self.store.read_gram(model_id)
+            assert gram is not None  # `self.gram` has written it
+            return self.system(model_id, gram)
+
+    def _streamed_self_influence(self, model_ids: Sequence[int]) -> Tensor:
+        """Compute self-influence where a checkpoint has another solver than the primal one."""
+        shards = [self.store.train(model_id) for model_id in model_ids]
+        mine = self.processes.share(len(shards[0]))
+        products = [self._training_quadratic(model_id, mine) for model_id in model_ids]
+        result = torch.zeros(self.n)
+        with self.processes.all_or_none():
+            if mine:
+                first, last = (shards[0].plan.rows(index) for index in (mine[0], mine[-1]))
+                weights = [torch.cat([shard.out_to_loss for shard in one.part(mine)]) for one in shards]
+                scores = torch.stack(products).mean(dim=0) * torch.stack(weights).mean(dim=0)
+                check_finite_rows(scores, "score", first.start)
+                result[first.start : last.stop] = scores.float()
+        return self.processes.add(result)  # every row comes from one process, the others add zeros
+
+    def _training_quadratic(self, model_id: int, mine: Sequence[int]) -> Tensor:
+        """Compute x (XᵀX + λI)⁻¹ xᵀ for the training rows of some shards, in float64."""
+        if self.solvers.choice(model_id).kind != "primal":
+            return self.solvers.training_quadratic(model_id, self.solvers.make(model_id), mine)
+        system = self._own_system(model_id)
+        with self.processes.all_or_none():
+            parts = [system.quadratic(shard.grads, shard.start) for shard in self.store.train(model_id).part(mine)]
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
+
 
 def _sliced(shards: Iterator[Shard], rows: int) -> Iterator[Shard]:
     """Cut shards into pieces of at most `rows` rows. The cuts depend on the shards and `rows` alone."""
     for shard in shards:
         for start in range(shard.start, shard.stop, rows):
-            stop = min(start + rows, shard.stop)
-            part = slice(start - shard.start, stop - shard.start)
-            yield Shard(start, stop, shard.grads[part], shard.out_to_loss[part])
+            yield shard.rows(start - shard.start, min(start + rows, shard.stop) - shard.start)

@@ -1,0 +1,206 @@
+"""The solvers of one feature store: which one each checkpoint gets, what it keeps, and what it says of itself."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_trak.config import SolverName
+from hf_trak.runtime.memory import free_bytes
+from hf_trak.runtime.processes import Processes
+from hf_trak.scores.block import BlockGrams, BlockSystem
+from hf_trak.scores.dual import DualSystem, ensure_kernel, kernel_facts
+from hf_trak.scores.low_rank import LowRankSystem
+from hf_trak.scores.ridge import RidgeSolver, ridge_lambda
+from hf_trak.scores.solver_choice import Kind, SolverChoice, choose_solver
+from hf_trak.scores.subspace import SubspaceIteration
+from hf_trak.scores.training_features import TrainingFeatures
+from hf_trak.store.gram_file import FILE_NAME as GRAM_FILE
+from hf_trak.store.solver_files import SolverFiles
+from hf_trak.store.store import FeatureStore
+
+logger = logging.getLogger(__name__)
+
+StreamedSolver = DualSystem | LowRankSystem | BlockSystem
+"""Every solver but the primal one, which holds XᵀX in the main process."""
+
+
+@dataclass(frozen=True)
+class SolverReport:
+    """What the solver of a checkpoint says of itself.
+
+    Attributes:
+        kind (`str`): `"primal"`, `"dual"`, `"low_rank"` or `"block"`.
+        size (`int`): k, n, the rank, or the columns of a block.
+        lam (`float`): λ; the mean over the columns for blocks.
+        condition (`float`):
+            Condition number of XᵀX + λI: an estimate in the 1-norm for `primal`, and that in the 2-norm for the
+            others, which is the smaller one, by a factor of k at most.
+        error (`float` or `None`):
+            Bound on the error of scores, see [`~hf_trak.scores.ridge.RidgeSolver`]; `None` where none is known.
+        captured (`float`): share of trace(XᵀX) in the eigenvalues that are used; 1 for all others than `low_rank`.
+    """
+
+    kind: Kind
+    size: int
+    lam: float
+    condition: float
+    error: float | None
+    captured: float = 1.0
+
+    @classmethod
+    def of(cls, choice: SolverChoice, solver: RidgeSolver) -> "SolverReport":
+        """Describe a solver."""
+        captured = solver.factors.captured if isinstance(solver, LowRankSystem) else 1.0
+        return cls(choice.kind, choice.size, solver.lam, solver.condition, solver.error, captured)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        text = f"λ = {self.lam:.6g}, condition number of XᵀX + λI about {self.condition:.2e}"
+        if self.kind == "low_rank":
+            text += (
+                f"; {self.size:,} eigenvalues have {self.captured:.2%} of trace(XᵀX), and change the score of a row "
+                f"for a target by at most {self.error:.2g} times the geometric mean of their self-influences"
+            )
+        return text
+
+
+class Solvers:
+    """Chooses, prepares and makes the solvers of one store. All processes call its methods in the same order."""
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        processes: Processes,
+        device: torch.device,
+        lambda_reg: float | None,
+        lambda_relative: float,
+        solver: SolverName = "auto",
+        solver_rank: int | None = None,
+    ) -> None:
+        """
+        Args:
+            store: the features.
+            processes: the processes that share the work.
+            device: products are computed on this device.
+            lambda_reg: absolute ridge, see [`ridge_lambda`].
+            lambda_relative: relative ridge, see [`ridge_lambda`].
+            solver: the setting, see `hf_trak.scores.solver_choice`.
+            solver_rank: rank, or columns of a block; `None` for the defaults.
+        """
+        self._store = store
+        self._processes = processes
+        self._device = device
+        self._lambda_reg = lambda_reg
+        self._lambda_relative = lambda_relative
+        self._solver = solver
+        self._solver_rank = solver_rank
+        self._choices: dict[int, SolverChoice] = {}
+
+    def choice(self, model_id: int) -> SolverChoice:
+        """Choose the solver of a checkpoint, once.
+
+        Raises:
+            ValueError: the rank is larger than min(n, k).
+        """
+
+        def choose() -> dict[str, Any]:
+            store = self._store
+            there = (store.checkpoint_dir(model_id) / GRAM_FILE).exists()
+            free = free_bytes("cpu")
+            return asdict(
+                choose_solver(self._solver, self._solver_rank, store.train_size, store.proj_dim, free, there)
+            )
+
+        if model_id not in self._choices:
+            found = SolverChoice(**self._processes.broadcast_from_main(choose))
+            self._choices[model_id] = found
+            if found.kind != "primal" and self._processes.is_main_process:
+                logger.info("Checkpoint %d: solver %s of size %d: %s.", model_id, found.kind, found.size, found.reason)
+        return self._choices[model_id]
+
+    def identity(self, model_ids: Sequence[int]) -> dict[str, Any]:
+        """What scores depend on: nothing where every checkpoint has the primal solver, as before there were others."""
+        choices = [self.choice(model_id) for model_id in model_ids]
+        primal = all(choice.kind == "primal" for choice in choices)
+        return {} if primal else {"solvers": [choice.identity for choice in choices]}
+
+    def prepare(self, model_id: int) -> None:
+        """Compute and save what the solver of a checkpoint keeps in the store, unless it is there.
+
+        Raises:
+            ValueError: the rank is larger than min(n, k), or the solver is the primal one.
+            IncompleteStoreError: shards are missing.
+            StoreError: a shard or a saved file is damaged, or a file cannot be written.
+            NonFiniteError: a feature is not finite; names its row.
+        """
+        choice = self.choice(model_id)
+        features, files = self.features(model_id), SolverFiles(self._store, model_id)
+        if choice.kind == "dual":
+            ensure_kernel(features, files)
+        elif choice.kind == "low_rank":
+            self._iteration(model_id, choice, features, files).run()
+        elif choice.kind == "block":
+            BlockGrams(features, files, choice.size).ensure()
+        else:
+            raise ValueError("The primal solver keeps XᵀX, which `Scorer.gram` computes. Expected another solver.")
+
+    def make(self, model_id: int) -> StreamedSolver:
+        """Make the solver of a checkpoint, after [`~Solvers.prepare`], and log what it says of itself.
+
+        Raises:
+            As `prepare`, and SingularGramError: the ridge is too small for these features.
+        """
+        self.prepare(model_id)
+        choice = self.choice(model_id)
+        features, files = self.features(model_id), SolverFiles(self._store, model_id)
+        with self._processes.all_or_none():
+            solver = self._made(model_id, choice, features, files)
+        if self._processes.is_main_process:
+            logger.info("Checkpoint %d: %s.", model_id, SolverReport.of(choice, solver))
+        return solver
+
+    def _made(
+        self, model_id: int, choice: SolverChoice, features: TrainingFeatures, files: SolverFiles
+    ) -> StreamedSolver:
+        if choice.kind == "dual":
+            return DualSystem(features, files, self._lambda(features, kernel_facts(features, files)["trace"]))
+        if choice.kind == "low_rank":
+            factors = self._iteration(model_id, choice, features, files).factors()
+            return LowRankSystem(factors, self._lambda(features, factors.trace))
+        return BlockSystem(BlockGrams(features, files, choice.size), self._lambda_reg, self._lambda_relative)
+
+    def solve(self, solver: StreamedSolver, targets: Tensor) -> Tensor:
+        """Compute t (XᵀX + λI)⁻¹ `(m, k)` in every process, for targets that are the same in all."""
+        if not isinstance(solver, LowRankSystem):
+            return solver.solve(targets)
+        shape = tuple(targets.shape)
+        return self._processes.broadcast_tensor_from_main(lambda: solver.solve(targets), shape, torch.float64)
+
+    def training_quadratic(self, model_id: int, solver: StreamedSolver, indices: Sequence[int]) -> Tensor:
+        """Compute x (XᵀX + λI)⁻¹ xᵀ for the training rows x of some shards, others in each process."""
+        if isinstance(solver, DualSystem):
+            return solver.training_quadratic(indices)
+        with self._processes.all_or_none():
+            if isinstance(solver, BlockSystem):
+                return solver.training_quadratic(indices)
+            return solver.training_quadratic(self.features(model_id), indices)
+
+    def features(self, model_id: int) -> TrainingFeatures:
+        """The training features of a checkpoint."""
+        return TrainingFeatures(self._store.train(model_id), self._processes, self._device)
+
+    def _lambda(self, features: TrainingFeatures, trace: float) -> float:
+        return ridge_lambda(trace, features.n, features.k, self._lambda_reg, self._lambda_relative)
+
+    def _iteration(
+        self, model_id: int, choice: SolverChoice, features: TrainingFeatures, files: SolverFiles
+    ) -> SubspaceIteration:
+        seed = int(self._store.config.get("seed", 0))
+        return SubspaceIteration(features, files, choice.size, seed, model_id)

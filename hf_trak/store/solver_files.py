@@ -1,0 +1,128 @@
+"""What solvers of the ridge regression keep beside the features of a checkpoint.
+
+    checkpoint-<model_id>/
+      kernel.safetensors                            `kernel` (n, n), XXᵀ
+      low_rank-<rank>.safetensors                   `vectors` (k, rank), `eigenvalues` (rank,), `overlaps` (rank, rank)
+      low_rank-<rank>.passes.safetensors            the same while it is computed; removed at the end
+      gram_block-<columns>-<number>.safetensors     `gram`, XᵀX of a block of columns
+
+The files lie in the output directory of the store, also where the features themselves are read from a published index.
+As the Gram matrix does, each names in its identity the features that it was computed from, and has a checksum; files
+of another identity, and damaged ones, are refused. Facts, plain numbers such as the trace, are in the metadata.
+"""
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hf_trak.errors import NonFiniteError, StoreError
+from hf_trak.store.shards import Identity, TensorSpec, read_header, read_tensors, write_tensors
+from hf_trak.store.store import FeatureStore
+
+_LEAST_VERSION = 2
+"""Files of format 1 do not protect their metadata, in which facts are kept."""
+
+
+class SolverFiles:
+    """The solver files of one checkpoint, whose features are all written."""
+
+    def __init__(self, store: FeatureStore, model_id: int) -> None:
+        """
+        Args:
+            store: the features.
+            model_id: the checkpoint.
+        """
+        self.directory = store.output_dir / store.checkpoint_dir(model_id).name
+        self.version = max(store.version, _LEAST_VERSION)
+        self._store = store
+        self._model_id = model_id
+
+    @cached_property
+    def features(self) -> Identity:
+        """What every file is computed from: the configuration, the weights, and the rows themselves.
+
+        Raises:
+            IncompleteStoreError: shards are missing.
+            StoreError: a shard is damaged.
+        """
+        shards = self._store.train(self._model_id)
+        shards.require_complete("Featurize the remaining rows first.")
+        return {**self._store.identity(self._model_id), "content": shards.content_hash}
+
+    def path(self, name: str) -> Path:
+        """Path of a file."""
+        return self.directory / f"{name}.safetensors"
+
+    def exists(self, name: str) -> bool:
+        """Whether a file exists, whatever it contains."""
+        return self.path(name).exists()
+
+    def write(
+        self, name: str, tensors: Mapping[str, Tensor], identity: Identity, facts: Mapping[str, float] | None = None
+    ) -> None:
+        """Write a file atomically.
+
+        Args:
+            name: its name, without the suffix.
+            tensors: its tensors.
+            identity: what it depends on beside the features.
+            facts: numbers for its metadata.
+
+        Raises:
+            NonFiniteError: a number is NaN or infinite.
+            StoreError: the file cannot be written.
+        """
+        numbers = {key: float(value) for key, value in (facts or {}).items()}
+        whole = all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
+        if not whole or not all(map(math.isfinite, numbers.values())):
+            raise NonFiniteError(
+                f"What is to be saved in {self.path(name)} has NaN or infinite entries. Expected finite ones. Inspect "
+                "the weights of this checkpoint, or compute features in float32."
+            )
+        write_tensors(self.path(name), tensors, {**self.features, **identity}, self.version, facts=numbers)
+
+    def read(
+        self, name: str, specs: Mapping[str, TensorSpec], identity: Identity, facts: Sequence[str] = ()
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Read a file; its tensors are memory-mapped.
+
+        Args:
+            name: its name, without the suffix.
+            specs: the tensors that it must hold.
+            identity: what it must depend on beside the features.
+            facts: names of the numbers that its metadata must have.
+
+        Returns:
+            The tensors and the numbers, by name.
+
+        Raises:
+            StoreError: the file is missing or damaged, or was computed from something else.
+        """
+        found = self.facts(name, specs, identity, facts)
+        return read_tensors(self.path(name), {**self.features, **identity}, specs, version=self.version), found
+
+    def facts(
+        self, name: str, specs: Mapping[str, TensorSpec], identity: Identity, facts: Sequence[str]
+    ) -> dict[str, float]:
+        """Read the numbers in the metadata of a file. Arguments and errors are those of [`~SolverFiles.read`]."""
+        path = self.path(name)
+        saved = read_header(path, {**self.features, **identity}, specs, self.version).get("facts")
+        found = saved if isinstance(saved, dict) else {}
+        for key in facts:
+            value = found.get(key)
+            if not isinstance(value, float) or not math.isfinite(value):
+                raise StoreError(
+                    f"{path} says that `{key}` is {value!r}. Expected a finite number. Delete this file and run the "
+                    "same command again."
+                )
+        return {key: found[key] for key in facts}
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it exists."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path(name).unlink()
