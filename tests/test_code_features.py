@@ -107,7 +107,7 @@ def test_everything_that_reads_features_reads_codes(net, tmp_path):
     scores = full_scores(attributor, targets)
     grouped = attributor.group_scores(targets, "source")
     assert len(grouped) == 9
-    assert len(attributor.select(targets, 5)) == 5
+    assert len(attributor.select(5, targets)) == 5
     assert torch.isfinite(attributor.self_influence()).all()
     torch.testing.assert_close(attributor.store.read_gram(0).matrix, decoded.T @ decoded, rtol=1e-10, atol=1e-10)
     # Rows that are left out and added keep the codes that they have.
@@ -115,8 +115,7 @@ def test_everything_that_reads_features_reads_codes(net, tmp_path):
     kept = [row for row in range(N) if row not in (0, 5, 17)]
     torch.testing.assert_close(features(revised)[: N - 3], features(attributor)[kept], rtol=0, atol=0)
     assert full_scores(revised, targets).shape == (N + 1, 9)
-    fresh = coded(net, tmp_path / "fresh", "int4")
-    fresh.train_dataset = revised.train_dataset
+    fresh = make(net, tmp_path / "fresh", revised.train_dataset, proj_dim=K, feature_dtype="int4")
     assert relative_error(full_scores(revised, targets), full_scores(fresh.featurize(), targets)) < 1e-4
     assert scores.shape == (N, 9)
 
