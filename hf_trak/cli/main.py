@@ -34,6 +34,7 @@ COMMANDS = {
     ),
     "push": Command("push", "publish an index, and scores, on the Hub", "output_dir"),
     "pull": Command("pull", "copy a published index into a directory", "repo_id"),
+    "convert": Command("convert", "keep features with fewer bits per number", "output_dir"),
     "estimate": Command("estimate", "estimate time, memory and disk space before anything runs"),
     "inspect": Command(
         "inspect_store", "show what a directory holds, what is missing, and whether it is intact", "output_dir"
