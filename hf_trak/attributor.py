@@ -19,6 +19,7 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fidelity import Fidelity, measure_fidelity
 from hf_trak.featurize.fitted import curvature_report, log_reports
 from hf_trak.featurize.revising import revise
+from hf_trak.featurize.search import SearchIndex, build_search
 from hf_trak.featurize.upgrading import upgrade_store
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.last import LastResult
@@ -403,6 +404,33 @@ class TrakAttributor(FeaturizedModel):
         if last is not None and self._last_exact and not counted:
             last.distributions = exact_distributions(self, last.scored, last.eval_dataset, last.name, last.model_ids)
         return show_last(self, self._last, target, **options)
+
+    def build_search(
+        self, factory: str = "SQ8", model_ids: Sequence[int] | None = None, directory: str | Path | None = None
+    ) -> SearchIndex:
+        """Put the training features into an index of FAISS, which answers single targets in milliseconds.
+
+        Needs the extra `search` (`faiss-cpu`), and memory for all vectors: k numbers per row and checkpoint.
+
+        Args:
+            factory (`str`, *optional*, defaults to `"SQ8"`):
+                Kind of the index, as in `faiss.index_factory`: `"Flat"` for float32 and exact scores, `"SQ8"` for 8
+                bits per number, `"IVF1024,SQ8"` to look at a part of the rows.
+            model_ids (`Sequence[int]`, *optional*):
+                The checkpoints to average over. By default all in the store.
+            directory (`str` or `Path`, *optional*):
+                Where the index is kept: read if it is there and of these features, and otherwise built and saved.
+
+        Returns:
+            [`~hf_trak.featurize.search.SearchIndex`], whose method `search` takes targets.
+
+        Raises:
+            ImportError: FAISS is not installed.
+            ValueError: FAISS knows no such kind of index.
+            IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
+            StoreError: `directory` holds an index of other features.
+        """
+        return build_search(self, factory, model_ids, directory)
 
     def attribute_span(
         self,

@@ -30,6 +30,7 @@ from hf_trak.modelout_functions.identity import task_identity, task_identity_v1
 from hf_trak.projectors import BlockProjector, make_projector
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores.groups import RowGroups
+from hf_trak.scores.preconditioned import PreconditionedTargets
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.scorer import PlannedScores, Scorer
 from hf_trak.store.atomic import safe_name
@@ -427,6 +428,26 @@ class FeaturizedModel:
             groups: groups of targets that are scored by their mean.
             everywhere: all training rows in every process, rather than those that fall to this one.
         """
+        asked = self.precondition(eval_dataset, name, checkpoints, model_ids, groups)
+        identity = {
+            **self.scorer.identity(asked.model_ids, asked.features),
+            "groups": None if groups is None else groups.tag,
+        }
+        return PlannedScores(asked.name, identity, self.scorer.blocks(asked.model_ids, asked.rows, everywhere))
+
+    def precondition(
+        self,
+        eval_dataset: Any,
+        name: str | None,
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None,
+        model_ids: Sequence[int] | None,
+        groups: RowGroups | None = None,
+    ) -> PreconditionedTargets:
+        """Compute t (XᵀX + λI)⁻¹ of targets, or of the means of groups of them, for every checkpoint.
+
+        Args:
+            eval_dataset, name, checkpoints, model_ids, groups: see [`~FeaturizedModel.plan_scores`].
+        """
         if name is not None:
             safe_name(name, "name")
         n_targets = row_count(eval_dataset, "eval_dataset")
@@ -449,8 +470,7 @@ class FeaturizedModel:
                 return groups.means((shard.start, shard.grads) for shard in shards)
 
             targets.append(scorer.precondition(model_id, features, n_targets if groups is None else len(groups)))
-        identity = {**scorer.identity(ids, features_of_targets), "groups": None if groups is None else groups.tag}
-        return PlannedScores(name, identity, scorer.blocks(ids, targets, everywhere))
+        return PreconditionedTargets(name, ids, features_of_targets, targets)
 
     def _target_shards(
         self,

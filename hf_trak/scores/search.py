@@ -1,0 +1,179 @@
+"""Interactive search: the best training rows for single targets, from an index of FAISS.
+
+A score is an inner product: with features x_ci of training row i, weights q_ci and preconditioned targets A_cj of C
+checkpoints,
+
+    τ_ij = ⟨v_i, w_j⟩,    v_i = mean_c(q_ci) · (x_1i, …, x_Ci),    w_j = (A_1j, …, A_Cj) / C
+
+so that any library for inner-product search finds the rows with the highest scores. It answers one target in
+milliseconds, and keeps all vectors in memory. The exact scan of `streaming` reads every row once instead, for any
+number of targets.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_trak.errors import StoreError
+from hf_trak.scores.preconditioned import PreconditionedTargets
+from hf_trak.scores.streaming import ScaledRows
+from hf_trak.store.sealed import read_sealed, write_sealed
+from hf_trak.store.shard_set import ShardSet
+
+VECTORS_FILE, RECORD_FILE = "vectors.faiss", "search.json"
+
+_TRAINING_ROWS = 1 << 16
+"""Rows that an index is trained on, from the first shards, if its kind is trained at all."""
+
+
+class GradientSearch:
+    """The training features of some checkpoints in an index of FAISS.
+
+    Attributes:
+        model_ids (`list[int]`):
+            The checkpoints.
+        identity (`str`):
+            What the vectors were made from.
+        index (`datasets.search.FaissIndex`):
+            The vectors v_i.
+    """
+
+    def __init__(self, model_ids: Sequence[int], identity: str, index: Any) -> None:
+        self.model_ids = list(model_ids)
+        self.identity = identity
+        self.index = index
+
+    @classmethod
+    def build(
+        cls, checkpoints: Sequence[ShardSet], model_ids: Sequence[int], identity: str, factory: str
+    ) -> "GradientSearch":
+        """Read all features into an index.
+
+        Args:
+            checkpoints: the training features of each checkpoint.
+            model_ids: their ids.
+            identity: what the features are made from.
+            factory: kind of the index, in the language of `faiss.index_factory`: `"Flat"` is exact, `"SQ8"` takes a
+                quarter of its memory, `"IVF1024,SQ8"` looks at a part of the rows.
+
+        Raises:
+            ImportError: `faiss` is not installed.
+            ValueError: FAISS knows no such kind.
+            StoreError: the checkpoints are cut into shards differently, or a shard is damaged.
+        """
+        faiss = _faiss()
+        from datasets.search import FaissIndex  # needs faiss
+
+        width = sum(shards.width for shards in checkpoints)
+        try:
+            index = faiss.index_factory(width, factory, faiss.METRIC_INNER_PRODUCT)
+        except RuntimeError as error:
+            raise ValueError(
+                f"`factory` is {factory!r}, and FAISS says: {str(error).splitlines()[-1].strip()}. Expected a kind of "
+                "index such as 'Flat', 'SQ8' or 'IVF1024,SQ8'."
+            ) from error
+        if not index.is_trained:
+            index.train(_first(checkpoints, _TRAINING_ROWS))
+        for _, vectors in _vectors(checkpoints):
+            index.add(vectors)
+        return cls(model_ids, identity, FaissIndex(custom_index=index))
+
+    def best(self, targets: PreconditionedTargets, count: int, largest: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Find the rows with the highest or the lowest scores.
+
+        Args:
+            targets: preconditioned targets of the checkpoints of the index.
+            count: number of rows for each target.
+            largest: whether to find the highest scores.
+
+        Returns:
+            Row numbers, int64, and scores, float32, `(m, count)` each, best first. A row number is −1 where an index
+            that looks at a part of the rows found no more.
+        """
+        queries = np.concatenate([_plain(rows) for rows in targets.rows], axis=1) / np.float32(len(targets.rows))
+        queries = np.ascontiguousarray(queries if largest else -queries)
+        scores, rows = self.index.faiss_index.search(queries, min(count, self.index.faiss_index.ntotal))
+        return rows, scores if largest else -scores
+
+    def save(self, directory: str | Path) -> None:
+        """Write the index and what it was made from to a directory."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.index.save(str(directory / VECTORS_FILE))
+        write_sealed(directory / RECORD_FILE, {"identity": self.identity, "model_ids": self.model_ids})
+
+    @classmethod
+    def load(cls, directory: str | Path, identity: str) -> "GradientSearch":
+        """Read an index that was saved on this machine. FAISS does not check files: load none from other people.
+
+        Args:
+            directory: the directory.
+            identity: what the vectors must have been made from.
+
+        Raises:
+            ImportError: `faiss` is not installed.
+            StoreError: there is none, or it was made from other features.
+        """
+        _faiss()
+        from datasets.search import FaissIndex  # needs faiss
+
+        directory = Path(directory)
+        try:
+            record = read_sealed(directory / RECORD_FILE, "Build it again.")
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{directory} holds no search index: {RECORD_FILE} is missing. Build one first."
+            ) from error
+        if record.get("identity") != identity:
+            raise StoreError(
+                f"The search index in {directory} was made from {record.get('identity')}, the features at hand are "
+                f"{identity}. Expected the same. Build it again."
+            )
+        return cls(record["model_ids"], identity, FaissIndex.load(str(directory / VECTORS_FILE)))
+
+
+def _faiss() -> Any:
+    try:
+        import faiss
+    except ImportError as error:
+        raise ImportError(
+            "Interactive search needs FAISS, which is not installed. Install it with `pip install hf_trak[search]`, "
+            "or use `attribute`, which needs none."
+        ) from error
+    return faiss
+
+
+def _vectors(checkpoints: Sequence[ShardSet]) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the first row and the vectors v `(rows, C·k)` of every shard."""
+    for index in range(len(checkpoints[0])):
+        shards = [one.read(index) for one in checkpoints]
+        first = shards[0]
+        if any((shard.start, shard.stop) != (first.start, first.stop) for shard in shards):
+            raise StoreError("The checkpoints are cut into shards differently. Featurize them with one shard size.")
+        weight = torch.stack([shard.out_to_loss for shard in shards]).mean(0).unsqueeze(1)
+        yield first.start, torch.cat([shard.grads.float() * weight for shard in shards], dim=1).numpy()
+
+
+def _first(checkpoints: Sequence[ShardSet], rows: int) -> np.ndarray:
+    parts, count = [], 0
+    for _, vectors in _vectors(checkpoints):
+        parts.append(vectors)
+        count += len(vectors)
+        if count >= rows:
+            break
+    return np.concatenate(parts)
+
+
+def _plain(rows: ScaledRows) -> np.ndarray:
+    """The rows without their powers of two, float32."""
+    if rows.exponents is None:
+        return rows.values.cpu().numpy()
+    wide = torch.ldexp(rows.values.double().cpu(), rows.exponents.cpu().unsqueeze(1)).float()
+    if not bool(wide.isfinite().all()):
+        raise StoreError(
+            "Preconditioned targets exceed the range of float32, in which FAISS computes. Use `attribute` instead."
+        )
+    return wide.numpy()

@@ -1,0 +1,81 @@
+"""Interactive search with FAISS finds what the exact scan finds."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from digit_models import DigitNet, digits, make, trained_net
+
+from hf_trak import TrakAttributor
+from hf_trak.errors import StoreError
+
+faiss = pytest.importorskip("faiss")
+
+N = 61
+
+
+@pytest.fixture(scope="module")
+def nets() -> list[DigitNet]:
+    return [trained_net(digits(0, N), seed=seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module", params=["float32", "int2"])
+def attributor(nets, tmp_path_factory, request) -> TrakAttributor:
+    directory = tmp_path_factory.mktemp("store")
+    return make(nets[0], directory, digits(0, N), proj_dim=300, feature_dtype=request.param).featurize(nets)
+
+
+def column(scored, name: str) -> np.ndarray:
+    return np.stack(scored.with_format("numpy")[name][:])
+
+
+def test_an_exact_index_equals_the_scan(attributor):
+    targets = digits(200, 207)
+    expected = attributor.attribute(targets, top_k=5)
+    found = attributor.build_search("Flat").search(targets, top_k=5)
+    for name in ("trak_indices", "trak_opponent_indices"):
+        np.testing.assert_array_equal(column(found, name), column(expected, name))
+    for name in ("trak_scores", "trak_opponent_scores"):
+        np.testing.assert_allclose(column(found, name), column(expected, name), rtol=1e-4)
+    assert found.column_names == expected.column_names
+    assert found.features["trak_indices"] == expected.features["trak_indices"]
+
+
+def test_a_quantized_index_finds_most(attributor):
+    targets = digits(200, 220)
+    expected = column(attributor.attribute(targets, top_k=5), "trak_indices")
+    found = column(attributor.build_search("SQ8").search(targets, top_k=5), "trak_indices")
+    assert np.mean([len(set(a) & set(b)) / 5 for a, b in zip(expected, found, strict=True)]) > 0.9
+
+
+def test_a_saved_index_belongs_to_its_features(attributor, nets, tmp_path):
+    first = attributor.build_search("Flat", directory=tmp_path / "search")
+    again = attributor.build_search("Flat", directory=tmp_path / "search")
+    targets = digits(200, 203)
+    for name in ("trak_indices", "trak_scores"):
+        np.testing.assert_array_equal(column(first.search(targets), name), column(again.search(targets), name))
+    other = make(nets[0], tmp_path / "other", digits(0, N), seed=1).featurize(nets)
+    with pytest.raises(StoreError, match="Build it again"):
+        other.build_search("Flat", directory=tmp_path / "search")
+    with pytest.raises(StoreError, match="Build it again"):
+        attributor.build_search("SQ8", directory=tmp_path / "search")
+
+
+def test_kinds_that_faiss_does_not_know(attributor):
+    with pytest.raises(ValueError, match="FAISS says"):
+        attributor.build_search("Nonsense77")
+    with pytest.raises(ValueError, match="top_k"):
+        attributor.build_search("Flat").search(digits(200, 203), top_k=0)
+
+
+def test_one_checkpoint_of_several(attributor):
+    targets = digits(200, 203)
+    expected = attributor.attribute(targets, top_k=4, model_ids=[1])
+    found = attributor.build_search("Flat", model_ids=[1]).search(targets, top_k=4)
+    np.testing.assert_array_equal(column(found, "trak_indices"), column(expected, "trak_indices"))
+
+
+def test_without_faiss(attributor, monkeypatch, tmp_path: Path):
+    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
+    with pytest.raises(ImportError, match=r"hf_trak\[search\]"):
+        attributor.build_search()
