@@ -22,7 +22,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.curvature import fit
+from hf_trak.curvature import plan
 from hf_trak.modelout_functions import FunctionModelOutput
 
 KINDS = ("ekfac", "shampoo", "kfac")
@@ -254,13 +254,12 @@ def test_bases_diagonalize_the_covariances(tmp_path: Path, name: str) -> None:
 def test_eigenvalues_come_from_all_rows_where_bases_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With many rows, bases come from some of them. Λ is the diagonal of the Fisher in these, from all rows."""
     rows = 600
-    monkeypatch.setattr(fit, "BASIS_POSITIONS", 20)
-    monkeypatch.setattr(fit, "FEWEST_POSITIONS", 1)
+    monkeypatch.setattr(plan, "BASIS_ROWS", 70)
     problem = Classified(Net(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)), (6,), n=rows)
     problem.scores(tmp_path, "ekfac")
     for (_, _, values), factors in zip(factored_blocks(written_curvature(tmp_path)), problem.factors, strict=True):
         assert values.bases is not None
-        assert values.count < rows
+        assert 70 < 20 * max(values.eigenvalues.shape) <= values.count < rows
         left, right = (basis.double() for basis in values.bases)
         rotated = left.T @ problem.train[:, factors.places] @ right
         assert error(values.eigenvalues, rotated.square().mean(0)) < 1e-5
@@ -318,7 +317,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, dict[str
     torch.manual_seed(0)
     problem, directory = Trained(), tmp_path_factory.mktemp("trained")
     kinds = (*KINDS, "diagonal", "identity")
-    scores = {kind: problem.scores(directory / kind, kind, per_device_batch_size=200) for kind in kinds}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "BASIS_ROWS", 1200)  # all: curvatures are compared that have the same bases
+        scores = {kind: problem.scores(directory / kind, kind, per_device_batch_size=200) for kind in kinds}
     return problem, scores, directory
 
 

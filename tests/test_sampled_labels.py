@@ -336,6 +336,7 @@ def test_other_seeds_rows_and_places_give_other_labels():
         Draws(1, torch.tensor([1, 2])).classes(logits, labelled),
         Draws(0, torch.tensor([3, 4])).classes(logits, labelled),
         Draws(0, torch.tensor([1 + 2**32, 2 + 2**32])).classes(logits, labelled),
+        Draws(0, torch.tensor([1, 2]), second=True).classes(logits, labelled),
         first.roll(1, dims=1),
         first.flip(0),
     ]

@@ -3,12 +3,13 @@
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_trak.curvature.blocks import CurvatureBlocks, KroneckerBlock
+from hf_trak.curvature.observation import BatchObserver
 from hf_trak.gradient_computers.hooked.outer import every_factor
 
 SLICE_BYTES = 2**25
@@ -16,7 +17,13 @@ SLICE_BYTES = 2**25
 
 
 class BlockConsumer(Protocol):
-    """What takes the gradients of a batch, block by block; each is complete when it comes."""
+    """What takes the gradients of a batch, block by block; each is complete when it comes.
+
+    Attributes:
+        takes_numbers: whether gradients of diagonal blocks are wanted, which are otherwise not formed.
+    """
+
+    takes_numbers: bool
 
     def factors(self, index: int, left: Tensor, right: Tensor) -> None:
         """Take the gradients of Kronecker block `index` as factors `(B, T, shape[0])` and `(B, T, shape[1])`."""
@@ -75,6 +82,8 @@ class BatchArrivals:
                     self._add_to_matrix(index, start, block)
                 whole.add(index)
                 continue
+            if not self._consumer.takes_numbers:
+                continue
             part = block[:, max(low - start, 0) : high - start]
             first = max(start, low) - low
             if self._blocks.diagonal[index].start in self._blocks.repeated:
@@ -96,6 +105,8 @@ class BatchArrivals:
                 for first, part in _slices(left, right):
                     self(start + first, part)
                 return
+            if not self._consumer.takes_numbers:
+                continue
             if self._blocks.diagonal[index].start in self._blocks.repeated:
                 self._numbers[index].append((start - low, (left, right)))
             else:
@@ -146,6 +157,41 @@ class BatchArrivals:
             if first < last:
                 bias = matrices[:, -1] if one.bias_part == "left" else matrices[:, :, -1]
                 bias[:, first - one.bias : last - one.bias] += block[:, first - start : last - start]
+
+
+class ObservingSink:
+    """Passes blocks to an observer, and to another sink."""
+
+    takes_outer = staticmethod(every_factor)
+
+    def __init__(self, observer: BatchObserver, sink: BatchArrivals | None = None) -> None:
+        self._observer = observer
+        self._sink = sink
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        self._observer.dense(start, block)
+        if self._sink is not None:
+            self._sink(start, block)
+
+    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        self._observer.outer(start, left, right)
+        if self._sink is not None:
+            self._sink.add_outer(start, left, right)
+
+
+class FirstRow:
+    """Passes on the first of two equal rows."""
+
+    takes_outer = staticmethod(every_factor)
+
+    def __init__(self, sink: Any) -> None:
+        self._sink = sink
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        self._sink(start, block[:1])
+
+    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        self._sink.add_outer(start, left[:1], right[:1])
 
 
 def _slices(left: Tensor, right: Tensor) -> Iterator[tuple[int, Tensor]]:

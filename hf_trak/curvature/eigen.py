@@ -17,7 +17,7 @@ def eigenbasis(total: Tensor, count: int, what: str) -> tuple[Tensor, Tensor]:
     """Decompose a sum of outer products, in float64.
 
     Args:
-        total: the sum, `(d, d)`, symmetric to rounding.
+        total: the sum, `(d, d)`, of which the lower triangle is read.
         count: by which it is divided first, so that no decomposition sees huge numbers.
         what: name of the parameter and the side, for errors.
 
@@ -32,13 +32,12 @@ def eigenbasis(total: Tensor, count: int, what: str) -> tuple[Tensor, Tensor]:
             f"The covariance of {what} is not finite. Expected finite numbers. Look for NaN or infinite values in "
             "the checkpoint, or compute in float32 (`model_dtype='float32'`)."
         )
-    matrix = total.to("cpu", torch.float64)
-    matrix = (matrix + matrix.T).div_(2 * max(count, 1))
+    matrix = total.to("cpu", torch.float64) / max(count, 1)
     try:
-        values, vectors = torch.linalg.eigh(matrix)
+        values, vectors = torch.linalg.eigh(matrix, UPLO="L")
     except torch.linalg.LinAlgError:
         shift = _JITTER * float(matrix.diagonal().mean())
         logger.warning("The covariance of %s did not converge; %.3g is added to its diagonal.", what, shift)
         matrix.diagonal().add_(shift)
-        values, vectors = torch.linalg.eigh(matrix)
+        values, vectors = torch.linalg.eigh(matrix, UPLO="L")
     return values.clamp_(min=0), vectors.float()

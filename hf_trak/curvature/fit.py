@@ -6,31 +6,33 @@
 4. Second pass: squares of gradients in these bases, over the whole sample. Where its batches ask for another division
    than the first one did, the fit begins again with that division.
 
-The sample is cut into parts, the same for any number of processes. Every part of a pass is a file, so that a killed
-fit loses one part per process, and the parts are added in their order, so that the result has the same bits however it
-was divided. One part at a time is in memory.
+Labels that are drawn from the model are drawn anew for the second pass: measured on the gradients that it was made
+for, a basis would find its first eigenvalues too large and its last too small.
+
+The sample is cut into parts (`plan`), the same for any number of processes. Every part of a pass is a file, so that a
+killed fit loses one part per process, and the parts are added in their order, so that the result has the same bits
+however it was divided. One part at a time is in memory.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from hf_trak.curvature.arrivals import BatchArrivals
+from hf_trak.curvature.arrivals import BatchArrivals, FirstRow, ObservingSink
 from hf_trak.curvature.blocks import CurvatureBlocks
 from hf_trak.curvature.curvature import Curvature
 from hf_trak.curvature.eigen import eigenbasis
 from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.curvature.observation import BatchObserver, Observation, divide
+from hf_trak.curvature.plan import FitPlan, Rows, rows_needed
 from hf_trak.curvature.sums import BasisSums, SquareSums, sides
 from hf_trak.errors import NonFiniteError
 from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.hooked.outer import every_factor
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.runtime.processes import Processes
@@ -39,17 +41,10 @@ from hf_trak.store.shards import TensorSpec
 
 logger = logging.getLogger(__name__)
 
-PARTS = 8
-"""Parts of the sample. More would lose less to a kill, and write more."""
-
-LARGEST_SIDE = 8192
-"""Longest side of a basis. The eigendecomposition of twice the side takes eight times as long."""
-
-BASIS_POSITIONS, FEWEST_POSITIONS = 100, 50_000
-"""Positions behind a basis that are enough, per dimension and at least. Its eigenvalues are measured anew in the
-second pass, so that a basis need not be as good as they are; where the sample is small, all of it is taken."""
-
 _MAX_ROUNDS = 8
+
+Stage = Literal["bases", "squares"]
+"""The passes over the sample."""
 
 
 class BatchSource(Protocol):
@@ -58,47 +53,11 @@ class BatchSource(Protocol):
     def iterate(self, cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Batch]]:
         """Yield `(row numbers, batch)` for every list of row numbers."""
 
-    def computer(self) -> AbstractGradientComputer:
-        """Make the engine, checked on the batch that was yielded last."""
+    def computer(self, stage: Stage) -> AbstractGradientComputer:
+        """Make the engine of a pass, checked on the batch that was yielded last.
 
-
-@dataclass(frozen=True)
-class FitPlan:
-    """What is fitted, and to which rows.
-
-    Attributes:
-        kind: see [`~hf_trak.curvature.curvature.CurvatureKind`].
-        rows: numbers of the rows of the sample, ascending.
-        batch_size: rows per batch.
-        embeddings: names of embedding tables.
-        transposed: names of weights whose rows are inputs.
-        description: for progress bars.
-        show_progress: whether to show bars.
-        largest_side: longest side of a basis.
-    """
-
-    kind: str
-    rows: tuple[int, ...]
-    batch_size: int
-    embeddings: frozenset[str]
-    transposed: frozenset[str]
-    description: str
-    show_progress: bool = True
-    largest_side: int = LARGEST_SIDE
-
-    @property
-    def parts(self) -> int:
-        """Number of parts of the sample."""
-        return min(PARTS, len(self.rows))
-
-    def cuts(self, part: int) -> list[Sequence[int]]:
-        """Divide the rows of one part into batches.
-
-        A part has rows from all over the sample, since bases may come from the first part alone, and rows may be
-        sorted.
+        Each pass has label draws of its own.
         """
-        rows = self.rows[part :: self.parts]
-        return [rows[low : low + self.batch_size] for low in range(0, len(rows), self.batch_size)]
 
 
 class CurvatureFit:
@@ -128,7 +87,7 @@ class CurvatureFit:
         self._layout = layout
         self.processes = processes
         self.device = device
-        self._computer: AbstractGradientComputer | None = None
+        self._computers: dict[Stage, AbstractGradientComputer] = {}
 
     def run(self) -> Curvature:
         """Fit, or finish a fit that was interrupted.
@@ -153,10 +112,10 @@ class CurvatureFit:
         """Make both passes, with the division that all batches of the sample ask for."""
         blocks = CurvatureBlocks.from_json(self.processes.broadcast_from_main(self._first_blocks))
         for _ in range(_MAX_ROUNDS):
-            self._pass("bases", blocks, range(1))
-            self._pass("bases", blocks, range(1, self._basis_parts(blocks)))
+            self._pass("bases", blocks, self.plan.first_basis_parts)
+            self._pass("bases", blocks, self._basis_parts(blocks))
             self._decompose(blocks)
-            self._pass("squares", blocks, range(self.plan.parts))
+            self._pass("squares", blocks, self.plan.parts)
             found = CurvatureBlocks.from_json(self.processes.broadcast_from_main(partial(self._divided, blocks)))
             if found == blocks:
                 return blocks
@@ -172,9 +131,9 @@ class CurvatureFit:
         blocks = self.files.read_blocks()
         if blocks is None:
             seen = Observation()
-            for rows, batch in self.source.iterate(self.plan.cuts(0)[:1]):
+            for rows, batch in self.source.iterate(self.plan.batches(self.plan.first_basis_parts[0])[:1]):
                 observer = BatchObserver(self._layout, seen)
-                self._stream(rows, batch, _ObservingSink(observer))
+                self._stream("bases", rows, batch, ObservingSink(observer))
                 observer.finish()
             blocks = self._divide(seen)
             self.files.write_blocks(blocks)
@@ -183,7 +142,7 @@ class CurvatureFit:
     def _divided(self, blocks: CurvatureBlocks) -> dict[str, Any]:
         """Divide by what all batches showed."""
         seen = Observation()
-        for part in range(self.plan.parts):
+        for part in range(len(self.plan.parts)):
             seen.merge(self.files.read_observed(self.files.sums_path("squares", blocks, part)))
         found = self._divide(seen)
         self.files.write_blocks(found)
@@ -199,40 +158,32 @@ class CurvatureFit:
             transposed=self.plan.transposed,
         )
 
-    def _basis_parts(self, blocks: CurvatureBlocks) -> int:
-        """Tell how many parts of the sample the bases take, from the positions in the first of them.
-
-        Bases of whole gradients, of which a row is one, take all, and so does K-FAC, whose eigenvalues come from this
-        pass alone.
-        """
+    def _basis_parts(self, blocks: CurvatureBlocks) -> list[Rows]:
+        """Return all parts of the first pass, of which the first must be there: they tell how many positions rows
+        have. A gradient that comes whole counts as one position."""
+        first = self.plan.first_basis_parts
         if self.plan.kind != "ekfac":
-            return self.plan.parts
-        counts = self._counts(blocks, 1)
-        factored = [
-            (max(block.shape), count)
-            for block, count in zip(blocks.kronecker, counts, strict=True)
-            if block.source is not None
-        ]
-        if len(factored) < len(blocks.kronecker) or any(count == 0 for _, count in factored):
-            return self.plan.parts
-        wanted = ((max(BASIS_POSITIONS * side, FEWEST_POSITIONS), count) for side, count in factored)
-        needed = max((-(-positions // count) for positions, count in wanted), default=1)
-        return min(needed, self.plan.parts)
+            return first
+        counts = self._counts(blocks, len(first))
+        longer = [max(block.shape) for block in blocks.kronecker]
+        counted = sum(map(len, first))
+        needed = rows_needed(counted, list(zip(longer, counts, strict=True)), len(self.plan.rows))
+        return [*first, *self.plan.further_basis_parts(needed)]
 
     def _counts(self, blocks: CurvatureBlocks, parts: int) -> list[int]:
         """Add up the positions behind every basis over the first parts."""
-        return self._summed(blocks, "bases", "counts", (len(blocks.kronecker),), parts, torch.int64).tolist()
+        return self._summed(blocks, "bases", "counts", (len(blocks.kronecker),), parts).long().tolist()
 
-    def _pass(self, stage: str, blocks: CurvatureBlocks, parts: range) -> None:
-        """Compute the sums of some parts, as far as they are missing, each process its share."""
-        paths = {part: self.files.sums_path(stage, blocks, part) for part in parts}
+    def _pass(self, stage: Stage, blocks: CurvatureBlocks, parts: Sequence[Rows]) -> None:
+        """Compute the sums of all parts, as far as they are missing, each process its share."""
+        paths = {part: self.files.sums_path(stage, blocks, part) for part in range(len(parts))}
         missing = self.processes.broadcast_from_main(lambda: [i for i, path in paths.items() if not path.exists()])
         mine = [missing[i] for i in self.processes.share(len(missing))]
         main = self.processes.is_main_process
         with (
             self.processes.all_or_none(),
             RowProgress(
-                sum(len(cut) for part in mine for cut in self.plan.cuts(part)),
+                sum(len(parts[part]) for part in mine),
                 f"{self.plan.description}, {stage}",
                 processes=self.processes.num_processes,
                 show=main and self.plan.show_progress,
@@ -240,47 +191,47 @@ class CurvatureFit:
             ) as progress,
         ):
             for part in mine:
+                observed: dict[str, Any] = {}
                 if stage == "bases":
-                    self._sum_bases(blocks, part, progress)
+                    tensors = self._sum_bases(blocks, parts[part], progress)
                 else:
-                    self._sum_squares(blocks, part, progress)
+                    tensors, observed["observed"] = self._sum_squares(blocks, parts[part], progress)
+                self._check_finite(tensors, blocks, parts[part])
+                self.files.write_sums(paths[part], tensors, **observed)
 
-    def _sum_bases(self, blocks: CurvatureBlocks, part: int, progress: RowProgress) -> None:
+    def _sum_bases(self, blocks: CurvatureBlocks, part: Rows, progress: RowProgress) -> dict[str, Tensor]:
         kinds = {"shampoo": "gradients", "diagonal": "none"}
         kind = kinds.get(self.plan.kind, "factors")
         sums = BasisSums(blocks, kind, self.device)  # type: ignore[arg-type]
-        for rows, batch in self.source.iterate(self.plan.cuts(part)):
+        for rows, batch in self.source.iterate(self.plan.batches(part)):
             sink = BatchArrivals(blocks, sums)
-            self._stream(rows, batch, sink)
+            self._stream("bases", rows, batch, sink)
             sink.finish()
             progress.update(len(rows))
-        tensors = {}
-        for index, (left, right) in enumerate(zip(sums.left, sums.right, strict=True)):
-            tensors[f"{index:05d}-left"], tensors[f"{index:05d}-right"] = left, right
-        tensors["counts"] = torch.tensor(sums.counts, dtype=torch.int64)
-        self._check_finite(tensors, blocks, part)
-        self.files.write_sums(self.files.sums_path("bases", blocks, part), tensors)
+        tensors = {"counts": torch.tensor(sums.counts, dtype=torch.int64)}
+        tensors |= _rounded("left-", sums.left) | _rounded("right-", sums.right)
+        return tensors
 
-    def _sum_squares(self, blocks: CurvatureBlocks, part: int, progress: RowProgress) -> None:
+    def _sum_squares(
+        self, blocks: CurvatureBlocks, part: Rows, progress: RowProgress
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the sums, and what was observed."""
         sums = SquareSums(blocks, self._bases(blocks), self.device)
         seen = Observation()
-        for rows, batch in self.source.iterate(self.plan.cuts(part)):
+        for rows, batch in self.source.iterate(self.plan.batches(part)):
             observer = BatchObserver(self._layout, seen)
             sink = BatchArrivals(blocks, sums)
-            self._stream(rows, batch, _ObservingSink(observer, sink))
+            self._stream("squares", rows, batch, ObservingSink(observer, sink))
             sink.finish()
             observer.finish()
             progress.update(len(rows))
-        tensors = {f"{index:05d}": total for index, total in enumerate(sums.kronecker)}
-        tensors |= {f"diagonal-{index:05d}": total for index, total in enumerate(sums.diagonal)}
-        self._check_finite(tensors, blocks, part)
-        path = self.files.sums_path("squares", blocks, part)
-        self.files.write_sums(path, tensors, observed=seen.to_json())
+        return _rounded("", sums.kronecker) | _rounded("diagonal-", sums.diagonal), seen.to_json()
 
-    def _stream(self, rows: Sequence[int], batch: Batch, sink: Any) -> None:
+    def _stream(self, stage: Stage, rows: Sequence[int], batch: Batch, sink: Any) -> None:
         """Stream the gradients of a batch. One row alone goes twice, so that its layers come as factors, too."""
-        if self._computer is None:  # processes without a part never need one
-            self._computer = self.source.computer()
+        if stage not in self._computers:  # processes without a part never need one
+            self._computers[stage] = self.source.computer(stage)
+        computer = self._computers[stage]
         split = SplitBatch.of(batch)
         if split.size != len(rows):
             raise ValueError(
@@ -290,20 +241,19 @@ class CurvatureFit:
         try:
             if split.size == 1:
                 twice = split.rebuild({key: torch.cat([value, value]) for key, value in split.mapped.items()})
-                self._computer.stream(twice, _FirstRow(sink))
+                computer.stream(twice, FirstRow(sink))
             else:
-                self._computer.stream(batch, sink)
+                computer.stream(batch, sink)
         except Exception as error:
             error.add_note(f"This happened in the batch of training rows {rows[0]} to {rows[-1]}.")
             raise
 
-    def _check_finite(self, tensors: dict[str, Tensor], blocks: CurvatureBlocks, part: int) -> None:
+    def _check_finite(self, tensors: dict[str, Tensor], blocks: CurvatureBlocks, rows: Rows) -> None:
         for name, tensor in tensors.items():
             if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
                 continue
-            index = int(name.removeprefix("diagonal-")[:5])
+            index = int(name[-5:])
             block = (blocks.diagonal if name.startswith("diagonal-") else blocks.kronecker)[index]
-            rows = [row for cut in self.plan.cuts(part) for row in cut]
             raise NonFiniteError(
                 f"A gradient of {block.name!r} is NaN or infinite in one of the training rows {rows[0]} to "
                 f"{rows[-1]}. Expected finite numbers. Look at these rows and at the checkpoint, or compute in "
@@ -316,8 +266,8 @@ class CurvatureFit:
         """Decompose the summed matrices of the blocks that fall to this process."""
         if self.plan.kind == "diagonal":
             return
-        parts = self._basis_parts(blocks)
         with self.processes.all_or_none():
+            parts = len(self._basis_parts(blocks))
             counts = self._counts(blocks, parts)
             for index in self._mine(blocks):
                 path = self.files.sums_path("basis", blocks, index)
@@ -326,7 +276,7 @@ class CurvatureFit:
                 block = blocks.kronecker[index]
                 found = {}
                 for side, size in zip(("left", "right"), block.shape, strict=True):
-                    total = self._summed(blocks, "bases", f"{index:05d}-{side}", (size, size), parts)
+                    total = self._summed(blocks, "bases", f"{side}-{index:05d}", (size, size), parts)
                     what = f"{block.name!r} ({side} side)"
                     found[f"{side}_values"], found[f"{side}_basis"] = eigenbasis(total, counts[index], what)
                 self.files.write_sums(path, found)
@@ -342,24 +292,16 @@ class CurvatureFit:
                 mine.append(index)
         return mine
 
-    def _summed(
-        self,
-        blocks: CurvatureBlocks,
-        stage: str,
-        name: str,
-        shape: tuple[int, ...],
-        parts: int,
-        dtype: torch.dtype = torch.float64,
-    ) -> Tensor:
-        """Add one tensor over the first parts, in their order."""
-        total = torch.zeros(shape, dtype=dtype)
+    def _summed(self, blocks: CurvatureBlocks, stage: str, name: str, shape: tuple[int, ...], parts: int) -> Tensor:
+        """Add one tensor over the first parts, in their order, in float64."""
+        total = torch.zeros(shape, dtype=torch.float64)
         for part in range(parts):
             path = self.files.sums_path(stage, blocks, part)
-            total += self.files.read_sums(path, {name: TensorSpec(shape, (dtype,))})[name]
+            total += self.files.read_sums(path, {name: TensorSpec(shape, (torch.float32, torch.int64))})[name]
         return total
 
     def _squares(self, blocks: CurvatureBlocks, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._summed(blocks, "squares", name, shape, self.plan.parts)
+        return self._summed(blocks, "squares", name, shape, len(self.plan.parts))
 
     def _basis(self, blocks: CurvatureBlocks, index: int) -> dict[str, Tensor]:
         rows, columns = blocks.kronecker[index].shape
@@ -382,10 +324,10 @@ class CurvatureFit:
     def _conclude(self, blocks: CurvatureBlocks) -> None:
         """Write the blocks that fall to this process; the main process then completes the curvature."""
         rows = len(self.plan.rows)
-        parts = self._basis_parts(blocks)
-        counts = self._counts(blocks, parts)
-        counted_rows = sum(len(cut) for part in range(parts) for cut in self.plan.cuts(part))
         with self.processes.all_or_none():
+            parts = self._basis_parts(blocks)
+            counts = self._counts(blocks, len(parts))
+            counted_rows = sum(map(len, parts))
             for index in self._mine(blocks):
                 eigenvalues = self._squares(blocks, f"{index:05d}", blocks.kronecker[index].shape) / rows
                 basis = None if self.plan.kind == "diagonal" else self._basis(blocks, index)
@@ -410,36 +352,8 @@ class CurvatureFit:
         self.processes.broadcast_from_main(finish)
 
 
-class _ObservingSink:
-    """Passes blocks to an observer, and to another sink."""
-
-    takes_outer = staticmethod(every_factor)
-
-    def __init__(self, observer: BatchObserver, sink: BatchArrivals | None = None) -> None:
-        self._observer = observer
-        self._sink = sink
-
-    def __call__(self, start: int, block: Tensor) -> None:
-        self._observer.dense(start, block)
-        if self._sink is not None:
-            self._sink(start, block)
-
-    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
-        self._observer.outer(start, left, right)
-        if self._sink is not None:
-            self._sink.add_outer(start, left, right)
-
-
-class _FirstRow:
-    """Passes on the first of two equal rows."""
-
-    takes_outer = staticmethod(every_factor)
-
-    def __init__(self, sink: Any) -> None:
-        self._sink = sink
-
-    def __call__(self, start: int, block: Tensor) -> None:
-        self._sink(start, block[:1])
-
-    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
-        self._sink.add_outer(start, left[:1], right[:1])
+def _rounded(prefix: str, sums: list[Tensor]) -> dict[str, Tensor]:
+    """Round sums to float32 for a file, and free those in float64 one by one. Names are prefix and index."""
+    for index, total in enumerate(sums):
+        sums[index] = total.float()
+    return {f"{prefix}{index:05d}": total for index, total in enumerate(sums)}

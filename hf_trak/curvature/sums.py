@@ -1,7 +1,8 @@
 """What the passes over the sample add up: factors or whole gradients for the bases, rotated squares for the
 eigenvalues.
 
-Sums are float64, products float32. With G_b the gradient of row b (see `blocks`), over R rows:
+Sums are float64, products float32. Of symmetric sums the lower triangle alone is computed. With G_b the gradient of
+row b (see `blocks`), over R rows:
 
     K-FAC bases     L = Σ_b Σ_t left_t left_tᵀ,   R = Σ_b Σ_t right_t right_tᵀ
     Shampoo bases   L = Σ_b G_b G_bᵀ,             R = Σ_b G_bᵀ G_b
@@ -10,6 +11,7 @@ Sums are float64, products float32. With G_b the gradient of row b (see `blocks`
 K-FAC: Martens & Grosse 2015, arXiv 1503.05671. Corrected eigenvalues: George et al. 2018, arXiv 1806.03884.
 """
 
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -25,9 +27,15 @@ Attention leaves up to 1e-6 where the gradient is zero; other gradients were abo
 BasisKind = Literal["factors", "gradients", "none"]
 """What the bases are those of: the factors (K-FAC), whole gradients (Shampoo), or none: every parameter alone."""
 
+_STRIPE, _MOST_STRIPES = 128, 8
+"""Rows of a symmetric product that are computed together, at least; and into how many stripes it is cut at most. Eight
+take 9/16 of the multiplications of the whole square."""
+
 
 class BasisSums:
-    """The sums of the first pass, one pair of matrices per Kronecker block."""
+    """The sums of the first pass, one pair of matrices per Kronecker block, of which the lower triangle counts."""
+
+    takes_numbers = False
 
     def __init__(self, blocks: CurvatureBlocks, kind: BasisKind, device: torch.device) -> None:
         """
@@ -57,8 +65,8 @@ class BasisSums:
         left, right = left.flatten(0, 1), right.flatten(0, 1)
         if not bool(taking_part.all()):
             left, right = left[taking_part], right[taking_part]
-        self.left[index] += left.T @ left
-        self.right[index] += right.T @ right
+        add_product(self.left[index], left, left)
+        add_product(self.right[index], right, right)
         self.counts[index] += left.shape[0]
 
     def matrices(self, index: int, gradients: Tensor) -> None:
@@ -67,8 +75,8 @@ class BasisSums:
             return
         tall = gradients.transpose(0, 1).reshape(gradients.shape[1], -1)
         wide = gradients.reshape(-1, gradients.shape[2])
-        self.left[index] += tall @ tall.T
-        self.right[index] += wide.T @ wide
+        add_product(self.left[index], tall.T, tall.T)
+        add_product(self.right[index], wide, wide)
 
     def numbers(self, index: int, first: int, gradients: Tensor) -> None:
         """Parameters without a basis need no first pass."""
@@ -86,14 +94,16 @@ class BasisSums:
                 self.matrices(index, torch.bmm(left[part].transpose(1, 2), right[part]))
             return
         inner = torch.bmm(torch.bmm(right, right.transpose(1, 2)), left)
-        self.left[index] += left.flatten(0, 1).T @ inner.flatten(0, 1)
+        add_product(self.left[index], left.flatten(0, 1), inner.flatten(0, 1))
         inner = torch.bmm(torch.bmm(left, left.transpose(1, 2)), right)
-        self.right[index] += right.flatten(0, 1).T @ inner.flatten(0, 1)
+        add_product(self.right[index], right.flatten(0, 1), inner.flatten(0, 1))
         self.counts[index] += size
 
 
 class SquareSums:
     """The sums of the second pass: squares of rotated gradients, per element."""
+
+    takes_numbers = True
 
     def __init__(
         self, blocks: CurvatureBlocks, bases: list[tuple[Tensor, Tensor] | None], device: torch.device
@@ -133,6 +143,21 @@ def _noticeable(factor: Tensor) -> Tensor:
     """Mark the positions `(B, T)` of a factor `(B, T, I)` that are more than rounding beside the row's largest."""
     norms = factor.norm(dim=2)
     return norms > _ROUNDING * norms.amax(1, keepdim=True)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the lower triangle of a product that is symmetric, leftᵀ right, to a sum; above it, anything.
+
+    Args:
+        total: the sum, `(d, d)`.
+        left: `(N, d)`.
+        right: `(N, d)`.
+    """
+    size = left.shape[1]
+    stripes = min(max(size // _STRIPE, 1), _MOST_STRIPES)
+    edges = [size * stripe // stripes for stripe in range(stripes + 1)]
+    for low, high in pairwise(edges):
+        total[low:high, :high] += left[:, low:high].T @ right[:, :high]
 
 
 def _zeros(*shape: int, device: torch.device) -> Tensor:

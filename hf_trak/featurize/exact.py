@@ -17,9 +17,10 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_trak.curvature.curvature import Curvature, identity_curvature
 from hf_trak.curvature.files import CurvatureFiles
-from hf_trak.curvature.fit import CurvatureFit, FitPlan
+from hf_trak.curvature.fit import CurvatureFit, Stage
 from hf_trak.curvature.hybrid import HybridSystem
 from hf_trak.curvature.maps import TargetProducts, influence_on_itself, preconditioning, whitened_projection
+from hf_trak.curvature.plan import FitPlan
 from hf_trak.data.rows import RowBatches, row_count
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
@@ -43,7 +44,7 @@ from hf_trak.weights.checkpoints import Checkpoint
 
 logger = logging.getLogger(__name__)
 
-CURVATURE_VERSION = 1
+CURVATURE_VERSION = 2
 """Raised whenever the same inputs give another curvature or other exact scores. It is part of their identity."""
 
 DEFAULT_ROWS = 4096
@@ -113,7 +114,6 @@ class ExactScores:
         if self.kind == "identity":
             return identity_curvature(self.model.layout)
         rows = self.sample()
-        task = self._curvature_task()
         plan = FitPlan(
             self.kind,
             tuple(rows),
@@ -131,15 +131,16 @@ class ExactScores:
         identity = self.identity(model_id, rows)
         with self.model.processes.all_or_none():
             files = CurvatureFiles(self.model.store.curvature_dir(model_id, identity), identity)
-        source = _FitBatches(self.model, self.train_task, task, model_id)
+        source = _FitBatches(self.model, self.train_task, self._curvature_tasks(), model_id)
         return CurvatureFit(plan, files, source, self.model.layout, self.model.processes, self.model.device).run()
 
-    def _curvature_task(self) -> AbstractModelOutput:
+    def _curvature_tasks(self) -> dict[Stage, AbstractModelOutput]:
+        """Return the task of each pass of a fit."""
         if self.args.curvature_labels == "empirical":
-            return self.train_task
-        task = self.model.task
+            return {"bases": self.train_task, "squares": self.train_task}
+        task, seed = self.model.task, self.args.seed
         assert isinstance(task, BatchedModelOutput)
-        return SampledLikelihood(task, self.args.seed)
+        return {"bases": SampledLikelihood(task, seed), "squares": SampledLikelihood(task, seed, second=True)}
 
     def sample(self) -> list[int]:
         """Choose the rows that the curvature is fitted to."""
@@ -428,44 +429,51 @@ class _FitBatches:
     """Batches of training rows for a fit, with the numbers of their rows where labels are drawn."""
 
     def __init__(
-        self, model: FeaturizedModel, given: AbstractModelOutput, task: AbstractModelOutput, model_id: int
+        self,
+        model: FeaturizedModel,
+        given: AbstractModelOutput,
+        tasks: Mapping[Stage, AbstractModelOutput],
+        model_id: int,
     ) -> None:
         """
         Args:
             model: the model and its rows.
             given: the task of the training rows, whose labels are those of the data.
-            task: the task of the fit, which may draw labels.
+            tasks: the tasks of the passes, which may draw labels.
             model_id: the checkpoint.
         """
         self._checked = model.featurizer(given)
-        self._featurizer = model.featurizer(task)
-        self._batches: RowBatches = self._featurizer.batches(model.train_dataset)
+        self._featurizers = {stage: model.featurizer(task) for stage, task in tasks.items()}
+        self._batches: RowBatches = self._checked.batches(model.train_dataset)
         self._model_id = model_id
-        self._draws = isinstance(task, SampledLikelihood)
+        self._draws = isinstance(tasks["bases"], SampledLikelihood)
         self._prepared = False
         self._last: tuple[list[int], Batch] | None = None
+        self._engine: Any = None
 
     def iterate(self, cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Batch]]:
         """Yield `(row numbers, batch)`."""
         if not self._prepared:
-            self._featurizer.prepare_task(self._model_id, max(map(len, cuts)))
-            self._checked.prepare_task(self._model_id, max(map(len, cuts)))
+            for featurizer in (self._checked, *self._featurizers.values()):
+                featurizer.prepare_task(self._model_id, max(map(len, cuts)))
             self._prepared = True
         for rows, collated in self._batches.iterate(cuts):
-            batch = self._featurizer.in_dtype_of_model(collated)
+            batch = self._checked.in_dtype_of_model(collated)
             self._last = (rows, batch)
             yield rows, with_rows(batch, rows) if self._draws else batch
 
-    def computer(self) -> AbstractGradientComputer:
-        """Make the engine, checked on the batch that was yielded last.
+    def computer(self, stage: Stage) -> AbstractGradientComputer:
+        """Make the engine of a pass. The first one is checked on the batch that was yielded last.
 
         The check compares gradients of given labels: rounding may change a drawn label, and then the whole gradient.
         """
-        assert self._last is not None
-        rows, batch = self._last
-        checked = self._checked.computer()
-        self._checked.let_collate_alone(checked, self._batches, rows, batch)
-        checked.stream(batch, lambda start, block: None)
-        computer = self._featurizer.computer()
-        computer.use(checked.engine)
+        if self._engine is None:
+            assert self._last is not None
+            rows, batch = self._last
+            checked = self._checked.computer()
+            self._checked.let_collate_alone(checked, self._batches, rows, batch)
+            checked.stream(batch, lambda start, block: None)
+            self._engine = checked.engine
+        computer = self._featurizers[stage].computer()
+        computer.use(self._engine)
         return computer

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from hf_trak.config import TrakConfig
-from hf_trak.curvature.fit import LARGEST_SIDE, PARTS
 from hf_trak.curvature.observation import SMALLEST_SIDE
+from hf_trak.curvature.plan import LARGEST_SIDE, PARTS, ROWS_PER_PART
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 
 
@@ -22,7 +22,7 @@ class ExactEstimate:
     curvature_bytes: int
     """Disk: bases and eigenvalues, 4 · Σ (I² + J² + I · J)."""
     progress_bytes: int
-    """Disk, while a fit runs: sums in float64 for each part of the sample."""
+    """Disk, while a fit runs: bases, and sums for each part of the sample."""
     fit_memory: int
     """Memory of a process that fits: weights, and the sums of one pass. Activations and factors of one batch come on
     top."""
@@ -59,7 +59,7 @@ def estimate_exact(
     batch = min(args.per_device_batch_size, max(m, 1))
     return ExactEstimate(
         curvature_bytes=4 * (bases + total),
-        progress_bytes=min(PARTS, n) * 8 * (bases + total) + 4 * bases,
+        progress_bytes=4 * (min(PARTS, -(-n // ROWS_PER_PART)) * (bases + total) + bases),
         fit_memory=weights + max(8 * bases, 4 * bases + 8 * total),
         targets_bytes=4 * m * total,
         scores_bytes=4 * n * (m + 1),

@@ -1,7 +1,8 @@
 """Random draws from a model's own predictions, one for every place of a row that carries a label.
 
-A draw is a pure function of the seed, the row number, the place and the prediction. The *place* of a label is its rank
-among the labels of its row (0, 1, 2, …), so the batch, the padding and the device do not matter.
+A draw is a pure function of the seed, the row number, the place, the prediction, and whether it is the first draw or a
+second one. The *place* of a label is its rank among the labels of its row (0, 1, 2, …), so the batch, the padding and
+the device do not matter.
 
 A class is drawn by the Gumbel-max rule: argmax_c (z_c + g_c), with g_c = −log(−log u_c) for independent uniform
 numbers u_c, has the distribution softmax(z) (Maddison, Tarlow, Minka: "A* sampling", arXiv 1411.0030). A random number
@@ -15,8 +16,8 @@ borders of all classes behind it: of 50,257 classes, differences of 3·10⁻⁵ 
 here.
 
 Use of the generator (`hf_trak.kernels.philox`, stream `LABELS_1`): the position is the row number, and the last word
-of the counter is the place. Of the blocks, 0 has the uniform number of the place (its first word), 1 … 64 the 256
-numbers of the classes in a group, and 65 onwards those of the groups.
+of the counter is the place, plus 2³¹ for second draws. Of the blocks, 0 has the uniform number of the place (its first
+word), 1 … 64 the 256 numbers of the classes in a group, and 65 onwards those of the groups.
 """
 
 from typing import Any
@@ -33,6 +34,9 @@ UNIFORM_BLOCK = 0
 CLASS_BLOCK = 1
 GROUP_BLOCK = CLASS_BLOCK + GROUP // 4
 
+_SECOND = 2**31
+"""Added to the places of second draws."""
+
 _SLICE = 2**22
 """Logits that are looked at together, so that temporary tensors stay small beside the logits themselves."""
 
@@ -43,11 +47,12 @@ class Draws:
     Works under `torch.func.vmap` and `torch.func.grad`. Nothing that is drawn has a gradient.
     """
 
-    def __init__(self, seed: int, rows: Tensor) -> None:
+    def __init__(self, seed: int, rows: Tensor, second: bool = False) -> None:
         """
         Args:
             seed: seed in [0, 2⁶³).
             rows: row number of every sample, `(B,)`, int64, not negative.
+            second: whether to draw again, independently of the first draws.
 
         Raises:
             ValueError: the seed is outside its range.
@@ -56,6 +61,7 @@ class Draws:
             raise ValueError(f"`seed` is {seed}. Expected an integer in 0 … 2⁶³ − 1.")
         self.seed = seed
         self.rows = rows
+        self._shift = _SECOND if second else 0
 
     def uniforms(self, labelled: Tensor) -> Tensor:
         """Draw a number in (0, 1) for every place.
@@ -121,7 +127,7 @@ class Draws:
         return -(-self._numbers(places, block, count).log()).log()
 
     def _numbers(self, places: Tensor, block: int, count: int) -> Tensor:
-        return _Uniforms.apply(self.rows.to(places.device), places, self.seed, block, count)
+        return _Uniforms.apply(self.rows.to(places.device), places + self._shift, self.seed, block, count)
 
 
 def places_of(labelled: Tensor) -> Tensor:

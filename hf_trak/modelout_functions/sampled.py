@@ -67,11 +67,12 @@ class SampledLikelihood(BatchedModelOutput):
     """The task whose train side is the log-likelihood of labels that are drawn from the model, with q ≡ 1.
 
     Batches come from [`with_rows`], on both sides. A draw depends on the seed, the row number, the place of the label
-    in its row and the prediction, see `draws`. Where two predictions of a row differ by rounding, the draws may differ
-    at rare places: compare engines on the given labels, as the inner task does, and not on drawn ones.
+    in its row, the prediction, and whether it is the first or the second one, see `draws`. Where two predictions of a
+    row differ by rounding, the draws may differ at rare places: compare engines on the given labels, as the inner task
+    does, and not on drawn ones.
     """
 
-    def __init__(self, of: BatchedModelOutput, seed: int) -> None:
+    def __init__(self, of: BatchedModelOutput, seed: int, second: bool = False) -> None:
         """
         Args:
             of (`BatchedModelOutput`):
@@ -79,6 +80,8 @@ class SampledLikelihood(BatchedModelOutput):
                 (B,)`. For the task `loss`, it is the one inside.
             seed (`int`):
                 Seed of the draws in [0, 2⁶³).
+            second (`bool`, *optional*, defaults to `False`):
+                Draw again, independently of the first draws.
 
         Raises:
             TypeError: the task has no such method.
@@ -89,6 +92,7 @@ class SampledLikelihood(BatchedModelOutput):
             raise ValueError(f"`seed` is {seed}. Expected an integer in 0 … 2⁶³ − 1.")
         self.of = of
         self.seed = seed
+        self.second = second
         self._sampler = _sampler_of(of)
 
     @property
@@ -138,7 +142,7 @@ class SampledLikelihood(BatchedModelOutput):
         inner, rows = _taken_apart(batch)
         if side == "target":
             return self.of.output(model_output, inner, side)
-        return self._sampler.sampled_log_likelihood(model_output, inner, Draws(self.seed, rows))
+        return self._sampler.sampled_log_likelihood(model_output, inner, Draws(self.seed, rows, self.second))
 
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         inner, rows = _taken_apart(batch)
