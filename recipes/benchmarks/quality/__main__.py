@@ -4,7 +4,7 @@
 
 `build` trains the models of each case's bank (see `quality_bench/cases`), `score` runs every method of every library
 in a process of its own, `remove` retrains without the rows that methods found, and `table` prints what came out;
-`all` does one after the other. Nothing is done twice: after an interruption the same command continues. `--job i
+`codes` prints what features in fewer bytes are worth; `all` does the others, one after the other. Nothing is done twice: after an interruption the same command continues. `--job i
 --jobs n` divides the trainings among n jobs that share the directory, and `torchrun` among its processes.
 
 Peers are installed into folders of their own below `--peers`. Data that no package brings along (MNIST's digits as an
@@ -21,17 +21,19 @@ from pathlib import Path
 import torch
 from quality_bench.banks import build
 from quality_bench.cases import CASES, make_case
+from quality_bench.code_tables import report_codes
 from quality_bench.methods import LIBRARIES
 from quality_bench.removals import remove
 from quality_bench.tables import report, summary
 from quality_bench.worker import install, method_names, score
 
 STAGES = ("build", "score", "remove", "table")
+CODES = "codes"
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("all", *STAGES))
+    parser.add_argument("stage", choices=("all", *STAGES, CODES))
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=[name for name in CASES if name != "board"])
     parser.add_argument("--libraries", nargs="+", choices=list(LIBRARIES), default=list(LIBRARIES))
     parser.add_argument("--methods", nargs="+", help="names of methods, as the tables have them; all by default")
@@ -70,9 +72,11 @@ def main() -> None:
                     print(name, json.dumps(found), flush=True)
         if "remove" in stages:
             remove(case, work, args.job, args.jobs)
+        if CODES in stages:
+            results[name] = report_codes(case, work)
         if "table" in stages:
             results[name] = report(case, work)
-    if len(results) > 1:
+    if len(results) > 1 and CODES not in stages:
         print(f"\n### All cases\n\n{summary(results)}")
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
