@@ -81,7 +81,9 @@ class TrainingFeatures:
             NonFiniteError: a feature is not finite; names its row.
         """
         columns = range(self.k) if columns is None else columns
-        together = max(1, PIECE_NUMBERS // max(1, len(columns)))
+        # codes are decoded in whole rows
+        decoded = len(columns) if self.shards.code_format is None else self.k
+        together = max(1, PIECE_NUMBERS // decoded)
         for index in indices:
             shard = self.shards.read(index)
             for first in range(0, shard.stop - shard.start, together):
