@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> None:
     source, trak = _opened(args)
     processes = Processes(args.use_cpu)
     result = convert_store(source, args.to, args.feature_dtype, trak, processes)
-    processes.broadcast_from_main(lambda: _keep_record(args))
+    processes.broadcast_from_main(lambda: _keep_record(args, result.proj_dim))
     content: dict[str, Any] = {"output_dir": args.to, "feature_dtype": args.feature_dtype, "fidelity": None}
     lines = [f"Converted: {args.to}, checkpoints {result.model_ids}"]
     if args.targets:
@@ -80,11 +80,11 @@ def _opened(args: ConvertArguments) -> tuple[FeatureStore, TrakConfig]:
     return index, TrakConfig(**{**index.manifest.settings, **fields})
 
 
-def _keep_record(args: ConvertArguments) -> None:
+def _keep_record(args: ConvertArguments, proj_dim: int) -> None:
     """Write the arguments of `hf-trak featurize` for the result, so that later commands find them there, too."""
     path = Path(args.output_dir) / RECORD
     if is_copy(args.output_dir) or not path.is_file():
         return
     record = unsealed(read_sealed(path))
-    changes = {"output_dir": args.to, "feature_dtype": args.feature_dtype, "bytes_per_row": None}
-    write_sealed(Path(args.to) / RECORD, {**record, "trak": {**record.get("trak", {}), **changes}})
+    trak = {**record.get("trak", {}), "output_dir": args.to, "feature_dtype": args.feature_dtype}
+    write_sealed(Path(args.to) / RECORD, {**record, "trak": {**trak, "proj_dim": proj_dim, "bytes_per_row": None}})

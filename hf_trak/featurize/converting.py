@@ -6,13 +6,12 @@ since these features are what featurizing encodes. From anything else they carry
 record of each checkpoint, `checkpoint-<model_id>/checkpoint.json`, says so in two more keys: `converted_from`, the
 storage dtypes that the features had before, and `converted_content`, the hash of the checksums of the source's shards.
 
-Taken over: records and fingerprints of checkpoints, references of the task, weights q. Computed anew: Gram matrices.
-Left behind: features of targets, scores and curvatures, whose identities have another configuration; all of them are
-computed again where they are asked for.
+Taken over: records and fingerprints of checkpoints, references of the task, weights q. Computed anew: Gram matrices,
+or what another solver of the ridge regression keeps. Left behind: features of targets, scores and curvatures, whose
+identities have another configuration; all of them are computed again where they are asked for.
 """
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,7 +60,7 @@ def convert_store(
             The processes that take part. By default those that this one was started with.
 
     Returns:
-        `FeatureStore`: the result, with its Gram matrices.
+        `FeatureStore`: the result, with its Gram matrices or what another solver keeps.
 
     Raises:
         ValueError: `feature_dtype` has as many bits as the source or more, or the directories contain each other.
@@ -91,7 +90,7 @@ def convert_store(
     for model_id in ids:
         _convert_checkpoint(source, result, model_id, processes, args.disable_tqdm)
     for model_id in ids:
-        scorer_of(result, args, processes).gram(model_id)
+        scorer_of(result, args, processes).prepare(model_id)
     return result
 
 
@@ -110,8 +109,7 @@ def converted(model: F, output_dir: str | os.PathLike[str], feature_dtype: str) 
     Raises:
         As [`convert_store`].
     """
-    fields = {"output_dir": str(output_dir), "feature_dtype": feature_dtype, "bytes_per_row": None}
-    args = replace(model.args, **fields)  # type: ignore[arg-type]
+    args = _converted_settings(model.args, model.proj_dim, output_dir, feature_dtype)
     store = convert_store(model.store, output_dir, feature_dtype, args, model.processes)
     return type(model)(
         model.model,
@@ -179,7 +177,21 @@ def history_of(store: FeatureStore, model_id: int) -> tuple[str, ...]:
 
 def scorer_of(store: FeatureStore, args: TrakConfig, processes: Processes) -> Scorer:
     """Make the scorer of a store without its model."""
-    return Scorer(store, processes, processes.device, args.lambda_reg, args.lambda_relative)
+    ridge = (args.lambda_reg, args.lambda_relative, args.solver, args.solver_rank)
+    return Scorer(store, processes, processes.device, *ridge)
+
+
+def _converted_settings(
+    args: TrakConfig, proj_dim: int, output_dir: str | os.PathLike[str], feature_dtype: str
+) -> TrakConfig:
+    """Return the settings of a run for a conversion of its store, whose number of columns k stays."""
+    changes = {
+        "output_dir": str(output_dir),
+        "feature_dtype": feature_dtype,
+        "proj_dim": proj_dim,
+        "bytes_per_row": None,
+    }
+    return TrakConfig(**{**args.to_dict(), **changes})
 
 
 def _check_destination(source: FeatureStore, directory: Path) -> None:
