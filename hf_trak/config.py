@@ -19,6 +19,12 @@ CurvatureLabels = Literal["sampled", "empirical"]
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "int2": 2, "int1": 1}
 """Bits per number, by `feature_dtype`."""
 
+DEFAULT_WIDTH = 4096
+"""Number of columns of projected features, unless it is given."""
+
+LEAST_CODED_WIDTH = 2048
+"""Number of columns from which on features are kept as codes, unless their storage is given."""
+
 
 @dataclass
 class TrakConfig:
@@ -82,7 +88,8 @@ class TrakConfig:
         feature_dtype (`str`, *optional*):
             Storage of the features: `"float32"`, `"bfloat16"`, `"float16"`, or codes of rotated features with 8, 4, 2
             or 1 bits per number, `"int8"`, `"int4"`, `"int2"` and `"int1"`. Sums are computed in float32 or better.
-            By default `"float32"`, or what `bytes_per_row` leaves room for.
+            By default `"int4"` for projections with at least 2,048 columns, `"int2"` with `bytes_per_row`, otherwise
+            `"float32"`, and whatever a store in `output_dir` has.
         bytes_per_row (`int`, *optional*):
             Bytes for the features of a row, from which `proj_dim` and `feature_dtype` follow unless they are given.
         model_dtype (`str`, *optional*):
@@ -124,10 +131,7 @@ class TrakConfig:
     )
     proj_dim: int | None = field(
         default=None,
-        metadata={
-            "help": "Number of columns of the features, k, by default 4,096, or what `bytes_per_row` leaves room for. "
-            "Not used with `proj_type='none'`."
-        },
+        metadata={"help": "Number of columns of the features, k: 4,096, or what `bytes_per_row` holds."},
     )
     proj_nonzeros: int = field(
         default=1, metadata={"help": "Nonzero entries per gradient coordinate of the `sjlt` projection."}
@@ -168,57 +172,44 @@ class TrakConfig:
     )
     solver: SolverName = field(
         default="auto",
-        metadata={
-            "help": "How the ridge regression is solved: `primal` (k × k), `dual` (n × n), `low_rank`, `block`, or "
-            "`auto` for what is exact and fits into memory, and otherwise `low_rank`."
-        },
+        metadata={"help": "Solver of the ridge regression; `auto` is exact where that fits into memory."},
     )
     solver_rank: int | None = field(
         default=None,
-        metadata={"help": "Eigenvalues of the solver `low_rank` (2,048), or columns per block of `block` (4,096)."},
+        metadata={"help": "Eigenvalues of `low_rank` (2,048), or columns of a `block` (4,096)."},
     )
     curvature: CurvatureName | None = field(
         default=None,
-        metadata={
-            "help": "Curvature of exact scores: `ekfac` (the default), `shampoo`, `kfac`, `diagonal`, `identity`, "
-            "`hybrid` (EK-FAC with TRAK's Gram matrix over it), or `auto`, which is `hybrid`."
-        },
+        metadata={"help": "Curvature of exact scores, `ekfac` by default; `hybrid` puts TRAK's Gram matrix over it."},
     )
     curvature_rows: int | None = field(
         default=None,
-        metadata={"help": "Number of training rows that a curvature is fitted to. By default 4,096 at most."},
+        metadata={"help": "Training rows that a curvature is fitted to, 4,096 by default."},
     )
     curvature_labels: CurvatureLabels = field(
         default="sampled",
-        metadata={"help": "Labels that a curvature is fitted to: `sampled` from the model, or `empirical`."},
+        metadata={"help": "Labels of a curvature: `sampled` from the model, or `empirical`."},
     )
     damping: float | None = field(
         default=None,
         metadata={
-            "help": "Damping of a curvature, relative to the mean of each block's eigenvalues. By default 0.1, and "
-            "10 for the hybrid with one label per row."
+            "help": "Damping of a curvature, relative to each block's mean eigenvalue: 0.1 or, for `hybrid`, 10."
         },
     )
     hybrid_lambda: float = field(
         default=3.0,
-        metadata={"help": "Ridge of the hybrid, relative to the mean squared norm of whitened gradients."},
+        metadata={"help": "Ridge of the hybrid, relative to the mean whitened squared norm."},
     )
     exact_memory: float = field(
         default=4.0, metadata={"help": "Memory in GiB for preconditioned targets, P numbers each."}
     )
     feature_dtype: FeatureDtype | None = field(
         default=None,
-        metadata={
-            "help": "Storage of the features: `float32` (the default), `bfloat16`, `float16`, or codes of rotated "
-            "features with 8, 4, 2 or 1 bits per number. Sums are computed in float32 or better."
-        },
+        metadata={"help": "Storage of the features: floating-point numbers, or codes of 8, 4, 2 or 1 bits."},
     )
     bytes_per_row: int | None = field(
         default=None,
-        metadata={
-            "help": "Bytes for the features of a row, from which `proj_dim` and `feature_dtype` follow unless they "
-            "are given."
-        },
+        metadata={"help": "Bytes for the features of a row, instead of `proj_dim` and `feature_dtype`."},
     )
     model_dtype: ModelDtype | None = field(
         default=None, metadata={"help": "Dtype to which the model is cast first. By default it keeps its own."}
@@ -256,12 +247,10 @@ class TrakConfig:
         self.output_dir = str(self.output_dir)
         if self.bytes_per_row is not None:
             self.bytes_per_row = checked_int(self.bytes_per_row, "bytes_per_row", 1, type_error=ValueError)
-        if self.feature_dtype is None:
-            self.feature_dtype = "float32" if self.bytes_per_row is None else "int1"
         for name, choices in (
             ("proj_type", get_args(ProjectionName)),
             ("engine", get_args(EngineName)),
-            ("feature_dtype", get_args(FeatureDtype)),
+            ("feature_dtype", (None, *get_args(FeatureDtype))),
             ("model_dtype", (None, *get_args(ModelDtype))),
             ("solver", get_args(SolverName)),
             ("curvature", (None, *get_args(CurvatureName))),
@@ -269,8 +258,6 @@ class TrakConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}. Expected one of {list(choices)}.")
-        if self.proj_dim is None:
-            self.proj_dim = 4096 if self.bytes_per_row is None else self._columns_of(self.bytes_per_row)
         for name, least in (
             ("proj_dim", 1),
             ("solver_rank", 1),
@@ -283,7 +270,7 @@ class TrakConfig:
             ("dataloader_num_workers", 0),
         ):
             value = getattr(self, name)
-            if value is None and name in ("max_block_bytes", "curvature_rows", "solver_rank"):
+            if value is None and name in ("proj_dim", "max_block_bytes", "curvature_rows", "solver_rank"):
                 continue
             setattr(self, name, checked_int(value, name, least, type_error=ValueError))
         for name in ("lambda_reg", "lambda_relative", "damping", "hybrid_lambda", "exact_memory"):
@@ -296,26 +283,32 @@ class TrakConfig:
             raise ValueError(f"`grad_wrt` is the string {self.grad_wrt!r}. Expected a list of parameter names.")
         if not self.output_dir:
             raise ValueError("`output_dir` is empty. Expected the path of a directory.")
+        if self.width < 1:
+            raise ValueError(
+                f"`bytes_per_row` is {self.bytes_per_row}, less than one number of {self.storage}. Expected room for "
+                "at least one. Raise it."
+            )
 
     @property
     def width(self) -> int:
-        """Number of columns of projected features, k, whether given or chosen."""
-        return 4096 if self.proj_dim is None else self.proj_dim
+        """Number of columns of projected features, k: `proj_dim`, what `bytes_per_row` holds, or 4,096."""
+        if self.proj_dim is not None:
+            return self.proj_dim
+        return DEFAULT_WIDTH if self.bytes_per_row is None else self.bytes_per_row * 8 // BITS[self.storage]
 
     @property
     def storage(self) -> FeatureDtype:
-        """Storage of the features, whether given or chosen."""
-        return "float32" if self.feature_dtype is None else self.feature_dtype
+        """Storage of the features: `feature_dtype`, or the one that the benchmark of quality says.
 
-    def _columns_of(self, count: int) -> int:
-        """Number of columns that fit into so many bytes."""
-        columns = count * 8 // BITS[self.storage]
-        if columns < 1:
-            raise ValueError(
-                f"`bytes_per_row` is {count}, less than one number of {self.feature_dtype}. Expected room for at "
-                "least one. Raise it."
-            )
-        return columns
+        `"int2"` is the best on average for a number of bytes. For a number of columns, `"int4"` is as good as
+        `"float32"` with an eighth of the bytes, which count from some thousand columns on.
+        """
+        if self.feature_dtype is not None:
+            return self.feature_dtype
+        if self.bytes_per_row is not None:
+            return "int2"
+        coded = self.proj_type != "none" and (self.proj_dim or DEFAULT_WIDTH) >= LEAST_CODED_WIDTH
+        return "int4" if coded else "float32"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as plain JSON values."""

@@ -223,7 +223,8 @@ def test_estimate_foretells_what_featurize_writes(featurized, home, answer, caps
     assert (printed["train_size"], printed["seconds"]) == (N_TRAIN, None)
     assert answer("estimate", *config, "--measure")["seconds"] > 0
     model = ["--model", str(home / "model"), "--train_size", "1000000", "--proj_dim", "8192"]
-    assert answer("estimate", *model)["feature_bytes"] > 1_000_000 * 8192 * 4
+    assert answer("estimate", *model, "--feature_dtype", "float32")["feature_bytes"] > 1_000_000 * 8192 * 4
+    assert answer("estimate", *model)["feature_bytes"] < 1_000_000 * 8192 * 0.51
     assert main(["estimate", "--model", str(home / "model")]) == 1
     assert "--train_size" in capsys.readouterr().err
 

@@ -157,6 +157,14 @@ def test_changed_features_are_noticed_before_a_shard_is_written(net, tmp_path):
             other.featurize()
 
 
+def test_a_store_keeps_its_storage_when_the_default_is_another(net, tmp_path):
+    coded(net, tmp_path, "float32", proj_dim=2048).featurize()
+    again = make(net, tmp_path, digits(0, N), proj_dim=2048)
+    assert again.args.storage == "float32"
+    full_scores(again.featurize(), digits(200, 203))
+    assert make(net, tmp_path / "new", digits(0, N), proj_dim=2048).args.storage == "int4"
+
+
 @pytest.mark.parametrize("tensor", ["scale", "codes.00", "out_to_loss"])
 def test_a_changed_byte_is_noticed(net, tmp_path, tensor):
     from safetensors import safe_open
@@ -202,9 +210,11 @@ def test_a_configuration_of_other_codes_is_refused(net, tmp_path, key, value, ma
 
 
 def test_a_budget_of_bytes():
-    assert (TrakConfig().width, TrakConfig().storage) == (4096, "float32")
+    assert (TrakConfig().width, TrakConfig().storage) == (4096, "int4")
+    assert TrakConfig(proj_dim=64).storage == "float32"
+    assert TrakConfig(proj_type="none").storage == "float32"
     budget = TrakConfig(bytes_per_row=1024)
-    assert budget.width * {"int1": 1, "int2": 2, "int4": 4, "int8": 8}[budget.storage] == 8 * 1024
+    assert (budget.width, budget.storage) == (4096, "int2")
     assert TrakConfig(bytes_per_row=1024, feature_dtype="int8").width == 1024
     assert TrakConfig(bytes_per_row=1024, feature_dtype="float32").width == 256
     assert TrakConfig(bytes_per_row=1024, proj_dim=100).width == 100

@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.maps import GradientMap
 from hf_trak.data.rows import Collator, RowBatches, default_collator, row_count
-from hf_trak.errors import CheckpointMismatchError
+from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError, StoreError
 from hf_trak.featurize.checkpoint_arguments import as_list, check_part, checked_ids, sources_of
 from hf_trak.featurize.comparisons import COMPARISONS, mixed_precision
 from hf_trak.featurize.definition import collation_of_rows, feature_settings
@@ -106,7 +106,7 @@ class FeaturizedModel:
                 whose parameters are sharded over processes or offloaded.
             TypeError: `model` is no module, `args` no `TrakConfig`, or `train_dataset` has no rows by index.
         """
-        self.args = checked_args(args)
+        self.args = _with_storage_of_store(checked_args(args))
         check_placement(model)
         self.model = model
         self.task = get_task(infer_task(model) if task is None else task)
@@ -499,3 +499,18 @@ class FeaturizedModel:
                 return known[model_id]
         path = self.store.checkpoint_info(model_id)["source"]
         return path if isinstance(path, str) and path.startswith("/") else None
+
+
+def _with_storage_of_store(args: TrakConfig) -> TrakConfig:
+    """Take the storage of features from the store in `output_dir`, if there is one and the configuration names none.
+
+    The default may differ from what it was when the store was made. A store that cannot be read is left to the check
+    that follows when it is opened.
+    """
+    if args.feature_dtype is not None or args.bytes_per_row is not None:
+        return args
+    try:
+        saved = FeatureStore.load(args.output_dir).config["feature_dtype"]
+    except (IncompleteStoreError, StoreError):
+        return args
+    return replace(args, feature_dtype=saved)
