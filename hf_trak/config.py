@@ -150,10 +150,8 @@ class TrakConfig:
     max_block_bytes: int | None = field(
         default=None,
         metadata={
-            "help": "Size in bytes of a block of per-sample gradients, at which the `hooked` engine cuts large "
-            "parameters into slices; it bounds the memory for gradients. A block holds at least one row of a "
-            "parameter for the whole batch. The default is 32 MiB on a CPU and 256 MiB on a GPU. Changes features by "
-            "rounding only."
+            "help": "Bytes of a block of per-sample gradients, which bounds their memory: 32 MiB on a CPU and 256 MiB on "
+            "a GPU by default. Changes features by rounding only."
         },
     )
     lambda_reg: float | None = field(
