@@ -150,8 +150,8 @@ class TrakConfig:
     max_block_bytes: int | None = field(
         default=None,
         metadata={
-            "help": "Bytes of a block of per-sample gradients, which bounds their memory: 32 MiB on a CPU and 256 MiB on "
-            "a GPU by default. Changes features by rounding only."
+            "help": "Bytes of a block of per-sample gradients, which bounds their memory: 32 MiB on a CPU and 256 MiB "
+            "on a GPU by default. Changes features by rounding only."
         },
     )
     lambda_reg: float | None = field(

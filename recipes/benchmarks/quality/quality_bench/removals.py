@@ -23,6 +23,8 @@ METHODS = (
     "hf_trak: TRAK", "traker: TRAK", "dattri: EK-FAC", "kronfluence: EK-FAC", "bergson: TrackStar", "bergson: EK-FAC",
     "baselines: gradient dot",
 )  # fmt: skip
+CODED = ("hf_trak: TRAK, codes", ("int4, 2048 B", "int2, 2048 B", "int1, 1024 B"))
+"""Variants of features in few bytes, beside the default of `hf_trak: TRAK` in float32, 16,384 bytes."""
 CONTROLS = ("baselines: BM25", "baselines: embedding cosine", "baselines: gradient cosine")
 """Similarities that know nothing of the training, or little."""
 
@@ -34,6 +36,9 @@ def remove(case: Case, work: Path, job: int = 0, jobs: int = 1) -> None:
     chosen = {
         name: _default(by_name[name]) for name in METHODS if name in by_name and DEFAULT in by_name[name].variants
     }
+    if CODED[0] in by_name:
+        variants = by_name[CODED[0]].variants
+        chosen |= {f"{CODED[0]} ({name})": variants[name] for name in CODED[1] if name in variants}
     controls = {name: _default(by_name[name]) for name in CONTROLS if name in by_name}
     if not chosen:
         return
