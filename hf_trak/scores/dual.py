@@ -6,7 +6,7 @@ With K = XXᵀ `(n, n)`, the Woodbury identity gives
 
 so that t (XᵀX + λI)⁻¹ takes one n × n system, and two products with X that stream over the rows. The two terms cancel
 where XᵀX is large beside λ: errors of rounding are multiplied by the condition number, as in the primal form. For the
-training rows themselves X (XᵀX + λI)⁻¹ Xᵀ = I − λ(K + λI)⁻¹, which needs no features.
+training rows themselves X (XᵀX + λI)⁻¹ Xᵀ = K(K + λI)⁻¹, which needs no features.
 """
 
 from collections.abc import Iterator, Sequence
@@ -179,18 +179,13 @@ class DualSystem:
     def _leverages(self) -> Tensor:
         cholesky, matrix = self._factor(), read_kernel(self._features, self._files)
         n, result = self._features.n, torch.empty(self._features.n, dtype=torch.float64)
-        # 1 − λ(K + λI)⁻¹ is exact where λ is small, and loses digits of small numbers where it is large; there is no
-        # cancellation in the product then
-        product = self.lam >= float(matrix.trace())
+        # The product, and not 1 − λ(K + λI)⁻¹, which has no digits left where λ is large.
         for first in range(0, n, _ROWS_TOGETHER):
             rows = slice(first, min(first + _ROWS_TOGETHER, n))
             unit = torch.zeros(n, rows.stop - first, dtype=torch.float64)
             unit[rows].diagonal().fill_(1)
             inverse = torch.cholesky_solve(unit, cholesky)
-            if product:
-                result[rows] = (matrix[:, rows] * inverse).sum(dim=0)
-            else:
-                result[rows] = 1 - self.lam * inverse[rows].diagonal()
+            result[rows] = (matrix[:, rows] * inverse).sum(dim=0)
         return result.clamp_min_(0)
 
     def _solved(self, products: Tensor) -> Tensor:

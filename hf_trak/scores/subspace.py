@@ -5,7 +5,8 @@ of Nyström's approximation, which are better than a projection at the same cost
 Udell, Cevher, NeurIPS 2017):
 
     pass 1   magnitudes of the features, trace(G)
-    pass 2   Y = GΩ with random signs Ω (k, ℓ); Q = an orthonormal basis of the range of Y, ℓ slightly above the rank r
+    pass 2   Y = GΩ with random signs Ω (k, ℓ); Q = an orthonormal basis of the range of Y, ℓ slightly above the rank r;
+             where ℓ = k, Q = I instead
     pass 3   Y = GQ and Gω with s = 16 random normal vectors ω; Ĝ = the r largest eigenvalues of Y(QᵀY)⁻¹Yᵀ
     pass 4   Eω = Gω − Ĝω is known, then E²ω
     pass 5   E³ω
@@ -117,12 +118,15 @@ class SubspaceIteration:
         return lambda: self._save(1, sizes, {})
 
     def _find_basis(self) -> Callable[[], None]:
-        k, sizes = self._features.k, self._sizes()
-        product = self._features.gram_times(random_signs(k, self._width, self._seed, self._model_id), sizes)
+        k, width, sizes = self._features.k, self._width, self._sizes()
+        product: Tensor | None = None
+        if width < k:
+            product = self._features.gram_times(random_signs(k, width, self._seed, self._model_id), sizes)
 
         def finish() -> None:
+            basis = torch.eye(k) if product is None else orthonormal(product)
             probes = random_normals(k, PROBES, self._seed, self._model_id)
-            self._save(2, sizes, {"basis": torch.cat([orthonormal(product), probes.float()], dim=1)})
+            self._save(2, sizes, {"basis": torch.cat([basis, probes.float()], dim=1)})
 
         return finish
 

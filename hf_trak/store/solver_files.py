@@ -109,7 +109,14 @@ class SolverFiles:
     def facts(
         self, name: str, specs: Mapping[str, TensorSpec], identity: Identity, facts: Sequence[str]
     ) -> dict[str, float]:
-        """Read the numbers in the metadata of a file. Arguments and errors are those of [`~SolverFiles.read`]."""
+        """Read the numbers in the metadata of a file.
+
+        Args:
+            name, specs, identity, facts: see [`~SolverFiles.read`].
+
+        Raises:
+            StoreError: as there.
+        """
         path = self.path(name)
         saved = read_header(path, {**self.features, **identity}, specs, self.version).get("facts")
         found = saved if isinstance(saved, dict) else {}
