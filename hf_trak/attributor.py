@@ -20,6 +20,7 @@ from hf_trak.featurize.fidelity import Fidelity, measure_fidelity
 from hf_trak.featurize.fitted import curvature_report, log_reports
 from hf_trak.featurize.revising import revise
 from hf_trak.featurize.search import SearchIndex, build_search
+from hf_trak.featurize.two_passes import two_passes
 from hf_trak.featurize.upgrading import upgrade_store
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.last import LastResult
@@ -287,6 +288,8 @@ class TrakAttributor(FeaturizedModel):
         aggregate: Literal["mean"] | None = None,
         group_by: GroupBy | None = None,
         exact: bool = False,
+        first_pass_bytes: int | None = None,
+        candidates: int | None = None,
     ) -> HFDataset:
         """Score every training row against every target, over the ensemble of featurized checkpoints.
 
@@ -314,6 +317,13 @@ class TrakAttributor(FeaturizedModel):
                 Score with whole gradients under the curvature that [`~TrakAttributor.fit_curvature`] fits, instead of
                 with features: one pass over the training rows, of which nothing is stored but scores. A curvature that
                 is missing is fitted first.
+            first_pass_bytes (`int`, *optional*):
+                Look at the first so many bytes of every row, and at the whole rows of the best of these alone. For
+                stores with codes; 512, 1024, 2048, … are whole blocks. The rows that it misses are those that the
+                first bytes rank low; [`~TrakAttributor.fidelity`] measures them.
+            candidates (`int`, *optional*):
+                Rows of the first pass whose whole features are read, for each target and end. By default 50 times
+                `top_k`, and 1,000 at least.
 
         Returns:
             The rows (as stored, without a transform set on them, if they are a `datasets.Dataset`) with the columns
@@ -338,8 +348,38 @@ class TrakAttributor(FeaturizedModel):
         with log_on_interrupt(
             lambda: "Nothing half-written was left. Run the same call again; target features are kept."
         ):
+            if first_pass_bytes is not None:
+                return self._attributed_in_two_passes(
+                    eval_dataset, top_k, name, per, checkpoints, model_ids, groups, exact, first_pass_bytes, candidates
+                )
             plan = self._planned(exact, eval_dataset, name, checkpoints, model_ids, groups, everywhere=False)
             return self._attributed(plan, eval_dataset, top_k, per, model_ids, groups, exact)
+
+    def _attributed_in_two_passes(
+        self,
+        eval_dataset: Any,
+        top_k: int | None,
+        name: str | None,
+        per: str,
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None,
+        model_ids: Sequence[int] | None,
+        groups: RowGroups | None,
+        exact: bool,
+        first_pass_bytes: int,
+        candidates: int | None,
+    ) -> HFDataset:
+        if top_k is None or per != "target" or exact:
+            raise ValueError(
+                f"`first_pass_bytes` is {first_pass_bytes}, with `top_k={top_k}`, `per={per!r}` and `exact={exact}`. "
+                "A first pass finds the best rows of each target from stored features. Leave it out for other scores."
+            )
+        name, columns = two_passes(
+            self, eval_dataset, name, checkpoints, model_ids, groups, top_k, first_pass_bytes, candidates
+        )
+        scored = attach_columns(eval_dataset if groups is None else groups.table(), columns)
+        if groups is None:
+            self._last, self._last_exact = LastResult(scored, eval_dataset, name, model_ids), False
+        return scored
 
     def _planned(
         self,

@@ -21,6 +21,7 @@ from hf_trak.store.shards import (
     ShardPlan,
     TensorSpec,
     read_header,
+    read_part,
     read_tensors,
     write_tensors,
 )
@@ -236,6 +237,63 @@ class ShardSet:
             stop=rows.stop,
         )
         return Shard(rows.start, rows.stop, self._features(tensors), tensors["out_to_loss"])
+
+    def prefix_of(self, index: int, count: int) -> Shard:
+        """Read the first bytes of the codes of every row of one shard, and nothing of the rest.
+
+        Args:
+            index: index of the shard.
+            count: bytes per row: those of the first 1, 2, … blocks, see [`CodeFormat.prefixes`]. More than there are
+                stand for all, and fewer are rounded down to whole blocks.
+
+        Returns:
+            The rows of the shard with the first blocks of their codes.
+
+        Raises:
+            ValueError: the features are not codes, or not even the first block fits.
+            StoreError: the file is missing, truncated or damaged in what is read, or does not belong here.
+        """
+        rows, names = self.plan.rows(index), self.names_within(count)
+        specs = {name: spec for name, spec in self._specs(rows).items() if name in names}
+        path, version = self.path(index), self.version
+        tensors = read_part(path, self.identity, specs, version, start=rows.start, stop=rows.stop)
+        return Shard(rows.start, rows.stop, self._features(tensors), tensors["out_to_loss"])
+
+    def names_within(self, count: int) -> tuple[str, ...]:
+        """Name the tensors that the first `count` bytes of every row are in: `out_to_loss`, `scale` and blocks.
+
+        Raises:
+            ValueError: the features are not codes, or not even the first block fits.
+        """
+        form = self.code_format
+        if form is None:
+            raise ValueError(
+                f"The features in {self.directory} are {self.dtype}, whose first bytes say nothing of a row. Expected "
+                "codes. Convert the store with `hf-trak convert --feature_dtype int2`."
+            )
+        names = [name for name, end in zip(form.names, form.prefixes, strict=True) if end <= count]
+        if not names:
+            raise ValueError(
+                f"The first {count} bytes of a row are less than the first block of its codes, {form.prefixes[0]} "
+                f"bytes. Expected one of {form.prefixes}."
+            )
+        return ("out_to_loss", "scale", *names)
+
+    def rows_of(self, wanted: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, Tensor | CodedRows, Tensor]]:
+        """Read single rows of some shards.
+
+        Args:
+            wanted: by index of a shard, the rows, counted from its first one.
+
+        Yields:
+            The index of each shard, ascending, the features of its wanted rows, and their weights q.
+
+        Raises:
+            StoreError: see [`~ShardSet.read`].
+        """
+        for index in sorted(wanted):
+            shard, places = self.read(index), torch.tensor(list(wanted[index]), dtype=torch.int64)
+            yield index, shard.features[places], shard.out_to_loss[places]
 
     def _features(self, tensors: Mapping[str, Tensor]) -> Tensor | CodedRows:
         """Take the features out of the tensors of a file."""

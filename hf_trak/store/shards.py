@@ -222,6 +222,38 @@ def read_tensors(
     return tensors
 
 
+def read_part(
+    path: Path, identity: Identity, specs: Mapping[str, TensorSpec], version: int, **extra: Any
+) -> dict[str, Tensor]:
+    """Read some tensors of a file of format 3, which has a checksum for each, and leave the others alone.
+
+    Args:
+        path: the file.
+        identity: the identity that it must have.
+        specs: the tensors to read.
+        version: format version of the store that the file belongs to.
+        **extra: metadata that it must have.
+
+    Returns:
+        The tensors by name, memory-mapped, on the CPU.
+
+    Raises:
+        StoreError: see [`read_header`], or the checksum of one of them differs.
+    """
+    stamp = (_stamp(path), tuple(specs))
+    with _open(path) as file:
+        header = _check_header(path, file, identity, specs, version, extra)
+        tensors = {name: file.get_tensor(name) for name in specs}
+    if stamp not in _verified:
+        said = header.get("tensors")
+        for name, found in checksums(tensors, CODES_VERSION).items():  # type: ignore[union-attr]  # one for each
+            expected = said.get(name) if isinstance(said, dict) else None
+            if found != expected:
+                raise _broken(path, f"the checksum of `{name}` is {found}, its metadata says {expected}")
+        _verified.add(stamp)
+    return tensors
+
+
 _verified: set[object] = set()
 """Files whose checksum this process has compared: path, inode, size, time of the last modification, and time of the
 last change of the inode, which a program that writes into the file cannot set back."""
