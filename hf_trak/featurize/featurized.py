@@ -347,7 +347,7 @@ class FeaturizedModel:
             if left := len(self.processes.broadcast_from_main(shards.unwritten)):
                 logger.info("%s: %d shards of other parts are not there yet.", description, left)
             else:
-                self.scorer.gram(model_id)
+                self.scorer.prepare(model_id)
         return self
 
     def prepare_store(self) -> None:
