@@ -81,9 +81,8 @@ class TrainingFeatures:
             NonFiniteError: a feature is not finite; names its row.
         """
         columns = range(self.k) if columns is None else columns
-        # codes are decoded in whole rows
-        decoded = len(columns) if self.shards.code_format is None else self.k
-        together = max(1, PIECE_NUMBERS // decoded)
+        # The same rows for any columns: some results are sums over pieces, and codes are decoded in whole rows.
+        together = max(1, PIECE_NUMBERS // self.k)
         for index in indices:
             shard = self.shards.read(index)
             for first in range(0, shard.stop - shard.start, together):
@@ -142,13 +141,15 @@ class TrainingFeatures:
             As `pieces`.
         """
         slices = [range(first, min(first + _COLUMN_SLICE, self.k)) for first in range(0, self.k, _COLUMN_SLICE)]
-        mine = [slices[index] for index in self.processes.share(len(slices))]
+        mine = [slices[index] for index in sorted(self.processes.share(len(slices)))]  # neighbours
         result = torch.zeros(self.k, left.shape[1], dtype=torch.float64, device=self.device)
         with self.processes.all_or_none():
-            for columns in mine:
-                for start, piece in self.pieces(range(len(self.shards)), columns):
-                    rows = left[start : start + len(piece)].to(self.device)
-                    result[columns.start : columns.stop].addmm_(piece.T, rows)
+            every = range(len(self.shards)) if mine else []
+            own = range(mine[0].start, mine[-1].stop) if mine else range(0)
+            for start, piece in self.pieces(every, own):
+                rows = left[start : start + len(piece)].to(self.device)
+                for columns, part in zip(mine, piece.split(_COLUMN_SLICE, dim=1), strict=True):
+                    result[columns.start : columns.stop].addmm_(part.T, rows)
         return self.processes.add(result.cpu())
 
     def gram_times(self, right: Tensor, sizes: Sizes) -> Tensor:
