@@ -5,8 +5,8 @@ of Nyström's approximation, which are better than a projection at the same cost
 Udell, Cevher, NeurIPS 2017):
 
     pass 1   magnitudes of the features, trace(G)
-    pass 2   Y = GΩ with random signs Ω (k, ℓ); Q = an orthonormal basis of the range of Y, ℓ slightly above the rank r;
-             where ℓ = k, Q = I instead
+    pass 2   Y = GΩ with random signs Ω (k, ℓ), ℓ slightly above the rank r; Q = an orthonormal basis of the range of
+             Y. Where ℓ = k, Q = I instead
     pass 3   Y = GQ and Gω with s = 16 random normal vectors ω; Ĝ = the r largest eigenvalues of Y(QᵀY)⁻¹Yᵀ
     pass 4   Eω = Gω − Ĝω is known, then E²ω
     pass 5   E³ω
