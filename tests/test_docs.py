@@ -180,6 +180,14 @@ def test_curvature(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert_documented(place / directory, root)
 
 
+def test_codes(place: Path) -> None:
+    pytest.importorskip("faiss")
+    rows = sentences(40)
+    config = TrakConfig(output_dir="trak", bytes_per_row=1024, use_cpu=True, disable_tqdm=True)
+    attributor = TrakAttributor(tiny_bert(), config, rows).featurize()
+    run_page("docs/codes.md", {"attributor": attributor, "eval_dataset": rows.select(range(3))}, hf_trak_command)
+
+
 def test_tasks(place: Path) -> None:
     rows = sentences(40)
     namespace = {
@@ -337,6 +345,7 @@ def test_contributing_a_layer_rule(place: Path) -> None:
 
 RUN_HERE = {
     "docs/quickstart.md",
+    "docs/codes.md",
     "docs/concepts.md",
     "docs/curvature.md",
     "docs/tasks.md",
