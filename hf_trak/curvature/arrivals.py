@@ -2,8 +2,8 @@
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,49 @@ from hf_trak.gradient_computers.hooked.outer import every_factor
 
 SLICE_BYTES = 2**25
 """Bytes of a dense slice of gradients that is formed at a time."""
+
+
+RangeKind = Literal["weight", "bias", "diagonal"]
+
+
+class BlockRanges:
+    """Finds the blocks that positions in the gradient vector belong to."""
+
+    def __init__(self, blocks: CurvatureBlocks, kronecker: Iterable[int]) -> None:
+        """
+        Args:
+            blocks: the blocks.
+            kronecker: indices of the Kronecker blocks to look for; diagonal ones are all looked for.
+        """
+        ranges: list[tuple[int, int, int, RangeKind]] = []
+        for index in kronecker:
+            one = blocks.kronecker[index]
+            ranges.append((one.start, one.start + (one.left - 1) * one.stride + one.right, index, "weight"))
+            if one.bias is not None:
+                ranges.append((one.bias, one.bias + one.bias_length, index, "bias"))
+        ranges += [(one.start, one.start + one.numel, i, "diagonal") for i, one in enumerate(blocks.diagonal)]
+        self._ranges = sorted(ranges)
+        self._starts = [low for low, *_ in self._ranges]
+        self._longest = max((stop - low for low, stop, *_ in self._ranges), default=0)
+
+    def overlapping(self, start: int, stop: int) -> Iterator[tuple[int, int, int, RangeKind]]:
+        """Yield `(start, stop, index of the block, kind)` of all ranges that have positions in `start … stop`."""
+        # ranges may interleave where a matrix is cut in two directions: look back as far as the longest one reaches
+        for place in range(bisect_right(self._starts, start - self._longest), len(self._ranges)):
+            low, high, index, kind = self._ranges[place]
+            if low >= stop:
+                return
+            if high > start:
+                yield low, high, index, kind
+
+
+def by_source(blocks: CurvatureBlocks) -> dict[int, list[int]]:
+    """List the Kronecker blocks whose gradients come as factors, by the start of these."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for index, one in enumerate(blocks.kronecker):
+        if one.source is not None:
+            found[one.source].append(index)
+    return dict(found)
 
 
 class BlockConsumer(Protocol):
@@ -53,20 +96,8 @@ class BatchArrivals:
         """
         self._blocks = blocks
         self._consumer = consumer
-        self._by_source: dict[int, list[int]] = defaultdict(list)
-        ranges: list[tuple[int, int, int, bool]] = []  # start, stop, index, whether it is a Kronecker block
-        for index, block in enumerate(blocks.kronecker):
-            if block.source is not None:
-                self._by_source[block.source].append(index)
-            else:
-                ranges.append((block.start, block.start + (block.left - 1) * block.stride + block.right, index, True))
-                if block.bias is not None:
-                    ranges.append((block.bias, block.bias + block.bias_length, index, True))
-        for index, one in enumerate(blocks.diagonal):
-            ranges.append((one.start, one.start + one.numel, index, False))
-        self._ranges = sorted(ranges)
-        self._starts = [low for low, *_ in self._ranges]
-        self._longest = max((stop - low for low, stop, *_ in self._ranges), default=0)
+        self._by_source = by_source(blocks)
+        self._ranges = BlockRanges(blocks, [index for index, one in enumerate(blocks.kronecker) if one.source is None])
         self._later: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._matrices: dict[int, Tensor] = {}
         self._numbers: dict[int, list[tuple[int, Tensor | tuple[Tensor, Tensor]]]] = defaultdict(list)
@@ -76,8 +107,8 @@ class BatchArrivals:
         block = block.float()
         stop = start + block.shape[1]
         whole: set[int] = set()  # a matrix and its bias are two ranges of one block
-        for low, high, index, kronecker in self._overlapping(start, stop):
-            if kronecker:
+        for low, high, index, kind in self._ranges.overlapping(start, stop):
+            if kind != "diagonal":
                 if index not in whole:
                     self._add_to_matrix(index, start, block)
                 whole.add(index)
@@ -100,9 +131,9 @@ class BatchArrivals:
                 self._factors(start, left, right)
             return
         stop = start + left.shape[2] * right.shape[2]
-        for low, high, index, kronecker in self._overlapping(start, stop):
-            if kronecker or low > start or high < stop:
-                for first, part in _slices(left, right):
+        for low, high, index, kind in self._ranges.overlapping(start, stop):
+            if kind != "diagonal" or low > start or high < stop:
+                for first, part in slices(left, right):
                     self(start + first, part)
                 return
             if not self._consumer.takes_numbers:
@@ -110,7 +141,7 @@ class BatchArrivals:
             if self._blocks.diagonal[index].start in self._blocks.repeated:
                 self._numbers[index].append((start - low, (left, right)))
             else:
-                for first, part in _slices(left, right):
+                for first, part in slices(left, right):
                     self._consumer.numbers(index, start - low + first, part)
 
     def finish(self) -> None:
@@ -129,34 +160,15 @@ class BatchArrivals:
         for index in self._by_source[start]:
             self._consumer.factors(index, *self._blocks.kronecker[index].factors(left, right))
 
-    def _overlapping(self, start: int, stop: int) -> Iterator[tuple[int, int, int, bool]]:
-        # ranges may interleave where a matrix is cut in two directions: look back as far as the longest one reaches
-        for place in range(bisect_right(self._starts, start - self._longest), len(self._ranges)):
-            low, high, index, kronecker = self._ranges[place]
-            if low >= stop:
-                return
-            if high > start:
-                yield low, high, index, kronecker
-
     def _add_to_matrix(self, index: int, start: int, block: Tensor) -> None:
         """Add columns of the gradients to the matrices of a block that comes dense."""
         one: KroneckerBlock = self._blocks.kronecker[index]
-        size, stop = block.shape[0], start + block.shape[1]
         matrices = self._matrices.get(index)
         if matrices is None:
-            self._matrices[index] = matrices = block.new_zeros(size, *one.shape)
-        for row in range(max(0, (start - one.start - one.right) // one.stride), one.left):
-            low = one.start + row * one.stride
-            if low >= stop:
-                break
-            first, last = max(low, start), min(low + one.right, stop)
-            if first < last:
-                matrices[:, row, first - low : last - low] += block[:, first - start : last - start]
+            self._matrices[index] = matrices = block.new_zeros(block.shape[0], *one.shape)
+        add_weights(matrices, one, start, block)
         if one.bias is not None:
-            first, last = max(one.bias, start), min(one.bias + one.bias_length, stop)
-            if first < last:
-                bias = matrices[:, -1] if one.bias_part == "left" else matrices[:, :, -1]
-                bias[:, first - one.bias : last - one.bias] += block[:, first - start : last - start]
+            add_part(one.bias_of(matrices), one.bias, start, block)
 
 
 class ObservingSink:
@@ -194,7 +206,24 @@ class FirstRow:
         self._sink.add_outer(start, left[:1], right[:1])
 
 
-def _slices(left: Tensor, right: Tensor) -> Iterator[tuple[int, Tensor]]:
+def add_weights(matrices: Tensor, one: KroneckerBlock, start: int, block: Tensor) -> None:
+    """Add columns `start … start + n` of the gradients, `(B, n)`, to the weights in matrices `(B, *shape)`."""
+    stop = start + block.shape[1]
+    for row in range(max(0, (start - one.start - one.right) // one.stride), one.left):
+        low = one.start + row * one.stride
+        if low >= stop:
+            break
+        add_part(matrices[:, row, : one.right], low, start, block)
+
+
+def add_part(values: Tensor, first: int, start: int, block: Tensor) -> None:
+    """Add columns `start … start + n` of the gradients, `(B, n)`, to the values `(B, m)` of positions from `first`."""
+    low, high = max(first, start), min(first + values.shape[1], start + block.shape[1])
+    if low < high:
+        values[:, low - first : high - first] += block[:, low - start : high - start]
+
+
+def slices(left: Tensor, right: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Form Σ_t left ⊗ right in slices of bounded size: `(first element, (B, n))`."""
     width = right.shape[2]
     step = max(1, SLICE_BYTES // (4 * left.shape[0] * width))

@@ -99,8 +99,17 @@ class KroneckerBlock:
         """Write matrices `(B, *shape)` to their places in whole gradients `(B, P)`."""
         self._view(out).copy_(matrix[:, : self.left, : self.right])
         if self.bias is not None:
-            bias = matrix[:, -1] if self.bias_part == "left" else matrix[:, :, -1]
-            out[:, self.bias : self.bias + self.bias_length] = bias
+            out[:, self.bias : self.bias + self.bias_length] = self.bias_of(matrix)
+
+    def add(self, matrix: Tensor, out: Tensor) -> None:
+        """Add matrices `(B, *shape)` at their places in whole gradients `(B, P)`."""
+        self._view(out).add_(matrix[:, : self.left, : self.right])
+        if self.bias is not None:
+            out[:, self.bias : self.bias + self.bias_length] += self.bias_of(matrix)
+
+    def bias_of(self, matrix: Tensor) -> Tensor:
+        """View the bias in matrices `(B, *shape)` of a block that has one: `(B, bias_length)`."""
+        return matrix[:, -1, : self.right] if self.bias_part == "left" else matrix[:, : self.left, -1]
 
     def _view(self, whole: Tensor) -> Tensor:
         """View `(B, left, right)` of the weight's places in `(B, P)`."""

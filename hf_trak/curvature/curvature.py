@@ -48,6 +48,31 @@ class KroneckerValues:
     eigenvalues: Tensor
     count: int
 
+    def rotated(self, gradients: Tensor) -> Tensor:
+        """Compute Q_leftᵀ G Q_right of matrices `(B, I, J)`."""
+        if self.bases is None:
+            return gradients
+        left, right = (basis.to(gradients.device) for basis in self.bases)
+        return left.T @ (gradients @ right)
+
+    def rotated_product(self, left: Tensor, right: Tensor) -> Tensor:
+        """Compute Q_leftᵀ G Q_right of G = leftᵀ right, from factors `(B, T, I)` and `(B, T, J)`: `(B, I, J)`.
+
+        Factors are rotated before they are multiplied where that takes fewer multiplications.
+        """
+        positions, (height, width) = left.shape[1], self.eigenvalues.shape
+        if self.bases is None or positions * (height**2 + width**2) > height * width * (height + width):
+            return self.rotated(torch.bmm(left.transpose(1, 2), right))
+        left, right = (side @ basis.to(side.device) for side, basis in zip((left, right), self.bases, strict=True))
+        return torch.bmm(left.transpose(1, 2), right)
+
+    def rotated_back(self, gradients: Tensor) -> Tensor:
+        """Compute Q_left G Q_rightᵀ of matrices `(B, I, J)`."""
+        if self.bases is None:
+            return gradients
+        left, right = (basis.to(gradients.device) for basis in self.bases)
+        return left @ (gradients @ right.T)
+
 
 @dataclass(frozen=True)
 class Curvature:
@@ -84,7 +109,7 @@ class Curvature:
             *zip(self.blocks.diagonal, self.diagonal, strict=True),
         ]
 
-    def precondition(self, gradients: Tensor, damping: float, in_place: bool = False) -> Tensor:
+    def precondition(self, gradients: Tensor, damping: float) -> Tensor:
         """Multiply gradients by the inverse of the damped curvature.
 
         Args:
@@ -92,69 +117,35 @@ class Curvature:
                 Gradients, float32.
             damping (`float`):
                 c in 1 / (Λ + c · mean Λ), the mean over each block.
-            in_place (`bool`, *optional*, defaults to `False`):
-                Overwrite `gradients`, of which there is then no second copy.
 
         Returns:
             `torch.Tensor` of shape `(B, P)`: P⁻¹ g of every row.
         """
-        out = gradients if in_place else gradients.clone()
+        out = gradients.clone()
         if self.kind == "identity":
             return out
         for block, values in zip(self.blocks.kronecker, self.kronecker, strict=True):
-            matrix = block.matrix(out)
-            if values.bases is None:
-                block.put(_scaled(matrix, inverse(values.eigenvalues, damping)), out)
-                continue
-            left, right = (basis.to(matrix.device) for basis in values.bases)
-            rotated = _scaled(left.T @ matrix @ right, inverse(values.eigenvalues, damping))
-            block.put(left @ rotated @ right.T, out)
-        self._diagonal(out, damping, 1.0)
+            rotated = scaled(values.rotated(block.matrix(out)), inverse(values.eigenvalues, damping))
+            block.put(values.rotated_back(rotated), out)
+        for one, squares in zip(self.blocks.diagonal, self.diagonal, strict=True):
+            part = out[:, one.start : one.start + one.numel]
+            part.copy_(scaled(part, inverse(squares, damping)))
         return out
-
-    def whiten(self, gradients: Tensor, damping: float, in_place: bool = False) -> Tensor:
-        """Multiply gradients by the inverse root of the damped curvature, up to a rotation of each block.
-
-        Inner products of the results are those of `gradients` under the inverse curvature: the rotation back to the
-        parameters' own axes, which changes none, is left out.
-
-        Args:
-            gradients (`torch.Tensor` of shape `(B, P)`):
-                Gradients, float32.
-            damping, in_place:
-                As in [`~Curvature.precondition`].
-
-        Returns:
-            `torch.Tensor` of shape `(B, P)`.
-        """
-        out = gradients if in_place else gradients.clone()
-        if self.kind == "identity":
-            return out
-        for block, values in zip(self.blocks.kronecker, self.kronecker, strict=True):
-            matrix = block.matrix(out)
-            if values.bases is not None:
-                left, right = (basis.to(matrix.device) for basis in values.bases)
-                matrix = left.T @ matrix @ right
-            block.put(_scaled(matrix, inverse(values.eigenvalues, damping).sqrt()), out)
-        self._diagonal(out, damping, 0.5)
-        return out
-
-    def _diagonal(self, out: Tensor, damping: float, power: float) -> None:
-        for block, values in zip(self.blocks.diagonal, self.diagonal, strict=True):
-            part = out[:, block.start : block.start + block.numel]
-            part.copy_(_scaled(part, inverse(values, damping).pow(power)))
 
     def describe(self) -> dict[str, Any]:
         """Describe kind and identity as plain JSON, for the identity of scores."""
         return {"digest": self.digest, "kind": self.kind, "rows": self.rows}
 
 
-def _scaled(gradients: Tensor, factor: Tensor) -> Tensor:
-    """Multiply by factors, in float64 where float32 cannot hold them: the inverse of a tiny curvature, say."""
-    factor = factor.to(gradients.device)
-    if float(factor.max()) < _LARGEST:
-        factor = factor.to(gradients.dtype)
-    return (gradients * factor).to(gradients.dtype)
+def weights(eigenvalues: Tensor, damping: float, power: float = 1.0) -> Tensor:
+    """Compute a power of [`inverse`]: float32, or float64 where float32 cannot hold it (a tiny curvature, say)."""
+    found = inverse(eigenvalues, damping).pow_(power)
+    return found.float() if float(found.max()) < _LARGEST else found
+
+
+def scaled(gradients: Tensor, factor: Tensor) -> Tensor:
+    """Multiply gradients by [`weights`] or [`inverse`], without a change of their dtype."""
+    return (gradients * factor.to(gradients.device)).to(gradients.dtype)
 
 
 def inverse(eigenvalues: Tensor, damping: float) -> Tensor:

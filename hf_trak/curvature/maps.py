@@ -1,11 +1,18 @@
 """Linear maps of gradients under a curvature, in the form in which a featurizer applies a projection."""
 
+import math
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hf_trak.curvature.curvature import Curvature
+from hf_trak.curvature.arrivals import BlockRanges, add_part, add_weights, by_source, slices
+from hf_trak.curvature.curvature import Curvature, scaled, weights
+from hf_trak.curvature.observation import BIAS_NOISE, BIAS_TOLERANCE
+from hf_trak.gradient_computers.hooked.outer import every_factor
 from hf_trak.projectors import BlockProjector
 
 
@@ -14,7 +21,7 @@ class GradientMap:
 
     Attributes:
         proj_dim (`int`): length of a result.
-        scale (`float`): 1; results need no further factor.
+        scale (`float`): factor of the results that a sink leaves to its caller; 1 where these need no further factor.
     """
 
     scale = 1.0
@@ -31,8 +38,24 @@ class GradientMap:
         raise NotImplementedError
 
 
-class MapSink:
-    """Takes the blocks of one batch, all of them dense, in any order."""
+class MapSink(Protocol):
+    """Takes the blocks of one batch, in any order."""
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        """Add columns `start … start + n` of the gradients, `(B, n)`."""
+
+    def takes_outer(self, left: Tensor, right: Tensor) -> bool:
+        """Tell whether a block is wanted as these factors."""
+
+    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        """Add a block by its factors."""
+
+    def result(self) -> Tensor:
+        """Return the rows, `(B, proj_dim)`, when all blocks have come."""
+
+
+class DenseSink:
+    """Takes the blocks of one batch, all of them dense."""
 
     def __init__(self, add: Callable[[int, Tensor], None], result: Callable[[], Tensor]) -> None:
         """
@@ -57,52 +80,209 @@ class MapSink:
         self(start, torch.bmm(left.transpose(1, 2), right).flatten(1))
 
 
-class WholeGradientMap(GradientMap):
-    """A map that needs the whole gradient of a row: preconditioning, whitening."""
+class _OwnPlaces:
+    """Rows of P numbers, each at the position of its parameter; matrices are rotated back."""
 
-    def __init__(self, proj_dim: int, grad_dim: int, function: Callable[[Tensor, int], Tensor]) -> None:
+    def __init__(self, curvature: Curvature, size: int, device: str | torch.device) -> None:
+        self._curvature = curvature
+        self.rows = torch.zeros(size, curvature.numel, device=device)
+
+    def matrices(self, index: int, rotated: Tensor) -> None:
+        self._curvature.blocks.kronecker[index].add(self._curvature.kronecker[index].rotated_back(rotated), self.rows)
+
+    def numbers(self, index: int, first: int, values: Tensor) -> None:
+        start = self._curvature.blocks.diagonal[index].start + first
+        self.rows[:, start : start + values.shape[1]] += values
+
+
+class _PlacesOfBlocks:
+    """Hands on P numbers of a row block by block, matrices in their bases: first all of these, then single numbers."""
+
+    def __init__(self, curvature: Curvature, add: Callable[[int, Tensor], object]) -> None:
+        self._add = add
+        sizes = [one.numel for one in curvature.blocks.kronecker] + [one.numel for one in curvature.blocks.diagonal]
+        starts = [0, *accumulate(sizes)]
+        self._matrices, self._numbers = starts[: len(curvature.kronecker)], starts[len(curvature.kronecker) : -1]
+
+    def matrices(self, index: int, rotated: Tensor) -> None:
+        self._add(self._matrices[index], rotated.flatten(1))
+
+    def numbers(self, index: int, first: int, values: Tensor) -> None:
+        self._add(self._numbers[index] + first, values)
+
+
+class InverseMap(GradientMap):
+    """Multiplication by a power of the inverse curvature, block by block as gradients come."""
+
+    def __init__(self, proj_dim: int, curvature: Curvature, damping: float, power: float) -> None:
         """
         Args:
             proj_dim: length of a result.
-            grad_dim: P.
-            function: maps `(B, P)` and the model id to `(B, proj_dim)`.
+            curvature: the curvature.
+            damping: c in 1 / (Λ + c · mean Λ).
+            power: of the inverse.
         """
         super().__init__(proj_dim)
-        self.grad_dim = grad_dim
-        self._function = function
+        self.curvature = curvature
+        self.matrices = [weights(one.eigenvalues, damping, power) for one in curvature.kronecker]
+        self.numbers = [
+            torch.ones_like(one) if curvature.kind == "identity" else weights(one, damping, power)
+            for one in curvature.diagonal
+        ]
+
+    def opened(self, places: "_OwnPlaces | _PlacesOfBlocks", result: Callable[[], Tensor]) -> "MapSink":
+        """Open a sink that gives its values to `places`."""
+        return InverseSink(self, places, result)
+
+
+class InverseSink:
+    """Multiplies the blocks of one batch by a power of the inverse curvature.
+
+    The map is linear, so that factors are multiplied as they come: rotated first, where that takes less. What comes
+    dense of a matrix (all of it, from a batch of one row) is collected until the end. The gradient of a bias that is
+    a column of its matrix comes twice, within the factors and alone: what the factors have of it is subtracted, and
+    what is left beyond rounding is treated like weights that come dense.
+    """
+
+    takes_outer = staticmethod(every_factor)
+
+    def __init__(self, of: InverseMap, places: _OwnPlaces | _PlacesOfBlocks, result: Callable[[], Tensor]) -> None:
+        """
+        Args:
+            of: the map.
+            places: where values go.
+            result: returns the rows when all have gone there.
+        """
+        self._map = of
+        self._blocks = of.curvature.blocks
+        self._places = places
+        self._result = result
+        self._by_source = by_source(self._blocks)
+        self._ranges = BlockRanges(self._blocks, range(len(self._blocks.kronecker)))
+        self._dense: dict[int, Tensor] = {}
+        self._biases: dict[int, Tensor] = {}
+        self._rounding: dict[int, float] = defaultdict(float)
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        """Add columns `start … start + n` of the gradients, `(B, n)`."""
+        with torch.no_grad(), torch.autocast(block.device.type, enabled=False):
+            self._add(start, block.detach().float())
+
+    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        """Add a block by its factors, `(B, T, I)` and `(B, T, J)`."""
+        with torch.no_grad(), torch.autocast(left.device.type, enabled=False):
+            left, right = left.detach(), right.detach()
+            if start not in self._by_source:
+                for first, part in slices(left, right):
+                    self._add(start + first, part)
+                return
+            for index in self._by_source[start]:
+                one, values = self._blocks.kronecker[index], self._map.curvature.kronecker[index]
+                factors = one.factors(left, right)
+                if one.bias is not None:
+                    within = left if one.bias_part == "right" else right
+                    first = one.source_left if one.bias_part == "right" else one.source_right
+                    within = within[..., first : first + one.bias_length].float()
+                    self._bias(index, within).sub_(within.sum(1))
+                    self._rounding[index] += BIAS_NOISE * math.sqrt(within.shape[1]) * float(within.norm())
+                self._emit(index, values.rotated_product(*factors))
+
+    def result(self) -> Tensor:
+        """Return the rows when all blocks have come."""
+        with torch.no_grad():
+            for index, left in self._biases.items():
+                if index in self._dense or float(left.norm()) > self._rounding[index]:
+                    self._dense_of(index, left)
+                    self._blocks.kronecker[index].bias_of(self._dense[index]).add_(left)
+            for index in sorted(self._dense):
+                self._emit(index, self._map.curvature.kronecker[index].rotated(self._dense.pop(index)))
+            return self._result()
+
+    def _add(self, start: int, block: Tensor) -> None:
+        for low, high, index, kind in self._ranges.overlapping(start, start + block.shape[1]):
+            if kind == "diagonal":
+                first, last = max(low, start), min(high, start + block.shape[1])
+                factor = self._map.numbers[index][first - low : last - low]
+                self._places.numbers(index, first - low, scaled(block[:, first - start : last - start], factor))
+            elif kind == "bias":
+                add_part(self._bias(index, block), low, start, block)
+                self._rounding[index] += BIAS_TOLERANCE * float(block.norm())
+            else:
+                add_weights(self._dense_of(index, block), self._blocks.kronecker[index], start, block)
+
+    def _dense_of(self, index: int, like: Tensor) -> Tensor:
+        """Matrices of what came dense, or is left of a bias: `(B, *shape)`."""
+        if index not in self._dense:
+            self._dense[index] = like.new_zeros(like.shape[0], *self._blocks.kronecker[index].shape)
+        return self._dense[index]
+
+    def _bias(self, index: int, like: Tensor) -> Tensor:
+        """Gradient of a bias, without what factors have of it: `(B, bias_length)`."""
+        if index not in self._biases:
+            self._biases[index] = like.new_zeros(like.shape[0], self._blocks.kronecker[index].bias_length)
+        return self._biases[index]
+
+    def _emit(self, index: int, rotated: Tensor) -> None:
+        self._places.matrices(index, scaled(rotated, self._map.matrices[index]))
+
+
+class Preconditioning(InverseMap):
+    """The map of gradients g to P⁻¹ g, `(B, P)`: the targets' side of exact scores."""
+
+    def __init__(self, curvature: Curvature, damping: float) -> None:
+        """
+        Args:
+            curvature: the curvature P.
+            damping: c in 1 / (Λ + c · mean Λ).
+        """
+        super().__init__(curvature.numel, curvature, damping, 1.0)
 
     def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> MapSink:
-        whole = torch.zeros(batch_size, self.grad_dim, device=device)
-
-        def add(start: int, block: Tensor) -> None:
-            whole[:, start : start + block.shape[1]] += block
-
-        return MapSink(add, lambda: self._function(whole, model_id))
+        places = _OwnPlaces(self.curvature, batch_size, device)
+        return self.opened(places, lambda: places.rows)
 
 
-def preconditioning(curvature: Curvature, damping: float) -> GradientMap:
-    """Map gradients g to P⁻¹ g, `(B, P)`: the targets' side of exact scores."""
-    return WholeGradientMap(
-        curvature.numel, curvature.numel, lambda whole, _: curvature.precondition(whole, damping, True)
-    )
+class SelfInfluence(InverseMap):
+    """The map of gradients g to gᵀ P⁻¹ g, `(B, 1)`."""
+
+    def __init__(self, curvature: Curvature, damping: float) -> None:
+        """
+        Args:
+            curvature: the curvature P.
+            damping: c in 1 / (Λ + c · mean Λ).
+        """
+        super().__init__(1, curvature, damping, 0.5)
+
+    def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> MapSink:
+        rows = torch.zeros(batch_size, self.curvature.numel, device=device)
+
+        def add(start: int, values: Tensor) -> None:
+            rows[:, start : start + values.shape[1]] += values
+
+        return self.opened(_PlacesOfBlocks(self.curvature, add), lambda: rows.square_().sum(1, keepdim=True))
 
 
-def influence_on_itself(curvature: Curvature, damping: float) -> GradientMap:
-    """Map gradients g to gᵀ P⁻¹ g, `(B, 1)`."""
-    return WholeGradientMap(
-        1, curvature.numel, lambda whole, _: curvature.whiten(whole, damping, True).square().sum(1, keepdim=True)
-    )
+class WhitenedProjection(InverseMap):
+    """The map of gradients g to the projection of P^{-1/2} g, `(B, k)`, scaled to preserve inner products.
 
+    P^{-1/2} g is in the bases of the blocks: the rotation back to the parameters' own axes, which changes no inner
+    product, is left out.
+    """
 
-def whitened_projection(curvature: Curvature, damping: float, projector: BlockProjector) -> GradientMap:
-    """Map gradients g to the projection of P^{-1/2} g, `(B, k)`, scaled to preserve inner products."""
+    def __init__(self, curvature: Curvature, damping: float, projector: BlockProjector) -> None:
+        """
+        Args:
+            curvature: the curvature P.
+            damping: c in 1 / (Λ + c · mean Λ).
+            projector: the projection.
+        """
+        super().__init__(projector.proj_dim, curvature, damping, 0.5)
+        self.scale = projector.scale
+        self._projector = projector
 
-    def function(whole: Tensor, model_id: int) -> Tensor:
-        sink = projector.sink(whole.shape[0], model_id, whole.device)
-        sink(0, curvature.whiten(whole, damping, True))
-        return sink.result() * projector.scale
-
-    return WholeGradientMap(projector.proj_dim, curvature.numel, function)
+    def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> MapSink:
+        sink = self._projector.sink(batch_size, model_id, device)
+        return self.opened(_PlacesOfBlocks(self.curvature, sink), sink.result)
 
 
 class TargetProducts(GradientMap):
@@ -128,4 +308,4 @@ class TargetProducts(GradientMap):
             part = targets[:, start : start + block.shape[1]]
             scores.addmm_(block, part.to(block.device, torch.float32).T)
 
-        return MapSink(add, lambda: scores)
+        return DenseSink(add, lambda: scores)

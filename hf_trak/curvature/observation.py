@@ -4,6 +4,7 @@ The division into blocks follows from what is seen rather than from a list of la
 engine can take apart has a curvature.
 """
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,10 +18,10 @@ from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 SMALLEST_SIDE = 4
 """Matrices with a smaller side are described by one number per element: a basis would hold as many."""
 
-_BIAS_TOLERANCE = 1e-2
+BIAS_TOLERANCE = 1e-2
 """Relative difference of two sums over the same numbers, one of which is rounded to bfloat16 (4e-3 at most)."""
 
-_BIAS_NOISE = 1e-5
+BIAS_NOISE = 1e-5
 """The same relative to the numbers themselves: sums that cancel (biases of attention keys) are only rounding."""
 
 
@@ -79,7 +80,7 @@ class BatchObserver:
         self._observation = observation
         self._slots = SlotIndex(layout)
         self._calls: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # sums over positions, by start
-        self._sizes: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # norms of sums of absolute values
+        self._sizes: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # bounds of sums of absolute values
         self._ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self._vectors: dict[int, Tensor] = {}
 
@@ -94,9 +95,10 @@ class BatchObserver:
 
     def outer(self, start: int, left: Tensor, right: Tensor) -> None:
         """Note a block in factored form."""
-        self._calls[start].append((left.float().sum(1), right.float().sum(1)))
+        left, right = left.float(), right.float()
+        self._calls[start].append((left.sum(1), right.sum(1)))
         for side, factor in enumerate((left, right)):
-            self._sizes[start][side] += float(factor.float().abs().sum(1).norm())
+            self._sizes[start][side] += math.sqrt(factor.shape[1]) * float(factor.norm())
 
     def finish(self) -> None:
         """Add the batch to the observation."""
@@ -132,7 +134,7 @@ class BatchObserver:
                 continue
             if not bool((expected != 0).any() | (total != 0).any()):
                 return  # a layer that the batch does not reach shows nothing
-            allowed = _BIAS_TOLERANCE * float(expected.norm()) + _BIAS_NOISE * self._sizes[start][side]
+            allowed = BIAS_TOLERANCE * float(expected.norm()) + BIAS_NOISE * self._sizes[start][side]
             if float((total - expected).norm()) <= allowed:
                 self._observation.biases.setdefault(start, (bias.offset + first, part))
                 if self._observation.biases[start] == (bias.offset + first, part):

@@ -24,6 +24,9 @@ _ROUNDING = 1e-5
 """Norm of a position, relative to the largest of its row, below which there is nothing but rounding in float32.
 Attention leaves up to 1e-6 where the gradient is zero; other gradients were above 1e-2 on the models looked at."""
 
+_LARGE, _CACHED_BYTES = 2**16, 2**20
+"""Elements of a product that is formed piece by piece on a CPU, and bytes of a piece."""
+
 BasisKind = Literal["factors", "gradients", "none"]
 """What the bases are those of: the factors (K-FAC), whole gradients (Shampoo), or none: every parameter alone."""
 
@@ -127,10 +130,7 @@ class SquareSums:
         if left.shape[1] == 1:  # one position: the squares of the factors make up those of their product
             total += left.squeeze(1).square().T @ right.squeeze(1).square()
             return
-        step = max(1, SLICE_BYTES // (4 * left.shape[0] * right.shape[2]))
-        for low in range(0, left.shape[2], step):
-            part = torch.bmm(left[:, :, low : low + step].transpose(1, 2), right)
-            total[low : low + step] += part.square_().sum(0)
+        add_squares(total, left, right)
 
     def matrices(self, index: int, gradients: Tensor) -> None:
         self.kronecker[index] += rotated(gradients, self.bases[index]).square().sum(0)
@@ -158,6 +158,35 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     edges = [size * stripe // stripes for stripe in range(stripes + 1)]
     for low, high in pairwise(edges):
         total[low:high, :high] += left[:, low:high].T @ right[:, :high]
+
+
+def add_squares(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add Σ_b (leftᵀ_b right_b)∘² to a sum.
+
+    On a CPU large products are made row by row, a piece at a time that stays in its cache, which takes a fifth less.
+
+    Args:
+        total: the sum, `(I, J)`.
+        left: `(B, T, I)`.
+        right: `(B, T, J)`.
+    """
+    size, _, height = left.shape
+    width = right.shape[2]
+    if left.device.type != "cpu" or height * width < _LARGE:
+        step = max(1, SLICE_BYTES // (4 * size * width))
+        for low in range(0, height, step):
+            part = torch.bmm(left[:, :, low : low + step].transpose(1, 2), right)
+            total[low : low + step] += part.square_().sum(0)
+        return
+    step = max(1, _CACHED_BYTES // (4 * width))
+    for low in range(0, height, step):
+        columns = left[:, :, low : low + step]
+        squares = left.new_zeros(columns.shape[2], width)
+        product = torch.empty_like(squares)
+        for row in range(size):
+            torch.mm(columns[row].T, right[row], out=product)
+            squares.addcmul_(product, product)
+        total[low : low + step] += squares
 
 
 def _zeros(*shape: int, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from hf_trak.curvature.curvature import Curvature, identity_curvature
 from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.curvature.fit import CurvatureFit, Stage
 from hf_trak.curvature.hybrid import HybridSystem
-from hf_trak.curvature.maps import TargetProducts, influence_on_itself, preconditioning, whitened_projection
+from hf_trak.curvature.maps import Preconditioning, SelfInfluence, TargetProducts, WhitenedProjection
 from hf_trak.curvature.plan import FitPlan
 from hf_trak.data.rows import RowBatches, row_count
 from hf_trak.errors import IncompleteStoreError
@@ -236,7 +236,7 @@ class ExactScores:
                     model_id,
                     curvature,
                 )
-                featurizer = model.featurizer(projector=influence_on_itself(curvature, self.damping))
+                featurizer = model.featurizer(projector=SelfInfluence(curvature, self.damping))
                 featurizer.fill(
                     shards, model.train_dataset, model_id, "train", f"self-influence, checkpoint {model_id}"
                 )
@@ -297,7 +297,7 @@ class ExactScores:
         shards = self._shards(
             directory, "preconditioned", len(eval_dataset), total, rows, model_id, curvature, **identity
         )
-        featurizer = self.model.featurizer(projector=preconditioning(curvature, self.damping))
+        featurizer = self.model.featurizer(projector=Preconditioning(curvature, self.damping))
         featurizer.fill(shards, eval_dataset, model_id, "target", f"{name}, preconditioned, checkpoint {model_id}")
         for shard in shards:
             if bool((zero := (shard.grads == 0).all(1)).any()):
@@ -352,7 +352,7 @@ class ExactScores:
             model_id,
             curvature,
         )
-        featurizer = model.featurizer(self.scored_task, whitened_projection(curvature, self.damping, projector))
+        featurizer = model.featurizer(self.scored_task, WhitenedProjection(curvature, self.damping, projector))
         what = f"whitened train rows, checkpoint {model_id}"
         featurizer.fill(shards, model.train_dataset, model_id, "train", what)
         return shards

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from hf_trak.curvature.curvature import Curvature, identity_curvature
-from hf_trak.curvature.maps import GradientMap, TargetProducts, preconditioning
+from hf_trak.curvature.maps import GradientMap, Preconditioning, TargetProducts
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -257,7 +257,7 @@ class _Sample:
         model = self._model
         features, q = self._stored_features()
         whole = self._shards(
-            "targets", self._targets, model.layout.total, preconditioning(identity_curvature(model.layout), 0.0),
+            "targets", self._targets, model.layout.total, Preconditioning(identity_curvature(model.layout), 0.0),
             model.task, "target",
         )  # fmt: skip
         projected, products, scores = [], [], []

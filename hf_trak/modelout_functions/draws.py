@@ -107,9 +107,7 @@ class Draws:
             numbers where there is no label.
         """
         drawn = self.classes(logits, labelled).unsqueeze(-1)
-        logits = _widened(logits)
-        others = logits.scatter(-1, drawn, -torch.inf).logsumexp(dim=-1)
-        return torch.nn.functional.logsigmoid(logits.gather(-1, drawn).squeeze(-1) - others)
+        return torch.nn.functional.logsigmoid(_Margins.apply(_widened(logits), drawn)[0].squeeze(-1))
 
     def _drawn(self, logits: Tensor, places: Tensor) -> Tensor:
         logits = _widened(logits.detach())
@@ -148,6 +146,36 @@ def _group_logits(logits: Tensor) -> Tensor:
     return torch.cat(groups, dim=-1)
 
 
+class _Margins(torch.autograd.Function):
+    """z_y − logsumexp(others) of logits z `(…, C)` and classes y `(…, 1)`: `(…, 1)`; and its derivatives, `(…, C)`.
+
+    What autograd would compute, with fewer temporary tensors of the size of the logits.
+    """
+
+    @staticmethod
+    def forward(logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        others = logits.scatter(-1, drawn, -torch.inf)
+        largest = others.amax(dim=-1, keepdim=True)
+        total = others.sub_(largest).exp_().sum(dim=-1, keepdim=True)
+        return logits.gather(-1, drawn) - (largest + total.log()), others.div_(-total).scatter_(-1, drawn, 1.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (derivatives,) = ctx.saved_tensors
+        return derivatives * gradients[0], None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], logits: Tensor, drawn: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        return _Margins.apply(*_in_front(info.batch_size, in_dims, logits, drawn)), (0, 0)
+
+
 class _Uniforms(torch.autograd.Function):
     """Uniform numbers in (0, 1) of rows `(…, B)` and places `(…, B, T)`: `(…, B, T, count)`, float64.
 
@@ -173,8 +201,12 @@ class _Uniforms(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], rows: Tensor, places: Tensor, seed: int, block: int, count: int
     ) -> tuple[Tensor, int]:
-        front = [
-            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in ((rows, in_dims[0]), (places, in_dims[1]))
-        ]
-        return _Uniforms.apply(*front, seed, block, count), 0
+        return _Uniforms.apply(*_in_front(info.batch_size, in_dims[:2], rows, places), seed, block, count), 0
+
+
+def _in_front(size: int, dims: tuple[int | None, ...], *tensors: Tensor) -> list[Tensor]:
+    """Put the dimension that `vmap` maps over first, where a tensor has one, and expand the others."""
+    return [
+        tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]

@@ -1,0 +1,153 @@
+"""Products with an inverse curvature, in whichever forms gradients come: those with whole gradients, in full."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
+from hf_trak.curvature.curvature import Curvature, KroneckerValues
+from hf_trak.curvature.maps import InverseSink, Preconditioning, SelfInfluence, WhitenedProjection
+
+B, DAMPING = 3, 0.1
+BIAS, LEFT_BIAS, NORM = 8 * 6, 8 * 6 + 8 + 5 * 4, 8 * 6 + 8 + 5 * 4 + 4
+"""Layout: weight 8 × 6, bias 8, weight 5 × 4 (inputs first), bias 4, norm 7."""
+P = NORM + 7
+
+
+def kronecker() -> tuple[KroneckerBlock, ...]:
+    """A linear layer that is cut in four, whose bias belongs to two of the parts, and one with inputs first."""
+    cut = [
+        KroneckerBlock("w", 6 * low + first, 4, 3, 6, BIAS + low if first == 0 else None, "right", 0, low, first)
+        for low in (0, 4)
+        for first in (0, 3)
+    ]
+    return *cut, KroneckerBlock("conv1d", BIAS + 8, 5, 4, 4, LEFT_BIAS, "left", BIAS + 8)
+
+
+@pytest.fixture(scope="module")
+def curvature() -> Curvature:
+    blocks, values = kronecker(), []
+    for index, one in enumerate(blocks):
+        generator = torch.Generator().manual_seed(index)
+        bases = [torch.linalg.qr(torch.randn(side, side, generator=generator)).Q for side in one.shape]
+        spectrum = torch.exp(4 * torch.rand(one.shape, generator=generator))
+        values.append(KroneckerValues((bases[0], bases[1]), spectrum, 100))
+    division = CurvatureBlocks(blocks, (DiagonalBlock("norm", NORM, 7),))
+    return Curvature("ekfac", division, tuple(values), (torch.arange(1.0, 8.0),), 100, "digest")
+
+
+class Gradients:
+    """Gradients of three rows, as factors of both layers over `positions` positions."""
+
+    def __init__(self, positions: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.outputs, self.inputs, self.first, self.second, self.norm = (
+            torch.randn(B, *shape, generator=generator)
+            for shape in ((positions, 8), (positions, 6), (positions, 5), (positions, 4), (7,))
+        )
+
+    def whole(self) -> Tensor:
+        """All in one, `(B, P)`."""
+        weight = torch.einsum("bto,bti->boi", self.outputs, self.inputs).flatten(1)
+        other = torch.einsum("bti,bto->bio", self.first, self.second).flatten(1)
+        return torch.cat([weight, self.outputs.sum(1), other, self.second.sum(1), self.norm], 1)
+
+    def factors(self, sink: InverseSink) -> None:
+        """Weights as factors, and biases alone, too, as engines give them."""
+        sink.add_outer(0, self.outputs, self.inputs)
+        sink(BIAS, self.outputs.sum(1))
+        sink(LEFT_BIAS, self.second.sum(1))
+        sink.add_outer(BIAS + 8, self.first, self.second)
+        sink(NORM, self.norm)
+
+    def dense(self, sink: InverseSink) -> None:
+        """In pieces that end anywhere."""
+        whole = self.whole()
+        for low in range(0, P, 11):
+            sink(low, whole[:, low : low + 11])
+
+    def calls(self, sink: InverseSink) -> None:
+        """A layer that is used twice, once of these in slices, and biases in two parts."""
+        sink(BIAS, self.outputs[:, 1:].sum(1))
+        sink.add_outer(0, self.outputs[:, :1], self.inputs[:, :1])
+        sink(0, torch.einsum("bto,bti->boi", self.outputs[:, 1:], self.inputs[:, 1:]).flatten(1))
+        sink(BIAS, self.outputs[:, :1].sum(1))
+        sink.add_outer(BIAS + 8, self.first[:, 1:], self.second[:, 1:])
+        sink.add_outer(BIAS + 8, self.first[:, :1], self.second[:, :1])
+        sink(LEFT_BIAS, self.second.sum(1))
+        sink(NORM, self.norm[:, :3])
+        sink(NORM + 3, self.norm[:, 3:])
+
+
+FORMS: dict[str, Callable[[Gradients, InverseSink], None]] = {
+    "factors": Gradients.factors,
+    "dense": Gradients.dense,
+    "several calls": Gradients.calls,
+}
+
+
+class Kept:
+    """A projector that projects nothing."""
+
+    proj_dim, scale = P, 1.0
+
+    def sink(self, batch_size: int, model_id: int, device: str) -> "Kept":
+        self.rows = torch.zeros(batch_size, P)
+        return self
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        self.rows[:, start : start + block.shape[1]] += block
+
+    def result(self) -> Tensor:
+        return self.rows
+
+
+@pytest.fixture(params=[2, 40], ids=["few positions", "many positions"])
+def gradients(request: pytest.FixtureRequest) -> Gradients:
+    """Few positions are rotated before they are multiplied, many are multiplied first."""
+    return Gradients(request.param)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """To float32 products of matrices with at most 8 rows, and eigenvalues that differ by a factor of 50."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products(curvature: Curvature, gradients: Gradients, form: str) -> None:
+    expected = curvature.precondition(gradients.whole(), DAMPING)
+    maps = (
+        Preconditioning(curvature, DAMPING),
+        SelfInfluence(curvature, DAMPING),
+        WhitenedProjection(curvature, DAMPING, Kept()),  # type: ignore[arg-type]
+    )
+    found = []
+    for one in maps:
+        sink = one.sink(B, 0, "cpu")
+        FORMS[form](gradients, sink)  # type: ignore[arg-type]
+        found.append(sink.result())
+    preconditioned, own, whitened = found
+    gram = gradients.whole() @ expected.T
+    close(preconditioned, expected)
+    close(own[:, 0], gram.diagonal())
+    close(whitened @ whitened.T, gram)
+
+
+def test_a_bias_that_is_used_elsewhere_too(curvature: Curvature, gradients: Gradients) -> None:
+    """What the factors do not have of its gradient is not lost."""
+    whole = gradients.whole()
+    whole[:, BIAS : BIAS + 8] += 0.5
+    sink = Preconditioning(curvature, DAMPING).sink(B, 0, "cpu")
+    gradients.factors(sink)  # type: ignore[arg-type]
+    sink(BIAS, torch.full((B, 8), 0.5))
+    close(sink.result(), curvature.precondition(whole, DAMPING))
+
+
+def test_a_curvature_without_bases(curvature: Curvature, gradients: Gradients) -> None:
+    values = tuple(KroneckerValues(None, one.eigenvalues, 0) for one in curvature.kronecker)
+    diagonal = Curvature("diagonal", curvature.blocks, values, curvature.diagonal, 100, "digest")
+    sink = Preconditioning(diagonal, DAMPING).sink(B, 0, "cpu")
+    gradients.factors(sink)  # type: ignore[arg-type]
+    close(sink.result(), diagonal.precondition(gradients.whole(), DAMPING))
