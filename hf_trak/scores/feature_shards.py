@@ -3,12 +3,14 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from hf_trak.codes.coded_rows import CodedRows
 from hf_trak.runtime.transfers import CopyEngine, copy_engine, uploaded
+from hf_trak.store.shard_set import Shard
 
 
 class FeatureShard(Protocol):
@@ -31,6 +33,20 @@ class FeatureShard(Protocol):
         """Weights q_i, `(stop - start,)`."""
 
 
+@runtime_checkable
+class ShardOfCodes(Protocol):
+    """A [`FeatureShard`] that may hold codes."""
+
+    @property
+    def coded(self) -> CodedRows | None:
+        """The codes; `None` for floating-point features."""
+
+
+def codes_of(shard: FeatureShard) -> CodedRows | None:
+    """Return the codes of a shard, or `None` for floating-point features."""
+    return shard.coded if isinstance(shard, ShardOfCodes) else None
+
+
 @dataclass(frozen=True)
 class DeviceShard:
     """A [`FeatureShard`] whose `grads` have been copied to a device."""
@@ -45,6 +61,8 @@ def uploaded_shards(
     shards: Iterable[FeatureShard], device: torch.device, engine: CopyEngine | None = None
 ) -> Iterator[FeatureShard]:
     """Copy the features of shards to a device, each shard while the one before it is being processed.
+
+    Codes are copied as they are, and decoded on the device.
 
     Args:
         shards: shards in order. One shard is read ahead of the one that was asked for.
@@ -61,12 +79,30 @@ def uploaded_shards(
         return
     read: deque[FeatureShard] = deque()
 
-    def grads() -> Iterator[Tensor]:
+    def features() -> Iterator[Tensor]:
         for shard in shards:
             read.append(shard)
-            yield shard.grads
+            coded = codes_of(shard)
+            yield shard.grads if coded is None else _bytes_of(coded)
 
-    for tensor in uploaded(grads(), device, engine):
+    for tensor in uploaded(features(), device, engine):
         shard = read.popleft()
-        yield DeviceShard(shard.start, shard.stop, tensor, shard.out_to_loss)
-        del tensor, shard  # free this shard before waiting for the next one
+        coded = codes_of(shard)
+        if coded is None:
+            yield DeviceShard(shard.start, shard.stop, tensor, shard.out_to_loss)
+        else:
+            yield Shard(shard.start, shard.stop, _of_bytes(tensor, coded), shard.out_to_loss)
+        del tensor, shard, coded  # free this shard before waiting for the next one
+
+
+def _bytes_of(coded: CodedRows) -> Tensor:
+    """Join the scales and codes of rows to one tensor, uint8."""
+    return torch.cat([coded.scale.contiguous().view(torch.uint8), *(block.flatten() for block in coded.blocks)])
+
+
+def _of_bytes(tensor: Tensor, like: CodedRows) -> CodedRows:
+    """Invert [`_bytes_of`] on a device, for rows of the same shapes."""
+    sizes = [4 * len(like), *(block.numel() for block in like.blocks)]
+    scale, *blocks = tensor.split(sizes)
+    shaped = (part.view(block.shape) for part, block in zip(blocks, like.blocks, strict=True))
+    return CodedRows(like.form, scale.view(torch.float32), tuple(shaped))

@@ -8,21 +8,29 @@ which is the mean of the products times the mean of the weights, not the mean of
 2303.14186, Section 3.4). ∘ multiplies every row of the left matrix by its entry of the right vector.
 
 At any time, memory holds one shard of one checkpoint (two on a GPU) and one block of scores, never all of X or τ.
+Shards with codes are multiplied as they are, see `coded_products.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
 
 import torch
 from torch import Tensor
 
+from hf_trak.codes.coded_rows import CodedRows, CodeFormat
 from hf_trak.errors import StoreError
 from hf_trak.runtime.finite import check_finite_rows
-from hf_trak.scores.feature_shards import FeatureShard, uploaded_shards
+from hf_trak.scores.coded_products import DIGITS, CodedTargets, coded_targets
+from hf_trak.scores.feature_shards import FeatureShard, codes_of, uploaded_shards
 from hf_trak.scores.ridge import RidgeSystem
 
 _PLAIN_EXPONENT = 32
 """Rows whose largest entry is between 2⁻³² and 2³² are kept unscaled: far smaller entries still fit into float32."""
+
+_PREPARING = Lock()
+"""Held while targets are prepared for codes, so that threads which need them at the same time do so once."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,22 @@ class ScaledRows:
         if int(exponents.abs().max()) <= _PLAIN_EXPONENT:
             return cls(matrix.float())
         return cls(torch.ldexp(matrix, -exponents.unsqueeze(1)).float(), exponents)
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """`valuesᵀ`, `(k, m)`, as products with floating-point rows need it."""
+        return self.values.T.contiguous()
+
+    @cached_property
+    def _prepared(self) -> dict[tuple[CodeFormat, int], CodedTargets]:
+        return {}
+
+    def for_codes(self, form: CodeFormat, digits: int = DIGITS) -> CodedTargets:
+        """Return `values` as products with codes need it, see [`coded_targets`]. It is prepared once."""
+        with _PREPARING:
+            if (form, digits) not in self._prepared:
+                self._prepared[form, digits] = coded_targets(self.values, form, digits)
+            return self._prepared[form, digits]
 
     def unscaled(self, products: Tensor) -> Tensor:
         """Multiply products with `values` by the powers of two, in place.
@@ -88,25 +112,19 @@ def score_blocks(
         StoreError: the checkpoints are cut into shards differently.
         NonFiniteError: a score is not finite; names the training row.
     """
-    _check_counts(checkpoints, preconditioned_targets, "preconditioned target matrices")
-    rows = [one if isinstance(one, ScaledRows) else ScaledRows(one.float()) for one in preconditioned_targets]
-    targets = [one.values for one in rows]
-    if len({matrix.shape[0] for matrix in targets}) != 1:
-        raise ValueError(
-            f"The checkpoints have {[matrix.shape[0] for matrix in targets]} targets. Expected the same number for "
-            "each. Take the features of the same targets for every checkpoint."
-        )
+    rows = _scaled(checkpoints, preconditioned_targets)
 
-    columns = [matrix.T.contiguous() for matrix in targets]
+    def product(checkpoint: int, shard: FeatureShard) -> Tensor:
+        coded, matrix = codes_of(shard), rows[checkpoint]
+        if coded is not None:
+            _check_codes(coded, shard)
+            _check_columns(coded.columns, matrix.values.shape[1], checkpoint)
+            return matrix.unscaled(matrix.for_codes(coded.form).product(coded))
+        grads = _grads(shard)
+        _check_columns(grads.shape[1], matrix.values.shape[1], checkpoint)
+        return matrix.unscaled(grads.to(device=matrix.values.device, dtype=torch.float32) @ matrix.columns)
 
-    def product(checkpoint: int, grads: Tensor, start: int) -> Tensor:
-        matrix = columns[checkpoint]
-        _check_columns(grads, matrix.shape[0], checkpoint)
-        return rows[checkpoint].unscaled(grads.to(device=matrix.device, dtype=torch.float32) @ matrix)
-
-    # The next shard is copied to the device while this one is multiplied.
-    shards = [uploaded_shards(one, matrix.device) for one, matrix in zip(checkpoints, columns, strict=True)]
-    return _checked(_average(shards, product))
+    return _checked(_average(_uploaded(checkpoints, rows), product))
 
 
 def joined(blocks: Iterable[tuple[int, int, Tensor]], least: int) -> Iterator[tuple[int, int, Tensor]]:
@@ -162,11 +180,33 @@ def self_influence_blocks(
     """
     _check_counts(checkpoints, systems, "ridge systems")
 
-    def product(checkpoint: int, grads: Tensor, start: int) -> Tensor:
-        _check_columns(grads, systems[checkpoint].k, checkpoint)
-        return systems[checkpoint].quadratic(grads, start).unsqueeze(1)
+    def product(checkpoint: int, shard: FeatureShard) -> Tensor:
+        grads = _grads(shard)
+        _check_columns(grads.shape[1], systems[checkpoint].k, checkpoint)
+        return systems[checkpoint].quadratic(grads, shard.start).unsqueeze(1)
 
     return ((start, stop, block.squeeze(1)) for start, stop, block in _checked(_average(checkpoints, product)))
+
+
+def _scaled(
+    checkpoints: Sequence[Iterable[FeatureShard]], targets: Sequence["Tensor | ScaledRows"]
+) -> list[ScaledRows]:
+    """Check preconditioned targets against checkpoints, and return them as scaled rows."""
+    _check_counts(checkpoints, targets, "preconditioned target matrices")
+    rows = [one if isinstance(one, ScaledRows) else ScaledRows(one.float()) for one in targets]
+    if len({one.values.shape[0] for one in rows}) != 1:
+        raise ValueError(
+            f"The checkpoints have {[one.values.shape[0] for one in rows]} targets. Expected the same number for "
+            "each. Take the features of the same targets for every checkpoint."
+        )
+    return rows
+
+
+def _uploaded(
+    checkpoints: Sequence[Iterable[FeatureShard]], rows: Sequence[ScaledRows]
+) -> list[Iterator[FeatureShard]]:
+    """Copy the shards of every checkpoint to the device of its targets, the next while one is multiplied."""
+    return [uploaded_shards(one, matrix.values.device) for one, matrix in zip(checkpoints, rows, strict=True)]
 
 
 def _checked(blocks: Iterable[tuple[int, int, Tensor]]) -> Iterator[tuple[int, int, Tensor]]:
@@ -177,19 +217,19 @@ def _checked(blocks: Iterable[tuple[int, int, Tensor]]) -> Iterator[tuple[int, i
 
 
 def _average(
-    checkpoints: Sequence[Iterable[FeatureShard]], product: Callable[[int, Tensor, int], Tensor]
+    checkpoints: Sequence[Iterable[FeatureShard]], product: Callable[[int, FeatureShard], Tensor]
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Average products and weights over the checkpoints, and multiply the two means, shard by shard.
 
     Args:
         checkpoints: as in [`score_blocks`].
-        product: `product(checkpoint, grads, start)` gives the products of a shard, `(stop - start, m)`.
+        product: `product(checkpoint, shard)` gives the products of a shard, `(stop - start, m)`.
     """
     iterators = [iter(shards) for shards in checkpoints]
     count = len(iterators)
     for first in iterators[0]:
         start, stop = first.start, first.stop
-        total = product(0, _grads(first), start)
+        total = product(0, first)
         weight = first.out_to_loss.to(device=total.device, dtype=torch.float32)
         del first  # hold one shard at a time
         for checkpoint in range(1, count):
@@ -200,7 +240,7 @@ def _average(
                     f"Checkpoint number {checkpoint} has {found} where checkpoint number 0 has rows {start} … {stop}. "
                     "Expected the same shards in each. Featurize them with one shard size on one training dataset."
                 )
-            total += product(checkpoint, _grads(shard), start).to(total.device)
+            total += product(checkpoint, shard).to(total.device)
             weight = weight + shard.out_to_loss.to(weight)
             del shard
         if count > 1:
@@ -224,10 +264,18 @@ def _grads(shard: FeatureShard) -> Tensor:
     return grads
 
 
-def _check_columns(grads: Tensor, k: int, checkpoint: int) -> None:
-    if grads.shape[1] != k:
+def _check_codes(coded: CodedRows, shard: FeatureShard) -> None:
+    if len(coded) != shard.stop - shard.start:
+        raise StoreError(
+            f"The shard of rows {shard.start} … {shard.stop} holds codes of {len(coded)} rows. Expected "
+            f"{shard.stop - shard.start}. Delete that file and featurize again."
+        )
+
+
+def _check_columns(columns: int, k: int, checkpoint: int) -> None:
+    if columns != k:
         raise ValueError(
-            f"The features of checkpoint number {checkpoint} have {grads.shape[1]} columns, its targets {k}. Expected "
+            f"The features of checkpoint number {checkpoint} have {columns} columns, its targets {k}. Expected "
             "the same number. Project both with the same projector."
         )
 

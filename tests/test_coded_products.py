@@ -1,0 +1,270 @@
+"""Products with codes are those of the decoded rows, with the same bits however rows and work are divided."""
+
+import platform
+
+import pytest
+import torch
+from rounding import assert_within, gamma, product_bound
+from test_transfers import LateEngine
+from torch import Tensor
+
+from hf_trak.codes.coded_rows import CodedRows, CodeFormat
+from hf_trak.errors import NonFiniteError, StoreError
+from hf_trak.runtime import transfers
+from hf_trak.runtime.shard_threads import map_shards
+from hf_trak.scores import coded_products, feature_shards
+from hf_trak.scores.coded_products import FloatTargets, IntegerTargets, coded_targets, integers_are_exact
+from hf_trak.scores.streaming import ScaledRows, score_blocks
+from hf_trak.store.shard_set import Shard
+
+FORMS = [
+    (1, 3),  # less than a byte
+    (2, 77),  # one block, padded
+    (4, 1000),
+    (8, 700),  # two blocks
+    (1, 8192),  # a power of two
+    (1, 30_011),  # pieces across blocks, padded
+    (4, 9_001),
+    (8, 5_000),
+    (1, 70_000),  # more columns than are added up in 32 bits
+    (8, 70_000),
+]
+needs_exact_integers = pytest.mark.skipif(not integers_are_exact(), reason="this CPU does not multiply int8 exactly")
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def encoded(rows: int, bits: int, k: int, seed: int = 0) -> CodedRows:
+    """Rows of different lengths, one of them zero."""
+    values = drawn(rows, k, seed=seed) * torch.logspace(-3, 3, rows).unsqueeze(1)
+    values[rows // 2] = 0
+    return CodedRows.encode(values, CodeFormat(bits, k))
+
+
+def drawn_targets(m: int, k: int, seed: int = 1) -> Tensor:
+    """Targets of different lengths, the last of which is zero if there are several."""
+    targets = drawn(m, k, seed=seed) * torch.logspace(-4, 4, m).unsqueeze(1)
+    targets[m - 1] *= m == 1
+    return targets
+
+
+def exact(coded: CodedRows) -> Tensor:
+    """The rows in float64: numbers of levels times scales."""
+    return coded.decode(scaled=False).double() * coded.scale.double().unsqueeze(1)
+
+
+def rounding_of_targets(coded: CodedRows, targets: Tensor, digits: int) -> Tensor:
+    """Half a step for every entry of a target, and the rounding of three products: step, scale, float32."""
+    steps = targets.double().abs().amax(dim=1) / (127 * sum(256**digit for digit in range(digits)))
+    rows = exact(coded)
+    last = gamma(2) * (rows @ targets.double().T).abs()
+    return rows.abs().sum(dim=1, keepdim=True) * steps / 2 * (1 + gamma(2)) + last
+
+
+@needs_exact_integers
+@pytest.mark.parametrize(("bits", "k"), FORMS)
+@pytest.mark.parametrize("digits", [1, 2, 3])
+def test_integer_products_are_those_of_decoded_rows_and_rounded_targets(bits, k, digits):
+    coded, targets = encoded(37, bits, k), drawn_targets(3, k)
+    found = IntegerTargets(targets, coded.form, digits).product(coded)
+    assert_within(found, exact(coded) @ targets.double().T, rounding_of_targets(coded, targets, digits))
+
+
+@pytest.mark.parametrize(("bits", "k"), FORMS)
+def test_float_products_are_those_of_decoded_rows(bits, k):
+    coded, targets = encoded(37, bits, k), drawn_targets(3, k)
+    found = FloatTargets(targets, coded.form).product(coded)
+    rows = exact(coded)
+    assert_within(found, rows @ targets.double().T, product_bound(rows, targets.T, extra=2))
+
+
+@pytest.mark.parametrize("m", [1, 2, 5, 128, 129, 300])
+@pytest.mark.parametrize("kind", [pytest.param(IntegerTargets, marks=needs_exact_integers), FloatTargets])
+def test_any_number_of_targets(kind, m):
+    coded, targets = encoded(5, 2, 3000), drawn_targets(m, 3000)
+    rows = exact(coded)
+    found = kind(targets, coded.form).product(coded)
+    bound = rounding_of_targets(coded, targets, 3) + product_bound(rows, targets.T, extra=2)
+    assert_within(found, rows @ targets.double().T, bound)
+
+
+@needs_exact_integers
+def test_three_digits_are_as_exact_as_float32():
+    """Measured against targets in float64, beside products of decoded rows in float32."""
+    coded, targets = encoded(64, 1, 8192), drawn_targets(20, 8192)[:-1]
+    right = exact(coded) @ targets.double().T
+    norms = exact(coded).norm(dim=1, keepdim=True) * targets.double().norm(dim=1)
+
+    def error(products: Tensor) -> float:
+        return float(((products - right) / norms).nan_to_num().square().mean().sqrt()) * 8192**0.5
+
+    errors = [error(IntegerTargets(targets, coded.form, digits).product(coded)) for digits in (1, 2, 3)]
+    # A step of 2 max|a| / 2⁸ᵈ, max|a| between 3.3σ and 5σ, has a rounding error of step / √12.
+    for digits, found in enumerate(errors, start=1):
+        assert 3.3 < found * 2 ** (8 * digits) / 2 * 12**0.5 < 5.5
+    assert errors[2] < error(coded.decode() @ targets.T)
+
+
+@needs_exact_integers
+def test_bits_do_not_depend_on_the_division_of_rows_columns_or_targets(monkeypatch):
+    coded, targets = encoded(50, 2, 9_001), drawn_targets(45, 9_001)
+    expected = IntegerTargets(targets, coded.form).product(coded)
+    for rows, piece, together in [(7, 100, 16), (50, 999, 48), (1, 4096, 384), (1024, 512, 1024)]:
+        monkeypatch.setattr(coded_products, "_ROWS", rows)
+        monkeypatch.setattr(coded_products, "_PIECE_BYTES", piece)
+        monkeypatch.setattr(coded_products, "_PRODUCTS_TOGETHER", together)
+        assert torch.equal(IntegerTargets(targets, coded.form).product(coded), expected)
+    assert torch.equal(IntegerTargets(targets[7:8], coded.form).product(coded), expected[:, 7:8])
+    prepared = IntegerTargets(targets, coded.form)
+    for start, stop in [(0, 1), (3, 20), (49, 50)]:
+        assert torch.equal(prepared.product(coded[start:stop]), expected[start:stop])
+    picked = torch.tensor([3, 49, 4])
+    assert torch.equal(prepared.product(coded[picked]), expected[picked])
+
+
+@needs_exact_integers
+def test_bits_do_not_depend_on_the_number_of_threads(monkeypatch):
+    coded, targets = encoded(64, 1, 20_000), drawn_targets(40, 20_000)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            prepared = IntegerTargets(targets, coded.form)
+            results.append(prepared.product(coded))
+            groups = [slice(start, start + 10) for start in range(0, 64, 10)]
+            results.append(torch.cat(list(map_shards(lambda rows, it=prepared: it.product(coded[rows]), groups))))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@needs_exact_integers
+@pytest.mark.parametrize("bits", [1, 4, 8])
+def test_no_sum_is_too_large(bits):
+    """The highest levels in all columns, and targets that are the same in all columns."""
+    form = CodeFormat(bits, 300_000)
+    blocks = tuple(torch.full((2, size), 255, dtype=torch.uint8) for size in form.block_bytes)
+    coded = CodedRows(form, torch.tensor([1.0, 2.0]), blocks)
+    found = IntegerTargets(torch.tensor([[1.0], [-3.0]]).expand(2, 300_000), form).product(coded)
+    assert torch.equal(found, 300_000 * (2**bits - 1) / 2 * torch.tensor([[1.0, -3.0], [2.0, -6.0]]))
+
+
+@needs_exact_integers
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_target_that_is_not_finite_has_no_finite_products(value):
+    coded, targets = encoded(5, 4, 100), drawn_targets(3, 100)
+    targets[1, 17] = value
+    found = IntegerTargets(targets, coded.form).product(coded)
+    assert found[:, 1].isnan().all() and found[:, [0, 2]].isfinite().all()
+
+
+def in_pairs(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply int8 matrices as CPUs without instructions for it do: pairs of products are added in 16 bits."""
+    half = left.shape[1] // 2
+    pairs = left.int().view(-1, half, 2, 1) * right.int().view(half, 2, -1)
+    return pairs.sum(dim=2).clamp(-(2**15), 2**15 - 1).sum(dim=1)
+
+
+def test_integers_are_used_only_where_they_are_exact(monkeypatch):
+    targets, form = drawn_targets(2, 50), CodeFormat(4, 50)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_int_mm", in_pairs)
+        integers_are_exact.cache_clear()
+        assert not integers_are_exact()
+        assert isinstance(coded_targets(targets, form), FloatTargets)
+        patch.undo()
+        patch.setattr(platform, "machine", lambda: "aarch64")
+        integers_are_exact.cache_clear()
+        assert not integers_are_exact()
+    integers_are_exact.cache_clear()
+    if integers_are_exact():
+        assert isinstance(coded_targets(targets, form), IntegerTargets)
+
+
+def shards(coded: CodedRows, q: Tensor, size: int) -> list[Shard]:
+    return [
+        Shard(start, min(start + size, len(coded)), coded[start : start + size], q[start : start + size])
+        for start in range(0, len(coded), size)
+    ]
+
+
+def scores(blocks) -> Tensor:
+    return torch.cat([block for _, _, block in blocks])
+
+
+@pytest.fixture
+def problem():
+    """Codes of two checkpoints, weights, and targets, whose numbers float32 products with each other cannot hold."""
+    codes = [encoded(23, 2, 3000, seed=seed) for seed in (0, 5)]
+    qs = [torch.rand(23) + 0.5 for _ in codes]
+    targets = [ScaledRows(drawn_targets(5, 3000, seed=seed), torch.tensor([-3, 0, 2, 5, 0])) for seed in (1, 2)]
+    return codes, qs, targets
+
+
+def test_scores_of_shards_with_codes_are_those_of_decoded_shards(problem, monkeypatch):
+    codes, qs, targets = problem
+    decoded = [
+        [Shard(one.start, one.stop, one.grads, one.out_to_loss) for one in shards(coded, q, 9)]
+        for coded, q in zip(codes, qs, strict=True)
+    ]
+    expected = scores(score_blocks(decoded, targets))
+
+    def refuse(self, scaled=True):
+        raise AssertionError("a shard was decoded")
+
+    monkeypatch.setattr(CodedRows, "decode", refuse)
+    for size in (9, 23, 1):
+        found = scores(score_blocks([shards(coded, q, size) for coded, q in zip(codes, qs, strict=True)], targets))
+        scale = expected.abs().amax(dim=0) * 2**-15  # 3000 columns, and cancellation; a wrong column would be 2⁻⁷
+        assert_within(found, expected, scale)
+
+
+def test_targets_are_prepared_once(problem, monkeypatch):
+    codes, qs, targets = problem
+    made = []
+    plain = coded_products.coded_targets
+    monkeypatch.setattr(
+        "hf_trak.scores.streaming.coded_targets", lambda *given: made.append(given[1:]) or plain(*given)
+    )
+    for _ in range(2):
+        scores(score_blocks([shards(coded, q, 9) for coded, q in zip(codes, qs, strict=True)], targets))
+    assert len(made) == 2  # one per checkpoint
+
+
+def test_codes_are_copied_to_a_device_as_they_are(problem, monkeypatch):
+    codes, qs, targets = problem
+    one = shards(codes[0], qs[0], 5)
+    expected = scores(score_blocks([one], targets[:1]))
+    engine = ByteEngine()
+    monkeypatch.setattr(feature_shards, "copy_engine", lambda device: engine)
+    monkeypatch.setattr(transfers, "copy_engine", lambda device: engine)
+    assert torch.equal(scores(score_blocks([one], targets[:1])), expected)
+    assert engine.most_waiting > 0
+    assert max(len(buffer) for buffer in engine.buffers) == 5 * (codes[0].form.row_bytes + 4)
+
+
+def test_what_does_not_fit_is_refused(problem):
+    codes, qs, targets = problem
+    with pytest.raises(ValueError, match="3000 columns, its targets 2999"):
+        next(score_blocks([shards(codes[0], qs[0], 9)], [targets[0].values[:, 1:]]))
+    first = codes[0].first(512)
+    with pytest.raises(ValueError, match="2048 columns, its targets 3000"):
+        next(score_blocks([shards(first, qs[0], 9)], targets[:1]))
+    with pytest.raises(StoreError, match="codes of 22 rows"):
+        next(score_blocks([[Shard(0, 23, codes[0][:22], qs[0])]], targets[:1]))
+    broken = CodedRows(codes[0].form, codes[0].scale.clone(), codes[0].blocks)
+    broken.scale[11] = torch.nan
+    with pytest.raises(NonFiniteError, match="row 11"):
+        scores(score_blocks([shards(broken, qs[0], 9)], targets[:1]))
+
+
+class ByteEngine(LateEngine):
+    """As [`LateEngine`], for bytes, which have no NaN: what is not there yet is 255."""
+
+    def upload(self, source):
+        assert self._is_pinned(source)
+        target = torch.full_like(source, 255)
+        return target, self._enqueue(target, source)
