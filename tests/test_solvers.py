@@ -166,6 +166,20 @@ def test_stored_features_are_what_is_solved_with(tmp_path: Path, dtype: str) -> 
         assert relative(one, rows.double() @ exact(store, lam)) < (1e-5 if kind == "low_rank" else 1e-9), kind
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int4", "int2", "int1"])
+def test_pieces_are_what_the_shards_hold(tmp_path: Path, dtype: str) -> None:
+    """Any columns of codes are decoded by themselves, from the blocks that they lie in."""
+    k = 4096 + 3 if dtype == "int1" else 1003  # several blocks of 512 bytes
+    store = make_store(tmp_path, torch.randn(9, k), shard_size=5, dtype=dtype)
+    rows = TrainingFeatures(store.train(0), Processes(use_cpu=True), CPU)
+    whole = stored(store)
+    for columns in (range(k), range(8), range(3, 11), range(500, 1003), range(k - 1, k), range(512, 513)):
+        for together in (None, 2):
+            pieces = list(rows.pieces([0, 1], columns, together))
+            assert torch.equal(torch.cat([piece for _, piece in pieces]), whole[:, columns.start : columns.stop])
+            assert [start for start, _ in pieces] == ([0, 5] if together is None else [0, 2, 4, 5, 7])
+
+
 def test_an_ensemble_of_several_solvers(tmp_path: Path) -> None:
     """One checkpoint with a Gram matrix, one without: means of scores and of self-influence as everywhere."""
     store = make_store(tmp_path, features(30, 50), checkpoints=2)

@@ -142,7 +142,7 @@ class DualSystem:
         """
         wide = checked_rows(targets, self.k, "target feature vector").cpu()
         products = self._features.times(wide.T)
-        return (wide - self._features.transposed_times(self._solved(products)).T).div_(self.lam)
+        return (wide - self._features.combine(self._solved(products))).div_(self.lam)
 
     def quadratic(self, features: Tensor, start: int = 0) -> Tensor:
         """Compute x (XᵀX + λI)⁻¹ xᵀ for every row x, training rows or others.

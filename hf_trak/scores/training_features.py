@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_trak.codes.coded_rows import CodedRows, CodeFormat
+from hf_trak.codes.packing import packed_bytes
 from hf_trak.runtime.finite import check_finite_rows
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores.gram import ProductSum, power_above
@@ -23,7 +25,7 @@ _STRIP_NUMBERS = 1 << 24
 """Numbers of a factor, or of a result, that are converted or computed at a time."""
 
 _COLUMN_SLICE = 4096
-"""Columns of XᵀB that one process computes at a time."""
+"""Columns of BᵀX that one process computes at a time."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,15 @@ class TrainingFeatures:
         """The indices of the shards that fall to this process."""
         return self.processes.share(len(self.shards))
 
-    def pieces(self, indices: Sequence[int], columns: range | None = None) -> Iterator[tuple[int, Tensor]]:
+    def pieces(
+        self, indices: Sequence[int], columns: range | None = None, together: int | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """Read some shards in pieces of bounded size, in order.
 
         Args:
             indices: the shards.
             columns: some columns; `None` for all.
+            together: rows of a piece; `None` for as many as the bound allows.
 
         Yields:
             The index of the first row, and `(rows, columns)` in float64 on the device.
@@ -81,8 +86,7 @@ class TrainingFeatures:
             NonFiniteError: a feature is not finite; names its row.
         """
         columns = range(self.k) if columns is None else columns
-        # The same rows for any columns: some results are sums over pieces, and codes are decoded in whole rows.
-        together = max(1, PIECE_NUMBERS // self.k)
+        together = together or max(1, PIECE_NUMBERS // max(1, len(columns)))
         for index in indices:
             shard = self.shards.read(index)
             for first in range(0, shard.stop - shard.start, together):
@@ -128,28 +132,29 @@ class TrainingFeatures:
                 result[start : start + len(piece)] = (piece @ right).cpu()
         return self.processes.add(result)  # every row comes from one process, the others add zeros
 
-    def transposed_times(self, left: Tensor) -> Tensor:
-        """Compute XᵀB. Each process computes some columns of X, over all rows.
+    def combine(self, weights: Tensor) -> Tensor:
+        """Compute BᵀX. Each process computes some columns, over all rows.
 
         Args:
-            left: B, `(n, m)`, float64.
+            weights: B, `(n, m)`, float64.
 
         Returns:
-            `(k, m)`, float64, on the CPU.
+            `(m, k)`, float64, on the CPU.
 
         Raises:
             As `pieces`.
         """
         slices = [range(first, min(first + _COLUMN_SLICE, self.k)) for first in range(0, self.k, _COLUMN_SLICE)]
         mine = [slices[index] for index in sorted(self.processes.share(len(slices)))]  # neighbours
-        result = torch.zeros(self.k, left.shape[1], dtype=torch.float64, device=self.device)
+        result = torch.zeros(weights.shape[1], self.k, dtype=torch.float64, device=self.device)
         with self.processes.all_or_none():
             every = range(len(self.shards)) if mine else []
             own = range(mine[0].start, mine[-1].stop) if mine else range(0)
-            for start, piece in self.pieces(every, own):
-                rows = left[start : start + len(piece)].to(self.device)
+            # Sums over pieces have the same bits for any number of columns if pieces have the same rows.
+            for start, piece in self.pieces(every, own, max(1, PIECE_NUMBERS // self.k)):
+                rows = weights[start : start + len(piece)].T.to(self.device)
                 for columns, part in zip(mine, piece.split(_COLUMN_SLICE, dim=1), strict=True):
-                    result[columns.start : columns.stop].addmm_(part.T, rows)
+                    result[:, columns.start : columns.stop].addmm_(rows, part)
         return self.processes.add(result.cpu())
 
     def gram_times(self, right: Tensor, sizes: Sizes) -> Tensor:
@@ -198,4 +203,18 @@ def sum_over_strips(matrix: Tensor, strip: int, function: Callable[[Tensor], Ten
 
 def _piece(shard: Shard, first: int, last: int, columns: range) -> Tensor:
     """Some rows and columns of a shard, in the storage dtype, or decoded to float32."""
-    return shard.rows(first, last).grads[:, columns.start : columns.stop]
+    part = shard.rows(first, last)
+    if part.coded is not None:
+        return _decoded(part.coded, columns)
+    return part.grads[:, columns.start : columns.stop]
+
+
+def _decoded(coded: CodedRows, columns: range) -> Tensor:
+    """Decode some columns, from the bytes that hold them: those of 8 columns at a time are whole bytes."""
+    bits, start = coded.form.bits, columns.start // 8 * 8
+    first, last, passed, parts = start * bits // 8, packed_bytes(columns.stop, bits), 0, []
+    for block in coded.blocks:
+        parts.append(block[:, max(0, first - passed) : max(0, last - passed)])
+        passed += block.shape[1]
+    form = CodeFormat(bits, columns.stop - start)
+    return CodedRows(form, coded.scale, (torch.cat(parts, dim=1),)).decode()[:, columns.start - start :]
