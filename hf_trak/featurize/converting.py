@@ -35,6 +35,9 @@ F = TypeVar("F", bound=FeaturizedModel)
 FROM, CONTENT = "converted_from", "converted_content"
 """Keys of the record of a converted checkpoint."""
 
+EXACT = ("float32",)
+"""What converted features were before that have the bits of featurized ones."""
+
 
 def convert_store(
     source: FeatureStore,

@@ -22,7 +22,8 @@ from hf_trak.hub.curvature_record import (
 )
 from hf_trak.hub.files import IndexFiles, LocalFiles
 from hf_trak.hub.index_files import check_file, reason_of, refused_if_damaged
-from hf_trak.hub.manifest import MAX_JSON_BYTES, PublishedCurvature
+from hf_trak.hub.manifest import MAX_JSON_BYTES
+from hf_trak.hub.published import PublishedCurvature
 from hf_trak.store.sealed import content_digest
 from hf_trak.store.shards import TensorSpec, read_header, read_tensors
 from hf_trak.store.store import FeatureStore

@@ -17,6 +17,7 @@ from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from hf_trak.errors import HubAccessError, IncompleteStoreError, RefusedIndexError
 from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES
+from hf_trak.hub.ranges import download_range
 from hf_trak.store.store import FeatureStore
 
 DEFAULT_REVISION = "main"
@@ -45,6 +46,12 @@ class IndexFiles(Protocol):
 
     def fetch(self, path: str) -> Path:
         """Return the file on this machine, downloading it if need be."""
+
+    def is_local(self, path: str) -> bool:
+        """Tell whether the file is on this machine as a whole."""
+
+    def fetch_range(self, path: str, start: int, stop: int) -> bytes:
+        """Return the bytes `start … stop - 1` of a file, downloading no others, and keep nothing."""
 
     def discard(self, path: str) -> None:
         """Remove the local copy of a file that turned out to be unusable."""
@@ -120,19 +127,39 @@ class HubFiles:
         local = self.root / path
         if local.exists():
             return local.stat().st_size
+        if self._sizes is None and not self._offline:  # opened from the cache
+            with access_errors(self.repo_id, self.commit):
+                _, self._sizes = self._list(self.commit)
         return (self._sizes or {}).get(path)
 
     def fetch(self, path: str) -> Path:
         local = self.root / path
         if local.exists():
             return local
+        self._require_connection(path)
+        with access_errors(self.repo_id, self.commit):
+            return Path(self._download(path, self.commit))
+
+    def is_local(self, path: str) -> bool:
+        return (self.root / path).exists()
+
+    def fetch_range(self, path: str, start: int, stop: int) -> bytes:
+        self._require_connection(path)
+        size = self.size(path)
+        if size is None or not 0 <= start < stop <= size:
+            raise IncompleteStoreError(
+                f"{path!r} of {self.name} has {size} bytes, and bytes {start} to {stop - 1} were asked for. Expected "
+                "a complete index. Load it again, or use another revision."
+            )
+        with access_errors(self.repo_id, self.commit):
+            return download_range(self._api, self.repo_id, self.commit, path, range(start, stop), size)
+
+    def _require_connection(self, path: str) -> None:
         if self._offline:
             raise HubAccessError(
                 f"{path!r} of {self.name} is not in the cache, and offline mode (`local_files_only=True` or "
                 "HF_HUB_OFFLINE) is on. Use it once with a connection, or fetch everything with `pull_index`."
             )
-        with access_errors(self.repo_id, self.commit):
-            return Path(self._download(path, self.commit))
 
     def discard(self, path: str) -> None:
         local = self.root / path
@@ -207,6 +234,21 @@ class LocalFiles:
                 f"{local} is missing. Expected a complete copy of an index. Pull or clone it again."
             )
         return local
+
+    def is_local(self, path: str) -> bool:
+        """Return `True`: what is missing here is nowhere."""
+        return True
+
+    def fetch_range(self, path: str, start: int, stop: int) -> bytes:
+        with self.fetch(path).open("rb") as file:
+            file.seek(start)
+            found = file.read(stop - start)
+        if len(found) != stop - start:
+            raise IncompleteStoreError(
+                f"{self.root / path} ends before byte {stop}. Expected a complete copy of an index. Pull or clone it "
+                "again."
+            )
+        return found
 
     def discard(self, path: str) -> None:
         """Do nothing: the user's own files stay."""

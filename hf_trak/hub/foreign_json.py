@@ -38,7 +38,19 @@ def read_foreign_object(
     size = path.stat().st_size
     if size > max_bytes:
         raise ValueError(too_large(size, max_bytes))
-    data = path.read_bytes()
+    return parse_foreign_object(path.read_bytes(), bytes_per_value, max_digits)
+
+
+def parse_foreign_object(data: bytes, bytes_per_value: int = 4, max_digits: int = MAX_DIGITS) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Args:
+        data: its bytes.
+        bytes_per_value, max_digits: see [`read_foreign_object`].
+
+    Raises:
+        ValueError: it is not a JSON object, or holds too much. The message begins with "it".
+    """
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
     if values > _ALWAYS_ALLOWED_VALUES + len(data) // bytes_per_value:
         raise ValueError(f"it has up to {values} values in {len(data)} bytes, more than such a file can need")

@@ -4,10 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hf_trak.config import TrakConfig
+from hf_trak.codes.coded_rows import CodeFormat
+from hf_trak.config import BITS, TrakConfig
+from hf_trak.featurize.converting import EXACT
 from hf_trak.hub.cards import render_card
 from hf_trak.hub.curvature_files import StoredCurvature
+from hf_trak.hub.index_files import SCALE_BYTES
 from hf_trak.hub.manifest import IndexManifest
+from hf_trak.store.configuration import CODE_BITS
 
 
 def index_card(
@@ -41,6 +45,9 @@ def index_card(
         "task_settings": ", ".join(f"{key} = {value}" for key, value in (task.get("settings") or {}).items()),
         "proj_dim": f"{config['proj_dim']:,}",
         "feature_dtype": config["feature_dtype"],
+        "storage": _storage(config, manifest),
+        "format_version": config["format_version"],
+        "first_bytes": _first_bytes(config),
         "projection": config.get("projection"),
         "proj_nonzeros": config.get("proj_nonzeros"),
         "seed": config.get("seed"),
@@ -61,6 +68,28 @@ def index_card(
     title = f"Attribution index of {name}" if name else "Attribution index"
     # The files hold tensors, which the Hub's viewer of rows cannot show.
     return render_card("index", title, usage, facts, {"pretty_name": title, "viewer": False})
+
+
+def _storage(config: Mapping[str, Any], manifest: IndexManifest) -> str:
+    """Describe the bytes of a row of features."""
+    name = config["feature_dtype"]
+    bits, k = BITS[name], int(config["proj_dim"])
+    if name not in CODE_BITS:
+        return f"{bits // 8 * k:,} bytes of {name}"
+    size = CodeFormat(bits, k).row_bytes + SCALE_BYTES
+    saved = f"{4 * k / size:.1f} times fewer than float32"
+    how = f"rotation {config['rotation']}, levels {config['levels']}"
+    text = f"{size:,} bytes: codes of {bits} bit{'s' * (bits > 1)} per number and a scale, {saved} ({how})"
+    histories = {entry.converted_from for entry in manifest.checkpoints.values()} - {(), EXACT}
+    steps = ", ".join(sorted(" to ".join(history) for history in histories))
+    return f"{text}, converted from {steps}" if steps else text
+
+
+def _first_bytes(config: Mapping[str, Any]) -> int | None:
+    """Return the bytes of the first block of codes, where there are more."""
+    bits = CODE_BITS.get(config["feature_dtype"])
+    prefixes = [] if bits is None else CodeFormat(bits, int(config["proj_dim"])).prefixes
+    return prefixes[0] if len(prefixes) > 1 else None
 
 
 def _checkpoint_rows(manifest: IndexManifest) -> list[dict[str, Any]]:

@@ -7,8 +7,9 @@ from typing import Any
 from hf_trak.config import TrakConfig
 from hf_trak.featurize.batch_size import BatchSizeFinder
 from hf_trak.featurize.featurized import FeaturizedModel
-from hf_trak.hub.manifest import HubSource, TrainSource, checked_repo, checked_revision
+from hf_trak.hub.manifest import TrainSource
 from hf_trak.hub.models import HubCheckpoint
+from hf_trak.hub.names import HubSource, checked_repo, checked_revision
 from hf_trak.hub.origins import copied_manifest, known_sources, recorded_model, train_source
 from hf_trak.store.store import FeatureStore
 

@@ -5,8 +5,9 @@ Features of targets and scores, which this machine computes, are kept in a direc
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -19,13 +20,16 @@ from hf_trak.hub.foreign_json import shown
 from hf_trak.hub.index_files import (
     INDEX_FILE,
     REFERENCE_BYTES,
+    ROW_DIGESTS_FILE,
     check_file,
     gram_bytes,
+    low_rank_file,
     references_checksum,
     refused_if_damaged,
-    shard_bytes,
+    row_digest_bytes,
     tensor_files,
 )
+from hf_trak.hub.index_shards import IndexShards, refuse_writing
 from hf_trak.hub.manifest import (
     MANIFEST_BYTES_PER_VALUE,
     MANIFEST_FILE,
@@ -35,15 +39,19 @@ from hf_trak.hub.manifest import (
     read_index_json,
     refused,
 )
+from hf_trak.hub.row_digests import read_row_digests
+from hf_trak.hub.solver_state import check_low_rank
 from hf_trak.store.atomic import differing
 from hf_trak.store.configuration import Comparison, normalized
+from hf_trak.store.gram_file import FILE_NAME as GRAM_FILE
 from hf_trak.store.gram_file import Gram
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
 from hf_trak.store.sealed import check_seal
-from hf_trak.store.shard_set import Shard, ShardSet, check_values, content_hash
-from hf_trak.store.shards import FORMAT_VERSION, READABLE_VERSIONS, Identity, ShardPlan
+from hf_trak.store.shard_set import ShardSet
+from hf_trak.store.shards import READABLE_VERSIONS, Identity, ShardPlan
 from hf_trak.store.store import FeatureStore
+from hf_trak.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -56,75 +64,6 @@ _MANIFEST_BYTES_PER_FILE = 1 << 10
 _MAX_FEATURES = 1 << 24
 _MAX_PARAMETERS = 1 << 17
 """Maximum number of parameter tensors. A model of 10¹² weights in 23,000 separate experts has 70,000."""
-
-
-class IndexShards(ShardSet):
-    """The training features of one checkpoint of an index."""
-
-    def __init__(self, local: ShardSet, files: IndexFiles, folder: str, checksums: tuple[str, ...]) -> None:
-        """
-        Args:
-            local: the same shards, read without any check of an index.
-            files: the files of the index.
-            folder: directory of the shards in the index.
-            checksums: the checksum of every shard, from the manifest.
-        """
-        super().__init__(
-            local.directory,
-            local.prefix,
-            local.plan,
-            local.width,
-            local.dtype,
-            local.identity,
-            local.version,
-            local.rotation,
-            local.code_format,
-        )
-        self._files = files
-        self._folder = folder
-        self._checksums = checksums
-        self._checked: set[int] = set()
-
-    def is_written(self, index: int) -> bool:
-        """Return `True` for every shard: a published index is complete."""
-        return 0 <= index < len(self.plan)
-
-    exists = is_written
-
-    @property
-    def content_hash(self) -> str:
-        """Digest of the checksums of all shards, from the manifest. Reads no shard."""
-        return content_hash(self._checksums)
-
-    def write(self, index: int, grads: torch.Tensor, out_to_loss: torch.Tensor) -> NoReturn:
-        """Raise `StoreError`: an index is read-only."""
-        _refuse_writing(self._files.name)
-
-    def read(self, index: int, verify: bool | None = None, mapped: bool = True) -> Shard:
-        """Read one shard, downloading it first if need be.
-
-        Raises:
-            HubAccessError: the shard cannot be downloaded.
-            RefusedIndexError: the shard has another shape, dtype, checkpoint or checksum than the index says, is not a
-                safetensors file, or has values that are not finite.
-        """
-        path = self._fetch(index)
-        with refused_if_damaged(self._files, path):
-            if index in self._checked:
-                return super().read(index, verify, mapped)
-            rows = self.plan.rows(index)
-            check_file(self._files.root / path, shard_bytes(rows, self))
-            if (found := self.header(index).get("checksum")) != self._checksums[index]:
-                raise StoreError(f"its checksum is {found}, the manifest says {self._checksums[index]}")
-            shard = super().read(index, True, mapped)
-            check_values(shard, self.path(index))
-            self._checked.add(index)
-            return shard
-
-    def _fetch(self, index: int) -> str:
-        path = f"{self._folder}/{self.plan.file_name(index, self.prefix)}"
-        self._files.fetch(path)
-        return path
 
 
 class IndexStore(FeatureStore):
@@ -143,6 +82,8 @@ class IndexStore(FeatureStore):
         self.manifest = manifest
         self._config_hash = super().config_hash
         self._curvatures: dict[int, Mapping[str, Any]] = {}
+        self._train: dict[int, IndexShards] = {}
+        self._solvers: dict[int, Path] = {}
 
     @property
     def config_hash(self) -> str:
@@ -177,6 +118,7 @@ class IndexStore(FeatureStore):
             "fingerprint": published.fingerprint,
             "model_id": model_id,
             "source": None if published.source is None else str(published.source),
+            **({"converted_from": list(published.converted_from)} if published.converted_from else {}),
         }
 
     def register_checkpoint(self, model_id: int, fingerprint: str, source: str | None = None) -> None:
@@ -187,7 +129,7 @@ class IndexStore(FeatureStore):
             StoreError: the index has no checkpoint of this id.
         """
         if model_id not in self.manifest.checkpoints:
-            _refuse_writing(self.files.name)
+            refuse_writing(self.files.name)
         expected = self.checkpoint_info(model_id)["fingerprint"]
         if fingerprint != expected:
             raise CheckpointMismatchError(
@@ -196,8 +138,14 @@ class IndexStore(FeatureStore):
             )
 
     def write_gram(self, model_id: int, gram: torch.Tensor, n: int) -> None:
-        """Raise `StoreError`: an index is read-only."""
-        _refuse_writing(self.files.name)
+        """Write XᵀX of a checkpoint into the directory for results, where none is published.
+
+        Raises:
+            StoreError: the index has one, and is read-only.
+        """
+        if self.manifest.checkpoints[model_id].solver is None:
+            refuse_writing(self.files.name)
+        super().write_gram(model_id, gram, n)
 
     def shard_set(
         self,
@@ -216,9 +164,13 @@ class IndexStore(FeatureStore):
 
     def train(self, model_id: int) -> IndexShards:
         """Return the training features of one checkpoint, without fetching any."""
-        local = super().train(model_id)
-        folder = self.checkpoint_dir(model_id).name
-        return IndexShards(local, self.files, folder, self.manifest.checkpoints[model_id].shards)
+        if model_id not in self._train:
+            local = super().train(model_id)
+            folder, published = self.checkpoint_dir(model_id).name, self.manifest.checkpoints[model_id]
+            heads = self.files.work_dir / "heads"
+            digests = partial(self.row_digests, model_id)
+            self._train[model_id] = IndexShards(local, self.files, folder, published.shards, heads, digests)
+        return self._train[model_id]
 
     def targets(
         self,
@@ -291,10 +243,71 @@ class IndexStore(FeatureStore):
         published = self.manifest.checkpoints[model_id].curvature
         return [] if published is None else fetch_known(self.files, self, model_id, published)
 
-    def read_gram(self, model_id: int) -> Gram:
-        """Return XᵀX of a checkpoint, downloading it if need be. Raises as [`IndexShards.read`]."""
+    def solver_path(self, model_id: int, name: str) -> Path:
+        """Return the file that a solver keeps: the published one, fetched and checked, or that of this machine.
+
+        Args:
+            model_id: the checkpoint.
+            name: name of the file.
+
+        Raises:
+            As [`IndexShards.read`].
+        """
+        own = self.output_dir / self.checkpoint_dir(model_id).name / name
+        published = self.manifest.checkpoints[model_id].solver
+        if published is None or published.kind == "none" or name != low_rank_file(published.rank):
+            return own
+        if model_id not in self._solvers:
+            path = f"{self.checkpoint_dir(model_id).name}/{name}"
+            self.files.fetch(path)
+            with refused_if_damaged(self.files, path):
+                found = check_low_rank(self.files.root / path, self, model_id, published.rank)
+                if found != published.checksum:
+                    raise StoreError(f"its checksum is {found}, the manifest says {published.checksum}")
+            self._solvers[model_id] = self.files.root / path
+        return self._solvers[model_id]
+
+    def fetch_solver(self, model_id: int) -> None:
+        """Fetch and check what the solver of a checkpoint keeps, if published. Raises as [`IndexShards.read`]."""
+        published = self.manifest.checkpoints[model_id].solver
+        if published is None:
+            self.read_gram(model_id)
+        elif published.kind == "low_rank":
+            self.solver_path(model_id, low_rank_file(published.rank))
+
+    def row_digests(self, model_id: int) -> torch.Tensor | None:
+        """Return the digests of the rows of a checkpoint `(n,)`, if they are published; see `hf_trak.hub.row_digests`.
+
+        Raises:
+            As [`IndexShards.read`].
+        """
+        published = self.manifest.checkpoints[model_id].row_digests
+        if published is None:
+            return None
+        path = f"{self.checkpoint_dir(model_id).name}/{ROW_DIGESTS_FILE}"
+        self.files.fetch(path)
+        with refused_if_damaged(self.files, path):
+            check_file(self.files.root / path, row_digest_bytes(self.train_size))
+            digests, found = read_row_digests(self, model_id)
+            if found != published:
+                raise StoreError(f"its checksum is {found}, the manifest says {published}")
+            return digests
+
+    def _gram_path(self, model_id: int) -> Path:
+        if self.manifest.checkpoints[model_id].solver is None:
+            return super()._gram_path(model_id)
+        return self.output_dir / self.checkpoint_dir(model_id).name / GRAM_FILE
+
+    def read_gram(self, model_id: int) -> Gram | None:
+        """Return XᵀX of a checkpoint, downloading it if need be; `None` if there is none.
+
+        Raises:
+            As [`IndexShards.read`].
+        """
         self.checkpoint_info(model_id)
-        path = f"{self.checkpoint_dir(model_id).name}/gram.safetensors"
+        if self.manifest.checkpoints[model_id].solver is not None:
+            return super().read_gram(model_id)
+        path = f"{self.checkpoint_dir(model_id).name}/{GRAM_FILE}"
         self.files.fetch(path)
         with refused_if_damaged(self.files, path):
             check_file(self.files.root / path, gram_bytes(self.proj_dim))
@@ -370,7 +383,9 @@ def _checked_config(files: IndexFiles) -> dict[str, Any]:
     version = config.get("format_version")
     if version not in READABLE_VERSIONS or isinstance(version, bool):
         raise refused(
-            where, f"it has format version {shown(version)}, and this version of hf_trak reads {FORMAT_VERSION}"
+            where,
+            f"it has format version {shown(version)}, and hf_trak {__version__} reads "
+            f"{', '.join(map(str, READABLE_VERSIONS[:-1]))} and {READABLE_VERSIONS[-1]}",
         )
     try:
         check_seal(config, where)
@@ -409,10 +424,3 @@ def _check_listing(store: IndexStore) -> None:
             size = files.size(path)
             if size is None or not least <= size <= most:
                 raise refused(f"{path!r} of {files.name}", f"it has {size} bytes, not {least} to {most}")
-
-
-def _refuse_writing(name: str) -> NoReturn:
-    raise StoreError(
-        f"The index {name} was published and is only read here. To add checkpoints or rows, featurize into another "
-        "output directory with `TrakAttributor(...)`, and publish that."
-    )

@@ -23,8 +23,9 @@ from hf_trak.hub.access import access_errors, hub_api
 from hf_trak.hub.files import LocalFiles
 from hf_trak.hub.foreign_json import shown
 from hf_trak.hub.index_store import IndexStore, open_index
-from hf_trak.hub.manifest import MANIFEST_FILE, IndexManifest, TrainSource, checked_repo, checked_revision, refused
+from hf_trak.hub.manifest import MANIFEST_FILE, IndexManifest, TrainSource, refused
 from hf_trak.hub.models import HubCheckpoint, load_model
+from hf_trak.hub.names import checked_repo, checked_revision
 from hf_trak.hub.pull import open_repo
 from hf_trak.hub.safe_loading import load_dataset
 from hf_trak.identity.own_code import name_of
@@ -54,6 +55,8 @@ RUN_OPTIONS = (
     "output_dir",
     "per_device_batch_size",
     "remove_unused_columns",
+    "solver",
+    "solver_rank",
     "use_cpu",
 )
 """Fields of `TrakConfig` that can be chosen for an existing index. The others define its features."""

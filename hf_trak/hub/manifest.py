@@ -6,9 +6,13 @@
       "config": hash of the configuration beside it,
       "checkpoints": {"0": {"fingerprint": …, "source": "hf://user/model@revision" or null, "shards": [checksum, …],
                             "references": checksum or null,
+                            "solver": {"kind": "low_rank", "rank": 2048, "checksum": checksum} or {"kind": "none"},
+                            "row_digests": checksum,
+                            "converted_from": [dtype, …],
                             "curvature": {"record": checksum, "blocks": [checksum, …], "diagonal": checksum or null}}},
       "settings": {λ, engine, batch size and other fields that change scores or their rounding},
       "exact_settings": {curvature, damping and other fields that exact scores depend on},
+      "solver_settings": {how the ridge regression is solved},
       "weights_dtype": "float32",
       "train_dataset": {"name", "config", "split", "revision"} or null,
       "lds": the linear datamodeling score, if it was measured, or null
@@ -17,8 +21,9 @@
 Every value of an untrusted index is checked here, and none is used as a path, imported or executed. Manifests of
 version 1 have no checksum; they are accepted beside configurations of version 1.
 
-`curvature` and `exact_settings` are optional, and came without another version: readers that do not know them pass
-over them and compute the same scores from features. These readers refuse unknown keys in `settings`.
+`curvature`, `exact_settings` and `solver_settings` are optional, and came without another version: readers that do not
+know them pass over them and compute the same scores from features. These readers refuse unknown keys in `settings`. So
+are `solver`, which is left out where there is a Gram matrix, `row_digests` and `converted_from`.
 """
 
 import re
@@ -27,12 +32,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
-
 from hf_trak.config import TrakConfig
 from hf_trak.errors import RefusedIndexError, StoreError
 from hf_trak.hub.foreign_json import read_foreign_object, shown, too_large
+from hf_trak.hub.names import checked_repo, checked_revision
+from hf_trak.hub.published import PublishedCheckpoint, checkpoint_from_json, is_digest
 from hf_trak.store.sealed import check_seal
 from hf_trak.store.shards import ShardPlan
 
@@ -59,78 +63,11 @@ SETTINGS = (
 EXACT_SETTINGS = ("curvature", "curvature_labels", "curvature_rows", "damping", "hybrid_lambda")
 """Likewise for exact scores."""
 
-_DIGEST = re.compile(r"[0-9a-f]{32}")
-_SOURCE = re.compile(r"hf://(?P<repo>[^@/]+/[^@/]+)@(?P<revision>[^@]+)")
-_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/-]{0,199}")
+SOLVER_SETTINGS = ("solver", "solver_rank")
+"""Likewise for the solver of the ridge regression."""
+
+_GROUPS = {"settings": SETTINGS, "exact_settings": EXACT_SETTINGS, "solver_settings": SOLVER_SETTINGS}
 _DTYPES = ("float32", "float64", "float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class HubSource:
-    """Weights in a model repo of the Hub, at one revision."""
-
-    repo_id: str
-    revision: str
-
-    def __str__(self) -> str:
-        return f"hf://{self.repo_id}@{self.revision}"
-
-    @classmethod
-    def parse(cls, text: Any, what: str) -> "HubSource":
-        """Read `hf://user/model@revision`. Raises `ValueError` for any other text; `what` names it in the message."""
-        match = _SOURCE.fullmatch(text) if isinstance(text, str) else None
-        if match is None:
-            raise ValueError(f"{what} is {text!r}. Expected 'hf://user/model@revision'.")
-        return cls(checked_repo(match["repo"], what), checked_revision(match["revision"], what))
-
-
-@dataclass(frozen=True)
-class PublishedCurvature:
-    """The checksums of the files of a curvature, see `hf_trak.curvature.files`.
-
-    Attributes:
-        record: that of `curvature.json`.
-        blocks: those of `block-00000.safetensors`, ….
-        diagonal: that of `diagonal.safetensors`; `None` where there is none.
-    """
-
-    record: str
-    blocks: tuple[str, ...]
-    diagonal: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the checksums as plain JSON."""
-        return {"record": self.record, "blocks": list(self.blocks), "diagonal": self.diagonal}
-
-
-@dataclass(frozen=True)
-class PublishedCheckpoint:
-    """One checkpoint of an index.
-
-    Attributes:
-        fingerprint: digest of the weights.
-        source: the model repo of the weights, if there is one.
-        shards: the checksum of every feature shard.
-        references: the checksum of the tensors that the task computed before its first batch; `None` for tasks that
-            compute none.
-        curvature: the files of its curvature, if one is published.
-    """
-
-    fingerprint: str
-    source: HubSource | None
-    shards: tuple[str, ...]
-    references: str | None = None
-    curvature: PublishedCurvature | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of the checkpoint as plain JSON."""
-        content = {
-            "fingerprint": self.fingerprint,
-            "source": None if self.source is None else str(self.source),
-            "shards": list(self.shards),
-            "references": self.references,
-        }
-        return content if self.curvature is None else {**content, "curvature": self.curvature.to_json()}
 
 
 @dataclass(frozen=True)
@@ -156,7 +93,7 @@ class IndexManifest:
 
     Attributes:
         checkpoints: the checkpoints by model id.
-        settings: fields of `TrakConfig`, see [`SETTINGS`] and [`EXACT_SETTINGS`].
+        settings: fields of `TrakConfig`, see [`SETTINGS`], [`EXACT_SETTINGS`] and [`SOLVER_SETTINGS`].
         weights_dtype: dtype in which the weights have their fingerprint.
         train_dataset: the training rows.
         lds: the linear datamodeling score, if it was measured.
@@ -178,8 +115,10 @@ class IndexManifest:
             "checkpoints": {
                 str(model_id): checkpoint.to_json() for model_id, checkpoint in sorted(self.checkpoints.items())
             },
-            "settings": {name: value for name, value in self.settings.items() if name in SETTINGS},
-            "exact_settings": {name: value for name, value in self.settings.items() if name in EXACT_SETTINGS},
+            **{
+                group: {name: value for name, value in self.settings.items() if name in names}
+                for group, names in _GROUPS.items()
+            },
             "weights_dtype": self.weights_dtype,
             "train_dataset": None if self.train_dataset is None else vars(self.train_dataset),
             "lds": self.lds,
@@ -211,14 +150,14 @@ class IndexManifest:
             raise ValueError(f"`checkpoints` is {shown(checkpoints)}, not an object with at least one entry")
         settings = _settings(content)
         dtype, lds, config = content.get("weights_dtype"), content.get("lds"), content.get("config")
-        if (config is None) != (version == 1) or not (config is None or _is_digest(config)):
+        if (config is None) != (version == 1) or not (config is None or is_digest(config)):
             raise ValueError(f"`config` is {shown(config)}, not 32 hex digits")
         if dtype is not None and dtype not in _DTYPES:
             raise ValueError(f"`weights_dtype` is {shown(dtype)}, not null or one of {list(_DTYPES)}")
         if lds is not None and (isinstance(lds, bool) or not isinstance(lds, int | float) or not -1 <= lds <= 1):
             raise ValueError(f"`lds` is {shown(lds)}, not null or a number from -1 to 1")
         return cls(
-            {_model_id(key): _checkpoint(key, value, plan) for key, value in checkpoints.items()},
+            {_model_id(key): checkpoint_from_json(key, value, plan) for key, value in checkpoints.items()},
             settings,
             dtype,
             _train_source(content.get("train_dataset")),
@@ -228,11 +167,12 @@ class IndexManifest:
 
 
 def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    settings, exact = content.get("settings"), content.get("exact_settings", {})
-    for key, found, names in (("settings", settings, SETTINGS), ("exact_settings", exact, EXACT_SETTINGS)):
+    settings: dict[str, Any] = {}
+    for group, names in _GROUPS.items():
+        found = content.get(group, None if group == "settings" else {})
         if not isinstance(found, dict) or set(found) - set(names):
-            raise ValueError(f"`{key}` is {shown(found)}, not an object with some of {list(names)}")
-    settings = {**settings, **exact}  # type: ignore[dict-item]
+            raise ValueError(f"`{group}` is {shown(found)}, not an object with some of {list(names)}")
+        settings |= found
     TrakConfig(**settings)
     labels = settings.get("label_names")
     if labels is not None and not (isinstance(labels, list) and all(isinstance(name, str) for name in labels)):
@@ -242,47 +182,10 @@ def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
-
-
 def _model_id(key: str) -> int:
     if not re.fullmatch(r"0|[1-9]\d{0,8}", key):
         raise ValueError(f"a checkpoint has the id {shown(key)}, not a number such as '0'")
     return int(key)
-
-
-def _checkpoint(key: str, value: Any, plan: ShardPlan) -> PublishedCheckpoint:
-    if not isinstance(value, dict):
-        raise ValueError(f"checkpoint {key} is {shown(value)}, not an object")
-    shards = value.get("shards")
-    if not isinstance(shards, list) or len(shards) != len(plan):
-        count = len(shards) if isinstance(shards, list) else shown(shards)
-        raise ValueError(f"checkpoint {key} has {count} shards, not the {len(plan)} that the configuration implies")
-    references = value.get("references")
-    for digest in (value.get("fingerprint"), *shards, *([] if references is None else [references])):
-        if not _is_digest(digest):
-            raise ValueError(f"checkpoint {key} has the digest {shown(digest)}, not 32 hex digits")
-    source = value.get("source")
-    return PublishedCheckpoint(
-        value["fingerprint"],
-        None if source is None else HubSource.parse(source, f"the source of checkpoint {key}"),
-        tuple(shards),
-        references,
-        _curvature(key, value["curvature"]) if "curvature" in value else None,
-    )
-
-
-def _curvature(key: str, value: Any) -> PublishedCurvature:
-    if not isinstance(value, dict) or set(value) != {"record", "blocks", "diagonal"}:
-        raise ValueError(f"the curvature of checkpoint {key} is {shown(value)}, not an object of checksums")
-    blocks, diagonal = value["blocks"], value["diagonal"]
-    if not isinstance(blocks, list):
-        raise ValueError(f"the curvature of checkpoint {key} has the blocks {shown(blocks)}, not a list of checksums")
-    for digest in (value["record"], *blocks, *([] if diagonal is None else [diagonal])):
-        if not _is_digest(digest):
-            raise ValueError(f"the curvature of checkpoint {key} has the digest {shown(digest)}, not 32 hex digits")
-    return PublishedCurvature(value["record"], tuple(blocks), diagonal)
 
 
 def _train_source(value: Any) -> TrainSource | None:
@@ -300,22 +203,6 @@ def _train_source(value: Any) -> TrainSource | None:
     return TrainSource(
         checked_repo(value["name"], "`train_dataset`"), value["config"], value["split"], value["revision"]
     )
-
-
-def checked_repo(name: Any, what: str) -> str:
-    """Return the name of a repo, `user/name` or `name`. Raises `ValueError` for other texts, such as paths."""
-    try:
-        validate_repo_id(name)
-    except (HFValidationError, TypeError) as error:
-        raise ValueError(f"{what} names the repo {shown(name)}, which is not a valid name ({error})") from error
-    return str(name)
-
-
-def checked_revision(revision: Any, what: str) -> str:
-    """Return the name of a branch, tag or commit. Raises `ValueError` for texts that cannot be one."""
-    if not isinstance(revision, str) or not _REVISION.fullmatch(revision) or ".." in revision:
-        raise ValueError(f"{what} names the revision {shown(revision)}, which is not a valid branch, tag or commit")
-    return revision
 
 
 def read_index_json(path: Path, where: str, max_bytes: int, bytes_per_value: int) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from huggingface_hub import constants
 
 from hf_trak.hub.files import LocalFiles
 from hf_trak.hub.index_store import open_index
-from hf_trak.hub.manifest import MANIFEST_FILE, HubSource, IndexManifest, TrainSource
+from hf_trak.hub.manifest import MANIFEST_FILE, IndexManifest, TrainSource
 from hf_trak.hub.models import HubCheckpoint, source_of
+from hf_trak.hub.names import HubSource
 from hf_trak.hub.repo_config import is_commit
 from hf_trak.store.store import FeatureStore
 

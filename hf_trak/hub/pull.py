@@ -96,7 +96,8 @@ def pull_index(
         # Reading a file fetches and checks it.
         for _ in store.train(model_id):
             pass
-        store.read_gram(model_id)
+        store.fetch_solver(model_id)
+        store.row_digests(model_id)
         store.fetch_references(model_id)
         for name in tensor_files(store, model_id, store.manifest.checkpoints[model_id]):
             _copy(store, name, directory)

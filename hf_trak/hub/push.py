@@ -11,6 +11,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 
 from hf_trak.config import TrakConfig
 from hf_trak.errors import HfTrakError, IncompleteStoreError
+from hf_trak.featurize.converting import history_of
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.cards import card_operations
@@ -25,10 +26,13 @@ from hf_trak.hub.manifest import (
     MANIFEST_FILE,
     MAX_JSON_BYTES,
     SETTINGS,
+    SOLVER_SETTINGS,
     IndexManifest,
-    PublishedCheckpoint,
 )
 from hf_trak.hub.origins import parse_source
+from hf_trak.hub.published import PublishedCheckpoint
+from hf_trak.hub.row_digests import has_row_digests, write_row_digests
+from hf_trak.hub.solver_state import solver_settings, stored_solver
 from hf_trak.store.revised import RevisedStore
 from hf_trak.store.sealed import sealed, sealed_bytes
 from hf_trak.store.store import FeatureStore
@@ -79,7 +83,7 @@ def push_attributor(
     destination = Destination(repo_id, private, token, revision, create_pr, commit_message)
     described = attributor_facts(attributor, **facts)
     for model_id in attributor.scorer.ensemble(None):
-        attributor.scorer.gram(model_id)  # computed by all processes together if it is missing
+        attributor.scorer.prepare(model_id)  # computed by all processes together if it is missing
     store = attributor.store
     return CommitInfo(
         **attributor.processes.broadcast_from_main(
@@ -134,7 +138,7 @@ def push_index(
         `huggingface_hub.CommitInfo`: the commit.
 
     Raises:
-        IncompleteStoreError: shards or Gram matrices are missing.
+        IncompleteStoreError: shards, or Gram matrices or what another solver keeps, are missing.
         StoreError: a curvature is damaged.
         HubAccessError: the repo cannot be written to, or the connection failed.
         ValueError: an argument is not a valid name of a repo or revision, the repo is public and `private=True` was
@@ -214,27 +218,37 @@ def _manifest(store: FeatureStore, facts: IndexFacts, curvatures: Mapping[int, S
     for model_id in ids:
         shards = store.train(model_id)
         shards.require_complete("Featurize the remaining rows first.")
-        if store.read_gram(model_id) is None:
-            raise IncompleteStoreError(
-                f"The Gram matrix of model_id {model_id} is missing in {store.output_dir}. Run `featurize` again, "
-                "which finishes it."
-            )
+        if isinstance(store, IndexStore):
+            store.fetch_solver(model_id)
         published[model_id] = PublishedCheckpoint(
             store.checkpoint_info(model_id)["fingerprint"],
             parse_source(given.get(model_id)),
             checksums_of(shards),
             references_checksum(store, model_id),
             curvatures[model_id].checksums if model_id in curvatures else None,
+            stored_solver(store, model_id),
+            _row_digests(store, model_id),
+            history_of(store, model_id),
         )
     values = (facts.settings or TrakConfig()).to_dict()
     for one in list(curvatures.values())[:1]:
         values |= settings_left_open(values, one.record, store.train_size)
-    settings = {name: values[name] for name in (*SETTINGS, *EXACT_SETTINGS)}
+    if values["solver"] == "auto":
+        values |= solver_settings([one.solver for one in published.values()], store.train_size, store.proj_dim)
+    settings = {name: values[name] for name in (*SETTINGS, *EXACT_SETTINGS, *SOLVER_SETTINGS)}
     manifest = IndexManifest(
         published, settings, facts.weights_dtype, facts.train_dataset, facts.lds, store.config_hash
     )
     # Reading it back checks it as every reader will.
     return IndexManifest.from_json(sealed(manifest.to_json()), store.train(ids[0]).plan)
+
+
+def _row_digests(store: FeatureStore, model_id: int) -> str | None:
+    """Return the checksum of the digests of the rows, which are computed unless they are there."""
+    if isinstance(store, IndexStore):
+        store.row_digests(model_id)
+        return store.manifest.checkpoints[model_id].row_digests
+    return write_row_digests(store, model_id) if has_row_digests(store) else None
 
 
 def _check_readable(config: Mapping[str, Any], json_files: Mapping[str, bytes]) -> None:

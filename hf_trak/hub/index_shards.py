@@ -1,0 +1,363 @@
+"""The training features of an index: each shard is fetched and checked when it is read, as a whole or in part."""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from huggingface_hub.utils import tqdm
+from torch import Tensor
+
+from hf_trak.codes.coded_rows import CodedRows, CodeFormat
+from hf_trak.errors import StoreError
+from hf_trak.hub.files import IndexFiles
+from hf_trak.hub.foreign_json import shown
+from hf_trak.hub.heads import ShardLayout, keep_head
+from hf_trak.hub.index_files import check_file, check_published_values, refused_if_damaged, shard_bytes
+from hf_trak.hub.row_digests import check_rows
+from hf_trak.store.shard_set import Shard, ShardSet, content_hash
+from hf_trak.store.shards import read_header, read_part
+
+CONNECTIONS = 8
+"""Ranges of bytes that are downloaded at the same time."""
+
+_AHEAD = 32
+"""Shards that are looked at together, by one of several processes, or for single rows."""
+
+_REQUEST_BYTES = 1 << 17
+"""A request takes about the time of so many bytes: a range is worth it where it leaves out more."""
+
+
+class IndexShards(ShardSet):
+    """The training features of one checkpoint of an index."""
+
+    def __init__(
+        self,
+        local: ShardSet,
+        files: IndexFiles,
+        folder: str,
+        checksums: tuple[str, ...],
+        heads: Path,
+        digests: Callable[[], Tensor | None],
+    ) -> None:
+        """
+        Args:
+            local: the same shards, read without any check of an index.
+            files: the files of the index.
+            folder: directory of the shards in the index.
+            checksums: the checksum of every shard, from the manifest.
+            heads: directory for heads of shards, see `hf_trak.hub.heads`.
+            digests: returns the digests of all rows, if there are some, see `hf_trak.hub.row_digests`.
+        """
+        super().__init__(
+            local.directory,
+            local.prefix,
+            local.plan,
+            local.width,
+            local.dtype,
+            local.identity,
+            local.version,
+            local.rotation,
+            local.code_format,
+        )
+        self._files = files
+        self._folder = folder
+        self._checksums = checksums
+        self._heads = heads
+        self._load_digests = digests
+        self._known_digests: tuple[Tensor | None] | None = None
+        self._checked: set[int] = set()
+        self._checked_heads: set[Path] = set()
+        self._fetching = threading.Lock()
+
+    def is_written(self, index: int) -> bool:
+        """Return `True` for every shard: a published index is complete."""
+        return 0 <= index < len(self.plan)
+
+    exists = is_written
+
+    @property
+    def content_hash(self) -> str:
+        """Digest of the checksums of all shards, from the manifest. Reads no shard."""
+        return content_hash(self._checksums)
+
+    def write(self, index: int, grads: Tensor, out_to_loss: Tensor) -> NoReturn:
+        """Raise `StoreError`: an index is read-only."""
+        refuse_writing(self._files.name)
+
+    # -- whole shards ------------------------------------------------------------------------------------------------
+
+    def read(self, index: int, verify: bool | None = None, mapped: bool = True) -> Shard:
+        """Read one shard, downloading it first if need be.
+
+        Raises:
+            HubAccessError: the shard cannot be downloaded.
+            RefusedIndexError: the shard has another shape, dtype, checkpoint or checksum than the index says, is not a
+                safetensors file, or has values that are not finite.
+        """
+        path = self._path(index)
+        self._files.fetch(path)
+        with refused_if_damaged(self._files, path):
+            if index in self._checked:
+                return super().read(index, verify, mapped)
+            self._check_file(index)
+            shard = super().read(index, True, mapped)
+            check_published_values(shard)
+            self._checked.add(index)
+            return shard
+
+    def _path(self, index: int) -> str:
+        return f"{self._folder}/{self.plan.file_name(index, self.prefix)}"
+
+    def _check_published(self, header: dict[str, Any], index: int) -> None:
+        """Compare the checksum of a shard's metadata with that of the manifest, and look what else it has."""
+        if (found := header.get("checksum")) != self._checksums[index]:
+            raise StoreError(f"its checksum is {found}, the manifest says {self._checksums[index]}")
+        if self.code_format is not None:
+            parts, names = header.get("tensors"), set(self._specs(self.plan.rows(index)))
+            if not isinstance(parts, dict) or set(parts) != names:
+                raise StoreError(f"its metadata has {shown(parts)}, not a checksum for each tensor")
+
+    def _check_file(self, index: int) -> None:
+        """Check everything of the file of a shard but its tensors. Raises `StoreError`."""
+        check_file(self.path(index), shard_bytes(self.plan.rows(index), self))
+        self._check_published(self.header(index), index)
+
+    # -- heads -------------------------------------------------------------------------------------------------------
+
+    def prefix_of(self, index: int, count: int) -> Shard:
+        """Read the first bytes of every row of a shard, downloading no others.
+
+        A shard that is here as a whole is used. Otherwise its head is, which is fetched together with those of the
+        shards that follow, and kept.
+
+        Args:
+            index: index of the shard.
+            count: bytes per row: those of the first 1, 2, … blocks, see [`CodeFormat.prefixes`]. More than there are
+                stand for all, and fewer are rounded down to whole blocks.
+
+        Returns:
+            The rows of the shard with the first blocks of their codes.
+
+        Raises:
+            ValueError: the features are not codes, or not even the first block fits.
+            HubAccessError: the head cannot be downloaded.
+            RefusedIndexError: it is not that of a shard of this index, or the server sent other bytes.
+        """
+        names = self.names_within(count)
+        if len(names) == len(self._specs(self.plan.rows(index))):
+            return self.read(index)
+        if self._files.is_local(self._path(index)):
+            return self._prefix_of_local(index, count)
+        if self._kept_head(index, names) is None:
+            # A pass over all rows is about to need those of the next shards, too. Of several processes, each reads a
+            # part of them.
+            alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+            self.fetch_prefixes(count, range(index, len(self) if alone else min(index + _AHEAD, len(self))), not alone)
+        path = self._kept_head(index, names)
+        if path is None:  # the whole shard has come in the meantime
+            return self._prefix_of_local(index, count)
+        with refused_if_damaged(self._files, self._path(index)):
+            try:
+                if path not in self._checked_heads:
+                    self._check_head(path, index, names)
+                    self._checked_heads.add(path)
+                return self._read_head(path, index, names)
+            except StoreError:
+                path.unlink(missing_ok=True)  # damaged on this machine, since it was intact when it was kept
+                raise
+
+    def _prefix_of_local(self, index: int, count: int) -> Shard:
+        """Read the first blocks of a shard that is here as a whole, and check nothing of the others."""
+        path = self._path(index)
+        self._files.fetch(path)
+        with refused_if_damaged(self._files, path):
+            known = index in self._checked or self.path(index) in self._checked_heads
+            if not known:
+                self._check_file(index)
+            shard = super().prefix_of(index, count)
+            if not known:
+                check_published_values(shard)
+                self._checked_heads.add(self.path(index))
+            return shard
+
+    def fetch_prefixes(self, count: int, indices: Iterable[int] | None = None, quiet: bool = False) -> None:
+        """Fetch the heads of some shards, or of all, several at a time. Those that are here are not fetched again.
+
+        Args:
+            count: see [`~IndexShards.prefix_of`].
+            indices: the shards; `None` for all.
+            quiet: whether to hide the progress bar.
+
+        Raises:
+            As [`~IndexShards.prefix_of`].
+        """
+        names = self.names_within(count)
+        with self._fetching:
+            missing = [
+                index
+                for index in (range(len(self)) if indices is None else indices)
+                if not self._files.is_local(self._path(index)) and self._kept_head(index, names) is None
+            ]
+            if missing:
+                self._files.size(self._path(missing[0]))  # lists the files before several threads would
+            in_parallel(lambda index: self._fetch_head(index, names), missing, "first blocks", quiet)
+
+    # -- single rows -------------------------------------------------------------------------------------------------
+
+    def rows_of(self, wanted: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, Tensor | CodedRows, Tensor]]:
+        """Read single rows of some shards, downloading little more than these rows.
+
+        Of each shard that is not here as a whole, what takes less is downloaded: the whole shard, or ranges of bytes
+        of the wanted rows. These are compared with the digests of the rows, which are fetched once. Where an index
+        has none, whole shards are downloaded, since the checksums in a shard are those of whole tensors.
+
+        Args:
+            wanted: by index of a shard, the rows, counted from its first one.
+
+        Yields:
+            The index of each shard, ascending, the features of its wanted rows, and their weights q.
+
+        Raises:
+            HubAccessError: something cannot be downloaded.
+            RefusedIndexError: a row or a shard is not that of this index, or the server sent other bytes.
+        """
+        indices = sorted(wanted)
+        for first in range(0, len(indices), _AHEAD):
+            part = indices[first : first + _AHEAD]
+            found: dict[int, tuple[Tensor | CodedRows, Tensor]] = {}
+
+            def read(index: int, found: dict[int, tuple[Tensor | CodedRows, Tensor]] = found) -> None:
+                found[index] = self._rows(index, list(wanted[index]))
+
+            in_parallel(read, part, "rows", quiet=True)
+            for index in part:
+                yield index, *found[index]
+
+    def _rows(self, index: int, chosen: list[int]) -> tuple[Tensor | CodedRows, Tensor]:
+        path, places = self._path(index), torch.tensor(chosen, dtype=torch.int64)
+        parts = [] if self._files.is_local(path) or self.code_format is None else self._parts(index, chosen)
+        apart = sum(map(len, parts)) + _REQUEST_BYTES * len(parts)
+        digests = self._digests() if parts and apart < (self._files.size(path) or 0) else None
+        if digests is None:
+            shard = self.read(index)
+            return shard.features[places], shard.out_to_loss[places]
+        head = self.prefix_of(index, self._form.prefixes[0])
+        assert head.coded is not None  # heads are those of codes
+        with refused_if_damaged(self._files, path):
+            known = head.coded[places]
+            blocks = list(known.blocks)
+            data = iter([self._files.fetch_range(path, part.start, part.stop) for part in parts])
+            for width in self._form.block_bytes[1:]:
+                rows = [torch.frombuffer(bytearray(next(data)), dtype=torch.uint8) for _ in chosen]
+                blocks.append(torch.stack(rows).reshape(len(chosen), width))
+            coded = CodedRows(self._form, known.scale, tuple(blocks))
+            check_rows(coded, digests, [head.start + row for row in chosen])
+            return coded, head.out_to_loss[places]
+
+    def _parts(self, index: int, chosen: Sequence[int]) -> list[range]:
+        """List the ranges of bytes of all blocks but the first, for each block those of the chosen rows in turn."""
+        rows = self.plan.rows(index)
+        size = self._files.size(self._path(index))
+        if size is None:
+            return []
+        layout, form = ShardLayout(self._specs(rows), size), self._form
+        parts = []
+        for name, width in list(zip(form.names, form.block_bytes, strict=True))[1:]:
+            start = layout.stops[name] - len(rows) * width
+            parts += [range(start + row * width, start + (row + 1) * width) for row in chosen]
+        return parts
+
+    def _digests(self) -> Tensor | None:
+        with self._fetching:
+            if self._known_digests is None:
+                self._known_digests = (self._load_digests(),)
+        return self._known_digests[0]
+
+    # -- what a head is ----------------------------------------------------------------------------------------------
+
+    @property
+    def _form(self) -> CodeFormat:
+        assert self.code_format is not None  # `names_within` has looked
+        return self.code_format
+
+    def _head(self, index: int, names: Sequence[str]) -> Path:
+        form = self._form
+        count = form.prefixes[len(names) - 3]
+        name = self.plan.file_name(index, self.prefix).removesuffix(".safetensors")
+        return self._heads / self._folder / f"{name}-first-{count}.safetensors"
+
+    def _kept_head(self, index: int, names: Sequence[str]) -> Path | None:
+        """Find a head on this machine that has these blocks, and maybe more."""
+        every = ["out_to_loss", "scale", *self._form.names]
+        paths = (self._head(index, every[:last]) for last in range(len(names), len(every)))
+        return next((path for path in paths if path.exists()), None)
+
+    def _fetch_head(self, index: int, names: Sequence[str]) -> None:
+        """Fetch the head of a shard, check it and keep it."""
+        path, specs = self._path(index), self._specs(self.plan.rows(index))
+        with refused_if_damaged(self._files, path):
+            size = self._files.size(path)
+            if size is None:  # without a connection, or not in the repo: the first byte cannot be had either
+                size = len(self._files.fetch_range(path, 0, 1))
+            layout = ShardLayout(specs, size)
+            data = self._files.fetch_range(path, 0, layout.stops[names[-1]])
+            tensors, metadata = layout.tensors(data)
+            keep_head(
+                self._head(index, names), tensors, metadata, lambda written: self._check_head(written, index, names)
+            )
+
+    def _check_head(self, path: Path, index: int, names: Sequence[str]) -> None:
+        """Check a head as strictly as a shard. Raises `StoreError`."""
+        rows = self.plan.rows(index)
+        specs = {name: spec for name, spec in self._specs(rows).items() if name in names}
+        header = read_header(path, self.identity, specs, self.version, start=rows.start, stop=rows.stop)
+        self._check_published(header, index)
+        check_published_values(self._read_head(path, index, names))
+
+    def _read_head(self, path: Path, index: int, names: Sequence[str]) -> Shard:
+        """Read some tensors of a head, which are compared with their checksums the first time."""
+        rows = self.plan.rows(index)
+        specs = {name: spec for name, spec in self._specs(rows).items() if name in names}
+        tensors = read_part(path, self.identity, specs, self.version, start=rows.start, stop=rows.stop)
+        return Shard(rows.start, rows.stop, self._features(tensors), tensors["out_to_loss"])
+
+
+def in_parallel(fetch: Callable[[Any], object], items: Sequence[Any], what: str, quiet: bool) -> None:
+    """Call a function for several items at a time.
+
+    Args:
+        fetch: the function.
+        items: its arguments.
+        what: text before the progress bar.
+        quiet: whether to hide the progress bar.
+
+    Raises:
+        Exception: the first error of `fetch`; calls that have not begun are dropped.
+    """
+    if not items:
+        return
+    pool = ThreadPoolExecutor(min(CONNECTIONS, len(items)), "ranges")
+    try:
+        calls = [pool.submit(fetch, item) for item in items]
+        with tqdm(total=len(items), desc=what, unit="files", disable=quiet or None) as bar:
+            for call in as_completed(calls):
+                call.result()
+                bar.update(1)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def refuse_writing(name: str) -> NoReturn:
+    """Raise the error for an index that is written to.
+
+    Raises:
+        StoreError: always.
+    """
+    raise StoreError(
+        f"The index {name} was published and is only read here. To add checkpoints or rows, featurize into another "
+        "output directory with `TrakAttributor(...)`, and publish that."
+    )
