@@ -624,6 +624,31 @@ def test_files_of_other_features_are_refused(tmp_path: Path, monkeypatch: pytest
             scorer(store, kind, rank).solvers.make(0)
 
 
+def test_every_file_can_be_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path, features(20, 30))
+    files = SolverFiles(store, 0)
+    assert list(files.findings(True)) == []
+    for kind, rank in (("primal", None), ("dual", None), ("low_rank", 5), ("block", 16)):
+        scorer(store, kind, rank).prepare(0)
+    interrupted(store, monkeypatch, 3)
+    names = [
+        "gram_block-16-00000", "gram_block-16-00001", "kernel", "low_rank-5", "low_rank-6.passes",
+    ]  # fmt: skip
+    assert [one.path.name for one in files.findings(True)] == [f"{name}.safetensors" for name in names]
+    assert {one.state for one in files.findings(True)} == {"intact"}
+    assert {one.state for one in files.findings(False)} == {"unchecked"}
+    for number, path in enumerate(files.paths()):
+        content = path.read_bytes()
+        for damaged in (content[: len(content) // 2], b"", content[:-1] + bytes([content[-1] ^ 1])):
+            path.write_bytes(damaged)
+            states = [one.state for one in files.findings(True)]
+            assert states.pop(number) == "damaged" and set(states) == {"intact"}
+        path.write_bytes(content)
+    make_store(tmp_path, features(20, 30, seed=1))
+    found = list(SolverFiles(store, 0).findings(True))
+    assert {one.state for one in found} == {"damaged"} and all("another run" in one.detail for one in found)
+
+
 def test_facts_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     store = make_store(tmp_path, features(20, 30))
     files = SolverFiles(store, 0)

@@ -13,17 +13,22 @@ of another identity, and damaged ones, are refused. Facts, plain numbers such as
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_trak.errors import NonFiniteError, StoreError
-from hf_trak.store.shards import Identity, TensorSpec, read_header, read_tensors, write_tensors
+from hf_trak.store.findings import Finding
+from hf_trak.store.shards import Identity, TensorSpec, parse_metadata, read_header, read_tensors, write_tensors
 from hf_trak.store.store import FeatureStore
 
+_NAMES = re.compile(r"(kernel|low_rank-\d+|low_rank-\d+\.passes|gram_block-\d+-\d+)\.safetensors")
+_REMEDY = "Delete it; `featurize`, or the next call that needs it, computes it again."
 _LEAST_VERSION = 2
 """Files of format 1 do not protect their metadata, in which facts are kept."""
 
@@ -133,3 +138,38 @@ class SolverFiles:
         """Remove a file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self.path(name).unlink()
+
+    def paths(self) -> list[Path]:
+        """List the files that exist, finished or not."""
+        return sorted(path for path in self.directory.glob("*.safetensors") if _NAMES.fullmatch(path.name))
+
+    def findings(self, whole: bool) -> Iterator[Finding]:
+        """Read every file, and compare its bytes with its checksum, and the features that it names with those here.
+
+        Args:
+            whole: whether all of the features are there and intact, without which files cannot be judged.
+
+        Returns:
+            An iterator of one finding per file that exists.
+        """
+        for path in self.paths():
+            if not whole:
+                detail = "features that it was computed from are damaged or missing"
+                yield Finding(path, "unchecked", detail, _REMEDY)
+                continue
+            try:
+                read_tensors(path, {**_identity_of(path), **self.features}, {}, verify=True, version=self.version)
+            except StoreError as error:
+                yield Finding(path, "damaged", str(error), _REMEDY)
+            else:
+                yield Finding(path, "intact")
+
+
+def _identity_of(path: Path) -> dict[str, str | int]:
+    """What a file says that it was computed from."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = parse_metadata(path, file).get("identity")
+    except (SafetensorError, OSError):
+        return {}  # which is said again when the file is read
+    return found if isinstance(found, dict) else {}
