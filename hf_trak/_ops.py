@@ -1,20 +1,27 @@
-"""The operators that hf_trak registers with torch: `torch.ops.hf_trak.*_accumulate`.
+"""The operators that hf_trak registers with torch: `torch.ops.hf_trak.*_accumulate` and `torch.ops.hf_trak.hadamard`.
 
-Each adds `block @ R` for one random map to `out`, in place; `sjlt_accumulate_outer` takes the block as factors. On
-CUDA tensors they launch the kernels of `hf_trak.kernels`, on the CPU they run the same map in torch operators, which
-is what the kernels are compared with.
+The first add `block @ R` for one random map to `out`, in place; `sjlt_accumulate_outer` takes the block as factors.
+The last rotates rows of features in place. On CUDA tensors they launch the kernels of `hf_trak.kernels`, on the CPU
+they run the same map in torch operators, which is what the kernels are compared with.
 
-This module is the only one that registers operators. It stands above `hf_trak.kernels` and below `hf_trak.projectors`,
-which check the arguments and call the functions here. There are no gradients through a projection.
+This module is the only one that registers operators. It stands above `hf_trak.kernels` and below `hf_trak.codes` and
+`hf_trak.projectors`, which check the arguments and call the functions here. There are no gradients through them.
 """
 
 import torch
 from torch import Tensor
 
+from hf_trak.kernels import hadamard as hadamard_kernel
+from hf_trak.kernels import torch_hadamard
 from hf_trak.kernels.dense import Distribution, accumulate_dense
 from hf_trak.kernels.outer import accumulate_outer
 from hf_trak.kernels.runtime import CUDA
-from hf_trak.kernels.self_check import checked_instruction, require_right_outer, require_right_sjlt
+from hf_trak.kernels.self_check import (
+    checked_instruction,
+    require_right_hadamard,
+    require_right_outer,
+    require_right_sjlt,
+)
 from hf_trak.kernels.sparse import accumulate_sjlt
 from hf_trak.kernels.torch_dense import NormalMap, RademacherMap
 from hf_trak.kernels.torch_sparse import SparseMap, segment_bounds, sum_of_outer_products
@@ -125,6 +132,39 @@ def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int) -> None:
 
 @normal_accumulate.register_fake
 def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int) -> None:
+    return None
+
+
+@torch.library.custom_op("hf_trak::hadamard", mutates_args=("rows",), device_types="cuda")
+def hadamard(rows: Tensor, signs: Tensor, size: int, starts: list[int]) -> None:
+    """Replace blocks of columns, one after another, by H·D·x / √p: the rounds of the rotation `hadamard-1`.
+
+    The bits of the result do not depend on the device.
+
+    Args:
+        rows (`torch.Tensor` of shape `(B, k)`):
+            Rows of features, float32, changed in place.
+        signs (`torch.Tensor` of shape `(rounds, ⌈p / 32⌉)`):
+            The signs D of every round, packed, int32: bit c mod 32 of word ⌊c / 32⌋ is that of column c, 1 for −1.
+        size (`int`):
+            p, the number of columns of a block, a power of two.
+        starts (`list[int]`):
+            First column of the block, for every round.
+    """
+    require_right_hadamard(CUDA, size, rows.device)
+    target = _rows(rows)
+    hadamard_kernel.rotate_blocks(CUDA, target, signs.contiguous(), size, starts)
+    if target is not rows:
+        rows.copy_(target)
+
+
+@hadamard.register_kernel("cpu")
+def _(rows: Tensor, signs: Tensor, size: int, starts: list[int]) -> None:
+    torch_hadamard.rotate_blocks(rows, signs, size, starts)
+
+
+@hadamard.register_fake
+def _(rows: Tensor, signs: Tensor, size: int, starts: list[int]) -> None:
     return None
 
 

@@ -15,6 +15,7 @@ from hf_trak.kernels.sources import ARCHITECTURES, VOLTA, Kernel, all_kernels, s
 # Of each file the instances with the most registers. The rest is compiled by the long tests.
 SHORT_LIST = [
     "reduce_partials",
+    "hadamard",
     "sjlt<BFloat16>",
     "outer<Float32, 8>",
     "rademacher<BFloat16, 1, 128>",

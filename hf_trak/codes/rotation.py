@@ -3,13 +3,12 @@
 import torch
 from torch import Tensor
 
+from hf_trak._ops import hadamard
+from hf_trak.kernels.backend import kernels_wanted
 from hf_trak.kernels.philox import Stream, packed_words, philox_words, sign_tensor
-from hf_trak.kernels.torch_hadamard import hadamard_rows
+from hf_trak.kernels.torch_hadamard import rotate_blocks
 
 ALGORITHM = "hadamard-1"
-
-_ROWS_BYTES = 1 << 22
-"""Rows that are rotated together on a CPU take so many bytes, which stay in its caches."""
 
 
 class Rotation:
@@ -33,7 +32,7 @@ class Rotation:
         self.model_id = model_id
         self._size = 1 << (k.bit_length() - 1)
         self._starts = 3 * ([0] if self._size == k else [0, k - self._size])
-        self._signs: dict[tuple[int, torch.device], Tensor] = {}
+        self._signs: dict[torch.device, Tensor] = {}
 
     def apply(self, rows: Tensor) -> Tensor:
         """Rotate rows.
@@ -44,28 +43,30 @@ class Rotation:
         Returns:
             `(rows, k)`, float32, on the same device. The bits do not depend on the device.
         """
-        result = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        together = max(1, _ROWS_BYTES // (4 * self.k)) if rows.device.type == "cpu" else max(1, rows.shape[0])
-        for part in result.split(together):
-            for number, start in enumerate(self._starts):
-                block = part[:, start : start + self._size]
-                block.copy_(hadamard_rows(block * self._scaled_signs(number, rows.device)))
+        result = rows.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        self._rotate(result, self._signs_on(rows.device), self._starts)
         return result
 
     def inverse(self, rows: Tensor) -> Tensor:
         """Undo the rotation, up to rounding. Arguments and result as those of [`~Rotation.apply`]."""
-        result = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        result = rows.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        signs = self._signs_on(rows.device)
         for number, start in reversed(list(enumerate(self._starts))):
-            block = result[:, start : start + self._size]
-            block.copy_(hadamard_rows(block.contiguous()) * self._scaled_signs(number, rows.device))
+            self._rotate(result, torch.zeros_like(signs[:1]), [start])
+            result[:, start : start + self._size] *= sign_tensor(signs[number])[: self._size]
         return result
 
-    def _scaled_signs(self, number: int, device: torch.device) -> Tensor:
-        """Signs of a round, divided by √p: `(p,)`, float32."""
-        key = (number, device)
-        if key not in self._signs:
+    def _rotate(self, rows: Tensor, signs: Tensor, starts: list[int]) -> None:
+        """Run rounds with these signs on the blocks that begin at `starts`, in place."""
+        run = hadamard if kernels_wanted(rows.device) else rotate_blocks
+        run(rows, signs, self._size, starts)
+
+    def _signs_on(self, device: torch.device) -> Tensor:
+        """Signs of all rounds, packed: `(rounds, ⌈p / 32⌉)`, int32."""
+        if device not in self._signs:
             calls = -(-self._size // 128)
-            words = philox_words(0, calls, self.seed, self.model_id, Stream.HADAMARD_1, number)
-            signs = sign_tensor(packed_words(words).flatten())[: self._size]
-            self._signs[key] = (signs * torch.tensor(self._size**-0.5, dtype=torch.float32)).to(device)
-        return self._signs[key]
+            rounds = torch.arange(len(self._starts))
+            words = philox_words(0, calls, self.seed, self.model_id, Stream.HADAMARD_1, rounds)
+            packed = packed_words(words).transpose(0, 1).flatten(1)[:, : -(-self._size // 32)]
+            self._signs[device] = packed.contiguous().to(device)
+        return self._signs[device]

@@ -1,8 +1,8 @@
 """Checks of kernels against torch operators, on the user's GPU, before their first result is used.
 
-A kernel is the one part of a projection that is compiled on the user's machine. Its result for a small block of
-integers is compared with that of `torch_sparse` or `torch_dense` on the CPU: signs and indices must agree to the bit.
-This takes milliseconds, once per kernel, process and device.
+A kernel is the one part of a projection or rotation that is compiled on the user's machine. Its result for a small
+block of integers is compared with that of `torch_sparse`, `torch_dense` or `torch_hadamard` on the CPU: signs and
+indices must agree to the bit. This takes milliseconds, once per kernel, process and device.
 """
 
 import logging
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import KernelError
+from hf_trak.kernels import torch_hadamard
 from hf_trak.kernels.backend import WGMMA_VARIABLE, wgmma_wanted
 from hf_trak.kernels.dense import Distribution, Instruction, accumulate_dense, fastest_instruction, tile_of_samples
+from hf_trak.kernels.hadamard import TILE_BITS, rotate_blocks
 from hf_trak.kernels.outer import accumulate_outer, tokens_of_instance
 from hf_trak.kernels.runtime import Runtime
 from hf_trak.kernels.sparse import accumulate_sjlt
@@ -74,6 +76,31 @@ def require_right_outer(runtime: Runtime, dtype: torch.dtype, tokens: int, devic
 
     key, shape = ("outer", dtype, instance, device), (3, instance * (height + width))
     _require("outer", key, shape, outputs, dtype, device, run, reference, 0.0)
+
+
+def require_right_hadamard(runtime: Runtime, size: int, device: torch.device) -> None:
+    """Check the kernel of the rotation: rows that fit into a tile, or rows that take several passes.
+
+    Raises:
+        KernelError: it cannot be run, or its result is wrong.
+    """
+    in_tile = size <= 1 << TILE_BITS
+    # Sizes 2ⁿ with an odd n, where products with 1 / √p are rounded. Several rows in a tile, of which not all are
+    # there; four passes, with all layouts, of which two end a round and begin the next.
+    rows, checked = (7, 2**11) if in_tile else (2, 2**17)
+    generator = torch.Generator().manual_seed(1)
+    signs = torch.randint(-(2**31), 2**31, (3, checked // 32), generator=generator).to(torch.int32)
+
+    def run(out: Tensor, block: Tensor) -> None:
+        out.copy_(block)
+        rotate_blocks(runtime, out, signs.to(device), checked, [0, 0, 0])
+
+    def reference(out: Tensor, block: Tensor) -> None:
+        out.copy_(block)
+        torch_hadamard.rotate_blocks(out, signs, checked, [0, 0, 0])
+
+    key = ("hadamard", in_tile, device)
+    _require("hadamard", key, (rows, checked), checked, torch.float32, device, run, reference, 0.0)
 
 
 def require_right_dense(
@@ -176,7 +203,7 @@ def _require(
     difference = float((actual.cpu() - expected).abs().max())
     if not difference <= tolerance:
         raise KernelError(
-            f"The '{name}' kernel for {dtype} gives wrong results on {device}: a test projection differs from the "
+            f"The '{name}' kernel for {dtype} gives wrong results on {device}: that for a test block differs from the "
             f"reference by {difference}. Expected at most {tolerance}. Set HF_TRAK_BACKEND=torch, which does not use "
             "it, and please report this with the GPU's name and the versions of the driver and of torch."
         )

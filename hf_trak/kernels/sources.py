@@ -56,6 +56,8 @@ class Kernel:
 
 REDUCE = Kernel("reduce", "reduce_partials", 256)
 
+HADAMARD = Kernel("hadamard", "hadamard", 512)
+
 
 def sjlt_kernel(dtype: torch.dtype) -> Kernel:
     """Name the kernel of the sparse map."""
@@ -88,7 +90,7 @@ def dense_kernel(dtype: torch.dtype, distribution: str, samples: int) -> Kernel:
 
 def all_kernels() -> list[Kernel]:
     """List every kernel that the library can launch."""
-    kernels = [REDUCE, *(sjlt_kernel(dtype) for dtype in INPUT_TYPES)]
+    kernels = [REDUCE, HADAMARD, *(sjlt_kernel(dtype) for dtype in INPUT_TYPES)]
     kernels += [outer_kernel(dtype, tokens) for dtype in INPUT_TYPES for tokens in TOKENS]
     for dtype in INPUT_TYPES:
         wide = dtype == torch.float32
