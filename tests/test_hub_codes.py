@@ -432,6 +432,30 @@ def test_two_passes_elsewhere(hub: Hub, client: Path, tmp_path: Path, monkeypatc
     assert {answer.path for answer in sent[before:]} == shards, "all scores take whole shards"
 
 
+@pytest.mark.skipif(
+    not hasattr(FeatureStore, "solver_path"), reason="solvers look for their files in the output directory alone"
+)
+def test_published_eigenvalues_are_used(
+    hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No whole shard is downloaded for a first pass, although there is no Gram matrix."""
+    monkeypatch.setattr(index_shards, "_REQUEST_BYTES", 0)
+    model = tiny_bert(1)
+    args = TrakConfig(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16, solver="low_rank",
+                      solver_rank=8, per_device_batch_size=5, **OPTIONS)  # fmt: skip
+    attributor = TrakAttributor(model, args, train_dataset=sentences(0, N)).featurize()
+    attributor.push_to_hub("tester/index", token=TOKEN)
+    sent = watched(hub)
+    elsewhere = TrakAttributor.from_pretrained("tester/index", model, token=TOKEN, **OPTIONS)
+    options = {"top_k": 2, "first_pass_bytes": 512, "candidates": 2}
+    found, expected = (one.attribute(targets(), **options) for one in (elsewhere, attributor))
+    assert found["trak_scores"][:] == expected["trak_scores"][:]
+    names = ("low_rank-8.safetensors", "row_digests.safetensors")
+    assert {answer.path for answer in sent if answer.asked is None} == {
+        "trak_config.json", "trak_index.json", *(f"checkpoint-0/{name}" for name in names),
+    }  # fmt: skip
+
+
 # -- servers that do not send what they were asked for ---------------------------------------------------------------
 
 
