@@ -5,9 +5,10 @@
 Ceilings: a large bf16 matrix product, and a device-to-device copy (bytes read plus bytes written). Dense projections
 are compared with the first (2 · B · P · k operations; float32 gradients take twice as many by default, and batches
 that are not 16, 64 or a multiple of 128 fill only part of a tile), sparse ones with the second (bytes of the
-gradients, each read once). Beside them, doing it with torch: generate R, then multiply; and `fast_jl`, if it is
-installed. All methods take turns, and medians are shown. The parts `dense`, `sparse` and `fused` show times of kernels
-alone; `featurize` and `scoring` include all of Python.
+gradients, each read once), and so are rotations of features (bytes of the features, read and written once, whatever
+number of passes the three rounds take). Beside them, doing it with torch: generate R, then multiply; the steps of the
+rotation one by one; and `fast_jl`, if it is installed. All methods take turns, and medians are shown. The parts
+`dense`, `sparse`, `rotation` and `fused` show times of kernels alone; `featurize` and `scoring` include all of Python.
 """
 
 import argparse
@@ -23,8 +24,10 @@ import torch
 from gpu_steps import Step, featurize_steps, fused_steps, scoring_steps
 
 from hf_trak.kernels.backend import WGMMA_VARIABLE, float32_terms, kernels_wanted
+from hf_trak.kernels.hadamard import plan_passes
 from hf_trak.kernels.runtime import CUDA as RUNTIME
 from hf_trak.kernels.self_check import checked_instruction
+from hf_trak.kernels.torch_hadamard import rotate_blocks
 from hf_trak.projectors import BlockProjector, FastJlProjector, RademacherProjector, make_projector
 
 Measurement = tuple[Callable[[], object], float]
@@ -35,7 +38,7 @@ MATMUL, COPY = "bf16 matmul", "copy"
 SLEEP_CYCLES = 20_000_000
 """About 10 ms, in which a thousand kernels are launched."""
 
-PARTS = ("dense", "sparse", "fused", "featurize", "scoring")
+PARTS = ("dense", "sparse", "rotation", "fused", "featurize", "scoring")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -45,6 +48,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[32, 128], help="B of the dense maps")
     parser.add_argument("--sjlt-batch", type=int, default=128, help="B of the sparse map")
     parser.add_argument("--sjlt-dims", type=int, nargs="+", default=[512, 4096, 16384], help="k of the sparse map")
+    parser.add_argument(
+        "--rotation-dims",
+        type=int,
+        nargs="+",
+        default=[4096, 2**14, 2**16, 2**20],
+        help="k of rotations, powers of two",
+    )
+    parser.add_argument("--rotation-numbers", type=int, default=2**28, help="features of all rows of a rotation")
     parser.add_argument("--rounds", type=int, default=11, help="measurements per method")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="what to measure")
     parser.add_argument("--no-normal", action="store_true", help="leave the `normal` map out")
@@ -100,6 +111,24 @@ def sparse_methods(args: argparse.Namespace, device: torch.device) -> dict[str, 
             projector = make_projector("sjlt", args.grad_dim, k, 0, device)
             name = f"sjlt {str(dtype).removeprefix('torch.')} k={k}"
             table[name] = (accumulation(projector, out, block), float(block.numel() * block.element_size()))
+    return table
+
+
+def rotation_methods(args: argparse.Namespace, device: torch.device) -> dict[str, Measurement]:
+    """Bytes of every rotation: each feature read once and written once."""
+    table: dict[str, Measurement] = {}
+    for k in args.rotation_dims:
+        rows = torch.randn(args.rotation_numbers // k, k, device=device)
+        signs = torch.randint(-(2**31), 2**31, (3, k // 32), device=device).to(torch.int32)
+        name, amount = f"rotation k={k}", 2.0 * rows.numel() * rows.element_size()
+        table[f"{name}, {len(plan_passes(k.bit_length() - 1, 3))} passes"] = (
+            lambda rows=rows, signs=signs, k=k: torch.ops.hf_trak.hadamard(rows, signs, k, [0, 0, 0]),
+            amount,
+        )
+        table[f"torch: {name}"] = (
+            lambda rows=rows, signs=signs, k=k: rotate_blocks(rows, signs, k, [0, 0, 0]),
+            amount,
+        )
     return table
 
 
@@ -224,7 +253,11 @@ def main(arguments: list[str] | None = None) -> None:
         f"(dense), B = {args.sjlt_batch} (sjlt); medians of {args.rounds} rounds",
         flush=True,
     )
-    tables = {"dense": (dense_methods, MATMUL, "TFLOP/s"), "sparse": (sparse_methods, COPY, "TB/s")}
+    tables = {
+        "dense": (dense_methods, MATMUL, "TFLOP/s"),
+        "sparse": (sparse_methods, COPY, "TB/s"),
+        "rotation": (rotation_methods, COPY, "TB/s"),
+    }
     groups = {
         "fused": (fused_steps, "Gelem/s", 1e9),
         "featurize": (featurize_steps, "1/s", 1),
