@@ -217,10 +217,7 @@ class TrakConfig:
     )
     auto_find_batch_size: bool = field(
         default=False,
-        metadata={
-            "help": "Lower the batch size when memory runs out, starting with `per_device_batch_size`. The size that "
-            "fits is saved in `output_dir`, so that a resumed run starts with it."
-        },
+        metadata={"help": "Lower the batch size when memory runs out, and save the size that fits in `output_dir`."},
     )
     shard_size: int = field(
         default=1024,

@@ -33,11 +33,13 @@ class RunArguments:
     )
     exact: bool = field(
         default=False,
-        metadata={
-            "help": "Score with whole gradients under a curvature instead of with features: see `--curvature`. One "
-            "that `hf-trak curvature` has not fitted is fitted first."
-        },
+        metadata={"help": "Score with whole gradients under a curvature, which is fitted first if it is missing."},
     )
+    first_pass_bytes: int | None = field(
+        default=None,
+        metadata={"help": "Look at so many bytes of every row, and at whole rows of the best alone (codes only)."},
+    )
+    candidates: int | None = field(default=None, metadata={"help": "Rows that are then read whole."})
     all_scores: bool = field(default=False, metadata={"help": "Keep every score, which `hf-trak evaluate` needs."})
     name: str = field(
         default="targets", metadata={"help": "Name of the run, which is saved in `output_dir/scores/NAME`."}
@@ -49,14 +51,17 @@ class RunArguments:
         default=True,
         metadata={"help": "Rank training rows by self-influence. With `--exact`, one more pass over them."},
     )
-    save_train_dataset: bool = field(
-        default=False, metadata={"help": "Save all training rows in the run, not only those that scores refer to."}
-    )
+    save_train_dataset: bool = field(default=False, metadata={"help": "Save all training rows in the run."})
 
     def __post_init__(self) -> None:
         safe_name(self.name, "name")
         if self.top_k < 1:
             raise ValueError(f"`top_k` is {self.top_k}. Expected at least 1.")
+        if self.first_pass_bytes is not None and (self.exact or self.all_scores):
+            raise ValueError(
+                f"`first_pass_bytes` is {self.first_pass_bytes}, together with `exact` or `all_scores`. A first pass "
+                "finds the best rows of each target from stored features. Leave it out for other scores."
+            )
         if self.exact and self.index is not None:
             raise ValueError(
                 "`exact` and `index` are both set. Expected one of them: exact scores need the gradients of the "
@@ -95,7 +100,13 @@ def run(argv: Sequence[str]) -> None:
     rows = built.preparation.prepare(stored)
     top_k = None if wanted.all_scores else wanted.top_k
     scored = attributor.attribute(
-        rows, top_k=top_k, name=wanted.name, checkpoints=model_args.checkpoints, exact=wanted.exact
+        rows,
+        top_k=top_k,
+        name=wanted.name,
+        checkpoints=model_args.checkpoints,
+        exact=wanted.exact,
+        first_pass_bytes=wanted.first_pass_bytes,
+        candidates=wanted.candidates,
     )
     counted = wanted.distributions and top_k is not None  # with all scores at hand, collecting the run counts them
     count = exact_distributions if wanted.exact else score_distributions

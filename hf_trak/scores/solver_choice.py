@@ -2,7 +2,7 @@
 
 | solver | system | exact | chosen by `"auto"` |
 |---|---|---|---|
-| `primal` | XᵀX, k × k | yes | k ≤ 8,192; or k ≤ n and k ≤ 16,384 and it fits; or XᵀX is there already |
+| `primal` | XᵀX, k × k | yes | k ≤ 4,096; or k ≤ n and k ≤ 16,384 and it fits; or XᵀX is there already |
 | `dual` | XXᵀ, n × n | yes | otherwise, where n < k and n ≤ 16,384 and it fits |
 | `low_rank` | the r largest eigenvalues of XᵀX | no, with a bound | otherwise |
 | `block` | XᵀX in blocks of columns | no | never |
@@ -22,7 +22,7 @@ Kind = Literal["primal", "dual", "low_rank", "block"]
 
 DEFAULT_RANK = 2048
 DEFAULT_COLUMNS = 4096
-PLAIN_PRIMAL = 8192
+PLAIN_PRIMAL = 4096
 """Largest k for which XᵀX is always used."""
 LARGEST_SYSTEM = 16_384
 """Largest n or k of an exact system that is chosen unasked."""
