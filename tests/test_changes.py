@@ -188,7 +188,7 @@ CHANGES: dict[str, tuple[Setup, Setup]] = {
 
 DEFINING: dict[str, Any] = {
     "proj_type": "rademacher", "proj_dim": 17, "proj_nonzeros": 2, "seed": 1, "grad_wrt": ["classifier.weight"],
-    "feature_dtype": "float16", "model_dtype": "bfloat16", "shard_size": 5,
+    "feature_dtype": "float16", "model_dtype": "bfloat16", "shard_size": 5, "bytes_per_row": 16,
 }  # fmt: skip
 """Fields of `TrakConfig` whose change is refused."""
 
@@ -196,6 +196,7 @@ HARMLESS: dict[str, Any] = {
     "engine": "iterative", "max_block_bytes": 64, "per_device_batch_size": 3, "auto_find_batch_size": True,
     "dataloader_num_workers": 1, "dataloader_pin_memory": False, "use_cpu": True, "disable_tqdm": True,
     "remove_unused_columns": False, "label_names": ["labels"], "exact_memory": 1e-4,
+    "solver": "dual", "solver_rank": 3,
 }  # fmt: skip
 """Fields whose change leaves features as they are, but for rounding: what reaches the model is probed."""
 
