@@ -103,3 +103,21 @@ def test_the_way_of_torch_projects_by_random_signs(monkeypatch):
     gpu_kernels.materialize_and_multiply(out, torch.ones(2, 101, dtype=torch.bfloat16))()
     assert (out.long() % 2 == 1).all()
     assert 7 < float(out.std()) < 14 and float(out.mean().abs()) < 3
+
+
+def test_rotations_are_measured_by_the_kernel_and_by_torch(monkeypatch):
+    """The operator and torch operators rotate the same rows, one after the other; rotations keep norms."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_kernels
+
+    rows, given = torch.randn(10, 64), []
+    monkeypatch.setattr(gpu_kernels.torch, "randn", lambda *shape, device: given.append(shape) or rows)
+    arguments = gpu_kernels.parse_arguments(["--rotation-dims", "64", "--rotation-numbers", "640"])
+    table = gpu_kernels.rotation_methods(arguments, CPU)
+    assert list(table) == ["rotation k=64, 1 passes", "torch: rotation k=64"] and given == [(10, 64)]
+    for run, amount in table.values():
+        before = rows.clone()
+        run()
+        assert amount == 2 * before.nbytes
+        assert not torch.equal(rows, before)
+        torch.testing.assert_close(rows.norm(dim=1), before.norm(dim=1))

@@ -245,23 +245,6 @@ def test_operator_is_registered_properly():
     assert same_bits(rows, by_definition(*given))
 
 
-def test_the_benchmark_rotates(monkeypatch):
-    """By the operator and by torch operators, two different rotations of the same length."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "recipes" / "benchmarks"))
-    import gpu_kernels
-
-    arguments = gpu_kernels.parse_arguments(["--rotation-dims", "64", "--rotation-numbers", "640"])
-    table = gpu_kernels.rotation_methods(arguments, CPU)
-    assert list(table) == ["rotation k=64, 1 passes", "torch: rotation k=64"]
-    for run, amount in table.values():
-        assert amount == 2 * 4 * 640
-        rows = run.__defaults__[0]
-        before = rows.clone()
-        run()
-        assert not torch.equal(rows, before)
-        torch.testing.assert_close(rows.norm(dim=1), before.norm(dim=1), rtol=1e-5, atol=0)
-
-
 # ---- The kernel on a GPU ----
 
 
