@@ -1,13 +1,14 @@
 """Arithmetic of what an attribution takes: parameters, disk, memory, time."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from hf_trak.config import BITS, TrakConfig
 from hf_trak.featurize.exact_estimate import ExactEstimate, estimate_exact
+from hf_trak.featurize.storage_choices import StorageChoice, storage_choices
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
 from hf_trak.runtime.memory import free_bytes
@@ -65,6 +66,8 @@ class Estimate:
     """The solver of the ridge regression that will be chosen with the memory that is free now, for one checkpoint."""
     alternatives: tuple[SolverCost, ...]
     """The other solvers, with their defaults."""
+    storage: tuple[StorageChoice, ...] = ()
+    """Other forms of the features, with other numbers of bytes; none without a projection."""
     rows_per_second: float | None = None
     """Rows that one process featurizes per second, where it was measured."""
     exact: ExactEstimate | None = None
@@ -96,6 +99,8 @@ class Estimate:
         ]
         solvers = (self.solver, *self.alternatives)
         lines.append("solver of the ridge: " + "; or ".join(_solver(one) for one in solvers))
+        if self.storage:
+            lines.append("other forms of the features: " + "; ".join(map(str, self.storage)))
         if self.exact is not None:
             exact = self.exact
             lines.append(
@@ -157,7 +162,7 @@ def estimate_sizes(
         processes=processes,
         feature_bytes=checkpoints * _matrix_bytes(n, k, args),
         gram_bytes=checkpoints * (solver.disk + _GRAM_HEADER_BYTES),
-        target_bytes=checkpoints * _matrix_bytes(m, k, args, _TARGET_HEADER_BYTES) if m else 0,
+        target_bytes=checkpoints * _matrix_bytes(m, k, _as_targets(args), _TARGET_HEADER_BYTES) if m else 0,
         config_bytes=_CONFIG_BYTES
         + _COLLATION_BYTES
         + len(json_bytes(layout.to_list()))
@@ -167,6 +172,7 @@ def estimate_sizes(
         score_memory=solver.memory + groups * k * 12 + shard_rows * row_bytes(k, args),
         solver=solver,
         alternatives=alternatives,
+        storage=_other_forms(args, n, groups),
         rows_per_second=rows_per_second,
         exact=None if args.curvature is None else estimate_exact(model, layout, args, n, groups, weights),
     )
@@ -193,6 +199,18 @@ def _matrix_bytes(rows: int, k: int, args: TrakConfig, header: int = _SHARD_HEAD
     """A feature matrix on disk: `grads` (rows, k), `out_to_loss` (rows,) float32, and a header per shard."""
     shards = len(ShardPlan(rows, args.shard_size))
     return rows * (row_bytes(k, args) + 4) + shards * header
+
+
+def _as_targets(args: TrakConfig) -> TrakConfig:
+    """The configuration with the storage that features of targets have: floating-point numbers."""
+    return replace(args, feature_dtype="float32") if BITS[args.storage] < 16 else args
+
+
+def _other_forms(args: TrakConfig, n: int, m: int) -> tuple[StorageChoice, ...]:
+    if args.proj_type == "none":
+        return ()
+    choices = storage_choices(args.solver, args.solver_rank, n, m, free_bytes("cpu"))
+    return tuple(one for one in choices if (one.feature_dtype, one.proj_dim) != (args.storage, args.width))
 
 
 def row_bytes(k: int, args: TrakConfig) -> int:
