@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
 from hf_trak.curvature.curvature import Curvature, KroneckerValues
 from hf_trak.curvature.maps import InverseSink, Preconditioning, SelfInfluence, WhitenedProjection
+from hf_trak.curvature.target_forms import LowRankForm, TargetForm, truncated
 
 B, DAMPING = 3, 0.1
 BIAS, LEFT_BIAS, NORM = 8 * 6, 8 * 6 + 8 + 5 * 4, 8 * 6 + 8 + 5 * 4 + 4
@@ -151,3 +152,60 @@ def test_a_curvature_without_bases(curvature: Curvature, gradients: Gradients) -
     sink = Preconditioning(diagonal, DAMPING).sink(B, 0, "cpu")
     gradients.factors(sink)  # type: ignore[arg-type]
     close(sink.result(), diagonal.precondition(gradients.whole(), DAMPING))
+
+
+# -- forms of targets ------------------------------------------------------------------------------------------------
+
+
+def kept(form: TargetForm, gradients: Gradients, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Preconditioned gradients in a form."""
+    sink = form.preconditioning().sink(B, 0, "cpu")
+    gradients.factors(sink)  # type: ignore[arg-type]
+    return sink.result().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [None, 1, 2])
+def test_scores_are_products_with_what_is_kept(
+    curvature: Curvature, gradients: Gradients, rank: int | None, dtype: torch.dtype
+) -> None:
+    """In rank 2 the layer with inputs first, 6 × 4 with its bias, has fewer numbers alone: others are kept whole."""
+    form = TargetForm(curvature, DAMPING) if rank is None else LowRankForm(curvature, DAMPING, rank)
+    rows = kept(form, gradients, dtype)
+    exact, whole = curvature.precondition(gradients.whole(), DAMPING), form.whole(rows)
+    assert rows.shape == (B, form.width)
+    for cut in (11, 1000):
+        sink = form.products(rows).sink(B, 0, "cpu")
+        for low in range(0, P, cut):
+            sink(low, gradients.whole()[:, low : low + cut])
+        close(sink.result(), gradients.whole() @ whole.T)
+    lost = (exact - whole).norm(dim=1) / exact.norm(dim=1)
+    if isinstance(form, LowRankForm):
+        assert form.width < P + 1
+        torch.testing.assert_close(form.errors(rows), lost, rtol=0.02, atol=1e-6 if dtype == torch.float32 else 4e-3)
+        assert rank == 2 or float(lost.max()) > 0.1
+    else:
+        assert float(lost.max()) < (1e-5 if dtype == torch.float32 else 2**-8)
+
+
+def test_matrices_are_cut_as_a_singular_value_decomposition_cuts_them() -> None:
+    generator = torch.Generator().manual_seed(3)
+    outer = [torch.linalg.qr(torch.randn(5, side, 30, generator=generator)).Q for side in (50, 40)]
+    spectrum = torch.logspace(0, -3, 30)
+    matrices = outer[0] * spectrum @ outer[1].mT
+    for rank in (1, 4, 20):
+        left, right, rest = truncated(matrices, rank)
+        assert left.shape == (5, 50, rank) and right.shape == (5, rank, 40)
+        least = spectrum[rank:].double().square().sum()
+        assert float((matrices - left @ right).double().square().sum((1, 2)).max()) < 1.01 * float(least)
+        torch.testing.assert_close(rest, least.expand(5), rtol=0.01, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_zero_targets_are_found(curvature: Curvature, gradients: Gradients, rank: int | None) -> None:
+    form = TargetForm(curvature, DAMPING) if rank is None else LowRankForm(curvature, DAMPING, rank)
+    rows = kept(form, gradients)
+    rows[1] = 0
+    assert form.zero(rows).tolist() == [False, True, False]
+    rows[1, P // 2] = 1e-30
+    assert not bool(form.zero(rows).any())

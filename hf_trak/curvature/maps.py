@@ -80,7 +80,7 @@ class DenseSink:
         self(start, torch.bmm(left.transpose(1, 2), right).flatten(1))
 
 
-class _OwnPlaces:
+class OwnPlaces:
     """Rows of P numbers, each at the position of its parameter; matrices are rotated back."""
 
     def __init__(self, curvature: Curvature, size: int, device: str | torch.device) -> None:
@@ -95,7 +95,7 @@ class _OwnPlaces:
         self.rows[:, start : start + values.shape[1]] += values
 
 
-class _PlacesOfBlocks:
+class PlacesOfBlocks:
     """Hands on P numbers of a row block by block, matrices in their bases: first all of these, then single numbers."""
 
     def __init__(self, curvature: Curvature, add: Callable[[int, Tensor], object]) -> None:
@@ -130,7 +130,7 @@ class InverseMap(GradientMap):
             for one in curvature.diagonal
         ]
 
-    def opened(self, places: "_OwnPlaces | _PlacesOfBlocks", result: Callable[[], Tensor]) -> "MapSink":
+    def opened(self, places: "OwnPlaces | PlacesOfBlocks", result: Callable[[], Tensor]) -> "MapSink":
         """Open a sink that gives its values to `places`."""
         return InverseSink(self, places, result)
 
@@ -146,7 +146,7 @@ class InverseSink:
 
     takes_outer = staticmethod(every_factor)
 
-    def __init__(self, of: InverseMap, places: _OwnPlaces | _PlacesOfBlocks, result: Callable[[], Tensor]) -> None:
+    def __init__(self, of: InverseMap, places: OwnPlaces | PlacesOfBlocks, result: Callable[[], Tensor]) -> None:
         """
         Args:
             of: the map.
@@ -238,7 +238,7 @@ class Preconditioning(InverseMap):
         super().__init__(curvature.numel, curvature, damping, 1.0)
 
     def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> MapSink:
-        places = _OwnPlaces(self.curvature, batch_size, device)
+        places = OwnPlaces(self.curvature, batch_size, device)
         return self.opened(places, lambda: places.rows)
 
 
@@ -259,7 +259,7 @@ class SelfInfluence(InverseMap):
         def add(start: int, values: Tensor) -> None:
             rows[:, start : start + values.shape[1]] += values
 
-        return self.opened(_PlacesOfBlocks(self.curvature, add), lambda: rows.square_().sum(1, keepdim=True))
+        return self.opened(PlacesOfBlocks(self.curvature, add), lambda: rows.square_().sum(1, keepdim=True))
 
 
 class WhitenedProjection(InverseMap):
@@ -282,7 +282,7 @@ class WhitenedProjection(InverseMap):
 
     def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> MapSink:
         sink = self._projector.sink(batch_size, model_id, device)
-        return self.opened(_PlacesOfBlocks(self.curvature, sink), sink.result)
+        return self.opened(PlacesOfBlocks(self.curvature, sink), sink.result)
 
 
 class TargetProducts(GradientMap):

@@ -6,35 +6,42 @@ over processes and are checked in the same way.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
 from hf_trak.curvature.curvature import Curvature, identity_curvature
 from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.curvature.fit import CurvatureFit, Stage
-from hf_trak.curvature.hybrid import HybridSystem
-from hf_trak.curvature.maps import Preconditioning, SelfInfluence, TargetProducts, WhitenedProjection
+from hf_trak.curvature.maps import SelfInfluence, TargetProducts, WhitenedProjection
 from hf_trak.curvature.plan import FitPlan
-from hf_trak.data.rows import RowBatches, row_count
+from hf_trak.curvature.target_forms import LowRankForm, TargetForm
+from hf_trak.data.rows import row_count
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
 from hf_trak.featurize.comparisons import COMPARISONS
+from hf_trak.featurize.exact_blocks import (
+    TARGET_SHARD_BYTES,
+    CheckpointScores,
+    mean_blocks,
+    target_dtype,
+    target_rank,
+    target_rows,
+    whole_targets,
+)
 from hf_trak.featurize.featurized import FeaturizedModel
-from hf_trak.gradient_computers import AbstractGradientComputer
+from hf_trak.featurize.fit_batches import FitBatches, embeddings, transposed
 from hf_trak.identity.row_digest import fingerprint_dataset
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
-from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput
+from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
 from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, HasLoss, LossModelOutput
 from hf_trak.modelout_functions.regression import RegressionModelOutput
-from hf_trak.modelout_functions.sampled import SampledLikelihood, with_rows
+from hf_trak.modelout_functions.sampled import SampledLikelihood
 from hf_trak.scores.groups import RowGroups
-from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.scorer import PlannedScores
 from hf_trak.store.atomic import safe_name
 from hf_trak.store.sealed import content_digest
@@ -54,8 +61,6 @@ DEFAULT_DAMPING = 0.1
 HYBRID_DAMPING, HYBRID_DAMPING_OF_TOKENS = 10.0, 0.1
 """Damping c of the hybrid for tasks with one label per row, and for those with many: what the banks of the benchmark
 of quality say, see docs/curvature.md."""
-
-_TARGET_SHARD_BYTES = 2**28
 
 
 class ExactScores:
@@ -79,6 +84,22 @@ class ExactScores:
         if not self.hybrid:
             return DEFAULT_DAMPING
         return HYBRID_DAMPING_OF_TOKENS if isinstance(self.model.task, AggregatedModelOutput) else HYBRID_DAMPING
+
+    @property
+    def target_dtype(self) -> torch.dtype:
+        """Dtype in which preconditioned targets are kept."""
+        return target_dtype(self.args)
+
+    @property
+    def target_rank(self) -> int | None:
+        """Rank of the matrices in which preconditioned targets are kept; `None` for whole ones."""
+        return target_rank(self.args)
+
+    def form(self, curvature: Curvature) -> TargetForm:
+        """Return the form in which preconditioned targets are kept."""
+        if self.target_rank is None:
+            return TargetForm(curvature, self.damping)
+        return LowRankForm(curvature, self.damping, self.target_rank)
 
     @property
     def train_task(self) -> AbstractModelOutput:
@@ -118,8 +139,8 @@ class ExactScores:
             self.kind,
             tuple(rows),
             self.args.per_device_batch_size,
-            _embeddings(self.model.model),
-            _transposed(self.model.model),
+            embeddings(self.model.model),
+            transposed(self.model.model),
             f"curvature, checkpoint {model_id}",
             not self.args.disable_tqdm,
         )
@@ -131,7 +152,7 @@ class ExactScores:
         identity = self.identity(model_id, rows)
         with self.model.processes.all_or_none():
             files = CurvatureFiles(self.model.store.curvature_dir(model_id, identity), identity)
-        source = _FitBatches(self.model, self.train_task, self._curvature_tasks(), model_id)
+        source = FitBatches(self.model, self.train_task, self._curvature_tasks(), model_id)
         return CurvatureFit(plan, files, source, self.model.layout, self.model.processes, self.model.device).run()
 
     def _curvature_tasks(self) -> dict[Stage, AbstractModelOutput]:
@@ -200,7 +221,7 @@ class ExactScores:
                 targets = self._targets(curvature, name, model_id, eval_dataset)
                 chunks = self._scores(curvature, name, model_id, targets, groups)
                 whitened = self._whitened(curvature, model_id) if self.hybrid else None
-            parts.append(_Scores(chunks, whitened, self.args.hybrid_lambda))
+            parts.append(CheckpointScores(chunks, whitened, self.args.hybrid_lambda))
             described.append({"model_id": model_id, "scores": [one.content_hash for one in chunks]})
             if whitened is not None:
                 described[-1]["whitened"] = whitened.content_hash
@@ -213,7 +234,7 @@ class ExactScores:
         }
         count = len(parts[0].chunks[0])
         mine = range(count) if everywhere else model.processes.share(count)
-        return PlannedScores(name, identity, _mean_blocks(parts, mine))
+        return PlannedScores(name, identity, mean_blocks(parts, mine))
 
     def self_influence(
         self, checkpoints: Checkpoint | Sequence[Checkpoint] | None, model_ids: Sequence[int] | None
@@ -267,6 +288,7 @@ class ExactScores:
         shard_size: int,
         model_id: int,
         curvature: Curvature,
+        dtype: torch.dtype = torch.float32,
         **identity: str | int,
     ) -> ShardSet:
         """Return shards of numbers that depend on a curvature."""
@@ -278,9 +300,8 @@ class ExactScores:
             "damping": str(self.damping),
             "rows": type(self.scored_task).__name__,
         }
-        return ShardSet(
-            directory, prefix, ShardPlan(rows, shard_size), width, torch.float32, {**own, **identity}, store.version
-        )
+        plan = ShardPlan(rows, shard_size)
+        return ShardSet(directory, prefix, plan, width, dtype, {**own, **identity}, store.version)
 
     def _tag(self, curvature: Curvature) -> str:
         """Name what is computed with a curvature and a damping."""
@@ -289,39 +310,45 @@ class ExactScores:
 
     def _targets(self, curvature: Curvature, name: str, model_id: int, eval_dataset: Any) -> ShardSet:
         """Compute P⁻¹ ∇f of the targets: `(m, P)`."""
-        store, total = self.model.store, self.model.layout.total
+        store, form = self.model.store, self.form(curvature)
         kept = store.saved_targets(name, model_id)
-        rows = max(1, min(len(eval_dataset), _TARGET_SHARD_BYTES // (4 * total)))
+        rows = max(1, min(len(eval_dataset), TARGET_SHARD_BYTES // (self.target_dtype.itemsize * form.width)))
         directory = store.experiment_dir(name) / f"exact-{self._tag(curvature)}" / f"checkpoint-{model_id}"
-        identity = {"targets": content_digest(dict(kept.identity))}
         shards = self._shards(
-            directory, "preconditioned", len(eval_dataset), total, rows, model_id, curvature, **identity
+            directory,
+            self._prefix("preconditioned"),
+            len(eval_dataset),
+            form.width,
+            rows,
+            model_id,
+            curvature,
+            self.target_dtype,
+            targets=content_digest(dict(kept.identity)),
         )
-        featurizer = self.model.featurizer(projector=Preconditioning(curvature, self.damping))
+        featurizer = self.model.featurizer(projector=form.preconditioning())
         featurizer.fill(shards, eval_dataset, model_id, "target", f"{name}, preconditioned, checkpoint {model_id}")
-        for shard in shards:
-            if bool((zero := (shard.grads == 0).all(1)).any()):
-                raise ValueError(
-                    f"Target {shard.start + int(zero.nonzero()[0])} has the gradient zero under the curvature, so "
-                    "that every score of it would be 0. Expected an output that depends on the attributed parameters. "
-                    "Leave that target out, or look at its labels and at `grad_wrt`."
-                )
         return shards
+
+    def _prefix(self, kind: str) -> str:
+        """Name files by the form of targets that they hold, or depend on."""
+        rank = "" if self.target_rank is None else f"-rank-{self.target_rank}"
+        return kind + rank + ("" if self.target_dtype == torch.float32 else "-bfloat16")
 
     def _scores(
         self, curvature: Curvature, name: str, model_id: int, targets: ShardSet, groups: RowGroups | None
     ) -> list[ShardSet]:
         """Stream the training rows past the targets, as many of these at a time as fit into memory."""
-        model, total = self.model, self.model.layout.total
+        model, form = self.model, self.form(curvature)
         m = targets.plan.n_rows if groups is None else len(groups)
-        together = max(1, int(self.args.exact_memory * 2**30) // (4 * total))
+        taken = form.width * self.target_dtype.itemsize if groups is None else 4 * curvature.numel
+        together = max(1, int(self.args.exact_memory * 2**30) // taken)
         tag = "" if groups is None else f"-{groups.tag}"
         chunks = []
         for first in range(0, m, together):
             columns = range(first, min(first + together, m))
             shards = self._shards(
                 targets.directory,
-                f"scores{tag}-{columns.start:06d}-{columns.stop:06d}",
+                f"{self._prefix('scores')}{tag}-{columns.start:06d}-{columns.stop:06d}",
                 row_count(model.train_dataset, "train_dataset"),
                 len(columns),
                 model.store.config["shard_size"],
@@ -333,8 +360,12 @@ class ExactScores:
             chunks.append(shards)
             if not model.processes.broadcast_from_main(shards.unwritten):
                 continue
-            rows = _target_rows(targets, columns, groups).to(model.device)
-            featurizer = model.featurizer(self.scored_task, TargetProducts(rows))
+            if groups is None:
+                products = form.products(target_rows(targets, columns, form).to(model.device))
+            else:
+                means = groups.means(whole_targets(targets, form))[columns.start : columns.stop]
+                products = TargetProducts(means.float().to(model.device))
+            featurizer = model.featurizer(self.scored_task, products)
             what = f"{name}, exact scores, checkpoint {model_id}"
             featurizer.fill(shards, model.train_dataset, model_id, "train", what)
         return chunks
@@ -356,124 +387,3 @@ class ExactScores:
         what = f"whitened train rows, checkpoint {model_id}"
         featurizer.fill(shards, model.train_dataset, model_id, "train", what)
         return shards
-
-
-class _Scores:
-    """The scores of one checkpoint, read shard by shard."""
-
-    def __init__(self, chunks: list[ShardSet], whitened: ShardSet | None, ridge: float) -> None:
-        self.chunks = chunks
-        self.whitened = whitened
-        self._ridge = ridge
-        self._system: HybridSystem | None = None
-
-    def products(self, index: int) -> tuple[int, Tensor]:
-        """Read the products with the targets of one shard of training rows: `(start, (rows, m))`."""
-        parts = [chunk.read(index) for chunk in self.chunks]
-        return parts[0].start, torch.cat([part.grads for part in parts], 1)
-
-    def block(self, index: int) -> tuple[int, Tensor]:
-        """Compute the scores of one shard of training rows: `(start, (rows, m))`."""
-        start, products = self.products(index)
-        weights = self.chunks[0].read(index).out_to_loss.unsqueeze(1)
-        if self.whitened is None:
-            return start, products * weights
-        if self._system is None:
-            shards = range(len(self.whitened))
-            self._system = HybridSystem(
-                self.whitened.plan.n_rows, self._features, lambda: map(self.products, shards), self._ridge
-            )
-        return start, self._system.apply(start, self.whitened.read(index).grads, products) * weights
-
-    def _features(self) -> Iterator[tuple[int, Tensor]]:
-        assert self.whitened is not None
-        for shard in self.whitened:
-            yield shard.start, shard.grads
-
-
-def _mean_blocks(parts: Sequence[_Scores], shards: Sequence[int]) -> Iterator[ScoreBlock]:
-    """Average the scores of all checkpoints, shard by shard."""
-    for index in shards:
-        start, total = parts[0].block(index)
-        for one in parts[1:]:
-            total = total + one.block(index)[1]
-        yield start, start + len(total), total / len(parts)
-
-
-def _target_rows(targets: ShardSet, columns: range, groups: RowGroups | None) -> Tensor:
-    """Read preconditioned targets, or the means of groups of them: `(len(columns), P)`, float32."""
-    if groups is not None:
-        return groups.means((shard.start, shard.grads) for shard in targets)[columns.start : columns.stop].float()
-    first, last = targets.plan.shard_of(columns.start), targets.plan.shard_of(columns.stop - 1)
-    rows = torch.empty(len(columns), targets.width)
-    # read rather than mapped, so that pages of the files are not in memory beside the rows
-    for shard in targets.part(range(first, last + 1), mapped=False):
-        low, high = max(columns.start, shard.start), min(columns.stop, shard.stop)
-        rows[low - columns.start : high - columns.start] = shard.grads[low - shard.start : high - shard.start]
-    return rows
-
-
-def _embeddings(model: nn.Module) -> frozenset[str]:
-    """List the parameters that are tables of embeddings, by all their names."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    return frozenset(name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in tables)
-
-
-def _transposed(model: nn.Module) -> frozenset[str]:
-    """List the weights whose rows are inputs, by all their names."""
-    weights = {id(module.weight) for module in model.modules() if isinstance(module, Conv1D)}
-    return frozenset(name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in weights)
-
-
-class _FitBatches:
-    """Batches of training rows for a fit, with the numbers of their rows where labels are drawn."""
-
-    def __init__(
-        self,
-        model: FeaturizedModel,
-        given: AbstractModelOutput,
-        tasks: Mapping[Stage, AbstractModelOutput],
-        model_id: int,
-    ) -> None:
-        """
-        Args:
-            model: the model and its rows.
-            given: the task of the training rows, whose labels are those of the data.
-            tasks: the tasks of the passes, which may draw labels.
-            model_id: the checkpoint.
-        """
-        self._checked = model.featurizer(given)
-        self._featurizers = {stage: model.featurizer(task) for stage, task in tasks.items()}
-        self._batches: RowBatches = self._checked.batches(model.train_dataset)
-        self._model_id = model_id
-        self._draws = isinstance(tasks["bases"], SampledLikelihood)
-        self._prepared = False
-        self._last: tuple[list[int], Batch] | None = None
-        self._engine: Any = None
-
-    def iterate(self, cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Batch]]:
-        """Yield `(row numbers, batch)`."""
-        if not self._prepared:
-            for featurizer in (self._checked, *self._featurizers.values()):
-                featurizer.prepare_task(self._model_id, max(map(len, cuts)))
-            self._prepared = True
-        for rows, collated in self._batches.iterate(cuts):
-            batch = self._checked.in_dtype_of_model(collated)
-            self._last = (rows, batch)
-            yield rows, with_rows(batch, rows) if self._draws else batch
-
-    def computer(self, stage: Stage) -> AbstractGradientComputer:
-        """Make the engine of a pass. The first one is checked on the batch that was yielded last.
-
-        The check compares gradients of given labels: rounding may change a drawn label, and then the whole gradient.
-        """
-        if self._engine is None:
-            assert self._last is not None
-            rows, batch = self._last
-            checked = self._checked.computer()
-            self._checked.let_collate_alone(checked, self._batches, rows, batch)
-            checked.stream(batch, lambda start, block: None)
-            self._engine = checked.engine
-        computer = self._featurizers[stage].computer()
-        computer.use(self._engine)
-        return computer

@@ -1,0 +1,80 @@
+"""The batches of training rows that a curvature is fitted to, and what it has to know of their model."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_trak.curvature.fit import Stage
+from hf_trak.data.rows import RowBatches
+from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.gradient_computers import AbstractGradientComputer
+from hf_trak.modelout_functions.base import AbstractModelOutput, Batch
+from hf_trak.modelout_functions.sampled import SampledLikelihood, with_rows
+
+
+def embeddings(model: nn.Module) -> frozenset[str]:
+    """List the parameters that are tables of embeddings, by all their names."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    return frozenset(name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in tables)
+
+
+def transposed(model: nn.Module) -> frozenset[str]:
+    """List the weights whose rows are inputs, by all their names."""
+    weights = {id(module.weight) for module in model.modules() if isinstance(module, Conv1D)}
+    return frozenset(name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in weights)
+
+
+class FitBatches:
+    """Batches of training rows for a fit, with the numbers of their rows where labels are drawn."""
+
+    def __init__(
+        self,
+        model: FeaturizedModel,
+        given: AbstractModelOutput,
+        tasks: Mapping[Stage, AbstractModelOutput],
+        model_id: int,
+    ) -> None:
+        """
+        Args:
+            model: the model and its rows.
+            given: the task of the training rows, whose labels are those of the data.
+            tasks: the tasks of the passes, which may draw labels.
+            model_id: the checkpoint.
+        """
+        self._checked = model.featurizer(given)
+        self._featurizers = {stage: model.featurizer(task) for stage, task in tasks.items()}
+        self._batches: RowBatches = self._checked.batches(model.train_dataset)
+        self._model_id = model_id
+        self._draws = isinstance(tasks["bases"], SampledLikelihood)
+        self._prepared = False
+        self._last: tuple[list[int], Batch] | None = None
+        self._engine: Any = None
+
+    def iterate(self, cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Batch]]:
+        """Yield `(row numbers, batch)`."""
+        if not self._prepared:
+            for featurizer in (self._checked, *self._featurizers.values()):
+                featurizer.prepare_task(self._model_id, max(map(len, cuts)))
+            self._prepared = True
+        for rows, collated in self._batches.iterate(cuts):
+            batch = self._checked.in_dtype_of_model(collated)
+            self._last = (rows, batch)
+            yield rows, with_rows(batch, rows) if self._draws else batch
+
+    def computer(self, stage: Stage) -> AbstractGradientComputer:
+        """Make the engine of a pass. The first one is checked on the batch that was yielded last.
+
+        The check compares gradients of given labels: rounding may change a drawn label, and then the whole gradient.
+        """
+        if self._engine is None:
+            assert self._last is not None
+            rows, batch = self._last
+            checked = self._checked.computer()
+            self._checked.let_collate_alone(checked, self._batches, rows, batch)
+            checked.stream(batch, lambda start, block: None)
+            self._engine = checked.engine
+        computer = self._featurizers[stage].computer()
+        computer.use(self._engine)
+        return computer
