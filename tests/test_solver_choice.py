@@ -26,8 +26,10 @@ GIB = 2**30
 @pytest.mark.parametrize(
     "n, k, free, expected",
     [
-        (10, 8192, 0, ("primal", 8192)),  # as before there were other solvers, whatever n and memory are
+        (10, 4096, 0, ("primal", 4096)),  # as before there were other solvers, whatever n and memory are
         (10**6, 4096, 64 * GIB, ("primal", 4096)),
+        (10, 4097, 64 * GIB, ("dual", 10)),
+        (4097, 4097, 64 * GIB, ("primal", 4097)),
         (10**6, 16_384, 13 * GIB, ("primal", 16_384)),  # 3 · 8 · 16,384² = 6 GiB, in half of 13
         (10**6, 16_384, 11 * GIB, ("low_rank", 2048)),
         (10**6, 16_385, 640 * GIB, ("low_rank", 2048)),
