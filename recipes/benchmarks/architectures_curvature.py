@@ -19,8 +19,8 @@ from hf_trak.featurize.exact import ExactScores
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.gradient_computers.per_sample import function_task
 
-REPEATS = 4
-"""How often the samples of a batch are taken as rows. A fit cuts its rows into eight parts: so each has a batch."""
+REPEATS = 2
+"""How often the samples of a batch are taken as rows: each pass of a fit has two batches."""
 
 TARGETS = 2
 
