@@ -95,6 +95,25 @@ def test_exact_scores_need_no_other_command(place: Path, answer: Answer, capsys:
     assert "bert.encoder.layer.0.attention.self.query.weight" in text and "Fitted in" in text
 
 
+def test_an_index_scores_exactly_with_its_rows(
+    place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the curvature that lies beside the features, and with no other rows than those of the index."""
+    settings = ("--curvature", "kfac", "--damping", "0.5", "--curvature_rows", "30")
+    answer("featurize", *MODEL, *QUICK)
+    answer("curvature", *settings)
+    wanted = ("--exact", "--eval_dataset", "mine.jsonl", "--top_k", "5", "--no_self_influence", "--disable_tqdm")
+    expected = load_from_disk(answer("attribute", *wanted, *settings, "--name", "own")["run"] + "/scored")
+    fitted = {path: path.stat().st_mtime_ns for path in (place / "trak/curvature").rglob("*.*")}
+    index = ("attribute", "--index", "trak", "--model", "model", *wanted, *settings, "--use_cpu", "--name", "other")
+    found = load_from_disk(answer(*index, "--train_dataset", "reviews.jsonl")["run"] + "/scored")
+    for name in TOP_K_COLUMNS:
+        assert found[name][:] == expected[name][:], name
+    assert {path: path.stat().st_mtime_ns for path in fitted} == fitted
+    assert main([*index, "--train_dataset", "mine.jsonl"]) == 1
+    assert "train_fingerprint: saved" in capsys.readouterr().err
+
+
 def test_several_checkpoints(place: Path, answer: Answer) -> None:
     printed = answer("curvature", *MODEL, *QUICK, "--checkpoints", "model", "model")
     assert [report["model_id"] for report in printed["reports"]] == [0, 1]
@@ -111,7 +130,7 @@ def test_what_cannot_be_is_refused(place: Path, capsys: pytest.CaptureFixture[st
 
     assert "'trak' holds no run" in refused("curvature")
     assert "'identity', which is fitted to nothing" in refused("curvature", *MODEL, "--curvature", "identity")
-    assert "`exact` and `index` are both set" in refused(
+    assert "`exact` is set for an index, and `--train_dataset` is missing" in refused(
         "attribute", "--exact", "--index", "me/index", "--eval_dataset", "mine.jsonl"
     )
     assert main(["curvature", *MODEL, *QUICK]) == 0

@@ -62,12 +62,6 @@ class RunArguments:
                 f"`first_pass_bytes` is {self.first_pass_bytes}, together with `exact` or `all_scores`. A first pass "
                 "finds the best rows of each target from stored features. Leave it out for other scores."
             )
-        if self.exact and self.index is not None:
-            raise ValueError(
-                "`exact` and `index` are both set. Expected one of them: exact scores need the gradients of the "
-                "training rows, which an index does not hold. Leave `--exact` out, or give `--model` and "
-                "`--train_dataset` instead of `--index`."
-            )
 
 
 def run(argv: Sequence[str]) -> None:
@@ -89,9 +83,14 @@ def run(argv: Sequence[str]) -> None:
     quiet(trak)
     if wanted.index is None:
         require_run(trak.output_dir, model_args, data)
+    elif wanted.exact and data.dataset_name is None:
+        raise ValueError(
+            "`exact` is set for an index, and `--train_dataset` is missing. Expected the training rows of the index, "
+            "whose gradients exact scores need. Give them, or leave `--exact` out."
+        )
     stored = target_rows(data, targets)
     if wanted.index is not None:
-        built = build_from_index(wanted.index, model_args, data, trak, stored)
+        built = build_from_index(wanted.index, model_args, data, trak, stored, with_rows=wanted.exact)
     else:
         built = build(model_args, data, trak)
         if saved:

@@ -81,9 +81,14 @@ def build(model_args: ModelArguments, data: DataArguments, trak: TrakConfig) -> 
 
 
 def build_from_index(
-    index: str, model_args: ModelArguments, data: DataArguments, trak: TrakConfig, rows: Dataset
+    index: str,
+    model_args: ModelArguments,
+    data: DataArguments,
+    trak: TrakConfig,
+    rows: Dataset,
+    with_rows: bool = False,
 ) -> Built:
-    """Load a published index, or a copy of one, without the training rows.
+    """Load a published index, or a copy of one.
 
     Args:
         index: dataset repo or directory.
@@ -91,6 +96,7 @@ def build_from_index(
         data: names of columns.
         trak: settings; the index replaces those that have their default values.
         rows: targets as stored, whose columns determine how they are prepared.
+        with_rows: load the training rows, too, which exact scores need. They then determine how rows are prepared.
 
     Raises:
         ValueError: the index names a model repo, and a directory of the same name exists here.
@@ -112,9 +118,26 @@ def build_from_index(
         )
     task = model_args.task or infer_task(attributor.model)
     revision = getattr(config, "_commit_hash", None) or model_args.model_revision
-    how = preparation(attributor.model, task, rows, data, name, revision)
-    attributor.processing_class = how.processing_class
-    attributor.data_collator = how.collator or default_collator(rows, how.processing_class)
+    if not with_rows:
+        how = preparation(attributor.model, task, rows, data, name, revision)
+        attributor.processing_class = how.processing_class
+        attributor.data_collator = how.collator or default_collator(rows, how.processing_class)
+        return Built(attributor, how)
+    assert data.dataset_name is not None
+    train = load_rows(
+        data.dataset_name, data.dataset_config_name, data.train_split, ("train",), data.max_train_samples
+    )
+    how = preparation(attributor.model, task, train, data, name, revision)
+    attributor = TrakAttributor.from_pretrained(
+        index,
+        attributor.model,
+        train_dataset=how.prepare(train),
+        data_collator=how.collator,
+        processing_class=how.processing_class,
+        task=model_args.task,
+        checkpoints=model_args.checkpoints,
+        **options,
+    )
     return Built(attributor, how)
 
 
