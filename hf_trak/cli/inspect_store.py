@@ -11,6 +11,7 @@ from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.curvature.verification import curvature_records, described_curvature
 from hf_trak.errors import StoreError
 from hf_trak.store.shard_set import ShardSet
+from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import FeatureStore
 
 _SHOWN = (
@@ -75,7 +76,8 @@ def _checkpoint(store: FeatureStore, model_id: int, verify: bool) -> dict[str, A
             entry["gram"] = store.read_gram(model_id) is not None
         except StoreError as error:
             entry["damaged"].append(str(error))
-    entry["complete"] = entry["gram"]
+    finished = [path for path in SolverFiles(store, model_id).paths() if ".passes." not in path.name]
+    entry["complete"] = entry["gram"] or bool(finished)
     return entry
 
 

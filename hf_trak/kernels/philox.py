@@ -47,6 +47,8 @@ class Stream(IntEnum):
     SJLT_1_FOLDS = 5
     LABELS_1 = 6
     HADAMARD_1 = 7
+    SOLVER_SIGNS_1 = 128
+    SOLVER_NORMALS_1 = 129
 
 
 def philox_4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,11 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from hf_trak.kernels.philox import MASK32, Word, packed_words, philox_4x32, sign_tensor
-
-_SIGN_STREAM = 128
-_NORMAL_STREAM = 129
-"""Numbers far above those of `hf_trak.kernels.philox.Stream`."""
+from hf_trak.kernels.philox import MASK32, Stream, Word, packed_words, philox_4x32, sign_tensor
 
 _SIGNS_PER_CALL = 128
 _NORMALS_PER_CALL = 4
@@ -34,7 +30,7 @@ def random_signs(rows: int, columns: int, seed: int, model_id: int) -> Tensor:
         part = result[first : first + _ROWS_TOGETHER]
         for block in range(-(-columns // _SIGNS_PER_CALL)):
             left = block * _SIGNS_PER_CALL
-            signs = sign_tensor(packed_words(_words(first, len(part), block, seed, model_id, _SIGN_STREAM)))
+            signs = sign_tensor(packed_words(_words(first, len(part), block, seed, model_id, Stream.SOLVER_SIGNS_1)))
             part[:, left : left + _SIGNS_PER_CALL] = signs[:, : columns - left]
     return result
 
@@ -46,7 +42,7 @@ def random_normals(rows: int, columns: int, seed: int, model_id: int) -> Tensor:
     """
     parts = []
     for block in range(-(-columns // _NORMALS_PER_CALL)):
-        words = [word.double() for word in _words(0, rows, block, seed, model_id, _NORMAL_STREAM)]
+        words = [word.double() for word in _words(0, rows, block, seed, model_id, Stream.SOLVER_NORMALS_1)]
         for first, second in ((words[0], words[1]), (words[2], words[3])):
             radius = (-2 * ((first + 1) / 2.0**32).log()).sqrt()
             angle = second * (2 * math.pi / 2.0**32)

@@ -61,7 +61,7 @@ class SolverFiles:
 
     def path(self, name: str) -> Path:
         """Path of a file."""
-        return self.directory / f"{name}.safetensors"
+        return self._store.solver_path(self._model_id, f"{name}.safetensors")
 
     def exists(self, name: str) -> bool:
         """Whether a file exists, whatever it contains."""

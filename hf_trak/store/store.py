@@ -297,6 +297,10 @@ class FeatureStore:
         """Directory of the curvature of one checkpoint that has this identity, or is to be fitted with it."""
         return self.output_dir / "curvature" / str(checked_model_id(model_id))
 
+    def solver_path(self, model_id: int, name: str) -> Path:
+        """Path of a file that a solver keeps for one checkpoint, see `hf_trak.store.solver_files`."""
+        return self.output_dir / f"checkpoint-{checked_model_id(model_id)}" / name
+
     # -- experiments -------------------------------------------------------------------------------------------------
 
     @property

@@ -10,6 +10,7 @@ from hf_trak.store.leftovers import leftovers
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
 from hf_trak.store.sealed import is_sealed, read_sealed
+from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import FeatureStore
 
 _FEATURIZE = "`featurize` with the same arguments computes it."
@@ -86,7 +87,11 @@ def _checkpoint(store: FeatureStore, model_id: int) -> Iterator[Finding]:
     shards = list(store.train(model_id).findings(_FEATURIZE))
     yield from shards
     if store.config.get("api") != "TRAKer":  # whose stores hold no XᵀX
-        yield _gram(store, model_id, whole=all(one.state in ("intact", "unchecked") for one in shards))
+        whole = all(one.state in ("intact", "unchecked") for one in shards)
+        solvers = list(SolverFiles(store, model_id).findings(whole))
+        yield from solvers
+        if not solvers or (directory / GRAM_FILE).exists():
+            yield _gram(store, model_id, whole)
     if (directory / REFERENCES_FILE).exists():
         yield _references(store, model_id)
 
