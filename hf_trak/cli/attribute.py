@@ -65,7 +65,11 @@ class RunArguments:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Score the training set against targets, and save what a report needs."""
+    """Score the training set against targets, and save what a report needs.
+
+    Raises:
+        ValueError: exact scores are asked of an index whose training rows are not given.
+    """
     kinds = (TargetArguments, RunArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments)
     parse = partial(
         parse_yaml_and_args,
