@@ -5,7 +5,9 @@ own: the solution of the whole index, cut off after these columns, would weigh d
 (on the banks of the benchmark of quality, the LDS of the first 512 bytes falls by half with it).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -13,15 +15,21 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from hf_trak.codes.coded_rows import CodedRows
 from hf_trak.runtime.processes import Processes
+from hf_trak.runtime.shard_threads import map_shards
 from hf_trak.scores.preconditioned import PreconditionedTargets
 from hf_trak.scores.score_files import ScoreFiles
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, ScoreBlock, fixed_size_list
 from hf_trak.scores.streaming import joined, score_blocks
 from hf_trak.store.shard_set import Shard, ShardSet
+from hf_trak.store.shards import ShardPlan
 
 _JOINED_SCORES = 1 << 20
-"""Small shards of candidates are joined to blocks of at least this many scores."""
+"""Small parts are joined to blocks of at least this many scores."""
+
+_ROWS = 1024
+"""Candidates are read and multiplied so many at a time, and more by less than a shard. There may be few in a shard."""
 
 
 def shortlist(blocks: Iterator[ScoreBlock], files: ScoreFiles, count: int) -> Tensor:
@@ -55,25 +63,59 @@ def rescored(
     Returns:
         The columns of a top-k result.
     """
-    blocks = joined(score_blocks(list(_pieces(checkpoints, rows, files.processes)), targets.rows), _JOINED_SCORES)
-    found = files.columns(blocks, min(top_k, len(rows)), "target").with_format("numpy")
+    parts = list(_parts(checkpoints[0].plan, rows, files.processes))
+
+    def scores_of(part: "_Part") -> list[ScoreBlock]:
+        return list(score_blocks([[part.read(shards)] for shards in checkpoints], targets.rows))
+
+    on_cpu = targets.rows[0].values.device.type == "cpu"
+    blocks = chain.from_iterable(map_shards(scores_of, parts) if on_cpu else map(scores_of, parts))
+    found = files.columns(joined(blocks, _JOINED_SCORES), min(top_k, len(rows)), "target").with_format("numpy")
     columns = {name: np.stack(found[name][:]) for name in TOP_K_COLUMNS}
     for name in (TOP_K_COLUMNS[0], TOP_K_COLUMNS[2]):
         columns[name] = rows.numpy()[columns[name]]
     return Dataset(pa.table({name: fixed_size_list(values) for name, values in columns.items()}))
 
 
-def _pieces(checkpoints: Sequence[ShardSet], rows: Tensor, processes: Processes) -> Iterator[Iterator[Shard]]:
-    """Yield for each checkpoint the shards of the candidates that fall to this process, numbered 0, 1, …."""
-    plan = checkpoints[0].plan
-    by_shard: dict[int, list[int]] = {}
-    for row in rows.tolist():
-        by_shard.setdefault(plan.shard_of(row), []).append(row)
-    indices = sorted(by_shard)
-    mine = [indices[place] for place in processes.share(len(indices))]
-    first = {index: int(torch.searchsorted(rows, by_shard[index][0])) for index in mine}
-    wanted = {index: [row - plan.rows(index).start for row in by_shard[index]] for index in mine}
-    for shards in checkpoints:
-        yield (
-            Shard(first[index], first[index] + len(q), features, q) for index, features, q in shards.rows_of(wanted)
-        )
+@dataclass(frozen=True)
+class _Part:
+    """Candidates that are read and scored together.
+
+    Attributes:
+        start: number of the first of them among all candidates.
+        wanted: by index of a shard, their rows, counted from its first one.
+    """
+
+    start: int
+    wanted: Mapping[int, Sequence[int]]
+
+    def read(self, shards: ShardSet) -> Shard:
+        """Read their features of a checkpoint, as a shard whose rows are numbered as candidates are."""
+        codes, q = [], []
+        for _, features, weights in shards.rows_of(self.wanted):
+            assert isinstance(features, CodedRows)  # a first pass is one over codes
+            codes.append(features)
+            q.append(weights)
+        blocks = zip(*(one.blocks for one in codes), strict=True)
+        scale = torch.cat([one.scale for one in codes])
+        joint = CodedRows(codes[0].form, scale, tuple(torch.cat(block) for block in blocks))
+        return Shard(self.start, self.start + len(joint), joint, torch.cat(q))
+
+
+def _parts(plan: ShardPlan, rows: Tensor, processes: Processes) -> Iterator[_Part]:
+    """Divide the candidates in the shards that fall to this process into parts of about [`_ROWS`] rows."""
+    bounds = torch.tensor([*(plan.rows(index).start for index in range(len(plan))), plan.n_rows])
+    places = torch.searchsorted(rows, bounds).tolist()
+    start, count = 0, 0
+    wanted: dict[int, list[int]] = {}
+    for index in processes.share(len(plan)):
+        first, last = places[index], places[index + 1]
+        if first < last:
+            start = start if wanted else first
+            wanted[index] = (rows[first:last] - bounds[index]).tolist()
+            count += last - first
+        if count >= _ROWS:
+            yield _Part(start, wanted)
+            wanted, count = {}, 0
+    if wanted:
+        yield _Part(start, wanted)

@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_trak.codes.coded_rows import CodedRows, CodeFormat
 from hf_trak.errors import StoreError
 from hf_trak.runtime.finite import check_finite_rows
-from hf_trak.scores.coded_products import DIGITS, CodedTargets, coded_targets
+from hf_trak.scores.coded_products import CodedTargets, coded_targets
 from hf_trak.scores.feature_shards import FeatureShard, codes_of, uploaded_shards
 from hf_trak.scores.ridge import RidgeSystem
 
@@ -66,15 +66,15 @@ class ScaledRows:
         return self.values.T.contiguous()
 
     @cached_property
-    def _prepared(self) -> dict[tuple[CodeFormat, int], CodedTargets]:
+    def _prepared(self) -> dict[CodeFormat, CodedTargets]:
         return {}
 
-    def for_codes(self, form: CodeFormat, digits: int = DIGITS) -> CodedTargets:
+    def for_codes(self, form: CodeFormat) -> CodedTargets:
         """Return `values` as products with codes need it, see [`coded_targets`]. It is prepared once."""
         with _PREPARING:
-            if (form, digits) not in self._prepared:
-                self._prepared[form, digits] = coded_targets(self.values, form, digits)
-            return self._prepared[form, digits]
+            if form not in self._prepared:
+                self._prepared[form] = coded_targets(self.values, form)
+            return self._prepared[form]
 
     def unscaled(self, products: Tensor) -> Tensor:
         """Multiply products with `values` by the powers of two, in place.
