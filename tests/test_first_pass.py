@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ from digit_models import DigitNet, digits, full_scores, make, trained_net
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import StoreError
+from hf_trak.runtime.processes import share_of
+from hf_trak.scores import first_pass
 from hf_trak.store.prefix import PrefixStore
+from hf_trak.store.revised import RevisedPlan
 
 N, K = 700, 16384
 FIRST = 512
@@ -67,6 +71,24 @@ def test_the_first_columns_are_a_store_of_their_own(attributor):
     for whole, part in zip(attributor.store.train(0), store.train(0), strict=True):
         torch.testing.assert_close(part.grads, whole.grads[:, :2048], rtol=0, atol=0)
         torch.testing.assert_close(part.out_to_loss, whole.out_to_loss, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 9])
+@pytest.mark.parametrize("together", [1, 4, 1000])
+def test_every_candidate_is_read_once_in_order(monkeypatch, world, together):
+    """By any number of processes, from shards of unequal sizes of which some have no candidate."""
+    monkeypatch.setattr(first_pass, "_ROWS", together)
+    plan = RevisedPlan(100, 40, (0, 7, 8, 48, 60, 61, 100))
+    rows = torch.tensor([0, 6, 8, 9, 30, 47, 60, 61, 62, 99])
+    found = []
+    for rank in range(world):
+        processes = SimpleNamespace(share=lambda count, rank=rank: share_of(count, rank, world))
+        parts = list(first_pass._parts(plan, rows, processes))
+        assert all(sum(map(len, part.wanted.values())) >= together for part in parts[:-1])
+        for part in parts:
+            assert part.start == len(found)
+            found += [plan.rows(index).start + row for index, chosen in part.wanted.items() for row in chosen]
+    assert found == rows.tolist()
 
 
 def test_groups_of_targets(attributor):
