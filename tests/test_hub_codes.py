@@ -199,7 +199,7 @@ def test_versions_that_cannot_read_an_index_say_so(
     with pytest.raises(RefusedIndexError, match=r"has format version 4, and hf_trak \d.* reads 1, 2 and 3\."):
         opened()
     hub.put("dataset", "tester/index", files)
-    monkeypatch.setattr("hf_trak.hub.index_store.READABLE_VERSIONS", (1, 2))
+    monkeypatch.setattr("hf_trak.hub.index_checks.READABLE_VERSIONS", (1, 2))
     with pytest.raises(RefusedIndexError, match=r"has format version 3, and hf_trak \d.* reads 1 and 2\."):
         opened()
     monkeypatch.setattr("hf_trak.store.configuration.READABLE_VERSIONS", (1, 2))
@@ -514,6 +514,8 @@ def test_other_bytes_than_those_asked_for_are_refused(hub: Hub, client: Path, fi
         opened().train(0).prefix_of(2, 512)
     assert LAST in str(error.value) and "was refused" in str(error.value)
     assert [answer for answer in sent if answer.asked], "something was asked for"
+    with pytest.raises(RefusedIndexError, match=reason):
+        opened().train(0).fetch_prefixes(512)
     assert kept_heads(client) == []
 
 
@@ -792,6 +794,10 @@ BAD_FACTS: dict[str, tuple[Callable[[Files, Path], Files], str]] = {
     "NaN trace": (factors(facts={"trace": "NaN", "residual": 1.0}), "`trace` is 'NaN'"),
     "no facts": (factors(facts=None), "`trace` is None"),
     "negative residual": (factors(facts={"trace": 1.0, "residual": -1.0}), "`residual` is -1"),
+    "other eigenvalues than the manifest's": (
+        lambda files, tmp: {**factors("eigenvalues", 1.0)(files, tmp), "trak_index.json": files["trak_index.json"]},
+        "low_rank-4.*its checksum is .*, the manifest says",
+    ),
     "huge eigenvectors": (
         replaced("checkpoint-0/low_rank-4.safetensors", bytes(1 << 20)), "low_rank-4.*it has 1048576 bytes, not"
     ),

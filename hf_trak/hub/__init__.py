@@ -1,9 +1,10 @@
 """Attribution indexes and scores on the Hugging Face Hub: publish your own, and use those of others safely.
 
 Start with `push.py`, which makes one commit of a feature store, and `loading.py`, which makes an attributor of a repo.
-`index_store.py` reads a published index as a feature store: `files.py` fetches its files, `manifest.py`,
-`index_files.py` and `curvature_files.py` check them. `pull.py` copies an index, `scores.py` publishes scored datasets,
-`banks.py` banks of retrained models, `cards.py` writes cards.
+`index_store.py` reads a published index as a feature store: `files.py` fetches its files, `index_checks.py`,
+`manifest.py`, `index_files.py`, `solver_state.py` and `curvature_files.py` check them. `index_shards.py` reads shards
+as a whole, and with `heads.py`, `row_digests.py` and `ranges.py` parts of them. `pull.py` copies an index, `scores.py`
+publishes scored datasets, `banks.py` banks of retrained models, `cards.py` writes cards.
 
 Everything that others published is checked before it is used. `safe_loading.py` is the only module of the library that
 loads models, tokenizers and datasets by name; `repo_config.py`, `foreign_json.py` and `foreign_yaml.py` check files.

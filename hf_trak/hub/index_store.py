@@ -16,7 +16,7 @@ from hf_trak.codes.rotation import Rotation
 from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.hub.curvature_files import curvature_folder, fetch_content, fetch_known, fetch_tensors
 from hf_trak.hub.files import IndexFiles
-from hf_trak.hub.foreign_json import shown
+from hf_trak.hub.index_checks import check_listing, checked_config
 from hf_trak.hub.index_files import (
     INDEX_FILE,
     REFERENCE_BYTES,
@@ -42,28 +42,22 @@ from hf_trak.hub.manifest import (
 from hf_trak.hub.row_digests import read_row_digests
 from hf_trak.hub.solver_state import check_low_rank
 from hf_trak.store.atomic import differing
-from hf_trak.store.configuration import Comparison, normalized
+from hf_trak.store.configuration import Comparison
 from hf_trak.store.gram_file import FILE_NAME as GRAM_FILE
 from hf_trak.store.gram_file import Gram
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
-from hf_trak.store.sealed import check_seal
 from hf_trak.store.shard_set import ShardSet
-from hf_trak.store.shards import READABLE_VERSIONS, Identity, ShardPlan
+from hf_trak.store.shards import Identity, ShardPlan
 from hf_trak.store.store import FeatureStore
-from hf_trak.version import __version__
 
 logger = logging.getLogger(__name__)
 
 JSON_FILES = (FeatureStore.CONFIG_FILE, MANIFEST_FILE)
 
-_CONFIG_BYTES_PER_VALUE = 4
 _MANIFEST_BYTES = 64 << 10
 _MANIFEST_BYTES_PER_FILE = 1 << 10
 """Bounds on a manifest: a fixed part, and a part per file, of which the digest takes 44 bytes."""
-_MAX_FEATURES = 1 << 24
-_MAX_PARAMETERS = 1 << 17
-"""Maximum number of parameter tensors. A model of 10¹² weights in 23,000 separate experts has 70,000."""
 
 
 class IndexStore(FeatureStore):
@@ -332,7 +326,8 @@ def open_index(files: IndexFiles, output_dir: Path) -> IndexStore:
     """
     try:
         store = _checked_store(files, output_dir)
-        _check_listing(store)
+        for model_id in store.model_ids:
+            check_listing(files, tensor_files(store, model_id, store.manifest.checkpoints[model_id]))
     except RefusedIndexError:
         for path in JSON_FILES:
             files.discard(path)
@@ -342,7 +337,7 @@ def open_index(files: IndexFiles, output_dir: Path) -> IndexStore:
 
 def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
     """Read and check the configuration, and then the manifest that belongs to it."""
-    config = _checked_config(files)
+    config = checked_config(files)
     plan = ShardPlan(config["train_size"], config["shard_size"])
     where = f"{MANIFEST_FILE} of {files.name}"
     most = MAX_JSON_BYTES
@@ -373,54 +368,3 @@ def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
             f"{store.config_hash}: files of two indexes were mixed, or one of them was edited",
         )
     return store
-
-
-def _checked_config(files: IndexFiles) -> dict[str, Any]:
-    """Read the configuration of an index, and check its size, version, checksum and values."""
-    where = f"{FeatureStore.CONFIG_FILE} of {files.name}"
-    check_json_size(where, files.size(FeatureStore.CONFIG_FILE))
-    config = read_index_json(files.fetch(FeatureStore.CONFIG_FILE), where, MAX_JSON_BYTES, _CONFIG_BYTES_PER_VALUE)
-    version = config.get("format_version")
-    if version not in READABLE_VERSIONS or isinstance(version, bool):
-        raise refused(
-            where,
-            f"it has format version {shown(version)}, and hf_trak {__version__} reads "
-            f"{', '.join(map(str, READABLE_VERSIONS[:-1]))} and {READABLE_VERSIONS[-1]}",
-        )
-    try:
-        check_seal(config, where)
-    except StoreError as error:
-        raise refused(where, "its content has another checksum than the one that it records") from error
-    try:
-        check_bounds(config)
-        return normalized(config)
-    except (TypeError, ValueError) as error:
-        raise refused(where, str(error)) from error
-
-
-def check_bounds(config: Mapping[str, Any]) -> None:
-    """Refuse a configuration with more features or parameters than readers accept.
-
-    Raises:
-        ValueError: a number is larger.
-    """
-    features, parameters = config.get("proj_dim"), config.get("parameters")
-    if isinstance(features, int) and features > _MAX_FEATURES:
-        raise ValueError(f"`proj_dim` is {features}, more than {_MAX_FEATURES}")
-    if isinstance(parameters, list) and len(parameters) > _MAX_PARAMETERS:
-        raise ValueError(f"`parameters` has {len(parameters)} entries, more than {_MAX_PARAMETERS}")
-
-
-def _check_listing(store: IndexStore) -> None:
-    """Refuse an index with missing files, or files of impossible sizes, before any of them is fetched."""
-    files = store.files
-    names = files.names()
-    if names is None:
-        return  # opened from the cache, whose files are checked when they are read
-    for model_id in store.model_ids:
-        for path, (least, most) in tensor_files(store, model_id, store.manifest.checkpoints[model_id]).items():
-            if path not in names:
-                raise refused(f"The index {files.name}", f"the file {path!r}, which its manifest implies, is missing")
-            size = files.size(path)
-            if size is None or not least <= size <= most:
-                raise refused(f"{path!r} of {files.name}", f"it has {size} bytes, not {least} to {most}")

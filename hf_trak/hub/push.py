@@ -18,9 +18,10 @@ from hf_trak.hub.cards import card_operations
 from hf_trak.hub.curvature_files import StoredCurvature, curvature_folder, settings_left_open, stored_curvature
 from hf_trak.hub.destination import Destination, commit_fields, create_repo
 from hf_trak.hub.index_card import index_card
+from hf_trak.hub.index_checks import check_bounds
 from hf_trak.hub.index_facts import IndexFacts, attributor_facts, completed
 from hf_trak.hub.index_files import INDEX_FILE, checksums_of, references_checksum, tensor_files
-from hf_trak.hub.index_store import JSON_FILES, IndexStore, check_bounds
+from hf_trak.hub.index_store import JSON_FILES, IndexStore
 from hf_trak.hub.manifest import (
     EXACT_SETTINGS,
     MANIFEST_FILE,
