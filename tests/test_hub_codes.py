@@ -432,9 +432,6 @@ def test_two_passes_elsewhere(hub: Hub, client: Path, tmp_path: Path, monkeypatc
     assert {answer.path for answer in sent[before:]} == shards, "all scores take whole shards"
 
 
-@pytest.mark.skipif(
-    not hasattr(FeatureStore, "solver_path"), reason="solvers look for their files in the output directory alone"
-)
 def test_published_eigenvalues_are_used(
     hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
