@@ -339,9 +339,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     for name in names:
         assert Path("small/checkpoint-0", name).read_bytes() == Path("again/checkpoint-0", name).read_bytes()
     capsys.readouterr()
-    assert main(["convert", "small", "--to", "smaller", "--feature_dtype", "int4"]) == 1
+    assert main(["convert", "small", "--to", "smaller"]) == 1
     assert "Expected one of ['int1']" in capsys.readouterr().err
-    assert main(["convert", "small", "--to", "smaller", "--targets", "0", "--use_cpu"]) == 0
+    assert main(["convert", "small", "--to", "smaller", "--feature_dtype", "int1", "--targets", "0", "--use_cpu"]) == 0
     assert FeatureStore.load("smaller").config["feature_dtype"] == "int1"
     assert history_of(FeatureStore.load("smaller"), 0) == ("float32", "int2")
 
@@ -358,7 +358,7 @@ def test_a_copy_of_an_index_is_converted(
     assert main(["convert", str(tmp_path / "copy"), *arguments]) == 0
     fidelity = json.loads(capsys.readouterr().out)["fidelity"]
     small = FeatureStore.load(tmp_path / "small")
-    assert contents(small.output_dir) == contents(convert_store(store, tmp_path / "own", "int1").output_dir)
+    assert contents(small.output_dir) == contents(convert_store(store, tmp_path / "own", "int4").output_dir)
     assert fidelity["scores"]["mean_spearman"] == pytest.approx(
         compare_stores(store, small, TrakConfig(lambda_relative=0.25)).scores.mean_spearman, abs=1e-12
     )

@@ -22,8 +22,8 @@ class ConvertArguments:
     output_dir: str = field(metadata={"help": "Directory of the store, or copy of an index; may stand first."})
     to: str = field(metadata={"help": "Directory of the result."})
     feature_dtype: FeatureDtype = field(
-        default="int1",
-        metadata={"help": "Storage of the result, of fewer bits than now: codes such as `int1`, or a dtype."},
+        default="int4",
+        metadata={"help": "Storage of the result, of fewer bits than now: `int8`, `int4`, `int2`, `int1` or a dtype."},
     )
     targets: int = field(
         default=16,
