@@ -14,6 +14,7 @@ from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.report import CurvatureReport
 from hf_trak.data.rows import Collator, row_count
 from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
+from hf_trak.featurize.conversion_fidelity import ConversionFidelity, compare_stores
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fidelity import Fidelity, measure_fidelity
@@ -41,6 +42,7 @@ from hf_trak.scores.selection import (
 )
 from hf_trak.scores.spans import single_labels, span_targets, with_token_scores
 from hf_trak.store.atomic import safe_name
+from hf_trak.store.prefix import PrefixStore
 from hf_trak.store.sealed import content_digest
 from hf_trak.weights.checkpoints import Checkpoint
 
@@ -277,6 +279,33 @@ class TrakAttributor(FeaturizedModel):
         """
         return measure_fidelity(self, rows, targets, seed, model_id)
 
+    def first_pass_fidelity(self, first_pass_bytes: int = 512, targets: int = 16, seed: int = 0) -> ConversionFidelity:
+        """Measure what a first pass over the first bytes of every row misses, on a sample.
+
+        Training rows are drawn as targets, and all others are scored for them from whole rows and from their first
+        bytes. This takes no model.
+
+        Args:
+            first_pass_bytes (`int`, *optional*, defaults to 512):
+                See [`~TrakAttributor.attribute`].
+            targets (`int`, *optional*, defaults to 16):
+                Number of training rows that are drawn as targets.
+            seed (`int`, *optional*, defaults to 0):
+                Seed of the draw.
+
+        Returns:
+            [`~hf_trak.featurize.conversion_fidelity.ConversionFidelity`]: rank correlation of the scores, and overlap
+            of the rows with the highest ones.
+
+        Raises:
+            IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
+            ValueError: the features are not codes, or a number is out of range.
+        """
+        for model_id in self.scorer.ensemble(None):
+            self.store.train(model_id).names_within(first_pass_bytes)
+        prefix = PrefixStore(self.store, first_pass_bytes)
+        return compare_stores(self.store, prefix, self.args, self.processes, targets, seed)
+
     def attribute(
         self,
         eval_dataset: Any,
@@ -320,7 +349,7 @@ class TrakAttributor(FeaturizedModel):
             first_pass_bytes (`int`, *optional*):
                 Look at the first so many bytes of every row, and at the whole rows of the best of these alone. For
                 stores with codes; 512, 1024, 2048, … are whole blocks. The rows that it misses are those that the
-                first bytes rank low; [`~TrakAttributor.fidelity`] measures them.
+                first bytes rank low; [`~TrakAttributor.first_pass_fidelity`] measures them.
             candidates (`int`, *optional*):
                 Rows of the first pass whose whole features are read, for each target and end. By default 50 times
                 `top_k`, and 1,000 at least.

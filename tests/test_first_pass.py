@@ -91,6 +91,15 @@ def test_every_candidate_is_read_once_in_order(monkeypatch, world, together):
     assert found == rows.tolist()
 
 
+def test_what_a_first_pass_misses_is_measured(attributor):
+    measured = [attributor.first_pass_fidelity(count, targets=12) for count in (512, 2048, 4096)]
+    correlations = [one.scores.mean_spearman for one in measured]
+    assert correlations == sorted(correlations)
+    assert correlations[0] > 0.3
+    assert correlations[2] == pytest.approx(1.0, abs=1e-6)  # 4,096 bytes are whole rows
+    assert (measured[0].bytes_before, measured[0].bytes_after) == (4100, 516)
+
+
 def test_groups_of_targets(attributor):
     targets = digits(1000, 1012)
     expected = attributor.attribute(targets, top_k=5, group_by="source")

@@ -86,7 +86,8 @@ def compare_stores(
         source (`FeatureStore`):
             The store that was converted.
         converted (`FeatureStore`):
-            The result of [`~hf_trak.featurize.converting.convert_store`].
+            The result of [`~hf_trak.featurize.converting.convert_store`], or a
+            [`~hf_trak.store.prefix.PrefixStore`], the first bytes of the rows of `source`.
         args (`TrakConfig`, *optional*):
             Settings of the ridge regression. By default `TrakConfig()`.
         processes (`Processes`, *optional*):
@@ -154,7 +155,8 @@ def _targets(source: FeatureStore, store: FeatureStore, model_id: int, drawn: Se
             found.append(shard.rows(row - shard.start, row - shard.start + 1).grads.float())
         features = torch.cat(found)
         rotation = store.rotation(model_id) if source.code_format is None else None
-        return features if rotation is None else rotation.apply(features)
+        # The first bytes of rows are a store of their first columns.
+        return features[:, : store.proj_dim] if rotation is None else rotation.apply(features)
 
     return read
 
