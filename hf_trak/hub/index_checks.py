@@ -20,7 +20,15 @@ _MAX_PARAMETERS = 1 << 17
 
 
 def checked_config(files: IndexFiles) -> dict[str, Any]:
-    """Read the configuration of an index, and check its size, version, checksum and values."""
+    """Read the configuration of an index, and check its size, version, checksum and values.
+
+    Args:
+        files: the files of the index.
+
+    Raises:
+        RefusedIndexError: it is not one that this version of hf_trak reads.
+        HubAccessError: it cannot be fetched.
+    """
     where = f"{FeatureStore.CONFIG_FILE} of {files.name}"
     check_json_size(where, files.size(FeatureStore.CONFIG_FILE))
     config = read_index_json(files.fetch(FeatureStore.CONFIG_FILE), where, MAX_JSON_BYTES, _CONFIG_BYTES_PER_VALUE)
