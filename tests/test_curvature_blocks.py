@@ -129,8 +129,14 @@ def check(curvature: Curvature, whole: Tensor) -> None:
     assert torch.equal(torch.cat(seen).sort().values, places[0])
 
 
-@pytest.mark.parametrize("kind", ["ekfac", "shampoo", "diagonal"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[] if kind == "ekfac" or name in ("grouped", "stacked") else [pytest.mark.slow])
+        for name in CASES
+        for kind in ("ekfac", "shampoo", "diagonal")
+    ],
+)
 def test_eigenvalues_are_those_of_whole_gradients(tmp_path: Path, name: str, kind: str) -> None:
     make, inputs = CASES[name]
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Exact scores do not depend on how they are computed: batches, padding, slices, order of rows, processes, kills."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,9 @@ def change(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+OTHERS = ("shampoo", "kfac", "diagonal", "identity")
+"""Curvatures with which the same is tested where there is time."""
+
 CHANGES = {
     "one row at a time": {"per_device_batch_size": 1},
     "batches of five": {"per_device_batch_size": 5},
@@ -166,7 +170,9 @@ def test_each_of_batches_and_padding(
     assert change(found, as_usual(make, curvature)) < TOLERANCE
 
 
-@pytest.mark.parametrize("curvature", ["ekfac", "shampoo", "kfac", "diagonal", "identity", "hybrid"])
+@pytest.mark.parametrize(
+    "curvature", ["ekfac", "hybrid", *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)]
+)
 def test_order_of_rows(tmp_path: Path, curvature: str) -> None:
     """A permuted dataset has permuted scores, with the labels of the data, which are the rows' own."""
     torch.manual_seed(5)
@@ -194,7 +200,9 @@ class WithoutBiases(nn.Module):
         return self.head(torch.tanh(self.body(pixel_values)))
 
 
-@pytest.mark.parametrize("curvature", ["shampoo", "diagonal", "identity"])
+@pytest.mark.parametrize(
+    "curvature", ["shampoo", *(pytest.param(one, marks=pytest.mark.slow) for one in ("diagonal", "identity"))]
+)
 def test_engines(tmp_path: Path, curvature: str) -> None:
     """Curvatures that are made of whole gradients, which all engines give. Bases are the same without biases alone:
     these are a column of their layer's matrix where it comes as factors."""
@@ -264,21 +272,60 @@ def test_more_processes(reference: dict[str, Any], tmp_path: Path, world: int) -
 
 
 STAGES = {
-    "blocks": 1, "bases": 4, "basis": 2, "squares": 4, "block-": 2, "curvature.json": 1, "preconditioned": 1,
+    "blocks": 1, "bases": 3, "basis": 2, "squares": 4, "block-": 2, "curvature.json": 1, "preconditioned": 1,
     "scores-": 3, "self-influence": 3,
 }  # fmt: skip
+"""The kinds of files in their order, and before which one of each the job is killed."""
 
-QUICK = ("bases", "basis", "squares", "preconditioned", "scores-")
+Kept = dict[Path, int]
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(one, marks=[] if one in QUICK else [pytest.mark.slow]) for one in STAGES]
-)
-def test_killed(reference: dict[str, Any], tmp_path: Path, stage: str) -> None:
-    """Before a file of each stage becomes visible: the same call goes on, and ends with the same bits."""
-    store = tmp_path / "store"
-    killed = Job(tmp_path / "report.json", kill_at, stage, STAGES[stage], store)
+def kill(stage: str, directory: Path) -> Kept:
+    """Run the job until it is killed; all files that are whole by then, with the times of their last change."""
+    store = directory / "store"
+    killed = Job(directory / "report.json", kill_at, stage, STAGES[stage], store)
     assert killed.wait() is None and killed.process.exitcode == KILLED
-    kept = {path: path.stat().st_mtime_ns for path in store.rglob("*.safetensors") if "hf_trak-tmp" not in path.name}
-    assert Job(tmp_path / "report.json", job, store).wait() == reference
-    assert all(path.stat().st_mtime_ns == kept[path] for path in kept if path.exists() and "block-" not in path.name)
+    return {path: path.stat().st_mtime_ns for path in store.rglob("*.safetensors") if "hf_trak-tmp" not in path.name}
+
+
+def unchanged(kept: Kept) -> bool:
+    """Whether files are as they were; blocks, of which there is one file each, are written anew."""
+    return all(path.stat().st_mtime_ns == kept[path] for path in kept if path.exists() and "block-" not in path.name)
+
+
+def test_killed_again_and_again(reference: dict[str, Any], tmp_path: Path) -> None:
+    """In every pass: before a file becomes visible. The same call goes on, and ends with the same bits."""
+    kept: Kept = {}
+    for stage in ("bases", "basis", "squares", "preconditioned", "scores-", "self-influence"):
+        found = kill(stage, tmp_path)
+        assert unchanged(kept) and found != kept
+        kept = found
+    assert Job(tmp_path / "report.json", job, tmp_path / "store").wait() == reference
+    assert unchanged(kept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_killed(reference: dict[str, Any], tmp_path: Path, stage: str) -> None:
+    """Once, in each of the passes."""
+    kept = kill(stage, tmp_path)
+    assert Job(tmp_path / "report.json", job, tmp_path / "store").wait() == reference
+    assert unchanged(kept)
+
+
+def kill_before_cleaning(directory: Path) -> dict[str, Any]:
+    """The job, killed when the curvature is complete, and what only a resumed fit needs is still there."""
+
+    def die(*arguments: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    shutil.rmtree = die  # type: ignore[assignment]
+    return job(directory)
+
+
+@pytest.mark.slow
+def test_killed_before_cleaning(reference: dict[str, Any], tmp_path: Path) -> None:
+    killed = Job(tmp_path / "report.json", kill_before_cleaning, tmp_path / "store")
+    assert killed.wait() is None and killed.process.exitcode == KILLED
+    assert (tmp_path / "store" / "curvature" / "0" / "curvature.json").exists()
+    assert Job(tmp_path / "report.json", job, tmp_path / "store").wait() == reference
