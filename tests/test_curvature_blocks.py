@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.curvature import fit
-from hf_trak.curvature.blocks import CurvatureBlocks
+from hf_trak.curvature import arrivals, fit
+from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock
 from hf_trak.curvature.curvature import Curvature
 from hf_trak.gradient_computers import per_sample_gradients
 
@@ -196,3 +196,41 @@ def test_a_language_model_with_a_tied_head(tmp_path: Path) -> None:
     lone = {block.name for block in curvature.blocks.diagonal}
     assert {"transformer.wte.weight", "transformer.wpe.weight"} < lone
     assert not any(name.endswith("bias") and "ln" not in name for name in lone)
+
+
+class Collected:
+    """Whole gradients from what a consumer is given."""
+
+    takes_numbers = True
+
+    def __init__(self, size: int, numel: int) -> None:
+        self.rows = torch.zeros(size, numel)
+        self.times = torch.zeros(numel)
+
+    def numbers(self, index: int, first: int, gradients: Tensor) -> None:
+        self.rows[:, first : first + gradients.shape[1]] = gradients
+        self.times[first : first + gradients.shape[1]] += 1
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 200, 10**6])
+def test_uses_of_one_table_add_up(monkeypatch: pytest.MonkeyPatch, slice_bytes: int) -> None:
+    """An embedding's gradient, in which most entries are zero; a head's, as factors; and one that is dense."""
+    monkeypatch.setattr(arrivals, "SLICE_BYTES", slice_bytes)
+    start, height, width, size = 3, 12, 5, 4
+    blocks = CurvatureBlocks((), (DiagonalBlock("table", start, height * width),), frozenset([start]))
+    embedded = torch.zeros(size, height, width)
+    embedded[:, [2, 3, 11]] = torch.randn(size, 3, width)
+    left, right = torch.randn(size, 6, height), torch.randn(size, 6, width)
+    dense = torch.randn(size, height * width)
+    expected = embedded.flatten(1) + torch.bmm(left.mT, right).flatten(1) + dense
+    found = Collected(size, height * width)
+    sink = arrivals.BatchArrivals(blocks, found)  # type: ignore[arg-type]
+    sink.add_outer(start, left, right)
+    for low in range(0, height * width, 17):  # in memory that is used again
+        memory = embedded.flatten(1)[:, low : low + 17].clone()
+        sink(start + low, memory)
+        memory.fill_(7.0)
+    sink(start, dense)
+    sink.finish()
+    torch.testing.assert_close(found.rows, expected)
+    assert torch.equal(found.times, torch.ones(height * width))

@@ -100,7 +100,7 @@ class BatchArrivals:
         self._ranges = BlockRanges(blocks, [index for index, one in enumerate(blocks.kronecker) if one.source is None])
         self._later: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._matrices: dict[int, Tensor] = {}
-        self._numbers: dict[int, list[tuple[int, Tensor | tuple[Tensor, Tensor]]]] = defaultdict(list)
+        self._numbers: dict[int, _Repeated] = defaultdict(_Repeated)
 
     def __call__(self, start: int, block: Tensor) -> None:
         """Take columns `start … start + n` of the gradients, `(B, n)`."""
@@ -118,7 +118,7 @@ class BatchArrivals:
             part = block[:, max(low - start, 0) : high - start]
             first = max(start, low) - low
             if self._blocks.diagonal[index].start in self._blocks.repeated:
-                self._numbers[index].append((first, part.clone()))  # the producer may reuse its memory
+                self._numbers[index].add_dense(first, part)
             else:
                 self._consumer.numbers(index, first, part)
 
@@ -139,7 +139,7 @@ class BatchArrivals:
             if not self._consumer.takes_numbers:
                 continue
             if self._blocks.diagonal[index].start in self._blocks.repeated:
-                self._numbers[index].append((start - low, (left, right)))
+                self._numbers[index].factors.append((start - low, left, right))
             else:
                 for first, part in slices(left, right):
                     self._consumer.numbers(index, start - low + first, part)
@@ -152,8 +152,8 @@ class BatchArrivals:
             )
         for index, matrices in self._matrices.items():
             self._consumer.matrices(index, matrices)
-        for index, parts in self._numbers.items():
-            for first, gradients in _summed(parts, self._blocks.diagonal[index].numel):
+        for index, repeated in self._numbers.items():
+            for first, gradients in repeated.summed(self._blocks.diagonal[index].numel):
                 self._consumer.numbers(index, first, gradients)
 
     def _factors(self, start: int, left: Tensor, right: Tensor) -> None:
@@ -169,6 +169,73 @@ class BatchArrivals:
         add_weights(matrices, one, start, block)
         if one.bias is not None:
             add_part(one.bias_of(matrices), one.bias, start, block)
+
+
+class _Repeated:
+    """The gradients of one batch for a diagonal block that several calls add to.
+
+    Attributes:
+        factors (`list[tuple[int, torch.Tensor, torch.Tensor]]`): first element, and factors.
+    """
+
+    def __init__(self) -> None:
+        self.factors: list[tuple[int, Tensor, Tensor]] = []
+        self._dense: list[tuple[int, Tensor | None, Tensor]] = []
+
+    def add_dense(self, first: int, part: Tensor) -> None:
+        """Take elements `first …`, `(B, n)`, whose memory may be used again: a copy is kept, of an embedding's
+        gradient one of the elements that differ from zero in some row."""
+        touched = ((part.amax(0) != 0) | (part.amin(0) != 0)).nonzero()[:, 0]
+        if 2 * len(touched) < part.shape[1]:
+            self._dense.append((first, touched + first, part[:, touched]))
+        else:
+            self._dense.append((first, None, part.clone()))
+
+    def summed(self, numel: int) -> Iterator[tuple[int, Tensor]]:
+        """Add all up, in slices of bounded size: yield `(first element, (B, n))`."""
+        size = self.factors[0][1].shape[0] if self.factors else self._dense[0][2].shape[0]
+        device = self.factors[0][1].device if self.factors else self._dense[0][2].device
+        width = self.factors[0][2].shape[2] if self.factors else 1
+        step = max(1, SLICE_BYTES // (4 * size * width)) * width
+        for low in range(0, numel, step):
+            high = min(low + step, numel)
+            products = [found for one in self.factors if (found := _product(*one, low, high)) is not None]
+            dense = [one for one in self._dense if one[0] < high and (one[1] is not None or _end(one) > low)]
+            if not products and not dense:
+                continue
+            if products and products[0][1].shape[1] == high - low:
+                total = products.pop(0)[1]
+            else:
+                total = torch.zeros(size, high - low, device=device)
+            for first, block in products:
+                total[:, first - low : first - low + block.shape[1]] += block
+            for first, places, values in dense:
+                if places is None:
+                    add_part(total, low, first, values)
+                    continue
+                begin, end = torch.searchsorted(places, torch.tensor([low, high], device=device)).tolist()
+                total.index_add_(1, places[begin:end] - low, values[:, begin:end])
+            yield low, total
+
+
+def _end(dense: tuple[int, Tensor | None, Tensor]) -> int:
+    return dense[0] + dense[2].shape[1]
+
+
+def _product(first: int, left: Tensor, right: Tensor, low: int, high: int) -> tuple[int, Tensor] | None:
+    """Form the part of leftᵀ right, whose first element is `first`, that lies in `low … high`.
+
+    Returns:
+        Its first element, and the part `(B, n)`; `None` if there is none.
+    """
+    width = right.shape[2]
+    begin, end = max(first, low), min(first + left.shape[2] * width, high)
+    if begin >= end:
+        return None
+    rows = slice((begin - first) // width, -(-(end - first) // width))
+    part = torch.bmm(left[:, :, rows].float().transpose(1, 2), right.float()).flatten(1)
+    start = first + rows.start * width
+    return begin, part[:, begin - start : end - start]
 
 
 class ObservingSink:
@@ -231,32 +298,3 @@ def slices(left: Tensor, right: Tensor) -> Iterator[tuple[int, Tensor]]:
     for low in range(0, left.shape[2], step):
         part = torch.bmm(left[:, :, low : low + step].float().transpose(1, 2), right)
         yield low * width, part.flatten(1)
-
-
-def _summed(parts: list[tuple[int, Tensor | tuple[Tensor, Tensor]]], numel: int) -> Iterator[tuple[int, Tensor]]:
-    """Add up dense blocks and factors over the same elements, in slices of bounded size."""
-    some = parts[0][1]
-    size = (some if isinstance(some, Tensor) else some[0]).shape[0]
-    factors = [(first, value) for first, value in parts if not isinstance(value, Tensor)]
-    dense = [(first, value) for first, value in parts if isinstance(value, Tensor)]
-    width = factors[0][1][1].shape[2] if factors else 1
-    step = max(1, SLICE_BYTES // (4 * size * width)) * width
-    device = dense[0][1].device if dense else factors[0][1][0].device
-    for low in range(0, numel, step):
-        high = min(low + step, numel)
-        total = torch.zeros(size, high - low, device=device)
-        touched = False
-        for first, (left, right) in factors:
-            rows = range(max(0, (low - first) // right.shape[2]), min(left.shape[2], (high - first) // right.shape[2]))
-            if len(rows):
-                block = torch.bmm(left[:, :, rows.start : rows.stop].float().transpose(1, 2), right.float()).flatten(1)
-                place = first + rows.start * right.shape[2] - low
-                total[:, place : place + block.shape[1]] += block
-                touched = True
-        for first, block in dense:
-            begin, end = max(first, low), min(first + block.shape[1], high)
-            if begin < end:
-                total[:, begin - low : end - low] += block[:, begin - first : end - first]
-                touched = True
-        if touched:
-            yield low, total

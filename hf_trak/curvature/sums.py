@@ -133,10 +133,10 @@ class SquareSums:
         add_squares(total, left, right)
 
     def matrices(self, index: int, gradients: Tensor) -> None:
-        self.kronecker[index] += rotated(gradients, self.bases[index]).square().sum(0)
+        add_sum_of_squares(self.kronecker[index], rotated(gradients, self.bases[index]))
 
     def numbers(self, index: int, first: int, gradients: Tensor) -> None:
-        self.diagonal[index][first : first + gradients.shape[1]] += gradients.square().sum(0)
+        add_sum_of_squares(self.diagonal[index][first : first + gradients.shape[1]], gradients)
 
 
 def _noticeable(factor: Tensor) -> Tensor:
@@ -187,6 +187,14 @@ def add_squares(total: Tensor, left: Tensor, right: Tensor) -> None:
             torch.mm(columns[row].T, right[row], out=product)
             squares.addcmul_(product, product)
         total[low : low + step] += squares
+
+
+def add_sum_of_squares(total: Tensor, gradients: Tensor) -> None:
+    """Add Σ_b G_b∘² of gradients `(B, …)` to a sum `(…)`, row by row: large temporary tensors would take longer."""
+    squares = torch.zeros_like(gradients[0])
+    for row in gradients:
+        squares.addcmul_(row, row)
+    total += squares
 
 
 def _zeros(*shape: int, device: torch.device) -> Tensor:
