@@ -15,6 +15,7 @@ from hf_trak.curvature.report import CurvatureReport
 from hf_trak.data.rows import Collator, row_count
 from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
 from hf_trak.featurize.conversion_fidelity import ConversionFidelity, compare_stores
+from hf_trak.featurize.converting import converted
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fidelity import Fidelity, measure_fidelity
@@ -473,6 +474,26 @@ class TrakAttributor(FeaturizedModel):
         if last is not None and self._last_exact and not counted:
             last.distributions = exact_distributions(self, last.scored, last.eval_dataset, last.name, last.model_ids)
         return show_last(self, self._last, target, **options)
+
+    def convert(self, output_dir: str | Path, feature_dtype: str) -> "TrakAttributor":
+        """Write the features into another directory, with fewer bits per number.
+
+        Args:
+            output_dir (`str` or `Path`):
+                Directory of the result.
+            feature_dtype (`str`):
+                Its storage, of fewer bits than now: a dtype, `"int8"`, `"int4"`, `"int2"` or `"int1"`.
+
+        Returns:
+            An attributor of the converted features.
+
+        Raises:
+            ValueError: `feature_dtype` has as many bits as now, or more.
+            ConfigMismatchError: the directory holds something else than an earlier conversion of these features.
+            IncompleteStoreError: not all shards are written.
+            StoreError: a shard is damaged, or a file cannot be written.
+        """
+        return converted(self, output_dir, feature_dtype)
 
     def build_search(
         self, factory: str = "SQ8", model_ids: Sequence[int] | None = None, directory: str | Path | None = None

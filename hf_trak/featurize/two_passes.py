@@ -58,9 +58,9 @@ def two_passes(
     targets = model.precondition(eval_dataset, name, checkpoints, ids, groups)
     args, processes = model.args, model.processes
     store = PrefixStore(model.store, count)
-    scorer = Scorer(
-        store, processes, model.device, args.lambda_reg, args.lambda_relative, args.solver, args.solver_rank
-    )
+    # The first columns have no more eigenvalues than there are of them.
+    rank = None if args.solver_rank is None else min(args.solver_rank, store.proj_dim, store.train_size)
+    scorer = Scorer(store, processes, model.device, args.lambda_reg, args.lambda_relative, args.solver, rank)
     m = len(eval_dataset) if groups is None else len(groups)
     asked = [
         scorer.precondition(model_id, partial(_first_columns, shards, store.proj_dim, groups), m)
