@@ -54,7 +54,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--indexes",
         nargs="+",
-        default=["float32:2048", "int1:4096", "int1:8192", "int1:32768", "int1:131072"],
+        default=[
+            "float32:2048",
+            "float32:4096",
+            "int2:2048",
+            "int2:4096",
+            "int1:8192",
+            "int4:4096",
+            "int2:16384",
+            "int2:65536",
+        ],
         metavar="DTYPE:K",
         help="`feature_dtype` and k of each index",
     )
