@@ -149,10 +149,17 @@ def as_usual(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tensor]:
     return scores
 
 
-@pytest.mark.parametrize("options", [CHANGES["one row at a time"], TOGETHER], ids=["one row at a time", "together"])
-def test_batches_and_padding(as_usual: Callable[..., Tensor], tmp_path: Path, options: dict[str, Any]) -> None:
-    """Labels drawn from the model are the same ones, whatever batch a row is in."""
-    assert change(text_scores(gpt2, tmp_path, curvature="ekfac", **options), as_usual(gpt2, "ekfac")) < TOLERANCE
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(gpt2, CHANGES["one row at a time"]), (gpt2, TOGETHER), (bert, CHANGES["batches of five"])],
+    ids=["gpt2, one row at a time", "gpt2, together", "bert, batches of five"],
+)
+def test_batches_and_padding(
+    as_usual: Callable[..., Tensor], tmp_path: Path, make: Callable[[], nn.Module], options: dict[str, Any]
+) -> None:
+    """Labels drawn from the model are the same ones, whatever batch a row is in. The covariances of BERT's classifier
+    have null spaces, whose bases rounding chooses."""
+    assert change(text_scores(make, tmp_path, curvature="ekfac", **options), as_usual(make, "ekfac")) < TOLERANCE
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.curvature import plan
+from hf_trak.curvature.eigen import eigenbasis, even_in_null_spaces
 from hf_trak.modelout_functions import FunctionModelOutput
 
 KINDS = ("ekfac", "shampoo", "kfac")
@@ -367,3 +368,21 @@ def test_corrected_eigenvalues_are_the_best_in_their_basis(trained: tuple[Traine
 def agreement(scores: Tensor, others: Tensor) -> float:
     """Mean rank correlation over targets."""
     return sum(float(spearmanr(*pair)[0]) for pair in zip(scores.T, others.T, strict=True)) / scores.shape[1]
+
+
+def test_null_spaces() -> None:
+    """Corrected eigenvalues do not depend on which basis of a null space a decomposition returned."""
+    torch.manual_seed(0)
+    gradients, few = torch.randn(40, 7, 5, dtype=torch.float64), torch.randn(3, 7, dtype=torch.float64)
+    right_values, right = torch.linalg.eigh(torch.einsum("bij,bik->jk", gradients, gradients))
+    left_values, left = eigenbasis(few.T @ few, len(few), "rows")
+    turned = left.double()
+    turned[:, :4] @= torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))[0]
+    found = []
+    for basis in (left.double(), turned):
+        squares = (basis.T @ gradients @ right).square().mean(0)
+        eigenvalues = even_in_null_spaces(squares, left_values, right_values)
+        assert torch.allclose(eigenvalues[4:], squares[4:], rtol=0, atol=0)
+        assert float(eigenvalues.sum()) == pytest.approx(float(squares.sum()), rel=1e-12)
+        found.append(basis @ torch.diag(1 / eigenvalues[:, 0]) @ basis.T)
+    assert float((found[0] - found[1]).abs().max()) < 1e-6 * float(found[0].abs().max())

@@ -41,3 +41,26 @@ def eigenbasis(total: Tensor, count: int, what: str) -> tuple[Tensor, Tensor]:
         matrix.diagonal().add_(shift)
         values, vectors = torch.linalg.eigh(matrix, UPLO="L")
     return values.clamp_(min=0), vectors.float()
+
+
+def even_in_null_spaces(eigenvalues: Tensor, left_values: Tensor, right_values: Tensor) -> Tensor:
+    """Average corrected eigenvalues over the directions that the rows behind a basis said nothing about.
+
+    These directions span the null space of a covariance, and a decomposition may return any basis of it: rounding
+    chooses. Gradients of other rows, or with other labels, do have parts there. The mean over the null space, of
+    Λ = mean_b (Q_leftᵀ G_b Q_right)∘², is the same for every basis of it.
+
+    Args:
+        eigenvalues: Λ `(I, J)`.
+        left_values: eigenvalues of the left covariance, `(I,)`.
+        right_values: those of the right one, `(J,)`.
+
+    Returns:
+        Λ `(I, J)`.
+    """
+    found = eigenvalues.clone()
+    for view, values in ((found, left_values), (found.T, right_values)):
+        null = values <= len(values) * torch.finfo(torch.float32).eps * values.max()
+        if bool(null.any()):
+            view[null] = view[null].mean(0)
+    return found

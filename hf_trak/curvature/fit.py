@@ -25,7 +25,7 @@ from torch import Tensor
 from hf_trak.curvature.arrivals import BatchArrivals, FirstRow, ObservingSink
 from hf_trak.curvature.blocks import CurvatureBlocks
 from hf_trak.curvature.curvature import Curvature
-from hf_trak.curvature.eigen import eigenbasis
+from hf_trak.curvature.eigen import eigenbasis, even_in_null_spaces
 from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.curvature.observation import BatchObserver, Observation, divide
 from hf_trak.curvature.plan import FitPlan, Rows, rows_needed
@@ -338,6 +338,8 @@ class CurvatureFit:
                         # E[G Gᵀ] ⊗ E[Gᵀ G] is the square of a curvature: its trace is too large by the trace of either
                         scale /= max(float(basis["left_values"].sum()), torch.finfo(torch.float64).tiny)
                     eigenvalues = scale * torch.outer(basis["left_values"], basis["right_values"])
+                elif basis is not None:
+                    eigenvalues = even_in_null_spaces(eigenvalues, basis["left_values"], basis["right_values"])
                 bases = None if basis is None else (basis["left_basis"], basis["right_basis"])
                 self.files.write_block(index, eigenvalues.float(), bases)
 

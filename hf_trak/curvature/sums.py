@@ -1,8 +1,8 @@
 """What the passes over the sample add up: factors or whole gradients for the bases, rotated squares for the
 eigenvalues.
 
-Sums are float64, products float32. Of symmetric sums the lower triangle alone is computed. With G_b the gradient of
-row b (see `blocks`), over R rows:
+Sums are float64, products float32 where they are large. Of symmetric sums the lower triangle alone is computed. With
+G_b the gradient of row b (see `blocks`), over R rows:
 
     K-FAC bases     L = Σ_b Σ_t left_t left_tᵀ,   R = Σ_b Σ_t right_t right_tᵀ
     Shampoo bases   L = Σ_b G_b G_bᵀ,             R = Σ_b G_bᵀ G_b
@@ -148,12 +148,17 @@ def _noticeable(factor: Tensor) -> Tensor:
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add the lower triangle of a product that is symmetric, leftᵀ right, to a sum; above it, anything.
 
+    Small products are float64: it takes no time that one would notice, and where there are few positions, rounding
+    would turn the eigenvectors of the smallest eigenvalues.
+
     Args:
         total: the sum, `(d, d)`.
         left: `(N, d)`.
         right: `(N, d)`.
     """
     size = left.shape[1]
+    if size < _STRIPE:
+        left, right = left.to(total.dtype), right.to(total.dtype)
     stripes = min(max(size // _STRIPE, 1), _MOST_STRIPES)
     edges = [size * stripe // stripes for stripe in range(stripes + 1)]
     for low, high in pairwise(edges):

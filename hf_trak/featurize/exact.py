@@ -51,7 +51,7 @@ from hf_trak.weights.checkpoints import Checkpoint
 
 logger = logging.getLogger(__name__)
 
-CURVATURE_VERSION = 2
+CURVATURE_VERSION = 3
 """Raised whenever the same inputs give another curvature or other exact scores. It is part of their identity."""
 
 DEFAULT_ROWS = 4096
