@@ -11,6 +11,7 @@ from huggingface_hub import CommitInfo
 from torch import Tensor
 
 from hf_trak.config import TrakConfig, checked_args
+from hf_trak.curvature.maps import GradientMap
 from hf_trak.curvature.report import CurvatureReport
 from hf_trak.data.rows import Collator, row_count
 from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
@@ -27,7 +28,9 @@ from hf_trak.featurize.upgrading import upgrade_store
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.last import LastResult
 from hf_trak.runtime.interruption import log_on_interrupt
+from hf_trak.featurize.whitening import check_sketch, whitened_map
 from hf_trak.scores.groups import GroupBy, RowGroups, target_groups
+from hf_trak.projectors import BlockProjector
 from hf_trak.scores.score_files import ScoreFiles
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, attach_columns
 from hf_trak.scores.scorer import PlannedScores
@@ -209,6 +212,20 @@ class TrakAttributor(FeaturizedModel):
         model_ids: Sequence[int] | None = None,
     ) -> "TrakAttributor":
         """Fit the curvature of exact scores to a random sample of the training rows.
+    def feature_map(self, model_id: int) -> BlockProjector | GradientMap:
+        """Return the map from gradients to features under the weights that the model has now.
+
+        Args:
+            model_id (`int`):
+                The checkpoint that they are.
+        """
+        return whitened_map(self, model_id) if self.args.whitened else super().feature_map(model_id)
+
+    def check_features(self, model_id: int) -> None:
+        """Warn if whitened features do not hold the inner products of whitened gradients."""
+        if self.args.whitened:
+            check_sketch(self, model_id)
+
 
         Which one, and its damping, is set in the configuration (`curvature`, `curvature_rows`, `curvature_labels`,
         `damping`). It is kept in `<output_dir>/curvature/<model_id>/`; the same call after an interruption goes on,

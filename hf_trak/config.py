@@ -80,6 +80,8 @@ class TrakConfig:
         damping (`float`, *optional*):
             Damping c of a curvature, relative to the mean of each block's eigenvalues. By default 0.1, and 10 for
             `curvature="hybrid"` with one label per row.
+        whitened (`bool`, *optional*, defaults to `False`):
+            Whether features are projections of gradients times P^{-1/2}, with the curvature P, which is fitted first.
         hybrid_lambda (`float`, *optional*, defaults to 3.0):
             Ridge of `curvature="hybrid"`, relative to the mean squared norm of whitened gradients.
         exact_memory (`float`, *optional*, defaults to 4.0):
@@ -194,6 +196,7 @@ class TrakConfig:
             "help": "Damping of a curvature, relative to each block's mean eigenvalue: 0.1 or, for `hybrid`, 10."
         },
     )
+    whitened: bool = field(default=False, metadata={"help": "Multiply gradients by P^{-1/2} before projecting."})
     hybrid_lambda: float = field(
         default=3.0,
         metadata={"help": "Ridge of the hybrid, relative to the mean whitened squared norm."},

@@ -189,6 +189,7 @@ CHANGES: dict[str, tuple[Setup, Setup]] = {
 DEFINING: dict[str, Any] = {
     "proj_type": "rademacher", "proj_dim": 17, "proj_nonzeros": 2, "seed": 1, "grad_wrt": ["classifier.weight"],
     "feature_dtype": "float16", "model_dtype": "bfloat16", "shard_size": 5, "bytes_per_row": 16,
+    "whitened": True,
 }  # fmt: skip
 """Fields of `TrakConfig` whose change is refused."""
 

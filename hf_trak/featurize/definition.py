@@ -8,6 +8,7 @@ import torch
 
 from hf_trak.config import TrakConfig
 from hf_trak.data.rows import RowBatches
+from hf_trak.featurize.curvature_settings import whitening_settings
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.collation import check_repeatable, collation_of, probe_rows
 from hf_trak.store.configuration import code_settings
@@ -47,6 +48,7 @@ def feature_settings(
         "model_dtype": args.model_dtype,
         "shard_size": args.shard_size,
         **code_settings(args.storage),
+        **whitening_settings(args, train_size),
         "train_size": train_size,
         "model_class": type(model).__name__,
         "model_name": getattr(config, "_name_or_path", None) or None,

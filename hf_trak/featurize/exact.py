@@ -25,6 +25,13 @@ from hf_trak.errors import IncompleteStoreError
 from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
 from hf_trak.featurize.comparisons import COMPARISONS
 from hf_trak.featurize.exact_blocks import (
+from hf_trak.featurize.curvature_settings import (
+    CURVATURE_VERSION,
+    DEFAULT_DAMPING,
+    fitted_kind,
+    is_hybrid,
+    sample_size,
+)
     TARGET_SHARD_BYTES,
     CheckpointScores,
     mean_blocks,
@@ -51,13 +58,6 @@ from hf_trak.weights.checkpoints import Checkpoint
 
 logger = logging.getLogger(__name__)
 
-CURVATURE_VERSION = 3
-"""Raised whenever the same inputs give another curvature or other exact scores. It is part of their identity."""
-
-DEFAULT_ROWS = 4096
-"""Rows of the sample that a curvature is fitted to, where there are as many."""
-
-DEFAULT_DAMPING = 0.1
 HYBRID_DAMPING, HYBRID_DAMPING_OF_TOKENS = 10.0, 0.1
 """Damping c of the hybrid for tasks with one label per row, and for those with many: what the banks of the benchmark
 of quality say, see docs/curvature.md."""
@@ -127,7 +127,7 @@ class ExactScores:
         self.model.processes.broadcast_from_main(self.model.prepare_store)
         for model_id, source in zip(checked_ids(sources, model_ids), sources, strict=True):
             with self.model.weights(model_id, source, register=True):
-                self._fitted(model_id)
+                self.fitted(model_id)
             self.model.sources[model_id] = source
 
     def _fitted(self, model_id: int) -> Curvature:
@@ -166,7 +166,7 @@ class ExactScores:
     def sample(self) -> list[int]:
         """Choose the rows that the curvature is fitted to."""
         n = row_count(self.model.train_dataset, "train_dataset")
-        count = min(n, DEFAULT_ROWS if self.args.curvature_rows is None else self.args.curvature_rows)
+        count = sample_size(self.args, n)
         if count == n:
             return list(range(n))
         chosen = np.random.Generator(np.random.Philox(self.args.seed)).permutation(n)[:count]
@@ -217,7 +217,7 @@ class ExactScores:
         for model_id in ids:
             with self._weights(model_id, sources):
                 store.targets(name, model_id, m, fingerprint, {"collation": collation}, COMPARISONS)
-                curvature = self._fitted(model_id)
+                curvature = self.fitted(model_id)
                 targets = self._targets(curvature, name, model_id, eval_dataset)
                 chunks = self._scores(curvature, name, model_id, targets, groups)
                 whitened = self._whitened(curvature, model_id) if self.hybrid else None
@@ -247,7 +247,7 @@ class ExactScores:
         total = torch.zeros(row_count(model.train_dataset, "train_dataset"))
         for model_id in ids:
             with self._weights(model_id, sources):
-                curvature = self._fitted(model_id)
+                curvature = self.fitted(model_id)
                 shards = self._shards(
                     self.directory(model_id) / f"self-influence-{self._tag(curvature)}",
                     "self-influence",

@@ -205,6 +205,14 @@ class FeaturizedModel:
     def projector(self) -> BlockProjector:
         """Make the random projection of the features."""
         return make_projector(
+    def feature_map(self, model_id: int) -> BlockProjector | GradientMap:
+        """Return the map from gradients to features under the weights that the model has now.
+
+        Args:
+            model_id: the checkpoint that they are.
+        """
+        return self.projector()
+
             self.args.proj_type,
             grad_dim=self.layout.total,
             proj_dim=self.proj_dim,
@@ -293,6 +301,7 @@ class FeaturizedModel:
             )
             measured = FeaturizedModel(self.model, options, part, self.data_collator, self.processing_class, self.task)
             measured.data_collator = timed
+                whitened=False,
             measured.featurize()
         # Rows are collated when the batch before is done. Earlier calls are those of the task's references, if any.
         first, *_, last = calls[-batches:][1:]
@@ -342,8 +351,11 @@ class FeaturizedModel:
                 description = f"train rows, checkpoint {model_id}"
                 shards = self.store.train(model_id)
                 stored = StoredRows.find(shards, self.train_dataset, "train")
-                self.featurizer().fill(shards, self.train_dataset, model_id, "train", description, part, stored)
+                self.featurizer(projector=self.feature_map(model_id)).fill(
+                    shards, self.train_dataset, model_id, "train", description, part, stored
+                )
             self.sources[model_id] = source
+                new = len(self.processes.broadcast_from_main(shards.unwritten)) > 0
             if left := len(self.processes.broadcast_from_main(shards.unwritten)):
                 logger.info("%s: %d shards of other parts are not there yet.", description, left)
             else:
@@ -351,8 +363,14 @@ class FeaturizedModel:
         return self
 
     def prepare_store(self) -> None:
+                if new:
+                    self.check_features(model_id)
         """Compare the inputs of a call with those of the store, and remove what processes that died left there."""
         self.require_same_inputs()
+    def check_features(self, model_id: int) -> None:
+        """Look at the features of a checkpoint, which have just become complete. There is nothing to say of plain
+        ones."""
+
         for one in remove_stale(self.store.output_dir):
             logger.info("Removed %s, left behind by a process that died.", one.path)
 
@@ -489,7 +507,9 @@ class FeaturizedModel:
             with self.weights(model_id, self.source_of(model_id, sources)):
                 description = f"{name}, checkpoint {model_id}"
                 stored = StoredRows.find(self.store.train(model_id), self.train_dataset, "train")
-                self.featurizer().fill(shards, eval_dataset, model_id, "target", description, stored=stored)
+                self.featurizer(projector=self.feature_map(model_id)).fill(
+                    shards, eval_dataset, model_id, "target", description, stored=stored
+                )
         return shards
 
     def source_of(self, model_id: int, given: Mapping[int, Checkpoint | None]) -> Checkpoint | None:

@@ -5,7 +5,7 @@ the curvature. They are measured one by one, for n' training rows and m' targets
 rows:
 
 1. q · ⟨φ_i, φ_t⟩ from features beside q · ⟨∇f_i, ∇f_t⟩ from whole gradients: what the projection alone changes. (With
-   the ridge, whole gradients would need a system of P equations.)
+   the ridge, whole gradients would need a system of P equations.) Of whitened features, ⟨∇f_i, P⁻¹ ∇f_t⟩.
 2. q · φ_tᵀ(XᵀX + λI)⁻¹φ_i, the scores of the index, beside exact scores under the fitted curvature: what `attribute`
    gives and what `attribute(exact=True)` would give.
 """
@@ -25,6 +25,7 @@ from torch.utils.data import Subset
 from hf_trak.curvature.curvature import Curvature, identity_curvature
 from hf_trak.curvature.maps import GradientMap, Preconditioning, TargetProducts
 from hf_trak.errors import IncompleteStoreError
+from hf_trak.featurize.curvature_settings import whitening_damping
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fitted import fitted_curvature
@@ -263,8 +264,11 @@ class _Sample:
         projected, products, scores = [], [], []
         for number, gradients in self._groups(whole):
             projected.append(self._projected(gradients))
-            products.append(self._exact(f"products-{number}", gradients, model.task))
             preconditioned = self._curvature.precondition(gradients, self._damping)
+            as_projected = gradients
+            if model.args.whitened:
+                as_projected = self._curvature.precondition(gradients, whitening_damping(model.args))
+            products.append(self._exact(f"products-{number}", as_projected, model.task))
             scores.append(self._exact(f"scores-{number}", preconditioned, self._train_task))
         model.processes.broadcast_from_main(lambda: shutil.rmtree(self._directory))
         targets = torch.cat(projected)
@@ -301,7 +305,7 @@ class _Sample:
     def _projected(self, gradients: Tensor) -> Tensor:
         """Project whole gradients as the index does, with its storage dtype."""
         model = self._model
-        projector = model.projector()
+        projector = model.feature_map(self._model_id)
         sink = projector.sink(len(gradients), self._model_id, model.device)
         sink(0, gradients)
         features = sink.result() * projector.scale

@@ -11,7 +11,7 @@ import torch
 from hf_trak.config import TrakConfig
 from hf_trak.curvature.files import CURVATURE_FILE
 from hf_trak.errors import StoreError
-from hf_trak.featurize.exact import DEFAULT_ROWS
+from hf_trak.featurize.curvature_settings import DEFAULT_ROWS
 from hf_trak.hub.curvature_record import (
     CurvatureRecord,
     checked_record,

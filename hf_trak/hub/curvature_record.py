@@ -16,7 +16,7 @@ import torch
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
 from hf_trak.curvature.curvature import KINDS
 from hf_trak.errors import StoreError
-from hf_trak.featurize.exact import CURVATURE_VERSION
+from hf_trak.featurize.curvature_settings import CURVATURE_VERSION
 from hf_trak.hub.foreign_json import read_foreign_object, shown
 from hf_trak.hub.index_files import MAX_HEADER_BYTES
 from hf_trak.hub.manifest import MAX_JSON_BYTES

@@ -16,6 +16,7 @@ from hf_trak.config import TrakConfig
 from hf_trak.data.rows import Collator
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError
 from hf_trak.featurize.comparisons import COMPARISONS
+from hf_trak.featurize.curvature_settings import whitening_arguments
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.hub.absent_rows import AbsentRows, target_collator
@@ -248,7 +249,7 @@ def _train_dataset(index: _OpenedIndex, name: str) -> Any:
 def _arguments(index: _OpenedIndex, model: torch.nn.Module, options: Mapping[str, Any]) -> TrakConfig:
     """Put together the settings that the index records, those that define its features, and the caller's options."""
     config = index.store.config
-    settings = {} if index.manifest is None else index.manifest.settings
+    settings = whitening_arguments(config) if index.manifest is None else index.manifest.settings
     algorithm = str(config.get("projection"))
     fields = {
         "proj_type": algorithm.rpartition("-")[0],
@@ -258,6 +259,7 @@ def _arguments(index: _OpenedIndex, model: torch.nn.Module, options: Mapping[str
         "feature_dtype": config["feature_dtype"],
         "model_dtype": config.get("model_dtype"),
         "shard_size": config["shard_size"],
+        "whitened": "whitening" in config,
         "grad_wrt": _attributed(index, model),
         "output_dir": str(index.store.output_dir),
     }

@@ -156,6 +156,11 @@ def publish(store: FeatureStore, destination: Destination, facts: IndexFacts, cu
     facts = completed(facts, store)
     config = {**store.config, "model_name": facts.model_name, "model_revision": facts.model_revision}
     curvatures = _curvatures(store) if curvature else {}
+    if "whitening" in config and (lacking := sorted(set(store.model_ids) - set(curvatures))):
+        raise ValueError(
+            f"The index has whitened features, and no curvature of the checkpoints {lacking} would be published with "
+            "it. Expected all, since targets are whitened with them. Leave out `curvature=False`."
+        )
     manifest = _manifest(store, facts, curvatures)
     json_files = {
         FeatureStore.CONFIG_FILE: store.encoded(config),
