@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.maps import GradientMap
 from hf_trak.curvature.report import CurvatureReport
+from hf_trak.data.row_part import RowPart
 from hf_trak.data.rows import Collator, row_count
 from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
 from hf_trak.featurize.conversion_fidelity import ConversionFidelity, compare_stores
@@ -21,16 +22,18 @@ from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fidelity import Fidelity, measure_fidelity
 from hf_trak.featurize.fitted import curvature_report, log_reports
+from hf_trak.featurize.reranking import RerankRequest, check_rerank, rerank_result
 from hf_trak.featurize.revising import revise
 from hf_trak.featurize.search import SearchIndex, build_search
 from hf_trak.featurize.two_passes import two_passes
 from hf_trak.featurize.upgrading import upgrade_store
+from hf_trak.featurize.whitening import check_sketch, whitened_map
 from hf_trak.modelout_functions import AbstractModelOutput
+from hf_trak.projectors import BlockProjector
 from hf_trak.report.last import LastResult
 from hf_trak.runtime.interruption import log_on_interrupt
-from hf_trak.featurize.whitening import check_sketch, whitened_map
 from hf_trak.scores.groups import GroupBy, RowGroups, target_groups
-from hf_trak.projectors import BlockProjector
+from hf_trak.scores.rerank_columns import without_rerank_columns
 from hf_trak.scores.score_files import ScoreFiles
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, attach_columns
 from hf_trak.scores.scorer import PlannedScores
@@ -73,6 +76,7 @@ class TrakAttributor(FeaturizedModel):
 
     _last: LastResult | None = None
     _last_exact = False
+    _last_rows: RowPart | None = None
 
     @classmethod
     def from_trainer(
@@ -206,12 +210,6 @@ class TrakAttributor(FeaturizedModel):
             **options,
         )
 
-    def fit_curvature(
-        self,
-        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
-        model_ids: Sequence[int] | None = None,
-    ) -> "TrakAttributor":
-        """Fit the curvature of exact scores to a random sample of the training rows.
     def feature_map(self, model_id: int) -> BlockProjector | GradientMap:
         """Return the map from gradients to features under the weights that the model has now.
 
@@ -226,6 +224,12 @@ class TrakAttributor(FeaturizedModel):
         if self.args.whitened:
             check_sketch(self, model_id)
 
+    def fit_curvature(
+        self,
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
+        model_ids: Sequence[int] | None = None,
+    ) -> "TrakAttributor":
+        """Fit the curvature of exact scores to a random sample of the training rows.
 
         Which one, and its damping, is set in the configuration (`curvature`, `curvature_rows`, `curvature_labels`,
         `damping`). It is kept in `<output_dir>/curvature/<model_id>/`; the same call after an interruption goes on,
@@ -337,6 +341,7 @@ class TrakAttributor(FeaturizedModel):
         exact: bool = False,
         first_pass_bytes: int | None = None,
         candidates: int | None = None,
+        rerank: int | None = None,
     ) -> HFDataset:
         """Score every training row against every target, over the ensemble of featurized checkpoints.
 
@@ -371,6 +376,10 @@ class TrakAttributor(FeaturizedModel):
             candidates (`int`, *optional*):
                 Rows of the first pass whose whole features are read, for each target and end. By default 50 times
                 `top_k`, and 1,000 at least.
+            rerank (`int`, *optional*):
+                Take so many rows from the features, for each target and end, and score these rows with whole gradients
+                under the fitted curvature, as `exact=True` scores all rows. The cost does not grow with the training
+                dataset. `curvature="auto"` is EK-FAC here.
 
         Returns:
             The rows (as stored, without a transform set on them, if they are a `datasets.Dataset`) with the columns
@@ -378,6 +387,9 @@ class TrakAttributor(FeaturizedModel):
             alone: a fixed-size list with one score per training row (`per="target"`) or per target (`per="train"`).
             With `aggregate` or `group_by`, targets are groups, in ascending order of their values: one row for each,
             with its value and `n_targets`, the number of its members.
+            With `rerank`, `trak_index_ranks` and `trak_opponent_index_ranks` are the ranks that the features gave to
+            the rows, from 1, and null for rows that they have behind the first `rerank` of the target; `trak_stage` is
+            `"exact"`, or `"index"` where the training rows are not at hand, so that nothing was reranked.
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
@@ -395,6 +407,11 @@ class TrakAttributor(FeaturizedModel):
         with log_on_interrupt(
             lambda: "Nothing half-written was left. Run the same call again; target features are kept."
         ):
+            if rerank is not None:
+                count = check_rerank(rerank, top_k, per, exact)
+                assert top_k is not None  # `check_rerank` has looked
+                given = (eval_dataset, name, checkpoints, model_ids, groups, top_k, count)
+                return self._reranked(RerankRequest(*given, first_pass_bytes, candidates))
             if first_pass_bytes is not None:
                 return self._attributed_in_two_passes(
                     eval_dataset, top_k, name, per, checkpoints, model_ids, groups, exact, first_pass_bytes, candidates
@@ -426,6 +443,16 @@ class TrakAttributor(FeaturizedModel):
         scored = attach_columns(eval_dataset if groups is None else groups.table(), columns)
         if groups is None:
             self._last, self._last_exact = LastResult(scored, eval_dataset, name, model_ids), False
+            self._last_rows = None
+        return scored
+
+    def _reranked(self, request: RerankRequest) -> HFDataset:
+        result = rerank_result(self, request)
+        rows = request.eval_dataset if request.groups is None else request.groups.table()
+        scored = attach_columns(without_rerank_columns(rows), result.columns)
+        if request.groups is None:
+            self._last = LastResult(scored, request.eval_dataset, result.name, request.model_ids)
+            self._last_exact, self._last_rows = result.rows is not None, result.rows
         return scored
 
     def _planned(
@@ -465,6 +492,7 @@ class TrakAttributor(FeaturizedModel):
         scored = attach_columns(rows, files.columns(plan.blocks, None if top_k is None else min(top_k, length), per))
         if per == "target" and groups is None:
             self._last, self._last_exact = LastResult(scored, eval_dataset, plan.name, model_ids), exact
+            self._last_rows = None
         return scored
 
     def show(self, target: int, **options: Any) -> "TargetDisplay":
@@ -485,11 +513,17 @@ class TrakAttributor(FeaturizedModel):
         """
         from hf_trak.report.exact import exact_distributions  # reports need more packages than attribution does
         from hf_trak.report.notebook import show_last
+        from hf_trak.report.reranked import reranked_distributions
 
         last = self._last
         counted = last is None or last.distributions is not None or TOP_K_COLUMNS[0] not in last.scored.column_names
         if last is not None and self._last_exact and not counted:
-            last.distributions = exact_distributions(self, last.scored, last.eval_dataset, last.name, last.model_ids)
+            given = (last.eval_dataset, last.name, last.model_ids)
+            last.distributions = (
+                exact_distributions(self, last.scored, *given)
+                if self._last_rows is None
+                else reranked_distributions(self, last.scored, self._last_rows, *given)
+            )
         return show_last(self, self._last, target, **options)
 
     def convert(self, output_dir: str | Path, feature_dtype: str) -> "TrakAttributor":

@@ -20,11 +20,11 @@ from hf_trak.curvature.fit import CurvatureFit, Stage
 from hf_trak.curvature.maps import SelfInfluence, TargetProducts, WhitenedProjection
 from hf_trak.curvature.plan import FitPlan
 from hf_trak.curvature.target_forms import LowRankForm, TargetForm
+from hf_trak.data.row_part import RowPart
 from hf_trak.data.rows import row_count
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
 from hf_trak.featurize.comparisons import COMPARISONS
-from hf_trak.featurize.exact_blocks import (
 from hf_trak.featurize.curvature_settings import (
     CURVATURE_VERSION,
     DEFAULT_DAMPING,
@@ -32,6 +32,7 @@ from hf_trak.featurize.curvature_settings import (
     is_hybrid,
     sample_size,
 )
+from hf_trak.featurize.exact_blocks import (
     TARGET_SHARD_BYTES,
     CheckpointScores,
     mean_blocks,
@@ -66,15 +67,18 @@ of quality say, see docs/curvature.md."""
 class ExactScores:
     """Fits curvatures and plans exact scores for a featurized model. All processes call its methods together."""
 
-    def __init__(self, model: FeaturizedModel) -> None:
+    def __init__(self, model: FeaturizedModel, rows: RowPart | None = None) -> None:
         """
         Args:
             model: the model, its training rows and its store.
+            rows: the training rows to score; `None` for all. The hybrid has a system over all rows, so that
+                `curvature="auto"` is EK-FAC where rows are given.
         """
         self.model = model
         self.args = model.args
-        self.hybrid = model.args.curvature in ("auto", "hybrid")
-        self.kind = "ekfac" if self.hybrid or model.args.curvature is None else model.args.curvature
+        self.rows = rows
+        self.hybrid = is_hybrid(model.args) and (rows is None or model.args.curvature == "hybrid")
+        self.kind = fitted_kind(model.args)
 
     @property
     def damping(self) -> float:
@@ -130,8 +134,12 @@ class ExactScores:
                 self.fitted(model_id)
             self.model.sources[model_id] = source
 
-    def _fitted(self, model_id: int) -> Curvature:
-        """Read or fit the curvature of the weights that the model has now."""
+    def fitted(self, model_id: int) -> Curvature:
+        """Read or fit the curvature of the weights that the model has now. All processes call this together.
+
+        Raises:
+            IncompleteStoreError: it is not there, and the training rows are not at hand.
+        """
         if self.kind == "identity":
             return identity_curvature(self.model.layout)
         rows = self.sample()
@@ -231,6 +239,7 @@ class ExactScores:
             "exact": CURVATURE_VERSION,
             "groups": None if groups is None else groups.tag,
             "hybrid_lambda": self.args.hybrid_lambda if self.hybrid else None,
+            **({"rows": self.rows.tag} if self.rows is not None and self.rows.tag else {}),
         }
         count = len(parts[0].chunks[0])
         mine = range(count) if everywhere else model.processes.share(count)
@@ -343,13 +352,17 @@ class ExactScores:
         taken = form.width * self.target_dtype.itemsize if groups is None else 4 * curvature.numel
         together = max(1, int(self.args.exact_memory * 2**30) // taken)
         tag = "" if groups is None else f"-{groups.tag}"
+        part = self.rows
+        if part is not None and part.tag:
+            tag += f"-rows-{part.tag}"
+        train_rows = model.train_dataset if part is None else part.of(model.train_dataset)
         chunks = []
         for first in range(0, m, together):
             columns = range(first, min(first + together, m))
             shards = self._shards(
                 targets.directory,
                 f"{self._prefix('scores')}{tag}-{columns.start:06d}-{columns.stop:06d}",
-                row_count(model.train_dataset, "train_dataset"),
+                row_count(train_rows, "train_dataset"),
                 len(columns),
                 model.store.config["shard_size"],
                 model_id,
@@ -366,8 +379,8 @@ class ExactScores:
                 means = groups.means(whole_targets(targets, form))[columns.start : columns.stop]
                 products = TargetProducts(means.float().to(model.device))
             featurizer = model.featurizer(self.scored_task, products)
-            what = f"{name}, exact scores, checkpoint {model_id}"
-            featurizer.fill(shards, model.train_dataset, model_id, "train", what)
+            what = f"{name}, {'exact scores' if part is None else 'reranking'}, checkpoint {model_id}"
+            featurizer.fill(shards, train_rows, model_id, "train", what)
         return chunks
 
     def _whitened(self, curvature: Curvature, model_id: int) -> ShardSet:

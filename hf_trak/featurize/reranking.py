@@ -1,0 +1,174 @@
+"""Retrieve, then rerank: a shortlist from the features of an index, exact scores of the rows on it alone."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from hf_trak.data.row_part import RowPart
+from hf_trak.data.rows import row_count
+from hf_trak.errors import HfTrakError
+from hf_trak.featurize.exact import ExactScores
+from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.two_passes import CANDIDATES_PER_ROW, LEAST_CANDIDATES, two_passes
+from hf_trak.runtime.checks import checked_int
+from hf_trak.runtime.progress import RowProgress
+from hf_trak.scores.groups import RowGroups
+from hf_trak.scores.rerank_columns import IndexRanking, index_columns, reranked_columns
+from hf_trak.scores.score_files import ScoreFiles
+from hf_trak.scores.scored_dataset import ScoreBlock
+from hf_trak.weights.checkpoints import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RerankRequest:
+    """The arguments of `attribute(..., rerank=...)`, as given.
+
+    Attributes:
+        eval_dataset, name, checkpoints, model_ids, groups: see [`FeaturizedModel.plan_scores`].
+        top_k: rows to return for each target, from either end.
+        count: rows of the index to score exactly, for each target and end.
+        first_pass_bytes, candidates: see [`~hf_trak.featurize.two_passes.two_passes`].
+    """
+
+    eval_dataset: Any
+    name: str | None
+    checkpoints: Checkpoint | Sequence[Checkpoint] | None
+    model_ids: Sequence[int] | None
+    groups: RowGroups | None
+    top_k: int
+    count: int
+    first_pass_bytes: int | None = None
+    candidates: int | None = None
+
+
+@dataclass(frozen=True)
+class Reranked:
+    """A reranked result.
+
+    Attributes:
+        name: name of the experiment.
+        columns: the columns of a top-k result, and [`~hf_trak.scores.rerank_columns.RERANK_COLUMNS`].
+        rows: the training rows that were scored exactly; `None` where these were not at hand.
+    """
+
+    name: str
+    columns: Dataset
+    rows: RowPart | None
+
+
+def check_rerank(rerank: Any, top_k: int | None, per: str, exact: bool) -> int:
+    """Check the arguments of `attribute(..., rerank=...)`.
+
+    Returns:
+        `rerank`.
+
+    Raises:
+        ValueError: it is no number of rows, less than `top_k`, or does not go with the other arguments.
+    """
+    count = checked_int(rerank, "rerank", 1, type_error=ValueError)
+    if top_k is None or per != "target":
+        raise ValueError(
+            f"`rerank` is {count}, with `top_k={top_k}` and `per={per!r}`. Reranking finds the best rows of each "
+            "target, and scores no others. For scores of all rows, leave `rerank` out and set `exact=True`."
+        )
+    if exact:
+        raise ValueError(
+            f"`rerank` is {count}, with `exact=True`, which scores all rows exactly. Expected one of the two. Leave "
+            "`exact` out to score the shortlist of the index alone, or leave `rerank` out."
+        )
+    if count < top_k:
+        raise ValueError(
+            f"`rerank` is {count}, less than `top_k`, which is {top_k}. Expected at least as many rows on the "
+            "shortlist as are to be returned. Raise `rerank`, or lower `top_k`."
+        )
+    return count
+
+
+def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
+    """Score the rows that the index ranks first, for any target and at either end, with whole gradients.
+
+    All processes call this together.
+
+    Args:
+        model: the model, its training rows and its store.
+        request: the arguments of the call.
+
+    Raises:
+        ValueError: `curvature="hybrid"`, or an argument is out of range.
+        IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
+        All that exact scores raise.
+    """
+    if model.args.curvature == "hybrid":
+        raise ValueError(
+            "`curvature` is 'hybrid', whose scores come from one system over all training rows, and reranking scores "
+            "some of them. Expected 'auto' or 'ekfac', or another curvature without such a system. Set one of these, "
+            "or use `exact=True`."
+        )
+    ids = model.scorer.ensemble(model_ids=request.model_ids)
+    name, listed = _shortlist(model, request, ids)
+    if getattr(model.train_dataset, "absent", False):
+        logger.warning(
+            "The result is that of the index, and nothing is reranked: the training rows are not at hand. Pass "
+            "`train_dataset=` to `from_pretrained`."
+        )
+        return Reranked(name, index_columns(listed, request.top_k), None)
+    index = IndexRanking.of(listed)
+    n = row_count(model.train_dataset, "train_dataset")
+    rows = RowPart(index.rows, n)
+    scores = ExactScores(model, rows)
+    if model.processes.is_main_process:
+        choice = " (`curvature='auto'` stands for EK-FAC here)" if model.args.curvature == "auto" else ""
+        logger.info("Reranking %d of %d training rows with exact scores, %s%s.", len(rows), n, scores.kind, choice)
+    try:
+        plan = scores.plan(request.eval_dataset, name, request.checkpoints, ids, request.groups, everywhere=False)
+        files = _score_files(model, request, "rerank", len(rows))
+        found = files.columns(plan.blocks, min(request.top_k, len(rows)), "target")
+    except HfTrakError as error:
+        error.add_note(f"Training rows are counted among the {len(rows)} that are reranked, in ascending order.")
+        raise
+    return Reranked(name, reranked_columns(found, np.array(rows.numbers), index), rows)
+
+
+def _shortlist(model: FeaturizedModel, request: RerankRequest, ids: Sequence[int]) -> tuple[str, Dataset]:
+    """List the rows that the index ranks first and last: the columns of a top-k result."""
+    given = (request.eval_dataset, request.name, request.checkpoints, ids, request.groups)
+    if request.first_pass_bytes is not None:
+        candidates = request.candidates
+        if candidates is None:
+            candidates = max(LEAST_CANDIDATES, CANDIDATES_PER_ROW * request.top_k, request.count)
+        return two_passes(model, *given, request.count, request.first_pass_bytes, candidates)
+    plan = model.plan_scores(*given, everywhere=False)
+    files = _score_files(model, request, "shortlist", model.store.train_size)
+    return plan.name, files.columns(
+        _shown(model, plan.blocks, f"{plan.name}, shortlist"), min(request.count, model.store.train_size), "target"
+    )
+
+
+def _shown(model: FeaturizedModel, blocks: Iterator[ScoreBlock], description: str) -> Iterator[ScoreBlock]:
+    """Show the progress of a pass over the features."""
+    plan, main = model.store.train(model.store.model_ids[0]).plan, model.processes.is_main_process
+    rows = sum(len(plan.rows(index)) for index in model.processes.share(len(plan)))
+    with RowProgress(
+        rows,
+        description,
+        processes=model.processes.num_processes,
+        show=main and not model.args.disable_tqdm,
+        announce=main,
+    ) as progress:
+        for start, stop, block in blocks:
+            yield start, stop, block
+            progress.update(stop - start)
+
+
+def _score_files(model: FeaturizedModel, request: RerankRequest, stem: str, rows: int) -> ScoreFiles:
+    """Return what merges the lists of all processes; lists per target are not written."""
+    m = len(request.eval_dataset) if request.groups is None else len(request.groups)
+    directory: Path = model.store.output_dir / "scores"
+    return ScoreFiles(directory, stem, model.processes, rows, m)
