@@ -19,6 +19,7 @@ from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.curvature.fit import CurvatureFit, Stage
 from hf_trak.curvature.maps import SelfInfluence, TargetProducts, WhitenedProjection
 from hf_trak.curvature.plan import FitPlan
+from hf_trak.curvature.refinement import Refinement
 from hf_trak.curvature.target_forms import LowRankForm, TargetForm
 from hf_trak.data.row_part import RowPart
 from hf_trak.data.rows import row_count
@@ -43,6 +44,7 @@ from hf_trak.featurize.exact_blocks import (
 )
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fit_batches import FitBatches, embeddings, transposed
+from hf_trak.featurize.refining import TargetRefinement, refined_identity
 from hf_trak.identity.row_digest import fingerprint_dataset
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
@@ -67,22 +69,37 @@ of quality say, see docs/curvature.md."""
 class ExactScores:
     """Fits curvatures and plans exact scores for a featurized model. All processes call its methods together."""
 
-    def __init__(self, model: FeaturizedModel, rows: RowPart | None = None) -> None:
+    def __init__(
+        self, model: FeaturizedModel, rows: RowPart | None = None, refinement: Refinement | None = None
+    ) -> None:
         """
         Args:
             model: the model, its training rows and its store.
             rows: the training rows to score; `None` for all. The hybrid has a system over all rows, so that
                 `curvature="auto"` is EK-FAC where rows are given.
+            refinement: how targets are refined. `curvature="auto"` is EK-FAC here, too.
+
+        Raises:
+            ValueError: targets of the hybrid are to be refined.
         """
         self.model = model
         self.args = model.args
         self.rows = rows
-        self.hybrid = is_hybrid(model.args) and (rows is None or model.args.curvature == "hybrid")
+        self.refinement = refinement
+        every_row = rows is None and refinement is None
+        self.hybrid = is_hybrid(model.args) and (every_row or model.args.curvature == "hybrid")
+        if self.hybrid and refinement is not None:
+            raise ValueError(
+                "`curvature` is 'hybrid', with `refine='cg'`. Expected a curvature by layers, which conjugate "
+                "gradients refine; the hybrid solves another system. Set `curvature='ekfac'`, or leave `refine` out."
+            )
         self.kind = fitted_kind(model.args)
 
     @property
     def damping(self) -> float:
         """c in 1 / (Λ + c · mean Λ)."""
+        if self.refinement is not None and self.refinement.damping is not None:
+            return self.refinement.damping
         if self.args.damping is not None:
             return self.args.damping
         if not self.hybrid:
@@ -240,6 +257,7 @@ class ExactScores:
             "groups": None if groups is None else groups.tag,
             "hybrid_lambda": self.args.hybrid_lambda if self.hybrid else None,
             **({"rows": self.rows.tag} if self.rows is not None and self.rows.tag else {}),
+            **({} if self.refinement is None else {"refinement": refined_identity(self.refinement)}),
         }
         count = len(parts[0].chunks[0])
         mine = range(count) if everywhere else model.processes.share(count)
@@ -319,6 +337,8 @@ class ExactScores:
 
     def _targets(self, curvature: Curvature, name: str, model_id: int, eval_dataset: Any) -> ShardSet:
         """Compute P⁻¹ ∇f of the targets: `(m, P)`."""
+        if self.refinement is not None:
+            return self._refined(curvature, name, model_id, eval_dataset, self.refinement)
         store, form = self.model.store, self.form(curvature)
         kept = store.saved_targets(name, model_id)
         rows = max(1, min(len(eval_dataset), TARGET_SHARD_BYTES // (self.target_dtype.itemsize * form.width)))
@@ -337,6 +357,31 @@ class ExactScores:
         featurizer = self.model.featurizer(projector=form.preconditioning())
         featurizer.fill(shards, eval_dataset, model_id, "target", f"{name}, preconditioned, checkpoint {model_id}")
         return shards
+
+    def _refined(
+        self, curvature: Curvature, name: str, model_id: int, eval_dataset: Any, refinement: Refinement
+    ) -> ShardSet:
+        """Compute (C + D)⁻¹ ∇f of the targets by conjugate gradients: `(m, P)`."""
+        store, form, m = self.model.store, self.form(curvature), len(eval_dataset)
+        directory = store.experiment_dir(name) / f"exact-{self._tag(curvature)}" / f"checkpoint-{model_id}"
+        given = content_digest(dict(store.saved_targets(name, model_id).identity))
+        rows = max(1, min(m, TARGET_SHARD_BYTES // (4 * curvature.numel)))
+        gradients = self._shards(directory, "gradients", m, curvature.numel, rows, model_id, curvature, targets=given)
+        tag = refined_identity(refinement)
+        refined = self._shards(
+            directory / f"refined-{tag}", self._prefix("refined"), m, form.width, rows, model_id, curvature,
+            self.target_dtype, targets=given, refinement=tag,
+        )  # fmt: skip
+        plain = TargetForm(identity_curvature(self.model.layout), 0.0).preconditioning()
+        what = f"{name}, checkpoint {model_id}"
+
+        def fill() -> None:
+            featurizer = self.model.featurizer(projector=plain)
+            featurizer.fill(gradients, eval_dataset, model_id, "target", f"{what}, gradients")
+
+        one = TargetRefinement(self.model, self.train_task, curvature, form, refinement, model_id)
+        one.run(gradients, fill, refined, what)
+        return refined
 
     def _prefix(self, kind: str) -> str:
         """Name files by the form of targets that they hold, or depend on."""
