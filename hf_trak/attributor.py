@@ -15,6 +15,7 @@ from hf_trak.curvature.maps import GradientMap
 from hf_trak.curvature.report import CurvatureReport
 from hf_trak.data.row_part import RowPart
 from hf_trak.data.rows import Collator, row_count
+from hf_trak.data.trainer_columns import trainer_collator
 from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
 from hf_trak.featurize.conversion_fidelity import ConversionFidelity, compare_stores
 from hf_trak.featurize.converting import converted
@@ -68,8 +69,8 @@ class TrakAttributor(FeaturizedModel):
 
     The result has one row per target. `scored[j]["trak_indices"][r]` is the row of the training dataset that helped
     target j r-th most, and `scored[j]["trak_scores"][r]` is its score. `trak_opponent_indices` and
-    `trak_opponent_scores` are the most harmful rows. A positive score says that training on the example raised the
-    model output of the target.
+    `trak_opponent_scores` are the most harmful rows: those with the lowest scores, which may be positive. A positive
+    score says that training on the example raised the model output of the target.
 
     The constructor takes what `Trainer` takes; see [`~hf_trak.featurize.featurized.FeaturizedModel`].
     """
@@ -91,8 +92,9 @@ class TrakAttributor(FeaturizedModel):
             trainer (`transformers.Trainer`):
                 The trainer, before or after training. Its model is attributed as it is.
             args (`TrakConfig`, *optional*):
-                The configuration. `remove_unused_columns` and `label_names` are those of the trainer; the values in
-                `args` are ignored.
+                The configuration. `remove_unused_columns=False` and `label_names` count here and in the arguments of
+                the trainer. Columns that the trainer gives to its collator are kept, also where they are no inputs of
+                the model, as in TRL's trainers.
             task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
                 The model output function: a name, an `AbstractModelOutput`, or a function
                 `output_fn(model_output, batch) -> (B,)`. By default it follows from the class of the model.
@@ -124,8 +126,8 @@ class TrakAttributor(FeaturizedModel):
         args = TrakConfig(
             **{
                 **args.to_dict(),
-                "remove_unused_columns": trainer.args.remove_unused_columns,
-                "label_names": trainer.args.label_names,
+                "remove_unused_columns": args.remove_unused_columns and trainer.args.remove_unused_columns,
+                "label_names": trainer.args.label_names if args.label_names is None else args.label_names,
                 "use_cpu": args.use_cpu or trainer.args.device.type == "cpu",
             }
         )
@@ -133,7 +135,7 @@ class TrakAttributor(FeaturizedModel):
             trainer.accelerator.unwrap_model(trainer.model),
             args,
             train_dataset=trainer.train_dataset,
-            data_collator=trainer.data_collator,
+            data_collator=trainer_collator(trainer),
             processing_class=trainer.processing_class,
             task=task,
         )

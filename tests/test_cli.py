@@ -266,9 +266,28 @@ def test_what_is_missing_is_named(home, capsys, tmp_path):
     assert "has the splits ['train', 'test'], not 'dev'" in capsys.readouterr().err
     assert main(["featurize", *rows, str(home / "data"), "--label_column", "stars"]) == 1
     assert "`label_column` names ['stars']" in capsys.readouterr().err
+    bare = load_from_disk(str(home / "data"))["test"].remove_columns("label")
+    bare.to_parquet(tmp_path / "bare.parquet")
+    assert main(["featurize", *rows, str(tmp_path / "bare.parquet")]) == 1
+    assert "There is no column of ['labels', 'label'] among ['sentence']" in capsys.readouterr().err
+    ready = Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4})
+    ready.to_parquet(tmp_path / "ready.parquet")
+    assert main(["featurize", *rows, str(tmp_path / "ready.parquet")]) == 1
+    assert (
+        "no labels for the task 'text_classification'. Expected one of ['labels', 'label']" in capsys.readouterr().err
+    )
     (tmp_path / "rows.xyz").write_text("x")
     assert main(["featurize", *rows, str(tmp_path / "rows.xyz")]) == 1
     assert "ends in '.xyz'" in capsys.readouterr().err
+
+
+def test_targets_lack_a_column_of_the_training_rows(featurized, home, capsys, tmp_path):
+    for missing in ("label", "sentence"):
+        rows = load_from_disk(str(home / "data"))["test"].remove_columns(missing)
+        rows.to_parquet(tmp_path / "targets.parquet")
+        targets = ["--output_dir", str(featurized), "--eval_dataset", str(tmp_path / "targets.parquet")]
+        assert main(["attribute", *targets]) == 1
+        assert f"and not ['{missing}'], which the training rows have" in capsys.readouterr().err
 
 
 def test_data_files_string_labels_and_checkpoints(home, answer, tmp_path):

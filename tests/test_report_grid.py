@@ -70,7 +70,7 @@ def test_targets_are_drawn_top_to_bottom_in_the_given_order(train, scored, tmp_p
     assert place(path, COLORS[11])[1] < place(path, COLORS[8])[1]
 
 
-def test_frames_tell_the_sign_of_the_score_not_the_side(train, scored, tmp_path):
+def test_what_helped_is_not_drawn_among_the_rows_that_harmed(train, scored, tmp_path):
     def frames(n: int, color) -> int:
         path = image_grid(scored, train, [0], tmp_path / f"grid{n}.png", n=n)
         pixels = np.asarray(PILImage.open(path).convert("RGB")).astype(int)
@@ -79,8 +79,7 @@ def test_frames_tell_the_sign_of_the_score_not_the_side(train, scored, tmp_path)
         return int((np.abs(beyond - np.array(color)) <= 1).all(axis=-1).sum())
 
     # The third opponent's score is +0.05: nothing harmed the target there.
-    assert frames(3, HELPED) > 500
-    assert frames(2, HELPED) == 0
+    assert frames(3, HELPED) == 0
 
 
 def test_a_transform_for_training_does_not_change_the_picture(train, scored, tmp_path):

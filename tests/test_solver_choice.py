@@ -26,7 +26,12 @@ GIB = 2**30
 @pytest.mark.parametrize(
     "n, k, free, expected",
     [
-        (10, 4096, 0, ("primal", 4096)),  # as before there were other solvers, whatever n and memory are
+        (262, 4096, 64 * GIB, ("dual", 262)),  # few rows: n × n, not k × k in every call
+        (2048, 4096, 64 * GIB, ("dual", 2048)),
+        (2049, 4096, 64 * GIB, ("primal", 4096)),
+        (10, 1024, 64 * GIB, ("primal", 1024)),
+        (10, 1026, 64 * GIB, ("dual", 10)),
+        (10, 4096, 0, ("primal", 4096)),  # as before there were other solvers, whatever the memory is
         (10**6, 4096, 64 * GIB, ("primal", 4096)),
         (10, 4097, 64 * GIB, ("dual", 10)),
         (4097, 4097, 64 * GIB, ("primal", 4097)),

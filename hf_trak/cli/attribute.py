@@ -149,5 +149,6 @@ def _lines(run: AttributionRun, directory: Path) -> list[str]:
         view = views.target(index)
         lines.append(view.target.alt)
         for name, side in (("helped most", view.helped), ("harmed most", view.harmed)):
-            lines.append(f"  {name}: " + ", ".join(f"row {item.example.row} ({item.score})" for item in side))
+            shown = ", ".join(f"row {item.example.row} ({item.score})" for item in side) or "no example"
+            lines.append(f"  {name}: {shown}")
     return [*lines, f"Run: {directory}", f"Next: hf-trak report {directory}"]

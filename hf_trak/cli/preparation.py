@@ -16,6 +16,7 @@ from hf_trak.cli.arguments import DataArguments
 from hf_trak.cli.models import load_image_processor, load_processor, load_tokenizer
 from hf_trak.data.image_text import ImageTextCollator
 from hf_trak.data.language import mask_tokens, tokenize_chat, tokenize_prompt_completion
+from hf_trak.modelout_functions.question_answering import ENDS
 
 READY = ("input_ids", "pixel_values", "input_features", "input_values")
 """Columns of rows that need no preparation."""
@@ -24,6 +25,11 @@ _IMAGE_TASKS = ("image_classification", "iterative_image_classification")
 _TEXT_TASKS = ("text_classification", "regression", "multi_label_classification")
 _PAIR_TASKS = ("clip", "siglip")
 _LABELS = ("labels", "label")
+_LABELLED = (
+    *_IMAGE_TASKS, *_TEXT_TASKS, "audio_classification", "masked_lm", "seq2seq_lm", "token_classification",
+    "question_answering",
+)  # fmt: skip
+"""Tasks that cannot do without a column of labels."""
 
 
 @dataclass
@@ -49,7 +55,7 @@ def preparation(model: Any, task: str, rows: Dataset, args: DataArguments, name:
         ValueError: a required column is missing, or the user must prepare rows for this task.
     """
     if any(column in rows.column_names for column in READY):
-        return _ready(rows, name, revision)
+        return _ready(task, rows, name, revision)
     if task in _IMAGE_TASKS:
         column = args.image_column or _image_column(rows)
         label = _label_column(rows, args)
@@ -59,11 +65,15 @@ def preparation(model: Any, task: str, rows: Dataset, args: DataArguments, name:
             images = [_as_rgb(image, column) for image in batch[column]]
             return {"pixel_values": processor(images, return_tensors="pt")["pixel_values"], "labels": batch["labels"]}
 
-        return Preparation(lambda data: _with_labels(data, label, model).with_transform(pixels), None, processor)
+        def prepare(data: Dataset) -> Dataset:
+            return _with_labels(_with_columns(data, [column, label]), label, model).with_transform(pixels)
+
+        return Preparation(prepare, None, processor)
     if task in _PAIR_TASKS:
         image, text = args.image_column or _image_column(rows), _text_columns(rows, args)[0]
         processor = load_processor(name, revision)
-        return Preparation(lambda data: data, ImageTextCollator(image, text, processor=processor), processor)
+        pairs = ImageTextCollator(image, text, processor=processor)
+        return Preparation(lambda data: _with_columns(data, [image, text]), pairs, processor)
     if task in _TEXT_TASKS or task in ("causal_lm", "masked_lm"):
         tokenizer = load_tokenizer(name, revision)
         if tokenizer.pad_token is None:
@@ -84,15 +94,42 @@ def _as_rgb(image: Any, column: str) -> Any:
     return image.convert("RGB")
 
 
-def _ready(rows: Dataset, name: str, revision: str) -> Preparation:
+def _ready(task: str, rows: Dataset, name: str, revision: str) -> Preparation:
     """Prepare rows that the model accepts as they are: the tokenizer, if there is one, pads them."""
+
+    def prepare(data: Dataset) -> Dataset:
+        _check_label_columns(task, data)
+        return data
+
     if "input_ids" not in rows.column_names:
-        return Preparation(lambda data: data)
+        return Preparation(prepare)
     try:
         tokenizer = load_tokenizer(name, revision)
     except (OSError, ValueError):  # a model without a tokenizer: rows of one length need none
-        return Preparation(lambda data: data)
-    return Preparation(lambda data: data, _collator(tokenizer, rows), tokenizer)
+        return Preparation(prepare)
+    return Preparation(prepare, _collator(tokenizer, rows), tokenizer)
+
+
+def _check_label_columns(task: str, rows: Dataset) -> None:
+    """Refuse rows without the labels that a task reads. Causal language models need none beside their tokens."""
+    answers = task == "question_answering"
+    expected = ENDS if answers else _LABELS
+    found = [name for name in expected if name in rows.column_names]
+    if task in _LABELLED and len(found) < (len(ENDS) if answers else 1):
+        raise ValueError(
+            f"The rows have the columns {rows.column_names}, and no labels for the task {task!r}. Expected "
+            f"{'both' if answers else 'one'} of {list(expected)}. Add the labels that the model was trained with."
+        )
+
+
+def _with_columns(data: Dataset, names: Sequence[str]) -> Dataset:
+    """Return rows, training rows or targets, after making sure that they have the columns that were chosen."""
+    if missing := [name for name in names if name not in data.column_names]:
+        raise ValueError(
+            f"The rows have the columns {data.column_names}, and not {missing}, which the training rows have. "
+            "Expected the same columns in training rows and targets. Rename the columns of one of them."
+        )
+    return data
 
 
 def _collator(tokenizer: Any, rows: Dataset) -> Any:
@@ -109,7 +146,9 @@ def _classified(model: Any, tokenizer: Any, rows: Dataset, args: DataArguments) 
         return dict(tokenizer(*columns, truncation=True, max_length=args.max_length))
 
     def prepare(data: Dataset) -> Dataset:
-        return _with_labels(data, label, model).map(tokens, batched=True, desc="Tokenizing")
+        return _with_labels(_with_columns(data, [*texts, label]), label, model).map(
+            tokens, batched=True, desc="Tokenizing"
+        )
 
     return Preparation(prepare, None, tokenizer)
 
@@ -134,7 +173,8 @@ def _language(task: str, tokenizer: Any, rows: Dataset, args: DataArguments) -> 
         return found
 
     collator = DataCollatorForTokenClassification(tokenizer)
-    return Preparation(lambda data: data.map(tokens, desc="Tokenizing"), collator, tokenizer)
+    needed = ["messages"] if chat else ["prompt", "completion"] if completion else [text]
+    return Preparation(lambda data: _with_columns(data, needed).map(tokens, desc="Tokenizing"), collator, tokenizer)
 
 
 def _chat_tokens(messages: Any, tokenizer: Any, max_length: int | None) -> dict[str, Any]:

@@ -102,7 +102,9 @@ def check_rows(rows: Sequence[Any], collator: Callable[[list[Any]], Any], column
             error names the column and the remedy.
     """
     wrapped = hasattr(collator, "collator")  # a wrapper that adds the token columns itself
-    inner = getattr(collator, "collator", collator)
+    inner: Any = collator
+    while hasattr(inner, "collator"):
+        inner = inner.collator
     padding = isinstance(inner, DataCollatorWithPadding)
     if not (padding or inner is default_data_collator) or not rows or not isinstance(rows[0], Mapping):
         return

@@ -17,6 +17,7 @@ from hf_trak.data.batch_limits import BatchLimits
 from hf_trak.data.model_inputs import check_rows, stored_columns
 from hf_trak.identity.row_digest import fingerprint_dataset as fingerprint_dataset
 from hf_trak.identity.row_digest import update_digest as update_digest
+from hf_trak.modelout_functions.records import as_batch
 
 Collator = Callable[[list[Any]], Any]
 
@@ -29,8 +30,8 @@ def row_count(dataset: Any, name: str) -> int:
         name: name of the argument, for error messages.
 
     Raises:
-        TypeError: the dataset has no length or no rows by index, as a stream; or it is a mapping (of splits, or a
-            single row), or a text.
+        TypeError: the dataset has no length or no rows by index, as a stream or a `DataFrame`; or it is a mapping (of
+            splits, or a single row), or a text.
         ValueError: the dataset is empty.
     """
     if isinstance(dataset, Mapping | str | bytes):
@@ -39,6 +40,11 @@ def row_count(dataset: Any, name: str) -> int:
             f"`{name}` is a {type(dataset).__name__}, {given}. Expected a dataset whose element i is row i. Pass one "
             "split (`datasets['train']`), load it from its name (`load_dataset(name, split='train')`), or make one of "
             "a single row (`Dataset.from_list([row])`)."
+        )
+    if hasattr(dataset, "iloc"):
+        raise TypeError(
+            f"`{name}` is a {type(dataset).__name__}, whose element i is a column and not row i. Expected a dataset "
+            "whose element i is row i. Convert it with `datasets.Dataset.from_pandas(frame, preserve_index=False)`."
         )
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
@@ -82,6 +88,16 @@ def default_collator(dataset: Any, processing_class: Any = None) -> Collator:
     return default_data_collator
 
 
+def own_columns(collator: Any) -> tuple[str, ...]:
+    """List the columns that a collator names in its attribute `columns`, also one inside of another (`collator`)."""
+    found: list[str] = []
+    while collator is not None:
+        named = getattr(collator, "columns", ())
+        found += named if isinstance(named, list | tuple) else ()
+        collator = getattr(collator, "collator", None)
+    return tuple(found)
+
+
 class RowBatches:
     """Loads batches of given rows in a given order, collates them, and moves them to a device.
 
@@ -103,7 +119,7 @@ class RowBatches:
         """
         Args:
             dataset: a map-style dataset.
-            collator: turns a list of rows into a batch. If it has an attribute `columns`, these columns are kept, too.
+            collator: turns a list of rows into a batch. Columns that it names are kept, too, see [`own_columns`].
             columns: names of the columns that are passed to the collator. `None` keeps all.
             device: the device that batches are moved to.
             num_workers: number of processes that load rows.
@@ -115,7 +131,7 @@ class RowBatches:
         """
         self.stored = stored_columns(dataset)
         if columns is not None:
-            columns = [*columns, *getattr(collator, "columns", ())]
+            columns = [*columns, *own_columns(collator)]
         if columns is not None and isinstance(dataset, HFDataset) and dataset.format["type"] != "custom":
             # Drop unused columns before they are decoded, unless the dataset has a transform, which may need them.
             kept = [name for name in dataset.column_names if name in columns]
@@ -135,7 +151,7 @@ class RowBatches:
             rows = [{name: value for name, value in row.items() if name in self.columns} for row in rows]
             _check_columns(rows[0], given, self.columns)
         check_rows(rows, self.collator, self.stored)
-        batch = self.collator(rows)
+        batch = as_batch(self.collator(rows))
         if self.limits is not None:
             self.limits.check(batch, self.stored)
         return batch

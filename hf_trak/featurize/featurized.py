@@ -15,7 +15,8 @@ from torch.utils.data import Subset
 
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.maps import GradientMap
-from hf_trak.data.rows import Collator, RowBatches, default_collator, row_count
+from hf_trak.data.rows import Collator, RowBatches, default_collator, own_columns, row_count
+from hf_trak.data.trainer_columns import ColumnsCollator
 from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError, StoreError
 from hf_trak.featurize.checkpoint_arguments import as_list, check_part, checked_ids, sources_of
 from hf_trak.featurize.comparisons import COMPARISONS, mixed_precision
@@ -39,6 +40,7 @@ from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.store import FeatureStore
 from hf_trak.weights.checkpoints import Checkpoint, describe, loaded
 from hf_trak.weights.placement import check_placement
+from hf_trak.weights.wrappers import without_wrappers
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,8 @@ class FeaturizedModel:
         """
         Args:
             model (`torch.nn.Module`):
-                The trained model, as `Trainer` takes it. Every call leaves it as it was.
+                The trained model, as `Trainer` takes it. Every call leaves it as it was. `torch.compile` and data
+                parallelism are taken off.
             args (`TrakConfig`, *optional*):
                 The configuration. The default configuration is used if it is left out.
             train_dataset (`Dataset`):
@@ -107,6 +110,7 @@ class FeaturizedModel:
             TypeError: `model` is no module, `args` no `TrakConfig`, or `train_dataset` has no rows by index.
         """
         self.args = _with_storage_of_store(checked_args(args))
+        model = without_wrappers(model)
         check_placement(model)
         self.model = model
         self.task = get_task(infer_task(model) if task is None else task)
@@ -300,7 +304,7 @@ class FeaturizedModel:
                 disable_tqdm=True,
             )
             measured = FeaturizedModel(self.model, options, part, self.data_collator, self.processing_class, self.task)
-            measured.data_collator = timed
+            measured.data_collator = ColumnsCollator(timed, own_columns(self.data_collator))
                 whitened=False,
             measured.featurize()
         # Rows are collated when the batch before is done. Earlier calls are those of the task's references, if any.

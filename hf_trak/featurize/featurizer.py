@@ -27,6 +27,7 @@ from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.base import Side
 from hf_trak.modelout_functions.batches import LABEL_NAMES
+from hf_trak.modelout_functions.records import FieldBatch
 from hf_trak.projectors import BlockProjector, ProjectionSink
 from hf_trak.runtime.interruption import log_on_interrupt
 from hf_trak.runtime.processes import Processes, share_of
@@ -384,9 +385,11 @@ class Featurizer:
 
         if isinstance(batch, Mapping):
             labels = {*LABEL_NAMES, *find_labels(type(self.model)), *(self.args.label_names or ())}
-            return {name: value if name in labels else cast(value) for name, value in batch.items()}
-        if isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
-            return type(batch)([*map(cast, batch[:-1]), *batch[-1:]])
+            values = {name: value if name in labels else cast(value) for name, value in batch.items()}
+            return FieldBatch(values) if isinstance(batch, FieldBatch) else values
+        if isinstance(batch, tuple | list):
+            made = [*map(cast, batch[:-1]), *batch[-1:]]
+            return type(batch)(*made) if hasattr(batch, "_fields") else type(batch)(made)
         return batch
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_trak.gradient_computers.base import batch_size_of
 from hf_trak.modelout_functions.base import Batch
+from hf_trak.modelout_functions.records import FieldBatch, as_batch
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class SplitBatch:
         constant: everything else (flags, constants, tables).
         keys: all keys, in order.
         is_mapping: whether the batch is a mapping.
+        kind: `dict`, `tuple`, or the class of a namedtuple or of a dataclass' fields, whose attributes tasks may read.
     """
 
     size: int
@@ -27,6 +29,7 @@ class SplitBatch:
     constant: dict[Any, Any]
     keys: tuple[Any, ...]
     is_mapping: bool
+    kind: type[Any] = dict
 
     @classmethod
     def of(cls, batch: Batch) -> "SplitBatch":
@@ -35,19 +38,23 @@ class SplitBatch:
         Raises:
             ValueError: no tensor has a batch dimension.
         """
+        batch = as_batch(batch)
         size = batch_size_of(batch)
         is_mapping = isinstance(batch, Mapping)
         items = dict(batch.items()) if isinstance(batch, Mapping) else dict(enumerate(batch))
         mapped = {k: v for k, v in items.items() if isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == size}
         constant = {k: v for k, v in items.items() if k not in mapped}
-        return cls(size, mapped, constant, tuple(items), is_mapping)
+        kept = isinstance(batch, FieldBatch) or hasattr(batch, "_fields")
+        kind = type(batch) if kept else dict if is_mapping else tuple
+        return cls(size, mapped, constant, tuple(items), is_mapping, kind)
 
     def rebuild(self, mapped: Mapping[Any, Tensor]) -> Batch:
         """Make a batch of the same kind with other tensors in place of the mapped ones."""
         values = {**self.constant, **mapped}
         if self.is_mapping:
-            return {key: values[key] for key in self.keys}
-        return tuple(values[key] for key in self.keys)
+            return self.kind({key: values[key] for key in self.keys})
+        made = tuple(values[key] for key in self.keys)
+        return self.kind(*made) if hasattr(self.kind, "_fields") else made
 
     def rows(self, start: int, stop: int) -> Batch:
         """Make a batch of samples `start … stop`."""

@@ -56,6 +56,8 @@ def pass_settings(model: torch.nn.Module) -> Iterator[None]:
     - Decoders build no key-value caches. One pass over a batch has no use for a cache, and it changes results:
       transformers keeps the documents of a packed row apart only where there is none. This applies to all
       configurations of the model, also to one that is held by another (`text_config`) and belongs to no module.
+    - Compiled code is set aside (`model.compile()`, `torch.compile`): hooks and functional transforms would have it
+      compiled anew, for minutes, and it computes the same.
     - The 4-bit layers of bitsandbytes keep their weights as they are, see [`keeping_4bit_weights`].
 
     Raises:
@@ -76,7 +78,7 @@ def pass_settings(model: torch.nn.Module) -> Iterator[None]:
             if isinstance(value, int) and value:  # a method of that name is none of ours
                 saved.append((config, value))
                 config.use_cache = False
-        with keeping_4bit_weights(model):
+        with keeping_4bit_weights(model), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for config, value in saved:

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from hf_trak.gradient_computers.auto import AutoGradientComputer, engines_of
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.modelout_functions.base import Batch
+from hf_trak.modelout_functions.base import AbstractModelOutput, Batch
 from hf_trak.modelout_functions.function import FunctionModelOutput, OutputFn
+from hf_trak.modelout_functions.records import as_batch
+from hf_trak.modelout_functions.registry import get_task
 
 ModelInputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -63,7 +65,7 @@ def _of_one_tensor(output_fn: Callable[[Any, Any], Tensor]) -> Callable[[Any, An
 def per_sample_gradients(
     model: torch.nn.Module,
     batch: Batch | Tensor,
-    output_fn: Callable[[Any, Any], Tensor],
+    output_fn: str | AbstractModelOutput | Callable[[Any, Any], Tensor],
     engine: str = "auto",
     grad_wrt: Iterable[str] | None = None,
     self_check: bool = True,
@@ -75,10 +77,12 @@ def per_sample_gradients(
         model (`torch.nn.Module`):
             The model, in the mode in which it is to be differentiated (usually `eval()`).
         batch (`Mapping[str, torch.Tensor]`, `Sequence[torch.Tensor]` or `torch.Tensor`):
-            B samples, batch dimension first. The model gets, of a mapping, those values that its `forward` takes by
-            name; of a sequence, as many as its `forward` takes by position.
-        output_fn (`Callable[[Any, Any], torch.Tensor]`):
-            `output_fn(model_output, batch) -> (B,)`. Element i may depend on sample i alone.
+            B samples, batch dimension first, also as a namedtuple or dataclass. The model gets, of a mapping or
+            dataclass, those values that its `forward` takes by name; of a sequence, as many as its `forward` takes by
+            position.
+        output_fn (`Callable[[Any, Any], torch.Tensor]`, `str` or `AbstractModelOutput`):
+            `output_fn(model_output, batch) -> (B,)`. Element i may depend on sample i alone. Or a task, or the name of
+            one, such as `"causal_lm"`, of whose f gradients are taken.
         engine (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"hooked"`, `"functional"` or `"iterative"`.
         grad_wrt (`Iterable[str]`, *optional*):
@@ -94,15 +98,21 @@ def per_sample_gradients(
         the dtype and on the device of the parameter.
 
     Raises:
-        ValueError: `output_fn` does not give one scalar per sample; an unknown engine or parameter name;
+        ValueError: `output_fn` does not give one scalar per sample; an unknown task, engine or parameter name;
             `max_block_bytes` is not positive.
-        TypeError: `output_fn` is not callable.
+        TypeError: `output_fn` is neither a function nor a task.
         GradientEngineError: no engine, or not the one asked for, gives the gradients of each sample alone.
     """
-    task = function_task(output_fn, model)
-    if isinstance(batch, Tensor):
-        task.output_fn = _of_one_tensor(output_fn)
-    given: Batch = (batch,) if isinstance(batch, Tensor) else batch
+    task: AbstractModelOutput
+    if isinstance(output_fn, str | AbstractModelOutput):
+        task = get_task(output_fn)
+        task.bind(model)
+    else:
+        made = function_task(output_fn, model)
+        if isinstance(batch, Tensor):
+            made.output_fn = _of_one_tensor(output_fn)
+        task = made
+    given: Batch = (batch,) if isinstance(batch, Tensor) else as_batch(batch)
     computer = AutoGradientComputer(
         model, task, None, None, None, grad_wrt, engines_of(engine), self_check, max_block_bytes
     )

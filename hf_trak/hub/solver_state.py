@@ -17,7 +17,7 @@ import torch
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.hub.index_files import check_file, low_rank_bytes, low_rank_file
 from hf_trak.hub.published import PublishedSolver
-from hf_trak.scores.solver_choice import DEFAULT_RANK, PLAIN_PRIMAL
+from hf_trak.scores.solver_choice import DEFAULT_RANK, PLAIN_PRIMAL, few_rows
 from hf_trak.scores.subspace import ALGORITHM
 from hf_trak.store.gram_file import FILE_NAME as GRAM_FILE
 from hf_trak.store.shards import Identity, TensorSpec, read_header, read_tensors
@@ -70,7 +70,7 @@ def solver_settings(published: Sequence[PublishedSolver | None], n: int, k: int)
         `solver` and `solver_rank`, or nothing.
     """
     if all(one is None for one in published):
-        return {"solver": "primal"} if k > PLAIN_PRIMAL else {}
+        return {"solver": "primal"} if k > PLAIN_PRIMAL or few_rows(n, k) else {}
     ranks = {one.rank for one in published if one is not None and one.kind == "low_rank"}
     if len(ranks) == 1 and all(one is not None and one.kind == "low_rank" for one in published):
         rank = ranks.pop()

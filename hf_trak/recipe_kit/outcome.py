@@ -6,7 +6,8 @@ from typing import Any
 
 from datasets import Dataset
 
-SIDES = {"helped_most": "trak_", "harmed_most": "trak_opponent_"}
+SIDES = {"helped_most": ("trak_", 1), "harmed_most": ("trak_opponent_", -1)}
+"""Prefix of the columns of either side, and the sign of its scores."""
 
 
 def attributions(
@@ -21,7 +22,7 @@ def attributions(
     Args:
         scored: result of `attribute` with `top_k` ≥ `count`.
         rows: row numbers of the targets.
-        count: number of training rows per side.
+        count: number of training rows per side, or fewer where fewer have scores of the side's sign.
         target: what to add about a target, by its row number.
         train: what to add about a training row, by its row number.
     """
@@ -29,9 +30,11 @@ def attributions(
     for row in rows:
         columns = scored[row]
         entry = {"row": row, **target(row)}
-        for side, prefix in SIDES.items():
+        for side, (prefix, sign) in SIDES.items():
             pairs = zip(columns[f"{prefix}indices"][:count], columns[f"{prefix}scores"][:count], strict=True)
-            entry[side] = [{"row": index, "score": score, **train(index)} for index, score in pairs]
+            entry[side] = [
+                {"row": index, "score": score, **train(index)} for index, score in pairs if sign * score > 0
+            ]
         found.append(entry)
     return found
 

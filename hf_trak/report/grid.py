@@ -70,7 +70,7 @@ def image_grid(
         label_column (`str` or `None`, *optional*, defaults to `"label"`):
             Name of the label column in both datasets. `None` draws no labels.
         n (`int`, *optional*, defaults to 5):
-            Number of images on either side, or fewer if `scored` has fewer.
+            Number of images on either side, or fewer if `scored` has fewer, or fewer of its scores have the sign.
         label_names (`Sequence[str]`, *optional*):
             Names of integer labels. By default those of the `datasets.ClassLabel` column, if it is one.
         predictions (`Sequence[int]`, *optional*):
@@ -111,6 +111,9 @@ def image_grid(
                         f"Row {int(target)} of `scored` names training row {index}; `train_dataset` has "
                         f"{len(train_dataset)} rows. Expected the dataset that was attributed."
                     )
+                if score == 0 or (score > 0) != (side == 0):  # what helped is not under "Harmed most"
+                    cell.set_axis_off()
+                    continue
                 train_row = train_rows[index]
                 _draw_example(cell, train_row[image_column], index, score, label_of(train_row), truth)
     return _save(figure, Path(path))

@@ -114,5 +114,6 @@ def _text(view: TargetView) -> str:
     """Describe a target and its examples in three lines of text."""
     lines = [view.target.alt]
     for name, side in (("helped most", view.helped), ("harmed most", view.harmed)):
-        lines.append(f"  {name}: " + ", ".join(f"row {s.example.row} ({s.score})" for s in side))
+        shown = ", ".join(f"row {s.example.row} ({s.score})" for s in side) or "no example"
+        lines.append(f"  {name}: {shown}")
     return "\n".join(lines)

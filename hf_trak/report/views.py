@@ -66,7 +66,7 @@ class ScoredView:
 
 @dataclass(frozen=True)
 class TargetView:
-    """A target with its training examples and its histogram."""
+    """A target with its histogram, and training examples: those that helped have scores above 0, the others below."""
 
     target: RowView
     helped: list[ScoredView]
@@ -112,7 +112,10 @@ class RunViews:
         row = self._scored[index]
         number = index if shown_as is None else shown_as
         view = self._view(number, content_of(row, self._target_columns), "large", LONGEST_TEXT)
-        ends = [_end(row, columns, self.examples) for columns in (TOP_K_COLUMNS[:2], TOP_K_COLUMNS[2:])]
+        ends = [
+            [(i, score) for i, score in _end(row, columns, self.examples) if sign * score > 0]
+            for sign, columns in ((1, TOP_K_COLUMNS[:2]), (-1, TOP_K_COLUMNS[2:]))
+        ]
         largest = max((abs(score) for end in ends for _, score in end), default=0.0)
         helped, harmed = ([self._scored_view(i, score, largest, view.label) for i, score in end] for end in ends)
         histogram = None

@@ -2,12 +2,14 @@
 
 | solver | system | exact | chosen by `"auto"` |
 |---|---|---|---|
-| `primal` | XᵀX, k × k | yes | k ≤ 4,096; or k ≤ n and k ≤ 16,384 and it fits; or XᵀX is there already |
-| `dual` | XXᵀ, n × n | yes | otherwise, where n < k and n ≤ 16,384 and it fits |
+| `primal` | XᵀX, k × k | yes | XᵀX is there; k ≤ 4,096; or k ≤ n and k ≤ 16,384 and it fits |
+| `dual` | XXᵀ, n × n | yes | rows are few; or n < k; where n ≤ 16,384 and it fits |
 | `low_rank` | the r largest eigenvalues of XᵀX | no, with a bound | otherwise |
 | `block` | XᵀX in blocks of columns | no | never |
 
-A system fits if three float64 matrices of its size take at most half of the memory that is free in the main process.
+A system fits if three float64 matrices of its size take at most half of the memory that is free in the main process. Rows
+are few where k > 1,024 and n ≤ k / 2: then XXᵀ has at most a quarter of the numbers of XᵀX, and its factor takes at
+most an eighth of the time, which counts for every call.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,9 @@ Kind = Literal["primal", "dual", "low_rank", "block"]
 DEFAULT_RANK = 2048
 DEFAULT_COLUMNS = 4096
 PLAIN_PRIMAL = 4096
-"""Largest k for which XᵀX is always used."""
+"""Largest k for which XᵀX is used whatever the memory is, unless rows are few."""
+SMALL_PRIMAL = 1024
+"""Largest k for which XᵀX is used however few rows there are: it costs next to nothing."""
 LARGEST_SYSTEM = 16_384
 """Largest n or k of an exact system that is chosen unasked."""
 _MATRICES = 3
@@ -102,6 +106,8 @@ def choose_solver(
         return SolverChoice("block", min(solver_rank or DEFAULT_COLUMNS, k), "it is set")
     if gram_exists:
         return SolverChoice("primal", k, "XᵀX is there already")
+    if few_rows(n, k) and _fits(n, free):
+        return SolverChoice("dual", n, f"n = {n:,} is small beside k = {k:,}")
     if k <= PLAIN_PRIMAL or (k <= n and _fits(k, free)):
         return SolverChoice("primal", k, f"k = {k:,} is small enough")
     if n < k and _fits(n, free):
@@ -110,6 +116,16 @@ def choose_solver(
     limit = f"of at most {LARGEST_SYSTEM:,}" if size > LARGEST_SYSTEM else f"in half of {free / 2**30:,.1f} GiB"
     reason = f"exact systems of size {size:,} take {needed / 2**30:,.1f} GiB, and are chosen where they are {limit}"
     return SolverChoice("low_rank", _rank(solver_rank, n, k), reason)
+
+
+def few_rows(n: int, k: int) -> bool:
+    """Tell whether there are so few rows that XXᵀ is much cheaper than XᵀX.
+
+    Args:
+        n: number of training rows.
+        k: number of features.
+    """
+    return k > SMALL_PRIMAL and 2 * n <= k
 
 
 def solver_cost(choice: SolverChoice, n: int, k: int, m: int) -> SolverCost:

@@ -1,0 +1,27 @@
+"""Wrappers around a model that leave its parameters whole, but give them other names."""
+
+from typing import Any
+
+import torch
+from accelerate.utils import is_compiled_module
+
+
+def without_wrappers(model: Any) -> Any:
+    """Take off `torch.compile`, `DataParallel` and `DistributedDataParallel`, whichever is around which.
+
+    They prepend `_orig_mod.` and `module.` to the names of parameters, and split batches or compile code, of which
+    per-sample gradients have no use. The model inside is the one that was trained.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model. Anything else is returned as it is.
+    """
+    while True:
+        if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(model, torch.nn.Module) and is_compiled_module(model):
+            model = model._orig_mod
+        elif isinstance(model, torch.nn.Module) and "_orig_mod" in vars(model):  # accelerate's regional compilation
+            model = vars(model)["_orig_mod"]
+        else:
+            return model

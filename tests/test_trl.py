@@ -1,0 +1,123 @@
+"""Trainers of TRL as they are: columns that they give to their collators, and what becomes of their batches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
+
+from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.data.trainer_columns import signature_columns
+
+trl = pytest.importorskip("trl")
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "far", "away", "from", "home", "with", "red"]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=64
+    )
+
+
+def llama(**options: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS) + 3, bos_token_id=1, **sizes, **heads, **options)).eval()
+
+
+def texts(count: int, column: str = "text", seed: int = 0) -> dict[str, list[str]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 10, (count,), generator=generator).tolist()
+    return {
+        column: [
+            " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (length,), generator=generator))
+            for length in lengths
+        ]
+    }
+
+
+def arguments(tmp_path: Path, kind: Any = TrainingArguments, **options: Any) -> Any:
+    return kind(output_dir=str(tmp_path / "out"), report_to="none", use_cpu=True, bf16=False, **options)
+
+
+def dpo(tmp_path: Path, **options: Any) -> Any:
+    pairs = Dataset.from_dict({**texts(6, "prompt"), **texts(6, "chosen", 1), **texts(6, "rejected", 2)})
+    made = arguments(tmp_path, trl.DPOConfig, **options)
+    return trl.DPOTrainer(llama(), ref_model=llama(), args=made, train_dataset=pairs, processing_class=tokenizer())
+
+
+def test_columns_of_the_trainer_reach_its_collator(tmp_path: Path) -> None:
+    """Answers of a pair are no inputs of `forward`, and the collator needs them."""
+    trainer = dpo(tmp_path)
+    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=16, use_cpu=True)
+    attributor = TrakAttributor.from_trainer(trainer, config)
+    assert {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(signature_columns(trainer))
+    given = attributor.featurizer().batches(trainer.train_dataset).collated([0, 1])
+    expected = trainer.data_collator([trainer.train_dataset[i] for i in (0, 1)])
+    assert set(given) == set(expected) and all(torch.equal(given[name], expected[name]) for name in expected)
+
+
+def test_the_columns_also_reach_a_rehearsal(tmp_path: Path) -> None:
+    """`estimate(measure=True)` times the collator, and must give it the same columns."""
+    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=16, use_cpu=True, per_device_batch_size=1)
+    seen: list[set[str]] = []
+    trainer = Trainer(
+        llama(), arguments(tmp_path), train_dataset=Dataset.from_dict({"text": ["a"] * 8, "number": range(8)})
+    )
+
+    def collator(rows: list[Any]) -> dict[str, Tensor]:
+        seen.append(set(rows[0]))
+        ids = torch.tensor([[1, 3 + row["number"] % 5, 4] for row in rows])
+        return {"input_ids": ids, "labels": ids}
+
+    trainer.data_collator = collator
+    trainer._signature_columns = ["number"]
+    attributor = TrakAttributor.from_trainer(trainer, config)
+    assert attributor.estimate(measure=True).rows_per_second
+    assert seen and all(columns == {"number"} for columns in seen)
+
+
+def test_what_the_configuration_says_of_columns_counts(tmp_path: Path) -> None:
+    """The error about columns names `remove_unused_columns=False` as the remedy, so it has to work here."""
+    rows = Dataset.from_dict({"text": ["a cat", "the dog", "a mat"]})
+    trainer = Trainer(llama(), arguments(tmp_path), train_dataset=rows)
+    words = tokenizer()
+
+    def collator(given: list[Any]) -> Any:
+        batch = words([row["text"] for row in given], padding=True, return_tensors="pt")
+        return {**batch, "labels": batch["input_ids"]}
+
+    trainer.data_collator = collator
+    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=16, use_cpu=True)
+    with pytest.raises(ValueError, match=r"No column of the dataset reaches .*`remove_unused_columns=False`"):
+        TrakAttributor.from_trainer(trainer, config).featurize()
+    config.remove_unused_columns = False
+    config.label_names = ["labels", "another"]
+    attributor = TrakAttributor.from_trainer(trainer, config).featurize()
+    assert attributor.args.label_names == ["labels", "another"]
+    trainer.args.label_names = ["labels"]
+    config.label_names = None
+    assert TrakAttributor.from_trainer(trainer, config).args.label_names == ["labels"]
+    trainer.args.remove_unused_columns, config.remove_unused_columns = False, True
+    assert not TrakAttributor.from_trainer(trainer, config).args.remove_unused_columns
+
+
+@pytest.mark.parametrize("packed", ["no", "wrapped"])
+def test_supervised_finetuning(packed: str, tmp_path: Path) -> None:
+    packing = {"packing": packed == "wrapped", "packing_strategy": "wrapped", "max_length": 32}
+    options = arguments(tmp_path, trl.SFTConfig, **packing)
+    words = tokenizer()
+    trainer = trl.SFTTrainer(llama(), options, train_dataset=Dataset.from_dict(texts(12)), processing_class=words)
+    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=256, use_cpu=True)
+    attributor = TrakAttributor.from_trainer(trainer, config).featurize()
+    scored = attributor.attribute(trainer.train_dataset.select(range(2)), top_k=1)
+    assert [row[0] for row in scored["trak_indices"][:]] == [0, 1]
