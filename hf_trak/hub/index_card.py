@@ -7,6 +7,7 @@ from typing import Any
 from hf_trak.codes.coded_rows import CodeFormat
 from hf_trak.config import BITS, TrakConfig
 from hf_trak.featurize.converting import EXACT
+from hf_trak.featurize.fidelity import Fidelity
 from hf_trak.hub.cards import render_card
 from hf_trak.hub.curvature_files import StoredCurvature
 from hf_trak.hub.index_files import SCALE_BYTES
@@ -15,7 +16,11 @@ from hf_trak.store.configuration import CODE_BITS
 
 
 def index_card(
-    repo_id: str, config: Mapping[str, Any], manifest: IndexManifest, curvatures: Mapping[int, StoredCurvature]
+    repo_id: str,
+    config: Mapping[str, Any],
+    manifest: IndexManifest,
+    curvatures: Mapping[int, StoredCurvature],
+    fidelity: Fidelity | None = None,
 ) -> str:
     """Write the card of an index.
 
@@ -24,6 +29,7 @@ def index_card(
         config: the configuration of the feature store as it is published.
         manifest: the manifest of the index.
         curvatures: the curvatures that are published with it, by model id.
+        fidelity: how well its scores agree with exact ones, if that was measured.
     """
     settings, task = manifest.settings, config.get("task") or {}
     ridge = (
@@ -53,6 +59,7 @@ def index_card(
         "seed": config.get("seed"),
         "ridge": ridge,
         "lds": manifest.lds,
+        "fidelity": None if fidelity is None else _fidelity(fidelity),
         "checkpoints": _checkpoint_rows(manifest),
         "curvatures": _curvature_rows(curvatures),
     }
@@ -113,6 +120,14 @@ def _curvature_rows(curvatures: Mapping[int, StoredCurvature]) -> list[dict[str,
         }
         for model_id, one in sorted(curvatures.items())
     ]
+
+
+def _fidelity(found: Fidelity) -> str:
+    return (
+        f"rank correlation {found.scores.mean_spearman:.2f} of its scores with exact {found.curvature} scores, "
+        f"{found.projection.mean_spearman:.2f} of inner products of its features with exact ones (checkpoint "
+        f"{found.model_id}, {found.rows} training rows × {found.targets} targets)"
+    )
 
 
 def _link(name: str, prefix: str, revision: str | None, split: str | None = None) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from hf_trak.config import TrakConfig
 from hf_trak.featurize.batch_size import BatchSizeFinder
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.fidelity import Fidelity
 from hf_trak.hub.manifest import TrainSource
 from hf_trak.hub.models import HubCheckpoint
 from hf_trak.hub.names import HubSource, checked_repo, checked_revision
@@ -40,6 +41,8 @@ class IndexFacts:
             The dataset repo of the training rows. Defaults to that of a copied index.
         lds (`float`, *optional*):
             The linear datamodeling score, from -1 to 1, if it was measured. Defaults to that of a copied index.
+        fidelity (`Fidelity`, *optional*):
+            What [`TrakAttributor.fidelity`] returned, for the card.
     """
 
     settings: TrakConfig | None = None
@@ -49,6 +52,7 @@ class IndexFacts:
     checkpoints: Mapping[int, CheckpointSource] | None = None
     train_dataset: TrainSource | None = None
     lds: float | None = None
+    fidelity: Fidelity | None = None
 
 
 def attributor_facts(
@@ -59,7 +63,7 @@ def attributor_facts(
     Args:
         attributor: any `FeaturizedModel`; its configuration, weights and training dataset are described.
         checkpoints: takes precedence over the [`HubCheckpoint`] objects that the attributor was featurized with.
-        given: `model_name`, `model_revision` and `lds` of [`IndexFacts`].
+        given: `model_name`, `model_revision`, `lds` and `fidelity` of [`IndexFacts`].
 
     Raises:
         TypeError: `given` has another name.

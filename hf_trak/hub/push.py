@@ -133,7 +133,7 @@ def push_index(
             Fields of [`~hf_trak.hub.index_facts.IndexFacts`], which the store does not record: `settings` (the
             `TrakConfig` of the run, for λ and the batch size), `model_name` and `model_revision` (the model repo),
             `weights_dtype` (such as `"float32"`), `checkpoints` (model ids to `"hf://user/model@revision"` or
-            [`HubCheckpoint`]), `train_dataset` (a `TrainSource`) and `lds`.
+            [`HubCheckpoint`]), `train_dataset` (a `TrainSource`), `lds` and `fidelity`.
 
     Returns:
         `huggingface_hub.CommitInfo`: the commit.
@@ -174,7 +174,7 @@ def publish(store: FeatureStore, destination: Destination, facts: IndexFacts, cu
         if revision is not None and not revision.startswith("refs/pr/"):
             api.create_branch(repo_id, branch=revision, repo_type=REPO_TYPE, exist_ok=True)
         info = api.dataset_info(repo_id, revision=revision)
-        card = index_card(repo_id, config, manifest, curvatures)
+        card = index_card(repo_id, config, manifest, curvatures, facts.fidelity)
         additions = [
             *(CommitOperationAdd(name, data) for name, data in json_files.items()),
             *card_operations(api, repo_id, info, card, "index"),
