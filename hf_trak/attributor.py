@@ -826,7 +826,8 @@ class TrakAttributor(FeaturizedModel):
                 Open a pull request instead.
             facts:
                 `model_name` and `model_revision` (the model repo), `checkpoints` (model ids to
-                `"hf://user/model@revision"`), `lds`, `fidelity`, `commit_message`; `curvature=False` leaves curvatures out.
+                `"hf://user/model@revision"`), `lds`, `fidelity`, `commit_message`; `curvature=False` leaves curvatures
+                out.
 
         Returns:
             `huggingface_hub.CommitInfo`: the commit.
