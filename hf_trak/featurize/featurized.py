@@ -206,9 +206,6 @@ class FeaturizedModel:
             self.model, self.args, self.layout, self.projector().algorithm, self.proj_dim, self._train_size
         )
 
-    def projector(self) -> BlockProjector:
-        """Make the random projection of the features."""
-        return make_projector(
     def feature_map(self, model_id: int) -> BlockProjector | GradientMap:
         """Return the map from gradients to features under the weights that the model has now.
 
@@ -217,6 +214,9 @@ class FeaturizedModel:
         """
         return self.projector()
 
+    def projector(self) -> BlockProjector:
+        """Make the random projection of the features."""
+        return make_projector(
             self.args.proj_type,
             grad_dim=self.layout.total,
             proj_dim=self.proj_dim,
@@ -302,10 +302,10 @@ class FeaturizedModel:
                 shard_size=len(rows),
                 dataloader_num_workers=0,
                 disable_tqdm=True,
+                whitened=False,
             )
             measured = FeaturizedModel(self.model, options, part, self.data_collator, self.processing_class, self.task)
             measured.data_collator = ColumnsCollator(timed, own_columns(self.data_collator))
-                whitened=False,
             measured.featurize()
         # Rows are collated when the batch before is done. Earlier calls are those of the task's references, if any.
         first, *_, last = calls[-batches:][1:]
@@ -354,27 +354,27 @@ class FeaturizedModel:
             with self.weights(model_id, source, register=True):
                 description = f"train rows, checkpoint {model_id}"
                 shards = self.store.train(model_id)
+                new = len(self.processes.broadcast_from_main(shards.unwritten)) > 0
                 stored = StoredRows.find(shards, self.train_dataset, "train")
                 self.featurizer(projector=self.feature_map(model_id)).fill(
                     shards, self.train_dataset, model_id, "train", description, part, stored
                 )
             self.sources[model_id] = source
-                new = len(self.processes.broadcast_from_main(shards.unwritten)) > 0
             if left := len(self.processes.broadcast_from_main(shards.unwritten)):
                 logger.info("%s: %d shards of other parts are not there yet.", description, left)
             else:
                 self.scorer.prepare(model_id)
-        return self
-
-    def prepare_store(self) -> None:
                 if new:
                     self.check_features(model_id)
-        """Compare the inputs of a call with those of the store, and remove what processes that died left there."""
-        self.require_same_inputs()
+        return self
+
     def check_features(self, model_id: int) -> None:
         """Look at the features of a checkpoint, which have just become complete. There is nothing to say of plain
         ones."""
 
+    def prepare_store(self) -> None:
+        """Compare the inputs of a call with those of the store, and remove what processes that died left there."""
+        self.require_same_inputs()
         for one in remove_stale(self.store.output_dir):
             logger.info("Removed %s, left behind by a process that died.", one.path)
 
