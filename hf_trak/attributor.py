@@ -16,6 +16,9 @@ from hf_trak.curvature.report import CurvatureReport
 from hf_trak.data.row_part import RowPart
 from hf_trak.data.rows import Collator, row_count
 from hf_trak.data.trainer_columns import trainer_collator
+from hf_trak.evaluation.patch_result import PatchResult
+from hf_trak.evaluation.similar_rows import Similarity
+from hf_trak.evaluation.tail_patch import verify_rows
 from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
 from hf_trak.featurize.conversion_fidelity import ConversionFidelity, compare_stores
 from hf_trak.featurize.converting import converted
@@ -742,6 +745,49 @@ class TrakAttributor(FeaturizedModel):
         if exact:
             return ExactScores(self).self_influence(None, model_ids)
         return self.scorer.self_influence(self.scorer.ensemble(model_ids))
+
+    def verify(
+        self,
+        target: Any,
+        rows: Sequence[int],
+        similar: Similarity | Sequence[int] | None = "embeddings",
+        draws: int = 16,
+        seed: int = 0,
+        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
+        model_ids: Sequence[int] | None = None,
+    ) -> PatchResult:
+        """Take one small training step on some rows, and compare its effect on a target with that of other rows.
+
+        The weights are put back to the bit. Nothing has to be featurized, and the rows may come from anywhere.
+
+        Args:
+            target (`Dataset`):
+                One row, such as `eval_dataset.select([0])`.
+            rows (`Sequence[int]`):
+                Numbers of training rows, such as `scored[0]["trak_indices"]`.
+            similar (`str` or `Sequence[int]`, *optional*, defaults to `"embeddings"`):
+                The rows that look like the target: those of the closest embeddings (inputs of the model's head), or
+                `"bm25"`, those that share tokens with it (needs `bm25s`), among 1,024 rows drawn at random, `rows`
+                left out; or numbers of rows; or `None` for no such control.
+            draws (`int`, *optional*, defaults to 16):
+                How often as many random rows are drawn, at least 4.
+            seed (`int`, *optional*, defaults to 0):
+                Seed of the draws.
+            checkpoints, model_ids (*optional*):
+                As in [`~TrakAttributor.attribute`]. `model_ids=[2]` takes one checkpoint.
+
+        Returns:
+            [`~hf_trak.evaluation.patch_result.PatchResult`]: the changes, and a verdict; `print` shows both.
+
+        Raises:
+            ValueError: `target` is not one row, a row number is out of range, a number is too small, or the gradients
+                of all rows are zero.
+            TypeError: the output of the task depends on more than one row and the weights (CLIP).
+            IncompleteStoreError: the training rows are not at hand.
+            CheckpointMismatchError: the weights at hand are not those of the features.
+            ImportError: `"bm25"` is asked for, and `bm25s` is not installed.
+        """
+        return verify_rows(self, target, rows, similar, draws, seed, checkpoints, model_ids)
 
     def upgrade_store(self, checkpoints: Checkpoint | Sequence[Checkpoint] | None = None) -> "TrakAttributor":
         """Bring a store of format 1 up to date.

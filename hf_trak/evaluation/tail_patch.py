@@ -1,0 +1,206 @@
+"""Tail patches: one small training step on the rows that an attribution found, and what it does to the target.
+
+A row is said to have made a model do something; then training on it once more must move the model further that way.
+The step takes seconds where retraining takes hours, and starts from the final weights, so that it measures what rows
+do to the model as it is (Chang et al. 2024, arXiv 2410.17413, Section 3). It takes controls to read: random rows move
+the output, too, and so do rows that merely look like the target.
+
+All sets of rows have the same size and the same learning rate. It is the largest of 1/1000, 1/4000, … of the norm of
+the weights, over the largest gradient of a set, at which half a step moves the target half as far, within a tenth:
+small enough that the change belongs to the rows and not to the curvature of the output, and large enough to be no
+rounding.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_trak.data.rows import row_count
+from hf_trak.errors import IncompleteStoreError
+from hf_trak.evaluation.patch_result import PatchResult
+from hf_trak.evaluation.similar_rows import Similarity, SimilarRows
+from hf_trak.evaluation.trial_steps import Direction, TrialSteps, norm_of
+from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
+from hf_trak.featurize.exact import ExactScores
+from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.modelout_functions.base import BatchedModelOutput
+from hf_trak.runtime.checks import checked_int, is_int
+from hf_trak.weights.checkpoints import Checkpoint, loaded
+
+CANDIDATES = 1024
+"""Training rows, drawn at random, among which the most similar ones are looked for."""
+
+_FIRST_STEP = 1e-3
+"""Norm of the first step that is tried, relative to that of the weights."""
+_SMALLER, _TRIALS = 4, 6
+_BENT = 0.1
+"""Largest difference between a step and twice its half, relative to the step."""
+_ABOVE_ROUNDING = 100
+_LEAST_DRAWS = 4
+
+
+def verify_rows(
+    model: FeaturizedModel,
+    target: Any,
+    rows: Sequence[int],
+    similar: Similarity | Sequence[int] | None = "embeddings",
+    draws: int = 16,
+    seed: int = 0,
+    checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
+    model_ids: Sequence[int] | None = None,
+) -> PatchResult:
+    """Measure what a training step on some rows does to a target, see [`~hf_trak.TrakAttributor.verify`].
+
+    Args:
+        model (`FeaturizedModel`):
+            The model and its training rows. All processes call this together, and the main process computes.
+        target, rows, similar, draws, seed, checkpoints, model_ids:
+            As there.
+
+    Raises:
+        As there.
+    """
+    n = _checked_inputs(model, target)
+    found = checked_rows(rows, "rows", n)
+    if 2 * len(found) > n:
+        raise ValueError(
+            f"`rows` has {len(found)} of the {n} training rows. Expected at most half of them, since as many other "
+            "rows are drawn at random to compare with. Pass the first rows of the attribution alone."
+        )
+    draws = checked_int(draws, "draws", _LEAST_DRAWS, type_error=ValueError)
+    rng = np.random.default_rng(checked_int(seed, "seed", 0, type_error=ValueError))
+    others = np.setdiff1d(np.arange(n), found)
+    sets = {f"random {number}": _drawn(rng, others, len(found)) for number in range(draws)}
+    candidates = _drawn(rng, others, min(CANDIDATES, len(others)))
+    if similar is not None and not isinstance(similar, str):
+        sets["similar"] = checked_rows(similar, "similar", n)
+    elif similar not in (None, "embeddings", "bm25"):
+        raise ValueError(f"`similar` is {similar!r}. Expected 'embeddings', 'bm25', row numbers, or `None`.")
+    model.processes.broadcast_from_main(model.prepare_store)
+    ids = (
+        list(model_ids) if model_ids is not None else model.store.model_ids or checked_ids(as_list(checkpoints), None)
+    )
+    sources = sources_of(ids, checkpoints)
+    wanted = similar if isinstance(similar, str) else None
+
+    def measured() -> list[dict[str, Any]]:
+        return [_measured(model, one, sources, target, found, sets, wanted, candidates) for one in ids]
+
+    return PatchResult.of(n, found, model.processes.broadcast_from_main(measured), ids, similar, len(candidates))
+
+
+def checked_rows(rows: Any, name: str, n: int) -> list[int]:
+    """Return row numbers as plain integers.
+
+    Raises:
+        ValueError: they are no list of distinct numbers of training rows.
+    """
+    listed = list(rows) if hasattr(rows, "__iter__") and not isinstance(rows, str | Mapping) else None
+    if not listed or not all(is_int(row) for row in listed):
+        raise ValueError(
+            f"`{name}` is {rows!r}. Expected a list of numbers of training rows, such as `scored[0]['trak_indices']`."
+        )
+    numbers = [int(row) for row in listed]
+    outside = sorted({row for row in numbers if not 0 <= row < n})
+    if outside or len(set(numbers)) < len(numbers):
+        wrong = f"the row {outside[0]}" if outside else "a row twice"
+        raise ValueError(f"`{name}` has {wrong}. Expected distinct numbers from 0 to {n - 1}, of the training rows.")
+    return numbers
+
+
+def _checked_inputs(model: FeaturizedModel, target: Any) -> int:
+    """Check that the target is one row, and rows and losses are at hand; return the number of training rows."""
+    if (m := row_count(target, "target")) != 1:
+        raise ValueError(
+            f"`target` has {m} rows. Expected a dataset of one row, whose answer is verified. Take one, as in "
+            "`eval_dataset.select([0])`."
+        )
+    if getattr(model.train_dataset, "absent", False):
+        raise IncompleteStoreError(
+            "The training rows of the index are not at hand. Expected them, since a step is taken on them. Pass "
+            "`train_dataset=` to `from_pretrained`."
+        )
+    n = row_count(model.train_dataset, "train_dataset")
+    task = model.task
+    if not isinstance(task, BatchedModelOutput) or task.reference_rows(n):
+        raise TypeError(
+            f"The task is {type(task).__name__}. Expected one whose output follows from the weights and one row "
+            "alone, since it is measured again after each step. Tasks with reference rows (CLIP), and those with the "
+            "functional form alone, have no such output."
+        )
+    return n
+
+
+def _drawn(rng: np.random.Generator, rows: np.ndarray, count: int) -> list[int]:
+    return sorted(int(row) for row in rng.choice(rows, count, replace=False))
+
+
+def _measured(
+    model: FeaturizedModel,
+    model_id: int,
+    sources: Mapping[int, Checkpoint | None],
+    target: Any,
+    found: Sequence[int],
+    sets: Mapping[str, Sequence[int]],
+    similar: Similarity | None,
+    candidates: Sequence[int],
+) -> dict[str, Any]:
+    """Compute the changes of the target's output under one checkpoint, by set of rows, as plain JSON."""
+    size = model.args.per_device_batch_size
+    with _weights(model, model_id, sources):
+        featurizer = model.featurizer()
+        featurizer.prepare_task(model_id, size)
+        train_task = ExactScores(model).train_task
+        train_task.bind(model.model)
+        assert isinstance(train_task, BatchedModelOutput)
+        every = {"found": found, **sets}
+        with TrialSteps(featurizer, train_task, target, model.layout.names, size).opened() as steps:
+            if similar is not None:
+                looked = SimilarRows(featurizer, steps.prepared, target, size)
+                every["similar"] = looked.most_similar(similar, candidates, len(found))
+            rate = _learning_rate(steps, [steps.direction(rows) for rows in (found, every["random 0"])])
+            changes = {name: steps.change(steps.direction(rows), rate) for name, rows in every.items()}
+            return {
+                "output": steps.start_output,
+                "changes": changes,
+                "half": steps.change(steps.direction(found), rate / 2),
+                "rate": rate,
+                "rounding": steps.rounding,
+                "similar_rows": list(every.get("similar", ())),
+            }
+
+
+def _weights(
+    model: FeaturizedModel, model_id: int, sources: Mapping[int, Checkpoint | None]
+) -> AbstractContextManager[Any]:
+    """Load the weights of a featurized checkpoint, or those given where nothing is featurized."""
+    if model.store.model_ids:
+        return model.weights(model_id, model.source_of(model_id, sources))
+    dtype = None if model.args.model_dtype is None else getattr(torch, model.args.model_dtype)
+    return loaded(model.model, sources.get(model_id), dtype)
+
+
+def _learning_rate(steps: TrialSteps, directions: Sequence[Direction]) -> float:
+    """Choose the learning rate of all sets, see the module.
+
+    Raises:
+        ValueError: no row has a gradient.
+    """
+    largest = max(norm_of(one) for one in directions)
+    if largest == 0 or steps.norm == 0:
+        raise ValueError(
+            "Neither the given rows nor random ones have a gradient in the parameters that training moves. Expected "
+            "rows with labels, and parameters that the loss depends on. Look at the labels, and at `grad_wrt`."
+        )
+    rate = _FIRST_STEP * steps.norm / largest
+    for _ in range(_TRIALS):
+        whole = np.array([steps.change(one, rate) for one in directions])
+        half = np.array([steps.change(one, rate / 2) for one in directions])
+        scale = float(np.abs(whole).max())
+        if np.abs(whole - 2 * half).max() <= _BENT * scale or scale <= _ABOVE_ROUNDING * steps.rounding:
+            break
+        rate /= _SMALLER
+    return rate

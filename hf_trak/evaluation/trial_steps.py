@@ -1,0 +1,207 @@
+"""Small steps of plain gradient descent on chosen rows, from weights that are put back to the bit."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_trak.data.rows import RowBatches
+from hf_trak.errors import NonFiniteError
+from hf_trak.featurize.featurizer import Featurizer
+from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
+from hf_trak.gradient_computers.outputs import gradients_of, one_per_sample, run_model
+from hf_trak.modelout_functions.base import BatchedModelOutput, Side
+from hf_trak.weights.adapters import check_not_quantized
+
+_WHOLE = (torch.float32, torch.float64)
+
+Direction = list[Tensor]
+"""One tensor for each parameter that moves."""
+
+
+class TrialSteps:
+    """Steps of a model as it is now, and what they change of the output of one target.
+
+    The model is in eval mode, without dropout: what is measured is the step, not its noise. Memory is that of three
+    copies of the parameters that move, besides the forward and backward passes of a batch.
+    """
+
+    def __init__(
+        self,
+        featurizer: Featurizer,
+        train_task: BatchedModelOutput,
+        target: Any,
+        names: Sequence[str],
+        batch_size: int,
+    ) -> None:
+        """
+        Args:
+            featurizer: the model with its weights loaded, the task of targets, and the training rows.
+            train_task: what training on a row raises: minus its loss.
+            target: a dataset of one row.
+            names: names of the parameters that move.
+            batch_size: rows per pass.
+        """
+        self._featurizer = featurizer
+        self._model = featurizer.model
+        self._tasks: Mapping[Side, Any] = {"train": train_task, "target": featurizer.task}
+        parameters = dict(self._model.named_parameters())
+        self._moved = [parameters[name] for name in names]
+        self._rows: RowBatches = featurizer.batches(featurizer.train_dataset)
+        self._batch_size = batch_size
+        self._cast = False
+        self._target = featurizer.batches(target).alone(0)
+        self._start: Direction = []
+        self._output = 0.0
+
+    @contextmanager
+    def opened(self) -> Iterator["TrialSteps"]:
+        """Take steps in this block. Weights and buffers, whatever happens to them, are put back when it ends.
+
+        Weights of half precision, in which small steps would round away, are float32 within the block.
+
+        Raises:
+            ValueError: the parameters that move have half precision, and the model is quantized.
+        """
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        half = [one for one in tensors if one.is_floating_point() and one.dtype not in _WHOLE]
+        self._cast = bool(half) and not _is_quantized(self._model)
+        if not self._cast and any(one.dtype not in _WHOLE for one in self._moved):
+            names = sorted({str(one.dtype).removeprefix("torch.") for one in self._moved})
+            check_not_quantized(
+                self._model,
+                f"The parameters that training moves are {' and '.join(names)}, in which a small step rounds away",
+                "Load the adapter in float32, as `get_peft_model` does by default.",
+            )
+        placed = [(module, dict(module._buffers)) for module in self._model.modules() if module._buffers]
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
+        before = [(one, one.data) for one in half]
+        moved = {id(one) for one in self._moved}
+        try:
+            if self._cast:
+                for one in half:
+                    one.data = one.data.float()
+            self._start = [one.detach().clone() for one in self._moved]
+            with only_differentiating(self._model, moved), pass_settings(self._model):
+                self._output = self.output()
+                yield self
+        finally:
+            self._back()
+            self._start = []
+            if self._cast:
+                for one, data in before:
+                    one.data = data
+            for module, kept in placed:
+                module._buffers.clear()
+                module._buffers.update(kept)
+            for buffer, saved in buffers:
+                buffer.data.copy_(saved)
+
+    @property
+    def start_output(self) -> float:
+        """The target's output before any step."""
+        return self._output
+
+    @property
+    def rounding(self) -> float:
+        """A change of the target's output that may be rounding alone."""
+        kinds = [one.dtype for one in self._model.parameters() if one.is_floating_point()]
+        return 8 * max(torch.finfo(kind).eps for kind in kinds) * max(1.0, abs(self._output))
+
+    @property
+    def norm(self) -> float:
+        """Norm of the parameters that move."""
+        return _norm(self._start)
+
+    def output(self) -> float:
+        """Compute the target's output with the weights as they are."""
+        with torch.no_grad():
+            return float(self._values(self._target, 1, "target").double().sum())
+
+    def direction(self, rows: Sequence[int]) -> Direction:
+        """Compute the direction in which a step of gradient descent on the mean loss of some rows goes.
+
+        Raises:
+            NonFiniteError: a gradient is NaN or infinite.
+        """
+        found = [torch.zeros_like(one) for one in self._start]
+        ordered = sorted(rows)
+        cuts = [ordered[first : first + self._batch_size] for first in range(0, len(ordered), self._batch_size)]
+        for numbers, batch in self._rows.iterate(cuts):
+            with torch.enable_grad():
+                values = self._values(batch, len(numbers), "train")
+                if not values.requires_grad:
+                    continue  # rows without valid labels, whose loss is a constant
+                taken = gradients_of(values.sum(), self._moved)
+            for total, gradient in zip(found, taken, strict=True):
+                if gradient is not None:
+                    total.add_(gradient.detach(), alpha=1 / len(ordered))
+        if not all(bool(torch.isfinite(one).all()) for one in found):
+            raise NonFiniteError(
+                f"The gradient of the training rows {ordered[:5]} … is not finite. Expected finite values. Look at "
+                "these rows and at the checkpoint for NaN or infinite values."
+            )
+        return found
+
+    def change(self, direction: Direction, rate: float) -> float:
+        """Take a step, compute the change of the target's output, and put the weights back.
+
+        Args:
+            direction: see [`~TrialSteps.direction`].
+            rate: the learning rate.
+        """
+        with torch.no_grad():
+            for one, step in zip(self._moved, direction, strict=True):
+                one.add_(step, alpha=rate)
+        try:
+            return self.output() - self._output
+        finally:
+            self._back()
+
+    def _back(self) -> None:
+        with torch.no_grad():
+            for one, saved in zip(self._moved, self._start, strict=False):
+                one.copy_(saved)
+
+    def prepared(self, batch: Any) -> Any:
+        """Cast the numbers of a batch to the dtype that the model has now."""
+        given = self._featurizer.in_dtype_of_model(batch)
+        return _in_float32(given) if self._cast else given
+
+    def _values(self, batch: Any, size: int, side: Side) -> Tensor:
+        task, given = self._tasks[side], self.prepared(batch)
+        result = run_model(task, self._model, given)
+        values = one_per_sample(task.output(result, given, side), size, task)
+        task.out_to_loss_grad(result, given, side)  # which checks the labels
+        return values
+
+
+def norm_of(direction: Direction) -> float:
+    """Compute the norm of a direction."""
+    return _norm(direction)
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return float(torch.stack([one.double().square().sum().cpu() for one in tensors]).sum().sqrt())
+
+
+def _in_float32(batch: Any) -> Any:
+    """Cast numbers of half precision; a model whose weights were cast refuses them."""
+
+    def cast(value: Any) -> Any:
+        is_half = isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in _WHOLE
+        return value.float() if is_half else value
+
+    if isinstance(batch, Mapping):
+        return {name: cast(value) for name, value in batch.items()}
+    return type(batch)(map(cast, batch)) if type(batch) in (list, tuple) else batch
+
+
+def _is_quantized(model: torch.nn.Module) -> bool:
+    try:
+        check_not_quantized(model, "", "")
+    except ValueError:
+        return True
+    return False
