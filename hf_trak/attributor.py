@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.maps import GradientMap
+from hf_trak.curvature.refinement import Refinement, checked_refinement
 from hf_trak.curvature.report import CurvatureReport
 from hf_trak.data.row_part import RowPart
 from hf_trak.data.rows import Collator, row_count
@@ -81,6 +82,7 @@ class TrakAttributor(FeaturizedModel):
     _last: LastResult | None = None
     _last_exact = False
     _last_rows: RowPart | None = None
+    _last_refinement: Refinement | None = None
 
     @classmethod
     def from_trainer(
@@ -347,6 +349,7 @@ class TrakAttributor(FeaturizedModel):
         first_pass_bytes: int | None = None,
         candidates: int | None = None,
         rerank: int | None = None,
+        refine: str | Refinement | None = None,
     ) -> HFDataset:
         """Score every training row against every target, over the ensemble of featurized checkpoints.
 
@@ -385,6 +388,10 @@ class TrakAttributor(FeaturizedModel):
                 Take so many rows from the features, for each target and end, and score these rows with whole gradients
                 under the fitted curvature, as `exact=True` scores all rows. The cost does not grow with the training
                 dataset. `curvature="auto"` is EK-FAC here.
+            refine (`str` or `Refinement`, *optional*):
+                `"cg"` refines the targets of exact scores by conjugate gradients on the Gauss-Newton matrix of some
+                training rows, which knows all parameters together, where the fitted curvature knows layers. Options
+                are in [`~hf_trak.curvature.refinement.Refinement`].
 
         Returns:
             The rows (as stored, without a transform set on them, if they are a `datasets.Dataset`) with the columns
@@ -409,6 +416,7 @@ class TrakAttributor(FeaturizedModel):
         groups = target_groups(eval_dataset, aggregate, group_by)
         if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1):
             raise ValueError(f"`top_k` is {top_k!r}. Expected an integer of at least 1, or `None` for every score.")
+        refinement = checked_refinement(refine, exact, rerank)
         with log_on_interrupt(
             lambda: "Nothing half-written was left. Run the same call again; target features are kept."
         ):
@@ -421,8 +429,8 @@ class TrakAttributor(FeaturizedModel):
                 return self._attributed_in_two_passes(
                     eval_dataset, top_k, name, per, checkpoints, model_ids, groups, exact, first_pass_bytes, candidates
                 )
-            plan = self._planned(exact, eval_dataset, name, checkpoints, model_ids, groups, everywhere=False)
-            return self._attributed(plan, eval_dataset, top_k, per, model_ids, groups, exact)
+            plan = self._planned(exact, eval_dataset, name, checkpoints, model_ids, groups, False, refinement)
+            return self._attributed(plan, eval_dataset, top_k, per, model_ids, groups, exact, refinement)
 
     def _attributed_in_two_passes(
         self,
@@ -448,7 +456,7 @@ class TrakAttributor(FeaturizedModel):
         scored = attach_columns(eval_dataset if groups is None else groups.table(), columns)
         if groups is None:
             self._last, self._last_exact = LastResult(scored, eval_dataset, name, model_ids), False
-            self._last_rows = None
+            self._last_rows, self._last_refinement = None, None
         return scored
 
     def _reranked(self, request: RerankRequest) -> HFDataset:
@@ -458,6 +466,7 @@ class TrakAttributor(FeaturizedModel):
         if request.groups is None:
             self._last = LastResult(scored, request.eval_dataset, result.name, request.model_ids)
             self._last_exact, self._last_rows = result.rows is not None, result.rows
+            self._last_refinement = None
         return scored
 
     def _planned(
@@ -469,9 +478,10 @@ class TrakAttributor(FeaturizedModel):
         model_ids: Sequence[int] | None,
         groups: RowGroups | None,
         everywhere: bool,
+        refinement: Refinement | None = None,
     ) -> PlannedScores:
         """Plan scores from features or from whole gradients, of all rows or of those that fall to this process."""
-        plan = ExactScores(self).plan if exact else self.plan_scores
+        plan = ExactScores(self, refinement=refinement).plan if exact else self.plan_scores
         return plan(eval_dataset, name, checkpoints, model_ids, groups, everywhere)
 
     def _attributed(
@@ -483,6 +493,7 @@ class TrakAttributor(FeaturizedModel):
         model_ids: Sequence[int] | None,
         groups: RowGroups | None,
         exact: bool,
+        refinement: Refinement | None = None,
     ) -> HFDataset:
         """Write planned scores as columns, see [`~TrakAttributor.attribute`]."""
         n_targets = len(eval_dataset)
@@ -497,7 +508,7 @@ class TrakAttributor(FeaturizedModel):
         scored = attach_columns(rows, files.columns(plan.blocks, None if top_k is None else min(top_k, length), per))
         if per == "target" and groups is None:
             self._last, self._last_exact = LastResult(scored, eval_dataset, plan.name, model_ids), exact
-            self._last_rows = None
+            self._last_rows, self._last_refinement = None, refinement
         return scored
 
     def show(self, target: int, **options: Any) -> "TargetDisplay":
@@ -518,17 +529,20 @@ class TrakAttributor(FeaturizedModel):
         """
         from hf_trak.report.exact import exact_distributions  # reports need more packages than attribution does
         from hf_trak.report.notebook import show_last
+        from hf_trak.report.refined import refined_distributions
         from hf_trak.report.reranked import reranked_distributions
 
         last = self._last
         counted = last is None or last.distributions is not None or TOP_K_COLUMNS[0] not in last.scored.column_names
         if last is not None and self._last_exact and not counted:
             given = (last.eval_dataset, last.name, last.model_ids)
-            last.distributions = (
-                exact_distributions(self, last.scored, *given)
-                if self._last_rows is None
-                else reranked_distributions(self, last.scored, self._last_rows, *given)
-            )
+            rows, refinement = self._last_rows, self._last_refinement
+            if refinement is not None:
+                last.distributions = refined_distributions(self, last.scored, refinement, rows, *given)
+            elif rows is not None:
+                last.distributions = reranked_distributions(self, last.scored, rows, *given)
+            else:
+                last.distributions = exact_distributions(self, last.scored, *given)
         return show_last(self, self._last, target, **options)
 
     def convert(self, output_dir: str | Path, feature_dtype: str) -> "TrakAttributor":
