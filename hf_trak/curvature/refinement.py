@@ -101,7 +101,7 @@ def checked_refinement(
     Args:
         refine: `"cg"`, with options as [`Refinement.parse`] reads them, a [`Refinement`], or `None`.
         exact: whether scores of all rows are exact.
-        rerank: length of a shortlist, whose rows have exact scores.
+        rerank: length of a shortlist, whose rows have exact scores of targets that are not refined.
 
     Raises:
         ValueError: it is something else, or scores come from features.
@@ -110,9 +110,10 @@ def checked_refinement(
         return None
     if not isinstance(refine, str | Refinement):
         raise ValueError(_UNKNOWN.format(refine))
-    if not exact and rerank is None:
+    if rerank is not None or not exact:
+        where = "from features" if rerank is None else "of a shortlist"
         raise ValueError(
-            f"`refine` is {refine!r}, for scores from features, whose targets have no whole gradients. Expected exact "
-            "scores. Set `exact=True` or `rerank=`, or leave `refine` out."
+            f"`refine` is {refine!r}, for scores {where}, whose targets are not refined. Expected exact scores of all "
+            "rows. Set `exact=True`, or leave `refine` out."
         )
     return Refinement.parse(refine) if isinstance(refine, str) else refine
