@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from datasets import Dataset as HFDataset
 from torch.utils.data import Subset
 
 from hf_trak.store.sealed import content_digest
@@ -17,10 +16,12 @@ class RowPart:
     Attributes:
         numbers: the numbers of the rows.
         total: number of rows of the dataset.
+        held: rows that were fetched, from which these are taken; `None` takes them from the dataset itself.
     """
 
     numbers: tuple[int, ...]
     total: int
+    held: "HeldRows | None" = None
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -29,6 +30,11 @@ class RowPart:
     def whole(self) -> bool:
         """Whether these are all rows."""
         return len(self.numbers) == self.total
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether the rows were fetched, so that the dataset need not have them."""
+        return self.held is not None
 
     @property
     def tag(self) -> str:
@@ -41,9 +47,10 @@ class RowPart:
         Args:
             dataset: a map-style dataset of `total` rows.
         """
-        if self.whole:
-            return dataset
-        return dataset.select(self.numbers) if isinstance(dataset, HFDataset) else PartOfRows(dataset, self.numbers)
+        source = dataset if self.held is None else self.held
+        if self.whole and self.held is None:
+            return source
+        return source.select(self.numbers) if hasattr(source, "select") else PartOfRows(source, self.numbers)
 
 
 class PartOfRows(Subset[Any]):
@@ -58,3 +65,28 @@ class PartOfRows(Subset[Any]):
         super().__init__(dataset, indices)
         self.sequential = getattr(dataset, "sequential", False)
         """Whether rows are to be read in this process and forwards, as those of a stream."""
+
+
+class HeldRows:
+    """Rows that were fetched, under the numbers that they have in a dataset which is not at hand as a whole."""
+
+    def __init__(self, rows: Any, numbers: Sequence[int], total: int) -> None:
+        """
+        Args:
+            rows: the rows, a `datasets.Dataset`.
+            numbers: their numbers, ascending.
+            total: number of rows of the dataset.
+        """
+        self.rows = rows
+        self.total = total
+        self._places = {number: place for place, number in enumerate(numbers)}
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, number: int) -> Any:
+        return self.rows[self._places[number]]
+
+    def select(self, numbers: Sequence[int]) -> Any:
+        """Return some of the rows, by their numbers, as a `datasets.Dataset`."""
+        return self.rows.select([self._places[number] for number in numbers])

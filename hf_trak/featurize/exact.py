@@ -169,14 +169,15 @@ class ExactScores:
             f"curvature, checkpoint {model_id}",
             not self.args.disable_tqdm,
         )
-        if getattr(self.model.train_dataset, "absent", False):
-            raise IncompleteStoreError(
-                "The training rows of the index are not at hand. Expected them for exact scores, which need their "
-                "gradients. Pass `train_dataset=` to `from_pretrained`."
-            )
         identity = self.identity(model_id, rows)
+        absent = self.rows is None or not self.rows.at_hand
         with self.model.processes.all_or_none():
             files = CurvatureFiles(self.model.store.curvature_dir(model_id, identity), identity)
+            if getattr(self.model.train_dataset, "absent", False) and (absent or files.saved() is None):
+                raise IncompleteStoreError(
+                    "The training rows of the index are not at hand. Expected them for exact scores, which need their "
+                    "gradients. Pass `train_dataset=` to `from_pretrained`."
+                )
         source = FitBatches(self.model, self.train_task, self._curvature_tasks(), model_id)
         return CurvatureFit(plan, files, source, self.model.layout, self.model.processes, self.model.device).run()
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from hf_trak.data.row_part import RowPart
-from hf_trak.data.rows import row_count
-from hf_trak.errors import HfTrakError
+from hf_trak.data.row_part import HeldRows, RowPart
+from hf_trak.data.rows import forward_columns, row_count
+from hf_trak.errors import ConfigMismatchError, HfTrakError
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.two_passes import CANDIDATES_PER_ROW, LEAST_CANDIDATES, two_passes
+from hf_trak.identity.collation import collation_changes, probe_rows
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.progress import RowProgress
 from hf_trak.scores.groups import RowGroups
@@ -113,19 +114,19 @@ def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
         )
     ids = model.scorer.ensemble(model_ids=request.model_ids)
     name, listed = _shortlist(model, request, ids)
-    if getattr(model.train_dataset, "absent", False):
+    index = IndexRanking.of(listed)
+    rows = _rows_at_hand(model, index.rows)
+    if rows is None:
         logger.warning(
-            "The result is that of the index, and nothing is reranked: the training rows are not at hand. Pass "
-            "`train_dataset=` to `from_pretrained`."
+            "The result is that of the index, and nothing is reranked: the training rows are not at hand, and no "
+            "dataset repo is recorded to fetch them from. Pass `train_dataset=` to `from_pretrained`."
         )
         return Reranked(name, index_columns(listed, request.top_k), None)
-    index = IndexRanking.of(listed)
-    n = row_count(model.train_dataset, "train_dataset")
-    rows = RowPart(index.rows, n)
     scores = ExactScores(model, rows)
     if model.processes.is_main_process:
         choice = " (`curvature='auto'` stands for EK-FAC here)" if model.args.curvature == "auto" else ""
-        logger.info("Reranking %d of %d training rows with exact scores, %s%s.", len(rows), n, scores.kind, choice)
+        text = "Reranking %d of %d training rows with exact scores, %s%s."
+        logger.info(text, len(rows), rows.total, scores.kind, choice)
     try:
         plan = scores.plan(request.eval_dataset, name, request.checkpoints, ids, request.groups, everywhere=False)
         files = _score_files(model, request, "rerank", len(rows))
@@ -134,6 +135,40 @@ def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
         error.add_note(f"Training rows are counted among the {len(rows)} that are reranked, in ascending order.")
         raise
     return Reranked(name, reranked_columns(found, np.array(rows.numbers), index), rows)
+
+
+def _rows_at_hand(model: FeaturizedModel, numbers: tuple[int, ...]) -> RowPart | None:
+    """Return the rows of a shortlist, fetched where the dataset is elsewhere; `None` where they cannot be had.
+
+    Rows that are fetched are compared with their digests. What becomes of them on the way to the model is compared
+    on the same rows as for a dataset that is at hand as a whole.
+    """
+    n = row_count(model.train_dataset, "train_dataset")
+    absent = getattr(model.train_dataset, "absent", False)
+    source = getattr(model.train_dataset, "remote", None) if absent else model.train_dataset
+    if source is None:
+        return None
+    if not getattr(source, "remote", False):
+        return RowPart(numbers, n)
+    if model.args.remove_unused_columns:
+        collator = model.task.collator(model.data_collator)
+        columns = [*forward_columns(model.model, model.args.label_names), *model.task.batch_columns]
+        source.restrict([*columns, *getattr(collator, "columns", ())])
+    source.show = not model.args.disable_tqdm
+    probed = sorted({*numbers, *probe_rows(n)})
+    model.processes.broadcast_from_main(lambda: source.fetch(probed))
+    with model.processes.all_or_none():
+        held = HeldRows(source.select(probed), probed, n)
+        saved = model.store.config.get("collation")
+        changes = [] if saved is None else collation_changes(saved, model.collation(held))
+        if changes:
+            raise ConfigMismatchError(
+                "The training rows that were fetched do not become what the index was made from:\n  "
+                + "\n  ".join(changes)
+                + "\nExpected the same collator and the same preparation of rows. Pass the `data_collator=` and "
+                "`processing_class=` that the index was made with, and rows as they were then."
+            )
+    return RowPart(numbers, n, held)
 
 
 def _shortlist(model: FeaturizedModel, request: RerankRequest, ids: Sequence[int]) -> tuple[str, Dataset]:

@@ -8,6 +8,7 @@ from transformers import default_data_collator
 from hf_trak.data.model_inputs import check_rows
 from hf_trak.data.rows import Collator, default_collator
 from hf_trak.errors import IncompleteStoreError
+from hf_trak.hub.remote_rows import RemoteRows
 
 
 class AbsentRows:
@@ -16,14 +17,16 @@ class AbsentRows:
     absent = True
     """Tells the featurizer that no row can be computed again and compared with stored features."""
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, remote: RemoteRows | None = None) -> None:
         """
         Args:
             count: number of rows.
             name: name of the index, for messages.
+            remote: the rows in the dataset repo that the index names, of which some can be fetched.
         """
         self.count = count
         self.name = name
+        self.remote = remote
 
     def __len__(self) -> int:
         return self.count

@@ -24,7 +24,7 @@ MAX_HEADER_BYTES = 64 << 10
 
 INDEX_FILE = re.compile(
     r"checkpoint-\d+/(train-\d+-of-\d+\.safetensors|gram\.safetensors|low_rank-\d+\.safetensors"
-    r"|row_digests\.safetensors|references\.safetensors|checkpoint\.json)"
+    r"|row_digests\.safetensors|references\.safetensors|checkpoint\.json)|train_rows\.safetensors"
     r"|curvature/\d+/(curvature\.json|block-\d+\.safetensors|diagonal\.safetensors)"
 )
 """Paths of all files of an index except for the two JSON files and the card."""
@@ -33,6 +33,10 @@ SCALE_BYTES = 4
 """Bytes of the scale of a row of codes."""
 
 ROW_DIGESTS_FILE = "row_digests.safetensors"
+TRAIN_ROWS_FILE = "train_rows.safetensors"
+
+MAX_COLUMNS = 1 << 10
+"""Maximum number of columns of the training rows, of which there are digests."""
 
 REFERENCE_BYTES = (8, 1 << 30)
 """Minimum and maximum bytes of the tensors that a task computes before its first batch."""
@@ -99,6 +103,11 @@ def low_rank_bytes(width: int, rank: int) -> tuple[int, int]:
 def row_digest_bytes(n: int) -> tuple[int, int]:
     """Return the minimum and maximum bytes of the digests of n rows."""
     return 8 * n + 8, 8 * n + 8 + MAX_HEADER_BYTES
+
+
+def train_row_bytes(n: int) -> tuple[int, int]:
+    """Return the minimum and maximum bytes of the digests of the values of n rows."""
+    return 8 * n + 8, 8 * n * MAX_COLUMNS + 8 + MAX_HEADER_BYTES
 
 
 def check_file(path: Path, sizes: tuple[int, int], max_header: int = MAX_HEADER_BYTES) -> None:

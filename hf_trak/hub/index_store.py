@@ -21,6 +21,7 @@ from hf_trak.hub.index_files import (
     INDEX_FILE,
     REFERENCE_BYTES,
     ROW_DIGESTS_FILE,
+    TRAIN_ROWS_FILE,
     check_file,
     gram_bytes,
     low_rank_file,
@@ -28,6 +29,7 @@ from hf_trak.hub.index_files import (
     refused_if_damaged,
     row_digest_bytes,
     tensor_files,
+    train_row_bytes,
 )
 from hf_trak.hub.index_shards import IndexShards, refuse_writing
 from hf_trak.hub.manifest import (
@@ -41,6 +43,8 @@ from hf_trak.hub.manifest import (
 )
 from hf_trak.hub.row_digests import read_row_digests
 from hf_trak.hub.solver_state import check_low_rank
+from hf_trak.hub.train_rows import read_train_rows
+from hf_trak.identity.row_contents import RowContents
 from hf_trak.store.atomic import differing
 from hf_trak.store.configuration import Comparison
 from hf_trak.store.gram_file import FILE_NAME as GRAM_FILE
@@ -287,6 +291,23 @@ class IndexStore(FeatureStore):
                 raise StoreError(f"its checksum is {found}, the manifest says {published}")
             return digests
 
+    def train_rows(self) -> RowContents | None:
+        """Return the digests of the training rows, if they are published; see `hf_trak.hub.train_rows`.
+
+        Raises:
+            As [`IndexShards.read`].
+        """
+        published = self.manifest.train_rows
+        if published is None:
+            return None
+        path = self.files.fetch(TRAIN_ROWS_FILE)
+        with refused_if_damaged(self.files, TRAIN_ROWS_FILE):
+            check_file(path, train_row_bytes(self.train_size))
+            contents, found = read_train_rows(path, self)
+            if found != published:
+                raise StoreError(f"its checksum is {found}, the manifest says {published}")
+            return contents
+
     def _gram_path(self, model_id: int) -> Path:
         if self.manifest.checkpoints[model_id].solver is None:
             return super()._gram_path(model_id)
@@ -328,6 +349,8 @@ def open_index(files: IndexFiles, output_dir: Path) -> IndexStore:
         store = _checked_store(files, output_dir)
         for model_id in store.model_ids:
             check_listing(files, tensor_files(store, model_id, store.manifest.checkpoints[model_id]))
+        if store.manifest.train_rows is not None:
+            check_listing(files, {TRAIN_ROWS_FILE: train_row_bytes(store.train_size)})
     except RefusedIndexError:
         for path in JSON_FILES:
             files.discard(path)

@@ -28,6 +28,7 @@ from hf_trak.hub.manifest import MANIFEST_FILE, IndexManifest, TrainSource, refu
 from hf_trak.hub.models import HubCheckpoint, load_model
 from hf_trak.hub.names import checked_repo, checked_revision
 from hf_trak.hub.pull import open_repo
+from hf_trak.hub.remote_rows import RemoteRows
 from hf_trak.hub.safe_loading import load_dataset
 from hf_trak.identity.own_code import name_of
 from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
@@ -126,12 +127,14 @@ def load_attributor(
 
     # Without training rows, what the index records of them is enough to score targets.
     if train_dataset is None:
-        train_dataset = AbsentRows(store.config["train_size"], name)
-        data_collator = data_collator or target_collator(processing_class)
+        train_dataset = AbsentRows(store.config["train_size"], name, _recorded_rows(index))
+    elif isinstance(train_dataset, RemoteRows):
+        _expect(index, train_dataset)
     elif isinstance(train_dataset, str):
         train_dataset = _train_dataset(index, train_dataset)
     recorded_rows: dict[str, Any] | None = None
-    if isinstance(train_dataset, AbsentRows):
+    if isinstance(train_dataset, AbsentRows | RemoteRows):
+        data_collator = data_collator or target_collator(processing_class)
         recorded_rows = {key: store.config[key] for key in ("train_fingerprint", "collation") if key in store.config}
 
     attributor = cls(
@@ -244,6 +247,29 @@ def _train_dataset(index: _OpenedIndex, name: str) -> Any:
         return load_dataset(
             name, source.config, split=source.split or "train", revision=source.revision, token=index.token
         )
+
+
+def _recorded_rows(index: _OpenedIndex) -> RemoteRows | None:
+    """Return the rows of the dataset repo that an index names, if the index has digests to compare them with."""
+    source = None if index.manifest is None else index.manifest.train_dataset
+    if source is None or index.local_files_only or index.manifest is None or index.manifest.train_rows is None:
+        return None
+    rows = RemoteRows(source.name, source.config, source.split or "train", source.revision, token=index.token)
+    _expect(index, rows)
+    return rows
+
+
+def _expect(index: _OpenedIndex, rows: RemoteRows) -> None:
+    """Tell rows of a dataset repo what they are compared with."""
+    recorded = None if index.manifest is None else index.manifest.train_dataset
+    same = recorded is not None and (recorded.name, recorded.split) == (rows.repo_id, rows.split)
+    if same and recorded is not None and rows.revision is None:
+        rows.revision = recorded.revision
+        rows.config = rows.config or recorded.config
+    commit = recorded.revision if same and recorded is not None else None
+    store = index.store
+    contents = store.train_rows if isinstance(store, IndexStore) else lambda: None
+    rows.expect(store.config["train_size"], contents, commit)
 
 
 def _arguments(index: _OpenedIndex, model: torch.nn.Module, options: Mapping[str, Any]) -> TrakConfig:

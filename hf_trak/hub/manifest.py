@@ -15,7 +15,8 @@
       "solver_settings": {how the ridge regression is solved},
       "weights_dtype": "float32",
       "train_dataset": {"name", "config", "split", "revision"} or null,
-      "lds": the linear datamodeling score, if it was measured, or null
+      "lds": the linear datamodeling score, if it was measured, or null,
+      "train_rows": checksum of the digests of the training rows
     }
 
 Every value of an untrusted index is checked here, and none is used as a path, imported or executed. Manifests of
@@ -23,7 +24,7 @@ version 1 have no checksum; they are accepted beside configurations of version 1
 
 `curvature`, `exact_settings` and `solver_settings` are optional, and came without another version: readers that do not
 know them pass over them and compute the same scores from features. These readers refuse unknown keys in `settings`. So
-are `solver`, which is left out where there is a Gram matrix, `row_digests` and `converted_from`.
+are `solver`, which is left out where there is a Gram matrix, `row_digests`, `converted_from` and `train_rows`.
 """
 
 import re
@@ -98,6 +99,7 @@ class IndexManifest:
         train_dataset: the training rows.
         lds: the linear datamodeling score, if it was measured.
         config: hash of the configuration beside the manifest; `None` in manifests of version 1.
+        train_rows: checksum of the digests of the training rows, if there are some.
     """
 
     checkpoints: dict[int, PublishedCheckpoint]
@@ -106,6 +108,7 @@ class IndexManifest:
     train_dataset: TrainSource | None = None
     lds: float | None = None
     config: str | None = None
+    train_rows: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest as plain JSON, without its checksum."""
@@ -122,6 +125,7 @@ class IndexManifest:
             "weights_dtype": self.weights_dtype,
             "train_dataset": None if self.train_dataset is None else vars(self.train_dataset),
             "lds": self.lds,
+            **({} if self.train_rows is None else {"train_rows": self.train_rows}),
         }
 
     @classmethod
@@ -154,6 +158,8 @@ class IndexManifest:
             raise ValueError(f"`config` is {shown(config)}, not 32 hex digits")
         if dtype is not None and dtype not in _DTYPES:
             raise ValueError(f"`weights_dtype` is {shown(dtype)}, not null or one of {list(_DTYPES)}")
+        if (rows := content.get("train_rows")) is not None and not is_digest(rows):
+            raise ValueError(f"`train_rows` is {shown(rows)}, not 32 hex digits")
         if lds is not None and (isinstance(lds, bool) or not isinstance(lds, int | float) or not -1 <= lds <= 1):
             raise ValueError(f"`lds` is {shown(lds)}, not null or a number from -1 to 1")
         return cls(
@@ -163,6 +169,7 @@ class IndexManifest:
             _train_source(content.get("train_dataset")),
             lds,
             config,
+            rows,
         )
 
 

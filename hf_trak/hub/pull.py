@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hf_trak.errors import ConfigMismatchError
 from hf_trak.hub.files import HubFiles, LocalFiles
-from hf_trak.hub.index_files import tensor_files
+from hf_trak.hub.index_files import TRAIN_ROWS_FILE, tensor_files
 from hf_trak.hub.index_store import JSON_FILES, IndexStore, open_index
 from hf_trak.hub.manifest import check_json_size
 from hf_trak.store.atomic import atomic_path, write_bytes
@@ -104,6 +104,8 @@ def pull_index(
         _copy_curvature(store, model_id, directory)
         folder = store.checkpoint_dir(model_id).name
         write_bytes(directory / folder / "checkpoint.json", store.encoded(store.checkpoint_info(model_id)))
+    if store.train_rows() is not None:
+        _copy(store, TRAIN_ROWS_FILE, directory)
     # The JSON files come last: a directory that has them is complete.
     for name in JSON_FILES:
         write_bytes(directory / name, store.files.fetch(name).read_bytes())

@@ -20,7 +20,7 @@ from hf_trak.hub.destination import Destination, commit_fields, create_repo
 from hf_trak.hub.index_card import index_card
 from hf_trak.hub.index_checks import check_bounds
 from hf_trak.hub.index_facts import IndexFacts, attributor_facts, completed
-from hf_trak.hub.index_files import INDEX_FILE, checksums_of, references_checksum, tensor_files
+from hf_trak.hub.index_files import INDEX_FILE, TRAIN_ROWS_FILE, checksums_of, references_checksum, tensor_files
 from hf_trak.hub.index_store import JSON_FILES, IndexStore
 from hf_trak.hub.manifest import (
     EXACT_SETTINGS,
@@ -34,6 +34,7 @@ from hf_trak.hub.origins import parse_source
 from hf_trak.hub.published import PublishedCheckpoint
 from hf_trak.hub.row_digests import has_row_digests, write_row_digests
 from hf_trak.hub.solver_state import solver_settings, stored_solver
+from hf_trak.hub.train_rows import read_train_rows, write_train_rows
 from hf_trak.store.revised import RevisedStore
 from hf_trak.store.sealed import sealed, sealed_bytes
 from hf_trak.store.store import FeatureStore
@@ -85,12 +86,14 @@ def push_attributor(
     described = attributor_facts(attributor, **facts)
     for model_id in attributor.scorer.ensemble(None):
         attributor.scorer.prepare(model_id)  # computed by all processes together if it is missing
-    store = attributor.store
-    return CommitInfo(
-        **attributor.processes.broadcast_from_main(
-            lambda: commit_fields(publish(store, destination, described, curvature))
-        )
-    )
+    store, rows = attributor.store, attributor.train_dataset
+
+    def push() -> dict[str, Any]:
+        if described.train_dataset is not None:
+            write_train_rows(store, rows)
+        return commit_fields(publish(store, destination, described, curvature))
+
+    return CommitInfo(**attributor.processes.broadcast_from_main(push))
 
 
 def push_index(
@@ -179,6 +182,7 @@ def publish(store: FeatureStore, destination: Destination, facts: IndexFacts, cu
             *(CommitOperationAdd(name, data) for name, data in json_files.items()),
             *card_operations(api, repo_id, info, card, "index"),
             *_checkpoint_operations(store, manifest),
+            *_train_row_operations(store, manifest),
             *_curvature_operations(curvatures),
         ]
         present = {file.rfilename for file in info.siblings or []}
@@ -243,7 +247,7 @@ def _manifest(store: FeatureStore, facts: IndexFacts, curvatures: Mapping[int, S
         values |= solver_settings([one.solver for one in published.values()], store.train_size, store.proj_dim)
     settings = {name: values[name] for name in (*SETTINGS, *EXACT_SETTINGS, *SOLVER_SETTINGS)}
     manifest = IndexManifest(
-        published, settings, facts.weights_dtype, facts.train_dataset, facts.lds, store.config_hash
+        published, settings, facts.weights_dtype, facts.train_dataset, facts.lds, store.config_hash, _train_rows(store)
     )
     # Reading it back checks it as every reader will.
     return IndexManifest.from_json(sealed(manifest.to_json()), store.train(ids[0]).plan)
@@ -255,6 +259,22 @@ def _row_digests(store: FeatureStore, model_id: int) -> str | None:
         store.row_digests(model_id)
         return store.manifest.checkpoints[model_id].row_digests
     return write_row_digests(store, model_id) if has_row_digests(store) else None
+
+
+def _train_rows(store: FeatureStore) -> str | None:
+    """Return the checksum of the digests of the training rows, if there are some."""
+    if isinstance(store, IndexStore):
+        store.train_rows()
+        return store.manifest.train_rows
+    path = store.output_dir / TRAIN_ROWS_FILE
+    return read_train_rows(path, store)[1] if path.exists() else None
+
+
+def _train_row_operations(store: FeatureStore, manifest: IndexManifest) -> list[CommitOperationAdd]:
+    if manifest.train_rows is None:
+        return []
+    root = store.files.root if isinstance(store, IndexStore) else store.output_dir
+    return [CommitOperationAdd(TRAIN_ROWS_FILE, root / TRAIN_ROWS_FILE)]
 
 
 def _check_readable(config: Mapping[str, Any], json_files: Mapping[str, bytes]) -> None:

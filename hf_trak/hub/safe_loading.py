@@ -158,6 +158,19 @@ def load_dataset(name: str, config_name: str | None = None, **options: Any) -> A
         return datasets.load_dataset(name, config_name, **options)
 
 
+def load_dataset_builder(name: str, config_name: str | None = None, **options: Any) -> Any:
+    """Call `datasets.load_dataset_builder`, which finds the files of a dataset without downloading them.
+
+    Args:
+        name, config_name, options: as for [`load_dataset`].
+
+    Raises:
+        As [`load_dataset`].
+    """
+    with _row_errors(name):
+        return datasets.load_dataset_builder(name, config_name, **options)
+
+
 def load_saved_dataset(path: str | Path) -> Any:
     """Call `datasets.load_from_disk`, with clear errors for damaged files.
 
