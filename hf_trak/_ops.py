@@ -1,18 +1,24 @@
-"""The operators that hf_trak registers with torch: `torch.ops.hf_trak.*_accumulate` and `torch.ops.hf_trak.hadamard`.
+"""The operators that hf_trak registers with torch, `torch.ops.hf_trak.*`.
 
-The first add `block @ R` for one random map to `out`, in place; `sjlt_accumulate_outer` takes the block as factors.
-The last rotates rows of features in place. On CUDA tensors they launch the kernels of `hf_trak.kernels`, on the CPU
-they run the same map in torch operators, which is what the kernels are compared with.
+`*_accumulate` add `block @ R` for one random map to `out`, in place; `sjlt_accumulate_outer` takes a block's factors.
+`hadamard` rotates rows of features in place. On CUDA tensors they launch the kernels of `hf_trak.kernels`, on the CPU
+they run the same map in torch operators, which is what the kernels are compared with. There are no gradients through
+these. `project` and `project_transposed` return x R and y Rᵀ, and each is the other's derivative; both also work under
+`torch.func.vmap` and `torch.compile`.
 
 This module is the only one that registers operators. It stands above `hf_trak.kernels` and below `hf_trak.codes` and
-`hf_trak.projectors`, which check the arguments and call the functions here. There are no gradients through them.
+`hf_trak.projectors`, which check the arguments and call the functions here.
 """
+
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_trak.kernels import hadamard as hadamard_kernel
 from hf_trak.kernels import torch_hadamard
+from hf_trak.kernels.backend import float32_terms, kernels_wanted
 from hf_trak.kernels.dense import Distribution, accumulate_dense
 from hf_trak.kernels.outer import accumulate_outer
 from hf_trak.kernels.runtime import CUDA
@@ -166,6 +172,102 @@ def _(rows: Tensor, signs: Tensor, size: int, starts: list[int]) -> None:
 @hadamard.register_fake
 def _(rows: Tensor, signs: Tensor, size: int, starts: list[int]) -> None:
     return None
+
+
+@torch.library.custom_op("hf_trak::project", mutates_args=())
+def project(x: Tensor, k: int, name: str, seed: int, model_id: int, nonzeros: int) -> Tensor:
+    """Project rows by the unscaled R of a map, x R.
+
+    Args:
+        x (`torch.Tensor` of shape `(B, n)`):
+            Rows, float32, bfloat16 or float16.
+        k (`int`):
+            Number of columns of R.
+        name (`str`):
+            `"sjlt"`, `"rademacher"` or `"normal"`.
+        seed, model_id, nonzeros (`int`):
+            As in `sjlt_accumulate`.
+
+    Returns:
+        `torch.Tensor` of shape `(B, k)`, float32.
+    """
+    out = x.new_zeros(x.shape[0], k, dtype=torch.float32)
+    if not x.numel():
+        return out
+    if not kernels_wanted(x.device):
+        _map(name, x.shape[1], k, seed, nonzeros).accumulate(out, x, 0, model_id)
+    elif name == "sjlt":
+        sjlt_accumulate(out, x, 0, seed, model_id, nonzeros)
+    elif name == "rademacher":
+        rademacher_accumulate(out, x, 0, seed, model_id, float32_terms())
+    else:
+        normal_accumulate(out, x, 0, seed, model_id)
+    return out
+
+
+@project.register_fake
+def _(x: Tensor, k: int, name: str, seed: int, model_id: int, nonzeros: int) -> Tensor:
+    return x.new_empty(x.shape[0], k, dtype=torch.float32)
+
+
+@torch.library.custom_op("hf_trak::project_transposed", mutates_args=())
+def project_transposed(y: Tensor, n: int, name: str, seed: int, model_id: int, nonzeros: int) -> Tensor:
+    """Multiply rows by the transpose of the unscaled R of a map, y Rᵀ.
+
+    Args:
+        y (`torch.Tensor` of shape `(B, k)`):
+            Rows, float32.
+        n (`int`):
+            Number of rows of R.
+        name, seed, model_id, nonzeros:
+            As in `project`.
+
+    Returns:
+        `torch.Tensor` of shape `(B, n)`, float32.
+    """
+    return _map(name, n, y.shape[1], seed, nonzeros).transposed(y.float(), 0, n, model_id)
+
+
+@project_transposed.register_fake
+def _(y: Tensor, n: int, name: str, seed: int, model_id: int, nonzeros: int) -> Tensor:
+    return y.new_empty(y.shape[0], n, dtype=torch.float32)
+
+
+def _keep_for_project(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, _, *ctx.map = inputs
+    ctx.width, ctx.dtype = x.shape[1], x.dtype
+
+
+def _derive_project(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return project_transposed(gradient, ctx.width, *ctx.map).to(ctx.dtype), None, None, None, None, None
+
+
+def _derive_transposed(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return project(gradient, ctx.width, *ctx.map).to(ctx.dtype), None, None, None, None, None
+
+
+def _vmapped(operator: Any) -> Any:
+    """Rows of all samples are rows of one call, since each row is mapped by itself."""
+
+    def of_samples(info: Any, in_dims: tuple[int | None, ...], rows: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        samples = rows.movedim(in_dims[0], 0)  # type: ignore[arg-type]  # nothing else can be batched
+        return operator(samples.flatten(0, 1), *rest).unflatten(0, samples.shape[:2]), 0
+
+    return of_samples
+
+
+project.register_autograd(_derive_project, setup_context=_keep_for_project)
+project_transposed.register_autograd(_derive_transposed, setup_context=_keep_for_project)
+project.register_vmap(_vmapped(project))
+project_transposed.register_vmap(_vmapped(project_transposed))
+
+
+@lru_cache(maxsize=8)
+def _map(name: str, n: int, k: int, seed: int, nonzeros: int) -> SparseMap | RademacherMap | NormalMap:
+    """Make a map, or take one of the last ones, with the random bits that it keeps."""
+    if name == "sjlt":
+        return SparseMap(n, k, seed, nonzeros)
+    return RademacherMap(k, seed) if name == "rademacher" else NormalMap(k, seed)
 
 
 def _dense(

@@ -89,6 +89,26 @@ class DenseMap(ABC):
                 total.add(part, matrix)
             total.finish()
 
+    def transposed(self, rows: Tensor, start: int, n: int, model_id: int) -> Tensor:
+        """Multiply by the transposed map, `rows @ R[start : start + n]ᵀ`.
+
+        Args:
+            rows: `(B, k)`, float32.
+            start: first row of R.
+            n: number of rows of R.
+            model_id: id of the checkpoint.
+
+        Returns:
+            `(B, n)`, float32.
+        """
+        found = torch.zeros(rows.shape[0], n, dtype=torch.float32, device=rows.device)
+        for first in range(0, self.proj_dim, _COLUMNS_PER_PANEL):
+            columns = range(first, min(first + _COLUMNS_PER_PANEL, self.proj_dim))
+            part = rows[:, columns.start : columns.stop].contiguous()
+            for row, matrix in self._tiles(start, n, columns, model_id, rows.device):
+                found[:, row : row + len(matrix)].addmm_(part, matrix.T)
+        return found
+
     def matrix(self, start: int, n: int, model_id: int, device: str | torch.device = "cpu") -> Tensor:
         """Generate rows `start … start + n` of the unscaled R, float32 `(n, k)`."""
         result = torch.empty(n, self.proj_dim, dtype=torch.float32, device=device)

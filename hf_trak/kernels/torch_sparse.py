@@ -115,6 +115,37 @@ class SparseMap:
                 self.add_to_sums(sums, block, start, model_id, copy)
                 self.fold(segment, sums, model_id, copy)
 
+    def transposed(self, rows: Tensor, start: int, n: int, model_id: int) -> Tensor:
+        """Multiply by the transposed map, `rows @ R[start : start + n]ᵀ`: every coordinate gathers its s outputs.
+
+        Args:
+            rows: `(B, k)`, float32.
+            start: first coordinate.
+            n: number of coordinates.
+            model_id: id of the checkpoint.
+
+        Returns:
+            `(B, n)`, float32.
+        """
+        found = torch.zeros(rows.shape[0], n, dtype=torch.float32, device=rows.device)
+        for copy, (first_output, last_output) in enumerate(self.segments):
+            segment = rows[:, first_output:last_output]
+            for first, last, region in self._slices(start, n, model_id, copy, rows.device):
+                outputs = self._outputs(region, first, last, model_id, copy).to(rows.device)
+                values = segment.index_select(1, outputs)
+                found[:, first - start : last - start].addcmul_(values, _signs(region, first, last))
+        return found
+
+    def _outputs(self, region: _Region, first: int, last: int, model_id: int, copy: int) -> Tensor:
+        """Return the output, within its segment, of coordinates `first … last` of a region: `(last - first,)`."""
+        rotations = torch.tensor(self._rotations(model_id, copy))
+        outputs = self.segments[copy][1] - self.segments[copy][0]
+        chunk, within = _divmod(torch.arange(first - region.origin, last - region.origin), CHUNK)
+        run, inside = _divmod(within, RUN)
+        places = torch.tensor(region.offsets)[chunk] + run * torch.tensor(region.steps)[chunk] + inside
+        group, index = _divmod(places % (outputs * len(rotations)), outputs)
+        return (index + rotations[group]) % outputs
+
     def empty_sums(self, batch_size: int, copy: int, device: str | torch.device) -> Tensor:
         """Make zeroed accumulators for one segment, `(B, K + span of a chunk)`: additions need not wrap at K."""
         first, last = self.segments[copy]
@@ -220,6 +251,10 @@ def sum_of_outer_products(left: Tensor, right: Tensor) -> Tensor:
     """
     with torch.autocast(left.device.type, enabled=False):
         return torch.bmm(left.float().transpose(1, 2), right.float()).flatten(1)
+
+
+def _divmod(numbers: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
+    return torch.div(numbers, divisor, rounding_mode="floor"), numbers % divisor
 
 
 def _signs(region: _Region, first: int, last: int) -> Tensor:
