@@ -653,7 +653,8 @@ class TrakAttributor(FeaturizedModel):
             As [`~TrakAttributor.attribute`].
             TypeError: the task has one label per sample.
         """
-        singles = single_labels(self.task, self.featurizer().batches(eval_dataset), eval_dataset)
+        self.require_one_draw(eval_dataset, "Each draw may have other labels.")
+        singles = single_labels(self.task, self.featurizer().batches(eval_dataset, "target"), eval_dataset)
         scored = self.attribute(eval_dataset, top_k=top_k, name=name, **kwargs)
         parts = self.attribute(singles, top_k=None, name=None if name is None else f"{name}-tokens", **kwargs)
         return with_token_scores(scored, parts)

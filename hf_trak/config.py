@@ -103,6 +103,9 @@ class TrakConfig:
             fits is saved in `output_dir`, so that a resumed run starts with it.
         shard_size (`int`, *optional*, defaults to 1024):
             Rows per shard of features, which is the most that a killed process loses.
+        num_draws (`int`, *optional*, defaults to 1):
+            Number of draws of each row that a collator or transform draws at random (masks, crops). Features are means
+            over them. Has no influence on other rows.
         remove_unused_columns (`bool`, *optional*, defaults to `True`):
             Whether to drop dataset columns that the model's `forward` does not accept, as `Trainer` does.
         label_names (`list[str]`, *optional*):
@@ -226,6 +229,9 @@ class TrakConfig:
         default=1024,
         metadata={"help": "Rows per shard of features, which is the most that a killed process loses."},
     )
+    num_draws: int = field(
+        default=1, metadata={"help": "Draws of each random row (masks, crops), over which features are means."}
+    )
     remove_unused_columns: bool = field(
         default=True,
         metadata={"help": "Drop dataset columns that the model's `forward` does not accept, as `Trainer` does."},
@@ -264,6 +270,7 @@ class TrakConfig:
             ("curvature_rows", 1),
             ("per_device_batch_size", 1),
             ("shard_size", 1),
+            ("num_draws", 1),
             ("seed", 0),
             ("dataloader_num_workers", 0),
         ):

@@ -7,6 +7,7 @@ cannot be noticed is listed in `docs/troubleshooting.md` with the reason.
 import dataclasses
 import functools
 import logging
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -194,6 +195,7 @@ DEFINING: dict[str, Any] = {
 """Fields of `TrakConfig` whose change is refused."""
 
 HARMLESS: dict[str, Any] = {
+    "num_draws": 3,  # of rows that are not drawn at random
     "engine": "iterative", "max_block_bytes": 64, "per_device_batch_size": 3, "auto_find_batch_size": True,
     "dataloader_num_workers": 1, "dataloader_pin_memory": False, "use_cpu": True, "disable_tqdm": True,
     "remove_unused_columns": False, "label_names": ["labels"], "exact_memory": 1e-4,
@@ -400,10 +402,20 @@ class Random:
         return {**made, "input_ids": made["input_ids"].masked_fill(torch.rand(made["input_ids"].shape) < 0.3, 0)}
 
 
-def test_rows_drawn_at_random_are_refused(featurized: Callable[[Setup], Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"input_ids.*drawn at random"):
-        Setup(collator=Random()).attributor(tmp_path / "new").featurize()
+class Unseeded(Random):
+    """The same, with numbers of the operating system."""
+
+    def __call__(self, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+        torch.manual_seed(random.SystemRandom().getrandbits(32))
+        return super().__call__(batch)
+
+
+def test_rows_drawn_at_random(featurized: Callable[[Setup], Path], tmp_path: Path) -> None:
+    """Those that seeds repeat are accepted, but not in the place of fixed ones; others are refused."""
+    with pytest.raises(ValueError, match=r"input_ids.*given the same seeds"):
+        Setup(collator=Unseeded()).attributor(tmp_path / "new").featurize()
     assert not (tmp_path / "new").exists()
+    Setup(collator=Random()).attributor(tmp_path / "random").featurize()
     directory = copied(featurized, BASE, tmp_path, resume=False)
-    with pytest.raises(ValueError, match="drawn at random"):
+    with pytest.raises(HfTrakError, match=r"draws of each row: saved 0, given 1 \(0: rows are not drawn at random\)"):
         Setup(collator=Random()).attributor(directory).attribute(rows(50, M))

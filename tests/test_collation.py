@@ -365,7 +365,7 @@ def test_random_rows_are_refused_and_generators_left_alone(case: str, seed: int)
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
-    with pytest.raises(ValueError, match=r"drawn at random.*Use the transform and the collator of the evaluation"):
+    with pytest.raises(ValueError, match=r"same seeds.*use the transform and the collator of the evaluation"):
         check_repeatable(collate, PROBE)
     collation_of(collate, PROBE)
     assert (torch.rand(2).tolist(), np.random.rand(), random.random()) == expected
@@ -379,7 +379,7 @@ def test_the_message_names_columns_and_rows() -> None:
         mixed[3] = next(counter)
         return {"input_ids": torch.ones(len(rows)), "labels": mixed}
 
-    with pytest.raises(ValueError, match=r"in \['labels'\] of the rows \[3\]: they are drawn at random"):
+    with pytest.raises(ValueError, match=r"in \['labels'\] of the rows \[3\], although the generators"):
         check_repeatable(collate, PROBE)
 
 

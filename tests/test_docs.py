@@ -24,7 +24,7 @@ from doc_pages import PAGES, ROOT, RUNNABLE, blocks_of, hf_trak_command, name_of
 from hub_server import TOKEN, Hub, client, hub
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import DataCollatorWithPadding
+from transformers import BertConfig, BertForMaskedLM, DataCollatorWithPadding
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.main import COMMANDS
@@ -203,6 +203,19 @@ def test_tasks(place: Path) -> None:
     assert np.isfinite(weighted["trak_scores"][:]).all()
 
 
+def test_randomness(place: Path) -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    namespace = {
+        "masked_language_model": BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **sizes)).eval(),
+        "tokenizer": tokenizer,
+        "documents": documents(tokenizer, 6).select_columns(["input_ids"]),
+    }
+    run_page("docs/randomness.md", namespace, hf_trak_command)
+    assert namespace["attributor"].store.config["collation"]["draws"] == 8
+
+
 def test_engines(place: Path) -> None:
     batch: dict[str, Tensor] = {"input_ids": torch.randint(1, 30, (4, 7)), "attention_mask": torch.ones(4, 7)}
     model = tiny_bert()
@@ -349,6 +362,7 @@ RUN_HERE = {
     "docs/concepts.md",
     "docs/curvature.md",
     "docs/tasks.md",
+    "docs/randomness.md",
     "docs/engines.md",
     "docs/projections.md",
     "docs/hub.md",

@@ -62,14 +62,17 @@ class BatchLimits:
         for name in TOKEN_NAMES:
             tokens = items.get(name)
             if isinstance(tokens, Tensor) and tokens.ndim == 2 and tokens.numel() and not tokens.is_floating_point():
-                self._check_tokens(name, tokens)
+                self._check_tokens(name, tokens, items.get("position_ids"))
         for name in IMAGE_NAMES:
             images = items.get(name)
             if isinstance(images, Tensor) and images.ndim == 4:
                 self._check_images(name, images, bool(items.get("interpolate_pos_encoding", False)))
 
-    def _check_tokens(self, name: str, tokens: Tensor) -> None:
+    def _check_tokens(self, name: str, tokens: Tensor, positions: Any) -> None:
         highest = int(tokens.max())
+        length = tokens.shape[1]
+        if isinstance(positions, Tensor) and positions.numel():  # of packed documents, which may be many
+            length = min(length, int(positions.max()) + 1)
         if self.vocabulary is not None and highest >= self.vocabulary:
             row = int((tokens >= self.vocabulary).any(dim=1).nonzero()[0])
             raise ValueError(
@@ -78,7 +81,7 @@ class BatchLimits:
                 "and model from the same checkpoint, or resize the embedding as for the training "
                 "(`model.resize_token_embeddings(len(tokenizer))`)."
             )
-        if self.positions is not None and name != "decoder_input_ids" and tokens.shape[1] > self.positions:
+        if self.positions is not None and name != "decoder_input_ids" and length > self.positions:
             raise ValueError(
                 f"`{name}` has {tokens.shape[1]} tokens per sample, but {self.model} has {self.positions} positions. "
                 "Expected at most as many tokens. Tokenize with `truncation=True` and "

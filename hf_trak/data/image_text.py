@@ -24,7 +24,7 @@ class ImageTextCollator:
     ImageTextCollator("image", "caption", image_transform=preprocess_val, tokenizer=open_clip.get_tokenizer(...))
     ```
 
-    Use transforms without randomness, so that a row gives the same inputs every time.
+    Transforms may draw at random: see `num_draws` in [`~hf_trak.config.TrakConfig`].
 
     Args:
         image_column (`str`, *optional*, defaults to `"image"`):

@@ -1,6 +1,7 @@
 """Batches of dataset rows in a fixed order, with the columns that reach the model."""
 
 import inspect
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +15,16 @@ from transformers.feature_extraction_sequence_utils import SequenceFeatureExtrac
 from transformers.utils.generic import find_labels
 
 from hf_trak.data.batch_limits import BatchLimits
+from hf_trak.data.drawn_rows import DrawnRows, RowDraws
+from hf_trak.data.generators import generators_kept
 from hf_trak.data.model_inputs import check_rows, stored_columns
+from hf_trak.data.packing import cut_at_rows
+from hf_trak.identity.collation import Collate, drawn_at_random, probe_rows
 from hf_trak.identity.row_digest import fingerprint_dataset as fingerprint_dataset
 from hf_trak.identity.row_digest import update_digest as update_digest
 from hf_trak.modelout_functions.records import as_batch
+
+logger = logging.getLogger(__name__)
 
 Collator = Callable[[list[Any]], Any]
 
@@ -115,6 +122,8 @@ class RowBatches:
         num_workers: int = 0,
         pin_memory: bool = False,
         limits: BatchLimits | None = None,
+        draws: RowDraws | None = None,
+        side: str = "train",
     ) -> None:
         """
         Args:
@@ -125,11 +134,16 @@ class RowBatches:
             num_workers: number of processes that load rows.
             pin_memory: pass batches through pinned memory.
             limits: sizes that the model is limited to. Every batch is checked against them.
+            draws: how rows are drawn that come out of dataset or collator at random. `None` takes them as they come.
+            side: `"train"` or `"target"`, whose draws are independent.
 
         Raises:
             ValueError: the dataset has none of the columns.
         """
         self.stored = stored_columns(dataset)
+        self._given = dataset
+        self._draws = draws
+        self._side = side
         if columns is not None:
             columns = [*columns, *own_columns(collator)]
         if columns is not None and isinstance(dataset, HFDataset) and dataset.format["type"] != "custom":
@@ -144,6 +158,9 @@ class RowBatches:
         self.num_workers = 0 if getattr(dataset, "sequential", False) else num_workers
         self.pin_memory = pin_memory
         self.limits = limits
+        self._drawn_rows = DrawnRows(
+            dataset, self._collate, (collator, dataset), 0 if draws is None else draws.seed, side
+        )
 
     def _collate(self, rows: list[Any]) -> Any:
         if self.columns is not None and rows and isinstance(rows[0], Mapping):
@@ -151,32 +168,89 @@ class RowBatches:
             rows = [{name: value for name, value in row.items() if name in self.columns} for row in rows]
             _check_columns(rows[0], given, self.columns)
         check_rows(rows, self.collator, self.stored)
-        batch = as_batch(self.collator(rows))
+        batch = cut_at_rows(as_batch(self.collator(rows)), rows)
         if self.limits is not None:
             self.limits.check(batch, self.stored)
         return batch
 
-    def alone(self, row: int) -> Any:
-        """Load the batch of a single row, on the device."""
-        return send_to_device(self.collated([row]), self.device)
+    @property
+    def drawn(self) -> bool:
+        """Whether rows come out of dataset or collator at random, so that each is drawn with seeds of its own."""
+        if self._draws is None:
+            return False
+        known = self._draws.known(self._given)
+        return self.probe()[2] if known is None else known
 
-    def collated(self, rows: Sequence[int]) -> Any:
-        """Load and collate the batch of some rows, without moving it to the device."""
+    @property
+    def draws(self) -> int:
+        """Number of draws of each row: 1 for rows that are always the same."""
+        return self._draws.count if self._draws is not None and self.drawn else 1
+
+    def probe(self) -> tuple[Collate, list[int], bool]:
+        """Find out whether rows come at random, by collating some of them.
+
+        Each row is collated alone, since rows of different sizes need not fit into one batch. They are collated
+        together if the collator takes no single row.
+
+        Returns:
+            What collates these rows, their numbers, and whether they come at random.
+        """
+        rows = probe_rows(len(self._given), sequential=getattr(self._given, "sequential", False))
+        if self._draws is not None:
+            self._draws.remember(self._given, False)
+        collate: Collate = self._each_alone
+        if len(rows) > 1:
+            try:
+                with generators_kept():
+                    collate(rows[:1])
+            except Exception as error:  # whatever a user's collator may raise; with no rows at all, it raises again
+                logger.debug("The collator takes no single row (%r): probed rows are collated together.", error)
+                collate = self.collated
+        drawn = drawn_at_random(collate, rows)
+        if self._draws is not None:
+            self._draws.remember(self._given, drawn)
+        return collate, rows, drawn
+
+    def _each_alone(self, rows: list[int]) -> dict[str, Any]:
+        return {f"row {row}": self.collated([row]) for row in rows}
+
+    def alone(self, row: int, draw: int = 0) -> Any:
+        """Load the batch of a single row, on the device."""
+        return send_to_device(self.collated([row], draw), self.device)
+
+    def collated(self, rows: Sequence[int], draw: int = 0) -> Any:
+        """Load and collate the batch of some rows in one of their draws, without moving it to the device."""
+        if self.drawn:
+            return self._drawn_rows.__getitems__([(row, draw) for row in rows])
         fetch: Any = getattr(self.dataset, "__getitems__", None)
         return self._collate(fetch(list(rows)) if fetch is not None else [self.dataset[row] for row in rows])
 
     def iterate(self, batches: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
-        """Yield `(row numbers, batch)` for every list of row numbers in `batches`, the batch on the device."""
+        """Yield `(row numbers, batch)` for every list of row numbers in `batches`, the batch on the device.
+
+        Random rows come as often as they are drawn, all draws of one list of rows after each other.
+        """
         cuts = [list(rows) for rows in batches]
+        given: Any = self.dataset
+        keys: Sequence[Any] = cuts
+        collate: Callable[[Any], Any] = self._collate
+        if self.drawn:
+            cuts = [rows for rows in cuts for _ in range(self.draws)]
+            keys = [[(row, place % self.draws) for row in rows] for place, rows in enumerate(cuts)]
+            given, collate = self._drawn_rows, _as_it_is
         loader: DataLoader[Any] = DataLoader(
-            self.dataset,
-            batch_sampler=cuts,
-            collate_fn=self._collate,
+            given,
+            batch_sampler=keys,
+            collate_fn=collate,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
         )
         for rows, batch in zip(cuts, loader, strict=True):
             yield rows, send_to_device(batch, self.device)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def _check_columns(kept: Collection[str], given: Collection[str], columns: Collection[str]) -> None:

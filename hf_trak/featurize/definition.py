@@ -1,7 +1,5 @@
 """What defines the features of a row besides weights and task: settings, and what becomes of rows before the model."""
 
-import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,11 +8,9 @@ from hf_trak.config import TrakConfig
 from hf_trak.data.rows import RowBatches
 from hf_trak.featurize.curvature_settings import whitening_settings
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.identity.collation import check_repeatable, collation_of, probe_rows
+from hf_trak.identity.collation import check_repeatable, collation_of
 from hf_trak.store.configuration import code_settings
 from hf_trak.version import __version__
-
-logger = logging.getLogger(__name__)
 
 
 def feature_settings(
@@ -56,30 +52,18 @@ def feature_settings(
     }
 
 
-def collation_of_rows(batches: RowBatches, dataset: Any) -> dict[str, Any]:
+def collation_of_rows(batches: RowBatches) -> dict[str, Any]:
     """Describe what dataset, transforms, tokenizer and collator make of a few rows.
 
-    Each row is collated alone, since rows of different sizes need not fit into one batch. They are collated together
-    if the collator takes no single row.
-
     Args:
-        batches: collates rows of `dataset`.
-        dataset: training rows or targets.
+        batches: collates the rows, see [`~hf_trak.data.rows.RowBatches.probe`]. Random ones are described in their
+            first draw, with the number of `draws`.
 
     Raises:
         ValueError: the description is not the same each time.
     """
-
-    def alone(rows: list[int]) -> dict[str, Any]:
-        return {f"row {row}": batches.collated([row]) for row in rows}
-
-    rows = probe_rows(len(dataset), sequential=getattr(dataset, "sequential", False))
-    collate: Callable[[list[int]], Any] = alone
-    if len(rows) > 1:
-        try:
-            alone(rows[:1])
-        except Exception as error:  # whatever a user's collator may raise; if it takes no rows at all, it raises again
-            logger.debug("The collator takes no single row (%r): probed rows are collated together.", error)
-            collate = batches.collated
-    check_repeatable(collate, rows)
-    return collation_of(collate, rows)
+    collate, rows, drawn = batches.probe()
+    if drawn:
+        check_repeatable(collate, rows)
+    description = collation_of(collate, rows)
+    return {**description, "draws": batches.draws} if drawn else description

@@ -236,7 +236,7 @@ class ExactScores:
         model.processes.broadcast_from_main(model.prepare_store)
         fingerprint = fingerprint_dataset(eval_dataset)
         name = f"targets-{fingerprint[:12]}" if name is None else name
-        collation = model.collation(eval_dataset)
+        collation = model.collation(eval_dataset, "target")
         ids = self._ids(checkpoints, model_ids)
         sources = sources_of(ids, checkpoints)
         parts, described = [], []
@@ -269,6 +269,7 @@ class ExactScores:
     ) -> Tensor:
         """Compute q · ∇fᵀ P⁻¹ ∇f of every training row, averaged over checkpoints: `(n,)`, float32."""
         model = self.model
+        model.require_one_draw(model.train_dataset, "Self-influence is no mean over draws, since it has squares.")
         model.processes.broadcast_from_main(model.prepare_store)
         ids = self._ids(checkpoints, model_ids)
         sources = sources_of(ids, checkpoints)

@@ -15,9 +15,9 @@ from torch.utils.data import Subset
 
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.maps import GradientMap
-from hf_trak.data.rows import Collator, RowBatches, default_collator, own_columns, row_count
-from hf_trak.data.trainer_columns import ColumnsCollator
-from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError, StoreError
+from hf_trak.data.drawn_rows import RowDraws
+from hf_trak.data.rows import Collator, RowBatches, default_collator, row_count
+from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError, StoreError
 from hf_trak.featurize.checkpoint_arguments import as_list, check_part, checked_ids, sources_of
 from hf_trak.featurize.comparisons import COMPARISONS, mixed_precision
 from hf_trak.featurize.definition import collation_of_rows, feature_settings
@@ -27,6 +27,7 @@ from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
 from hf_trak.identity.row_digest import fingerprint_dataset, fingerprint_dataset_v1
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
+from hf_trak.modelout_functions.base import Side
 from hf_trak.modelout_functions.identity import task_identity, task_identity_v1
 from hf_trak.projectors import BlockProjector, make_projector
 from hf_trak.runtime.processes import Processes
@@ -115,6 +116,8 @@ class FeaturizedModel:
         self.model = model
         self.task = get_task(infer_task(model) if task is None else task)
         self.task.use_seed(self.args.seed)
+        self.row_draws = RowDraws(self.args.seed, self.args.num_draws)
+        self.batch_done: Callable[[], None] = lambda: None
         self.train_dataset = train_dataset
         self.processing_class = processing_class
         self._train_size = row_count(train_dataset, "train_dataset")
@@ -193,13 +196,19 @@ class FeaturizedModel:
             self._train_fingerprint = fingerprint_dataset(self.train_dataset)
         return {"train_fingerprint": self._train_fingerprint, "collation": self.collation(self.train_dataset)}
 
-    def collation(self, dataset: Any) -> dict[str, Any]:
+    def collation(self, dataset: Any, side: Side = "train") -> dict[str, Any]:
         """Describe what dataset, transforms, tokenizer and collator make of a few rows.
 
+        Rows that come at random are described in their first draw.
+
+        Args:
+            dataset: the rows.
+            side: whether they are training examples or targets, whose draws are independent.
+
         Raises:
-            ValueError: it is not the same each time.
+            ValueError: it is not the same each time, even with the same seeds.
         """
-        return collation_of_rows(self._row_batches(dataset), dataset)
+        return collation_of_rows(self._row_batches(dataset, side))
 
     def _settings(self) -> dict[str, Any]:
         return feature_settings(
@@ -225,8 +234,26 @@ class FeaturizedModel:
             nonzeros=self.args.proj_nonzeros,
         )
 
-    def _row_batches(self, dataset: Any) -> RowBatches:
-        return row_batches(self.model, self.task, self.data_collator, dataset, self.args, self.device)
+    def require_one_draw(self, dataset: Any, reason: str) -> None:
+        """Refuse several draws of random rows for what is no mean over draws.
+
+        Args:
+            dataset: the rows.
+            reason: why, for the error message.
+
+        Raises:
+            HfTrakError: the rows come at random, and are drawn more than once.
+        """
+        if self.row_draws.count > 1 and self._row_batches(dataset, "train").drawn:
+            raise HfTrakError(
+                f"`num_draws` is {self.row_draws.count}, and rows come at random. {reason} Use another output "
+                "directory with `num_draws=1`."
+            )
+
+    def _row_batches(self, dataset: Any, side: Side) -> RowBatches:
+        return row_batches(
+            self.model, self.task, self.data_collator, dataset, self.args, self.device, self.row_draws, side
+        )
 
     def featurizer(
         self, task: AbstractModelOutput | None = None, projector: BlockProjector | GradientMap | None = None
@@ -237,7 +264,7 @@ class FeaturizedModel:
             task: the model output function; `None` takes that of the attribution.
             projector: the map of the gradients; `None` takes the random projection.
         """
-        return Featurizer(
+        made = Featurizer(
             self.model,
             self.task if task is None else task,
             self.projector() if projector is None else projector,
@@ -248,6 +275,8 @@ class FeaturizedModel:
             self.device,
             self.store,
         )
+        made.row_draws, made.batch_done = self.row_draws, self.batch_done
+        return made
 
     def estimate(self, eval_dataset: Any = 0, checkpoints: int = 1, measure: bool = False) -> Estimate:
         """Tell what it takes to featurize and score: parameters, disk, memory, and time if it is measured.
@@ -288,12 +317,7 @@ class FeaturizedModel:
         rows = list(range(batches * size))
         dataset = self.train_dataset
         part = dataset.select(rows) if hasattr(dataset, "select") else Subset(dataset, rows)
-        calls: list[float] = []
-
-        def timed(chosen: list[Any]) -> Any:
-            calls.append(time.perf_counter())
-            return self.data_collator(chosen)
-
+        done: list[float] = []
         with tempfile.TemporaryDirectory(prefix="hf_trak-estimate-") as directory:
             options = replace(
                 self.args,
@@ -305,11 +329,9 @@ class FeaturizedModel:
                 whitened=False,
             )
             measured = FeaturizedModel(self.model, options, part, self.data_collator, self.processing_class, self.task)
-            measured.data_collator = ColumnsCollator(timed, own_columns(self.data_collator))
+            measured.batch_done = lambda: done.append(time.perf_counter())
             measured.featurize()
-        # Rows are collated when the batch before is done. Earlier calls are those of the task's references, if any.
-        first, *_, last = calls[-batches:][1:]
-        return size * (batches - 2) / (last - first)
+        return size * (batches - 1) / (done[-1] - done[0])
 
     def featurize(
         self,
@@ -477,7 +499,7 @@ class FeaturizedModel:
         old = self.store.version == 1
         fingerprint = fingerprint_dataset_v1(eval_dataset) if old else fingerprint_dataset(eval_dataset)
         name = f"targets-{fingerprint[:12]}" if name is None else name
-        collation = self.collation(eval_dataset)
+        collation = self.collation(eval_dataset, "target")
         scorer = self.scorer
         ids = scorer.ensemble(model_ids)
         sources = sources_of(ids, checkpoints)

@@ -7,7 +7,7 @@ same bits whichever process computes it.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,16 @@ from transformers.utils.generic import find_labels
 from hf_trak.config import TrakConfig
 from hf_trak.curvature.maps import GradientMap, MapSink
 from hf_trak.data.batch_limits import BatchLimits
+from hf_trak.data.drawn_rows import RowDraws
 from hf_trak.data.rows import Collator, RowBatches, batch_rows, forward_columns
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError
 from hf_trak.featurize.batch_size import BatchSizeFinder
+from hf_trak.featurize.draw_means import DrawMean
 from hf_trak.gradient_computers import AbstractGradientComputer, AutoGradientComputer, make_gradient_computer
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.modelout_functions import AbstractModelOutput
+from hf_trak.modelout_functions.aggregated import targets_may_be_empty
 from hf_trak.modelout_functions.base import Side
 from hf_trak.modelout_functions.batches import LABEL_NAMES
 from hf_trak.modelout_functions.records import FieldBatch
@@ -109,6 +112,8 @@ class Featurizer:
         self.processes = processes
         self.device = device
         self.store = store
+        self.row_draws: RowDraws | None = None
+        self.batch_done: Callable[[], None] = lambda: None
 
     def fill(
         self,
@@ -194,7 +199,7 @@ class Featurizer:
         """Compute shards one after the other, with batches of one size."""
         computer = self.computer()
         self.prepare_task(model_id, batch_size)
-        batches = self.batches(dataset)
+        batches = self.batches(dataset, side)
         ranges = [shards.plan.rows(index) for index in indices]
         # Batches never cross a shard boundary, so a shard is the same whichever others are computed in this run.
         cuts = [cut for rows in ranges for cut in batch_rows(rows.start, rows.stop, batch_size)]
@@ -213,11 +218,11 @@ class Featurizer:
                 out_to_loss = torch.empty(len(shard_rows))
                 filled = 0
                 while filled < len(shard_rows):
-                    rows, batch = next(stream)
+                    rows, features, q = self._next(stream, batches, computer, model_id, side)
                     part = slice(filled, filled + len(rows))
-                    self.let_collate_alone(computer, batches, rows, batch)
-                    grads[part], out_to_loss[part] = self._features(rows, batch, computer, model_id, side)
+                    grads[part], out_to_loss[part] = features, q
                     filled += len(rows)
+                    self.batch_done()
                     progress.update(len(rows))
                 # Before the first shard is written, features that are stored already are compared with those that the
                 # same code gives now. The engine has been chosen and checked on the batches above.
@@ -263,10 +268,10 @@ class Featurizer:
             computer.self_check = computer.engine is None
         try:
             # Each row is computed alone, so that rows of different sizes need not fit into one batch.
-            for row, (_, batch) in zip(
-                rows, self.batches(stored.dataset).iterate([[row] for row in rows]), strict=True
-            ):
-                found, _ = self._features([row], batch, computer, model_id, stored.side)
+            batches = self.batches(stored.dataset, stored.side)
+            stream = batches.iterate([[row] for row in rows])
+            for row in rows:
+                _, found, _ = self._next(stream, batches, computer, model_id, stored.side)
                 place = row - shard.start
                 saved = shard.rows(place, place + 1).grads[0].float()
                 change = float((stored.shards.kept(found)[0] - saved).norm() / saved.norm().clamp_min(1e-30))
@@ -301,9 +306,11 @@ class Featurizer:
         step = _LARGEST_STEPS[shards.code_format.bits]
         return change + 2 * math.sqrt(step * change * math.sqrt(2 / math.pi))
 
-    def batches(self, dataset: Any) -> RowBatches:
-        """Collate rows of a dataset as the model and the task get them."""
-        return row_batches(self.model, self.task, self.collator, dataset, self.args, self.device)
+    def batches(self, dataset: Any, side: Side = "train") -> RowBatches:
+        """Collate rows of a dataset, on one side, as the model and the task get them."""
+        return row_batches(
+            self.model, self.task, self.collator, dataset, self.args, self.device, self.row_draws, side
+        )
 
     def prepare_task(self, model_id: int, batch_size: int) -> None:
         """Give the task what it has to know about this checkpoint (CLIP: simulated negatives).
@@ -324,6 +331,29 @@ class Featurizer:
             references = read_references(self.store, model_id)
         if references is not None:
             self.task.restore(self.model, references)
+
+    def _next(
+        self,
+        stream: Iterator[tuple[list[int], Any]],
+        batches: RowBatches,
+        computer: AbstractGradientComputer,
+        model_id: int,
+        side: Side,
+    ) -> tuple[list[int], Tensor, Tensor]:
+        """Return the next rows of a stream, their features `(B, k)` and q `(B,)`: means over their draws."""
+        mean, rows = DrawMean(side), list[int]()
+        for draw in range(batches.draws):
+            rows, batch = next(stream)
+            self.let_collate_alone(computer, batches, rows, batch, draw=draw)
+            with targets_may_be_empty(batches.draws > 1):
+                mean.add(*self._features(rows, batch, computer, model_id, side))
+        features, q = mean.result()
+        if batches.draws > 1 and side == "target" and bool((q == 0).any()):
+            raise ValueError(
+                f"The target row {rows[int((q == 0).nonzero()[0])]} has no label in any of {batches.draws} draws. "
+                "Expected at least one. Is there a token in it that may be masked? Raise `num_draws`."
+            )
+        return rows, features, q
 
     def _features(
         self, rows: Sequence[int], batch: Any, computer: AbstractGradientComputer, model_id: int, side: Side
@@ -355,6 +385,7 @@ class Featurizer:
         rows: Sequence[int],
         batch: Any,
         completed: Callable[[Any, int], Any] | None = None,
+        draw: int = 0,
     ) -> None:
         """Let the check of an engine compare rows of this batch with the same rows, each collated alone.
 
@@ -366,12 +397,13 @@ class Featurizer:
             rows: the rows of the batch.
             batch: the batch.
             completed: makes of a row's batch and its number what the model takes; by default `in_dtype_of_model`.
+            draw: number of the draw of random rows.
         """
         if isinstance(computer, AutoGradientComputer):
             fits = SplitBatch.of(batch).size == len(rows)
             finish = completed or (lambda alone, _: self.in_dtype_of_model(alone))
             computer.collated_alone = (
-                (lambda position: finish(batches.alone(rows[position]), rows[position])) if fits else None
+                (lambda position: finish(batches.alone(rows[position], draw), rows[position])) if fits else None
             )
 
     def in_dtype_of_model(self, batch: Any) -> Any:
@@ -400,6 +432,8 @@ def row_batches(
     dataset: Any,
     args: TrakConfig,
     device: torch.device,
+    draws: RowDraws | None = None,
+    side: Side = "train",
 ) -> RowBatches:
     """Collate rows of a dataset as a model and a task get them.
 
@@ -413,6 +447,8 @@ def row_batches(
         dataset: the rows.
         args: the configuration.
         device: where batches go.
+        draws: how rows are drawn that come at random; by default they are taken as they come.
+        side: whether they are training examples or targets.
     """
     columns = [*forward_columns(model, args.label_names), *task.batch_columns]
     return RowBatches(
@@ -423,6 +459,8 @@ def row_batches(
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and device.type == "cuda",
         limits=BatchLimits.of(model),
+        draws=draws,
+        side=side,
     )
 
 

@@ -48,6 +48,12 @@ def revise(
             "dataset (its simulated negatives), so those of the unchanged rows cannot be used again. Featurize the "
             "changed dataset in an output directory of its own."
         )
+    if "draws" in store.config.get("collation", {}):
+        raise HfTrakError(
+            "The training rows come at random, and the seeds of their draws belong to row numbers, which would "
+            "change. Expected rows that are always the same. Featurize the changed dataset in an output directory of "
+            "its own."
+        )
     for model_id in attributor.scorer.ensemble(None):
         store.train(model_id).require_complete("Call `featurize` on the original dataset first.")
     if attributor.args.whitened:

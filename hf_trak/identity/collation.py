@@ -79,6 +79,9 @@ def collation_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> lis
     Args:
         saved, given: what [`collation_of`] returned.
     """
+    draws = saved.get("draws", 0), given.get("draws", 0)
+    if draws[0] != draws[1]:
+        return [f"draws of each row: saved {draws[0]}, given {draws[1]} (0: rows are not drawn at random)"]
     if saved["rows"] != given["rows"]:
         return [f"rows: saved {saved['rows']}, given {given['rows']}"]
     before, after = saved["columns"], given["columns"]
@@ -93,6 +96,28 @@ def collation_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> lis
             size = f", by about {relative:.1g} of their norm" if relative else ""
             lines.append(f"{path}: other values{_of_rows(changed, first, saved['rows'])}{size} ({_kind(first)})")
     return lines
+
+
+def drawn_at_random(collate: Collate, rows: Sequence[int]) -> bool:
+    """Tell whether rows come out at random: their collation draws from a generator, or gives something else each time.
+
+    Random generators of torch, numpy and Python are restored.
+
+    Args:
+        collate: see [`collation_of`].
+        rows: row numbers, see [`probe_rows`].
+    """
+    with _random_state_kept():
+        before = _generator_states()
+        collate(list(rows))
+        if _generator_states() != before:
+            return True
+    return _difference(collate, rows) is not None
+
+
+def _generator_states() -> tuple[Any, ...]:
+    kind, words, *others = np.random.get_state()
+    return random.getstate(), (kind, bytes(np.asarray(words)), *others), bytes(torch.get_rng_state().numpy())
 
 
 def check_repeatable(collate: Collate, rows: Sequence[int]) -> None:
@@ -110,17 +135,26 @@ def check_repeatable(collate: Collate, rows: Sequence[int]) -> None:
     Raises:
         ValueError: a column differs between two times; names it.
     """
+    if (found := _difference(collate, rows)) is not None:
+        raise ValueError(_random_rows(*found, rows))
+
+
+def _difference(
+    collate: Collate, rows: Sequence[int]
+) -> tuple[Mapping[str, list[str]], Mapping[str, list[str]]] | None:
+    """Collate rows again and again, and return the first two results that differ, as digests; `None` if none do."""
     first: dict[str, list[str]] | None = None
     start = time.perf_counter()
     with _random_state_kept():
         for done in range(MAX_COLLATIONS):
             if done >= MIN_COLLATIONS and time.perf_counter() - start > SPARE_SECONDS:
-                return
+                break
             found = {path: _exact(value, len(rows)) for path, value in _columns(collate(list(rows)))}
             if first is None:
                 first = found
             if found != first:
-                raise ValueError(_random_rows(first, found, rows))
+                return first, found
+    return None
 
 
 def _random_rows(first: Mapping[str, list[str]], found: Mapping[str, list[str]], rows: Sequence[int]) -> str:
@@ -132,9 +166,10 @@ def _random_rows(first: Mapping[str, list[str]], found: Mapping[str, list[str]],
     which = f" of the rows {sorted(changed)}" if changed else ""
     return (
         f"The same rows came out of dataset and collator with other values when they were collated again, in {names}"
-        f"{which}: they are drawn at random (masks, crops, augmentation). Expected the same batch each time, since "
-        "features belong to one fixed input. Use the transform and the collator of the evaluation, or save the random "
-        "choices in the dataset, for example by masking tokens with `dataset.map`."
+        f"{which}, although the generators of torch, numpy and Python were given the same seeds. Expected random "
+        "numbers (masks, crops, augmentation) from these three, or from a generator that the collator or transform "
+        "keeps as an attribute. Draw from one of them, use the transform and the collator of the evaluation, or save "
+        "the random choices in the dataset, for example by masking tokens with `dataset.map`."
     )
 
 

@@ -18,7 +18,9 @@ example of many tokens pulls harder than one of few.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -87,7 +89,7 @@ class AggregatedModelOutput(BatchedModelOutput):
         self.check(model_output, batch)
         with torch.no_grad():
             margins, valid = self.unit_margins(model_output, batch), self._counted(batch)
-            if side == "target":
+            if side == "target" and not _MAY_BE_EMPTY.get():
                 _check_targets(valid)
             counts = valid.sum(dim=1)
             if self.unit_output == "log_likelihood":
@@ -146,6 +148,19 @@ class AggregatedModelOutput(BatchedModelOutput):
                 "number per label. Give every row as many entries as it has labels."
             )
         return column
+
+
+_MAY_BE_EMPTY = ContextVar("targets that may be without labels", default=False)
+
+
+@contextmanager
+def targets_may_be_empty(allowed: bool) -> Iterator[None]:
+    """Let targets be without labels: one draw of a random row (masked tokens) may have none, and others some."""
+    token = _MAY_BE_EMPTY.set(allowed)
+    try:
+        yield
+    finally:
+        _MAY_BE_EMPTY.reset(token)
 
 
 def _check_targets(valid: Tensor) -> None:

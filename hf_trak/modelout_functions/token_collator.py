@@ -6,6 +6,7 @@ padding has moved those.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class TokenColumnsCollator:
         reference = batch.get(self.beside)
         free = not isinstance(reference, Tensor)  # an encoder-decoder may have more or fewer labels than inputs
         width = max(map(len, column)) if free else reference.shape[1]
+        if not free and reference.shape[0] == 1 < len(column):  # one sequence of all rows, which is cut later
+            column, tokens = [list(chain.from_iterable(column))], [sum(count or 0 for count in tokens)]
         if not free:
             for i, (entries, count) in enumerate(zip(column, tokens, strict=True)):
                 if len(entries) not in (count, width):
