@@ -10,6 +10,9 @@ from hf_trak.runtime.checks import checked_int
 
 DEFAULT_STEPS = 10
 DEFAULT_ROWS = 512
+REFINED_DAMPING = 10.0
+"""Damping c of refined targets: what the banks of the benchmark of quality say, see docs/benchmarks/refine.md. C has
+curvature between layers, too, and so many more directions that a sample of rows says little about."""
 DEFAULT_TOLERANCE = 0.02
 
 
@@ -27,7 +30,7 @@ class Refinement:
             Residual at which a target is done, relative to that of the start, in the norm of P⁻¹.
         damping (`float`, *optional*):
             Damping c of both C and P, relative to the mean of each block's eigenvalues. By default that of the
-            configuration.
+            configuration, if it names one, and otherwise 10.
         form (`str`, *optional*, defaults to `"auto"`):
             Derivatives along a direction `"forward"`, in forward mode, or `"twice"`, by differentiating twice, which
             takes less memory and more time; `"auto"` is forward mode where the model allows it.

@@ -347,6 +347,7 @@ class _Chunk:
         rows = state.found.float().cpu()
         kept = form.compressed(rows) if isinstance(form, LowRankForm) else rows
         self.refined.write(self.index, kept, self.gradients.read(self.index).out_to_loss)
+        self._state_path().unlink(missing_ok=True)
         self._state = None
 
 
