@@ -19,7 +19,7 @@ from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.curvature.fit import CurvatureFit, Stage
 from hf_trak.curvature.maps import SelfInfluence, TargetProducts, WhitenedProjection
 from hf_trak.curvature.plan import FitPlan
-from hf_trak.curvature.refinement import Refinement
+from hf_trak.curvature.refinement import REFINED_DAMPING, Refinement
 from hf_trak.curvature.target_forms import LowRankForm, TargetForm
 from hf_trak.data.row_part import RowPart
 from hf_trak.data.rows import row_count
@@ -102,6 +102,8 @@ class ExactScores:
             return self.refinement.damping
         if self.args.damping is not None:
             return self.args.damping
+        if self.refinement is not None:
+            return REFINED_DAMPING
         if not self.hybrid:
             return DEFAULT_DAMPING
         return HYBRID_DAMPING_OF_TOKENS if isinstance(self.model.task, AggregatedModelOutput) else HYBRID_DAMPING
