@@ -180,6 +180,15 @@ def test_curvature(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert_documented(place / directory, root)
 
 
+def test_verify(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = sentences(60)
+    attributor = TrakAttributor(tiny_bert(), small("trak"), rows).featurize()
+    given = {"attributor": attributor, "eval_dataset": rows.select(range(3))}
+    namespace = run_page("docs/verify.md", given, hf_trak_command)
+    assert len(namespace["result"].random) == 8
+    assert "16 draws" in capsys.readouterr().out
+
+
 def test_codes(place: Path) -> None:
     pytest.importorskip("faiss")
     rows = sentences(40)
@@ -359,6 +368,7 @@ def test_contributing_a_layer_rule(place: Path) -> None:
 RUN_HERE = {
     "docs/quickstart.md",
     "docs/codes.md",
+    "docs/verify.md",
     "docs/concepts.md",
     "docs/curvature.md",
     "docs/tasks.md",

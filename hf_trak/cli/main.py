@@ -28,6 +28,7 @@ COMMANDS = {
     "featurize": Command("featurize", "compute the features of a training set, or finish computing them"),
     "curvature": Command("curvature", "fit the curvature of exact scores, and report on it"),
     "attribute": Command("attribute", "score the training set against targets and save the run"),
+    "verify": Command("verify", "take a training step on the rows found for a target, and see what it does"),
     "report": Command("report", "write a run as one HTML file", "run"),
     "evaluate": Command(
         "evaluate", "compute linear datamodeling scores, of one run or of several methods on a bank", "run"

@@ -1,0 +1,116 @@
+"""`hf-trak verify`: take a training step on the rows that were found for one target, and see what it does."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments, TargetArguments
+from hf_trak.cli.build import build, build_from_index, quiet, remember, remembered, require_run, target_rows
+from hf_trak.cli.output import answer
+from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.config import TrakConfig
+from hf_trak.report.run import AttributionRun
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
+from hf_trak.store.atomic import safe_name
+
+SIMILARITIES = ("embeddings", "bm25", "none")
+
+
+@dataclass
+class VerifyArguments:
+    """The answer to verify."""
+
+    target: int = field(default=0, metadata={"help": "Number of the target among the rows to explain."})
+    rows: list[int] | None = field(
+        default=None, metadata={"help": "Numbers of training rows. By default those that the run found."}
+    )
+    name: str = field(default="targets", metadata={"help": "Name of the run of `hf-trak attribute` with the rows."})
+    count: int = field(default=10, metadata={"help": "Number of rows to take from the run."})
+    harmful: bool = field(default=False, metadata={"help": "Take the rows of the lowest scores from the run."})
+    similar: str = field(
+        default="embeddings",
+        metadata={"help": "How rows that look like the target are found: embeddings, bm25 or none."},
+    )
+    draws: int = field(default=16, metadata={"help": "How often as many random rows are drawn."})
+    index: str | None = field(
+        default=None, metadata={"help": "Published index, a repo or a directory; needs --train_dataset, too."}
+    )
+
+    def __post_init__(self) -> None:
+        safe_name(self.name, "name")
+        if self.similar not in SIMILARITIES:
+            raise ValueError(f"`similar` is {self.similar!r}. Expected one of {', '.join(SIMILARITIES)}.")
+        if self.count < 1:
+            raise ValueError(f"`count` is {self.count}. Expected at least 1.")
+
+
+def run(argv: Sequence[str]) -> None:
+    """Verify one answer.
+
+    Raises:
+        ValueError: the target does not exist, the run has another number of targets, or an index is given without
+            training rows.
+    """
+    kinds = (TargetArguments, VerifyArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments)
+    parse = partial(
+        parse_yaml_and_args,
+        kinds,
+        argv,
+        prog="hf-trak verify",
+        description="Take one small training step on the rows that were found for a target, on random rows and on "
+        "rows that look like it, and compare what each does to the target's output. The model is left as it was. "
+        "Model, training rows and settings are by default those that `hf-trak featurize` has recorded in output_dir.",
+    )
+    _, first, _, _, where, _ = parse()
+    saved = {} if first.index is not None else remembered(where.output_dir)
+    targets, wanted, model_args, data, trak, output = parse(defaults=saved)
+    quiet(trak)
+    if wanted.index is None:
+        require_run(trak.output_dir, model_args, data)
+    elif data.dataset_name is None:
+        raise ValueError(
+            "`index` is given, and `--train_dataset` is missing. Expected the training rows of the index, on which "
+            "steps are taken. Give them."
+        )
+    stored = target_rows(data, targets)
+    if not 0 <= wanted.target < len(stored):
+        raise ValueError(
+            f"`target` is {wanted.target}. Expected a number from 0 to {len(stored) - 1}, of the targets."
+        )
+    if wanted.index is not None:
+        built = build_from_index(wanted.index, model_args, data, trak, stored, with_rows=True)
+    else:
+        built = build(model_args, data, trak)
+        if saved:
+            remember(built, model_args, data, write=False)
+    attributor = built.attributor
+    rows = wanted.rows
+    if rows is None:
+        rows = _rows_of_run(Path(attributor.args.output_dir) / "scores" / wanted.name, wanted, len(stored))
+    found = attributor.verify(
+        built.preparation.prepare(stored.select([wanted.target])),
+        rows,
+        similar=None if wanted.similar == "none" else wanted.similar,  # type: ignore[arg-type]
+        draws=wanted.draws,
+        checkpoints=model_args.checkpoints,
+    )
+    content: dict[str, Any] = {"target": wanted.target, **found.to_dict()}
+    answer(
+        content,
+        [f"Target {wanted.target}, training rows {', '.join(map(str, rows))}", *str(found).split("\n")],
+        output.json,
+    )
+
+
+def _rows_of_run(directory: Path, wanted: VerifyArguments, targets: int) -> list[int]:
+    """Take the rows that a run found for the target."""
+    saved = AttributionRun.load(directory).scored
+    if len(saved) != targets:
+        raise ValueError(
+            f"The run in {str(directory)!r} has {len(saved)} targets, and there are {targets} rows to explain. "
+            "Expected the same rows. Give the `--eval_dataset` of the run, or name rows with `--rows`."
+        )
+    listed = saved[wanted.target][TOP_K_COLUMNS[2 if wanted.harmful else 0]]
+    return [int(row) for row in listed[: wanted.count]]
