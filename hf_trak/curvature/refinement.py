@@ -59,6 +59,10 @@ class Refinement:
                 f"`form` of a refinement is {self.form!r}. Expected one of {list(get_args(ProductForm))}."
             )
 
+    def describe(self) -> str:
+        """Say in a few words what was done."""
+        return f"at most {self.steps} steps of conjugate gradients on {self.rows:,} rows"
+
     @classmethod
     def parse(cls, text: str) -> "Refinement":
         """Read what a command line says, such as `cg` or `cg,steps=20,damping=1`.

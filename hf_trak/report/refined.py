@@ -16,11 +16,12 @@ from hf_trak.report.run import top_k_range
 def refined_distributions(
     attributor: FeaturizedModel,
     scored: Dataset,
-    refinement: Refinement,
-    rows: RowPart | None,
     eval_dataset: Any,
     name: str | None = None,
     model_ids: Sequence[int] | None = None,
+    *,
+    refinement: Refinement,
+    rows: RowPart | None = None,
 ) -> ScoreDistributions:
     """Count the scores of refined targets in bins, from the files that `attribute(..., refine=...)` wrote.
 
