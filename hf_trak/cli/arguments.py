@@ -18,7 +18,7 @@ class ModelArguments:
     """The model and its weights."""
 
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Model on the Hub, or directory of a model.", "aliases": ["--model"]}
+        default=None, metadata={"help": "Model on the Hub, or its directory.", "aliases": ["--model"]}
     )
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a model on the Hub."})
     task: str | None = field(
@@ -61,9 +61,7 @@ class DataArguments(ColumnArguments):
     train_split: str | None = field(
         default=None, metadata={"help": "Split of the training rows. By default `train`, or the only one."}
     )
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Number of rows to use, evenly spaced. By default all."}
-    )
+    max_train_samples: int | None = field(default=None, metadata={"help": "Number of rows, evenly spaced."})
     max_length: int | None = field(
         default=None,
         metadata={
@@ -95,6 +93,4 @@ class TargetArguments:
     eval_split: str | None = field(
         default=None, metadata={"help": "Split of the targets. By default `test` or `validation`, or the only one."}
     )
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Number of targets to use, evenly spaced. By default all."}
-    )
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Number of targets, evenly spaced."})
