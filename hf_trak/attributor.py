@@ -538,7 +538,7 @@ class TrakAttributor(FeaturizedModel):
             given = (last.eval_dataset, last.name, last.model_ids)
             rows, refinement = self._last_rows, self._last_refinement
             if refinement is not None:
-                last.distributions = refined_distributions(self, last.scored, refinement, rows, *given)
+                last.distributions = refined_distributions(self, last.scored, *given, refinement=refinement, rows=rows)
             elif rows is not None:
                 last.distributions = reranked_distributions(self, last.scored, rows, *given)
             else:
