@@ -21,7 +21,9 @@ __all__ = [
     "BatchNormBase",
     "InstanceNormBase",
     "accelerate_state_set_aside",
+    "class_before_fsdp",
     "collator_of_used_columns",
+    "fsdp_mesh",
     "has_foreign_forward",
     "keeping_4bit_weights",
     "mask_code_traceable",
@@ -53,6 +55,24 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     can go when it has an option to keep both.
     """
     return module._parameters
+
+
+def class_before_fsdp(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before `fully_shard` put one of its own below `FSDPModule` and it.
+
+    torch 2.15: the class is made of these two bases. It can go when `FSDPModule` tells what it was.
+    """
+    return type(module).__bases__[1]
+
+
+def fsdp_mesh(module: nn.Module) -> Any:
+    """Return the mesh over which `fully_shard` divides the parameters of a module, `None` if it has none of its own.
+
+    torch 2.15: nothing public tells it. It can go when `FSDPModule` has it as an attribute.
+    """
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = state._fsdp_param_groups
+    return groups[0].mesh_info.mesh if groups else None
 
 
 def padding_of_both_sides(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[int]:

@@ -16,6 +16,7 @@ however it was divided. One part at a time is in memory.
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -52,6 +53,9 @@ class BatchSource(Protocol):
 
     def iterate(self, cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Batch]]:
         """Yield `(row numbers, batch)` for every list of row numbers."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context in which processes may stream different numbers of batches. All of them enter it."""
 
     def computer(self, stage: Stage) -> AbstractGradientComputer:
         """Make the engine of a pass, checked on the batch that was yielded last.
@@ -110,7 +114,11 @@ class CurvatureFit:
 
     def _passes(self) -> CurvatureBlocks:
         """Make both passes, with the division that all batches of the sample ask for."""
-        blocks = CurvatureBlocks.from_json(self.processes.broadcast_from_main(self._first_blocks))
+        first: list[dict[str, Any]] = []
+        with self.processes.all_or_none(), self.source.together():
+            if self.processes.is_main_process:
+                first.append(self._first_blocks())
+        blocks = CurvatureBlocks.from_json(self.processes.broadcast_from_main(lambda: first[0]))
         for _ in range(_MAX_ROUNDS):
             self._pass("bases", blocks, self.plan.first_basis_parts)
             self._pass("bases", blocks, self._basis_parts(blocks))
@@ -180,8 +188,11 @@ class CurvatureFit:
         missing = self.processes.broadcast_from_main(lambda: [i for i, path in paths.items() if not path.exists()])
         mine = [missing[i] for i in self.processes.share(len(missing))]
         main = self.processes.is_main_process
+        if not missing:
+            return
         with (
             self.processes.all_or_none(),
+            self.source.together(),
             RowProgress(
                 sum(len(parts[part]) for part in mine),
                 f"{self.plan.description}, {stage}",

@@ -30,7 +30,9 @@ from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
 from hf_trak.modelout_functions.base import Side
 from hf_trak.modelout_functions.identity import task_identity, task_identity_v1
 from hf_trak.projectors import BlockProjector, make_projector
+from hf_trak.runtime.lockstep import Lockstep
 from hf_trak.runtime.processes import Processes
+from hf_trak.runtime.sharding import RowDivision, is_sharded
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.preconditioned import PreconditionedTargets
 from hf_trak.scores.scored_dataset import ScoreBlock
@@ -41,6 +43,7 @@ from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.store import FeatureStore
 from hf_trak.weights.checkpoints import Checkpoint, describe, loaded
 from hf_trak.weights.placement import check_placement
+from hf_trak.weights.sharded import check_plan, classes_before_fsdp
 from hf_trak.weights.wrappers import without_wrappers
 
 logger = logging.getLogger(__name__)
@@ -112,9 +115,12 @@ class FeaturizedModel:
         """
         self.args = _with_storage_of_store(checked_args(args))
         model = without_wrappers(model)
+        self.processes = Processes(self.args.use_cpu)
         check_placement(model)
+        self._lockstep: Lockstep | None = None
         self.model = model
-        self.task = get_task(infer_task(model) if task is None else task)
+        with classes_before_fsdp(model):
+            self.task = get_task(infer_task(model) if task is None else task)
         self.task.use_seed(self.args.seed)
         self.row_draws = RowDraws(self.args.seed, self.args.num_draws)
         self.batch_done: Callable[[], None] = lambda: None
@@ -123,14 +129,19 @@ class FeaturizedModel:
         self._train_size = row_count(train_dataset, "train_dataset")
         self.data_collator = data_collator or default_collator(train_dataset, processing_class)
         self.layout = ParameterLayout.from_model(model, self.args.grad_wrt)
-        self.processes = Processes(self.args.use_cpu)
         self.sources = dict(sources or {})
         self.recorded_rows = None if recorded_rows is None else dict(recorded_rows)
         self.revision = revision
         self._train_fingerprint: str | None = None
         self._store = store
-        if getattr(model, "hf_device_map", None) is None:
+        if getattr(model, "hf_device_map", None) is None and not is_sharded(model):
             model.to(self.device)
+
+    def _check_division(self) -> None:
+        """Check, with all processes, how they divide the parameters, and find those that have the same rows."""
+        if self._lockstep is None:
+            check_plan(self.model, self.processes)
+            self._lockstep = Lockstep(self.processes, RowDivision.of(self.model, self.processes))
 
     @property
     def device(self) -> torch.device:
@@ -172,13 +183,14 @@ class FeaturizedModel:
         """Describe everything that defines the features: the content of the store's `trak_config.json`."""
         if self.revision is not None:
             return {**self.revision.original.store_config(), **self.revision.change}
-        return {
-            **self._settings(),
-            **self._row_identity(),
-            "task": task_identity(self.task, self.model),
-            "mixed_precision": mixed_precision(self.model),
-            "model": model_identity(self.model),
-        }
+        with classes_before_fsdp(self.model):
+            return {
+                **self._settings(),
+                **self._row_identity(),
+                "task": task_identity(self.task, self.model),
+                "mixed_precision": mixed_precision(self.model),
+                "model": model_identity(self.model),
+            }
 
     def first_format(self) -> dict[str, Any]:
         """The configuration as stores of format 1 record it."""
@@ -274,6 +286,7 @@ class FeaturizedModel:
             self.processes,
             self.device,
             self.store,
+            self._lockstep,
         )
         made.row_draws, made.batch_done = self.row_draws, self.batch_done
         return made
@@ -412,6 +425,7 @@ class FeaturizedModel:
         Raises:
             CheckpointMismatchError: the id stands for other weights.
         """
+        self._check_division()
         dtype = None if self.args.model_dtype is None else getattr(torch, self.args.model_dtype)
         with loaded(self.model, source, dtype) as fingerprint:
             if register:

@@ -8,6 +8,7 @@ same bits whichever process computes it.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from hf_trak.featurize.draw_means import DrawMean
 from hf_trak.gradient_computers import AbstractGradientComputer, AutoGradientComputer, make_gradient_computer
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import pass_settings
+from hf_trak.gradient_computers.sharded import ShardedGradientComputer
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.aggregated import targets_may_be_empty
 from hf_trak.modelout_functions.base import Side
@@ -33,8 +35,10 @@ from hf_trak.modelout_functions.batches import LABEL_NAMES
 from hf_trak.modelout_functions.records import FieldBatch
 from hf_trak.projectors import BlockProjector, ProjectionSink
 from hf_trak.runtime.interruption import log_on_interrupt
+from hf_trak.runtime.lockstep import Lockstep
 from hf_trak.runtime.processes import Processes, share_of
 from hf_trak.runtime.progress import RowProgress
+from hf_trak.runtime.sharding import is_sharded
 from hf_trak.store.references import read_references, write_references
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.store import FeatureStore
@@ -90,6 +94,7 @@ class Featurizer:
         processes: Processes,
         device: torch.device,
         store: FeatureStore,
+        lockstep: Lockstep | None = None,
     ) -> None:
         """
         Args:
@@ -102,6 +107,7 @@ class Featurizer:
             processes: the processes among which shards are divided.
             device: where batches go.
             store: where a task's references are kept beside the features.
+            lockstep: keeps processes that hold a sharded model at the same pass.
         """
         self.model = model
         self.task = task
@@ -114,6 +120,9 @@ class Featurizer:
         self.store = store
         self.row_draws: RowDraws | None = None
         self.batch_done: Callable[[], None] = lambda: None
+        self.lockstep = lockstep or Lockstep(processes)
+        self.division = self.lockstep.division
+        self.sharded = is_sharded(model)
 
     def fill(
         self,
@@ -146,9 +155,11 @@ class Featurizer:
         """
         wanted = share_of(len(shards), *part)
         todo = self.processes.broadcast_from_main(lambda: [index for index in wanted if not shards.is_written(index)])
-        mine = [todo[i] for i in self.processes.share(len(todo))]
+        mine = [todo[i] for i in self.division.share(len(todo))]
+        if self.sharded and todo:
+            self._prepare_together(model_id)
         with self.processes.all_or_none():
-            if mine:
+            if mine or (self.sharded and todo):
                 with log_on_interrupt(lambda: _progress(shards, wanted, description)):
                     self._fill_what_fits(mine, shards, dataset, model_id, side, description, stored)
         self.processes.broadcast_from_main(lambda: self._check_filled(shards, wanted, description))
@@ -176,6 +187,10 @@ class Featurizer:
         description: str,
         stored: StoredRows | None,
     ) -> None:
+        if self.sharded:
+            self._fill_together(mine, shards, dataset, model_id, side, description, stored)
+            return
+
         def fill(batch_size: int) -> None:
             left = [index for index in mine if not shards.is_written(index)]
             self._fill(left, shards, dataset, model_id, side, description, batch_size, stored)
@@ -184,6 +199,50 @@ class Featurizer:
             BatchSizeFinder(self.args.per_device_batch_size, self.store.output_dir).run(fill)
         else:
             fill(self.args.per_device_batch_size)
+
+    def _fill_together(
+        self,
+        mine: Sequence[int],
+        shards: ShardSet,
+        dataset: Any,
+        model_id: int,
+        side: Side,
+        description: str,
+        stored: StoredRows | None,
+    ) -> None:
+        """Compute shards with a model that is divided over processes, as many passes in each as in the others."""
+        if self.args.auto_find_batch_size:
+            raise ValueError(
+                "`auto_find_batch_size` is True, for a model that is divided over processes. Expected a fixed batch "
+                "size, since memory may run out in one process while the others wait for it. Set "
+                "`per_device_batch_size`."
+            )
+        computer = self.computer()
+        with self.together(computer, dataset, side):
+            self._fill(
+                mine, shards, dataset, model_id, side, description, self.args.per_device_batch_size, stored, computer
+            )
+
+    def together(self, computer: AbstractGradientComputer, dataset: Any, side: Side) -> AbstractContextManager[None]:
+        """Return a context in which processes that hold a sharded model may have different numbers of batches.
+
+        Args:
+            computer: the engine.
+            dataset: rows of which a process without a batch takes one, to make the passes of the others.
+            side: their side.
+        """
+        if not isinstance(computer, ShardedGradientComputer):
+            return nullcontext()
+
+        def batch() -> Any:
+            return self.in_dtype_of_model(self.batches(dataset).alone(0))
+
+        return self.lockstep.region(lambda words: computer.accompany(words, batch, side))
+
+    def _prepare_together(self, model_id: int) -> None:
+        """Let one process write what the task keeps in the store, which all compute with the sharded model."""
+        self.prepare_task(model_id, self.args.per_device_batch_size)
+        self.processes.wait_for_everyone()
 
     def _fill(
         self,
@@ -195,10 +254,12 @@ class Featurizer:
         description: str,
         batch_size: int,
         stored: StoredRows | None,
+        computer: AutoGradientComputer | ShardedGradientComputer | None = None,
     ) -> None:
         """Compute shards one after the other, with batches of one size."""
-        computer = self.computer()
-        self.prepare_task(model_id, batch_size)
+        if computer is None:
+            computer = self.computer()
+            self.prepare_task(model_id, batch_size)
         batches = self.batches(dataset, side)
         ranges = [shards.plan.rows(index) for index in indices]
         # Batches never cross a shard boundary, so a shard is the same whichever others are computed in this run.
@@ -230,11 +291,29 @@ class Featurizer:
                     self._compare(stored, computer, model_id)
                     stored = None
                 # A second run on the same store may have been faster.
-                if not shards.is_written(index):
+                if self.division.is_leader and not shards.is_written(index):
                     shards.write(index, grads, out_to_loss)
 
-    def computer(self) -> AutoGradientComputer:
-        """Make the engine that the configuration asks for."""
+    def computer(self) -> AutoGradientComputer | ShardedGradientComputer:
+        """Make the engine that the configuration asks for.
+
+        Raises:
+            ValueError: it asks for one that does not work on a model that is divided over processes.
+        """
+        if self.sharded:
+            if self.args.engine not in ("auto", "hooked"):
+                raise ValueError(
+                    f"`engine` is {self.args.engine!r}, for a model that is divided over processes. Expected 'auto' "
+                    "or 'hooked', since other engines need all parameters at once."
+                )
+            return ShardedGradientComputer(
+                self.model,
+                self.task,
+                self.lockstep,
+                device=self.device,
+                grad_wrt=self.args.grad_wrt,
+                max_block_bytes=self.args.max_block_bytes,
+            )
         return make_gradient_computer(
             self.args.engine,
             self.model,
@@ -263,8 +342,8 @@ class Featurizer:
         """Compare the first rows of one shard with an engine that has been chosen, see [`~Featurizer.check`]."""
         shard = stored.shards.read(stored.index)
         rows = range(shard.start, min(shard.stop, shard.start + _COMPARED_ROWS))
-        checking = computer.self_check if isinstance(computer, AutoGradientComputer) else None
-        if isinstance(computer, AutoGradientComputer):
+        checking = getattr(computer, "self_check", False)
+        if isinstance(computer, AutoGradientComputer | ShardedGradientComputer):
             computer.self_check = computer.engine is None
         try:
             # Each row is computed alone, so that rows of different sizes need not fit into one batch.
@@ -284,8 +363,8 @@ class Featurizer:
                         "code of the model or versions of packages. Restore it, or use another output directory."
                     )
         finally:
-            if isinstance(computer, AutoGradientComputer):
-                computer.self_check = bool(checking)
+            if isinstance(computer, AutoGradientComputer | ShardedGradientComputer):
+                computer.self_check = checking
 
     def _tolerance(self, shards: ShardSet, seen: bool) -> float:
         """Return the change of a stored row, relative to its norm, that rounding explains.
@@ -308,9 +387,7 @@ class Featurizer:
 
     def batches(self, dataset: Any, side: Side = "train") -> RowBatches:
         """Collate rows of a dataset, on one side, as the model and the task get them."""
-        return row_batches(
-            self.model, self.task, self.collator, dataset, self.args, self.device, self.row_draws, side
-        )
+        return row_batches(self.model, self.task, self.collator, dataset, self.args, self.device, self.row_draws, side)
 
     def prepare_task(self, model_id: int, batch_size: int) -> None:
         """Give the task what it has to know about this checkpoint (CLIP: simulated negatives).
@@ -324,10 +401,15 @@ class Featurizer:
             rows = self.task.reference_rows(len(self.train_dataset))
             if not rows:
                 return
+            if self.sharded:  # decided before one of them writes
+                self.processes.wait_for_everyone()
             cuts = [[rows[i] for i in cut] for cut in batch_rows(0, len(rows), batch_size)]
             with pass_settings(self.model):
                 self.task.prepare(self.model, (batch for _, batch in self.batches(self.train_dataset).iterate(cuts)))
-            write_references(self.store, model_id, self.task.references())
+            if self.processes.is_main_process or not self.sharded:
+                write_references(self.store, model_id, self.task.references())
+            if self.sharded:
+                self.processes.wait_for_everyone()
             references = read_references(self.store, model_id)
         if references is not None:
             self.task.restore(self.model, references)
@@ -366,7 +448,7 @@ class Featurizer:
         except Exception as error:
             error.add_note(f"This happened in the batch of {side} rows {rows[0]} to {rows[-1]}.")
             raise
-        out = sink.result()
+        out = self.division.total(sink.result())
         if self.projector.scale != 1:  # whole gradients are too large to be copied for nothing
             out = out * self.projector.scale
         bad = ~(torch.isfinite(out).all(dim=1) & torch.isfinite(outputs.out_to_loss))
@@ -399,7 +481,7 @@ class Featurizer:
             completed: makes of a row's batch and its number what the model takes; by default `in_dtype_of_model`.
             draw: number of the draw of random rows.
         """
-        if isinstance(computer, AutoGradientComputer):
+        if isinstance(computer, AutoGradientComputer | ShardedGradientComputer):
             fits = SplitBatch.of(batch).size == len(rows)
             finish = completed or (lambda alone, _: self.in_dtype_of_model(alone))
             computer.collated_alone = (

@@ -1,6 +1,7 @@
 """The batches of training rows that a curvature is fitted to, and what it has to know of their model."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -55,13 +56,38 @@ class FitBatches:
     def iterate(self, cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Batch]]:
         """Yield `(row numbers, batch)`."""
         if not self._prepared:
-            for featurizer in (self._checked, *self._featurizers.values()):
-                featurizer.prepare_task(self._model_id, max(map(len, cuts)))
-            self._prepared = True
+            self._prepare(max(map(len, cuts)))
         for rows, collated in self._batches.iterate(cuts):
             batch = self._checked.in_dtype_of_model(collated)
             self._last = (rows, batch)
             yield rows, with_rows(batch, rows) if self._draws else batch
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Return a context in which processes that hold a sharded model may stream different numbers of batches.
+
+        Raises:
+            ValueError: tensor parallelism divides layers over processes, whose factors are then in no process whole.
+        """
+        if not self._checked.sharded:
+            yield
+            return
+        if len(self._checked.division.ranks) > 1:
+            raise ValueError(
+                f"The processes {list(self._checked.division.ranks)} hold slices of the same layers (tensor "
+                "parallelism). Expected whole layers for a curvature. Divide the model with FSDP2 alone."
+            )
+        if not self._prepared:
+            self._prepare(self._checked.args.per_device_batch_size)
+        companion = self._checked.computer()
+        companion.self_check = False
+        with self._checked.together(companion, self._checked.train_dataset, "train"):
+            yield
+
+    def _prepare(self, batch_size: int) -> None:
+        for featurizer in (self._checked, *self._featurizers.values()):
+            featurizer.prepare_task(self._model_id, batch_size)
+        self._prepared = True
 
     def computer(self, stage: Stage) -> AbstractGradientComputer:
         """Make the engine of a pass. The first one is checked on the batch that was yielded last.

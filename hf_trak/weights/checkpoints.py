@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_trak.runtime.sharding import is_sharded, is_sharded_tensor, reshard
 from hf_trak.weights.adapters import adapter_state_dict, adapter_tensors, check_not_quantized, is_adapter, load_adapter
+from hf_trak.weights.sharded import load_whole, restore_into, whole
 
 Checkpoint = torch.nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 """A module, a state dict, a `checkpoint-N` directory, or a `.safetensors`, `.bin`, `.pt` or `.pth` file."""
@@ -28,6 +30,8 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 def fingerprint_state_dict(state_dict: Mapping[str, Any]) -> str:
     """Hash the content of weights: xxh3-128 over names, dtypes, shapes and bytes, in the order of names.
+
+    Tensors that are divided over processes are gathered one at a time, and all processes call this together.
 
     Args:
         state_dict: tensors by name. Entries that are not tensors (the extra state of a module) are left out.
@@ -41,7 +45,7 @@ def fingerprint_state_dict(state_dict: Mapping[str, Any]) -> str:
         if not isinstance(value, Tensor):
             continue
         digest.update(f"{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
-        flat = value.detach().to("cpu").contiguous().reshape(-1)
+        flat = whole(value.detach()).to("cpu").contiguous().reshape(-1)
         if flat.numel():
             digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -186,7 +190,10 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     if isinstance(model, PreTrainedModel) and not set(state_dict) <= set(expected):
         state_dict = _converted(model, state_dict)
     _check_fit(expected, state_dict, tied=_tied_names(model, expected, set(state_dict)))
-    model.load_state_dict(state_dict, strict=False)
+    if is_sharded(model):
+        load_whole(model, state_dict)
+    else:
+        model.load_state_dict(state_dict, strict=False)
 
 
 def _converted(model: PreTrainedModel, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -205,8 +212,14 @@ def _converted(model: PreTrainedModel, state_dict: dict[str, Tensor]) -> dict[st
 
 def _tied_names(model: torch.nn.Module, expected: Mapping[str, Tensor], given: set[str]) -> set[str]:
     """List the names that a checkpoint lacks and whose tensors share memory with one that it has."""
-    present = {(expected[name].data_ptr(), expected[name].shape) for name in given & set(expected)}
-    return {name for name, value in expected.items() if (value.data_ptr(), value.shape) in present} - given
+    present = {_memory(expected[name]) for name in given & set(expected)}
+    return {name for name, value in expected.items() if _memory(value) in present} - given
+
+
+def _memory(tensor: Any) -> tuple[int, torch.Size]:
+    """Tell tensors apart by their place in memory, or that of this process' part of them."""
+    local = tensor.to_local() if is_sharded_tensor(tensor) else tensor
+    return local.data_ptr(), tensor.shape
 
 
 def _check_fit(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], tied: set[str]) -> None:
@@ -258,10 +271,16 @@ def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.d
     Raises:
         ValueError: see [`load_into`], or a quantized model would be cast.
     """
+    reshard(model)
     modes = {name: module.training for name, module in model.named_modules()}
     foreign = None if checkpoint is None or checkpoint is model else read_state_dict(checkpoint)
     if dtype is not None:
         name = str(dtype).removeprefix("torch.")
+        if is_sharded(model):
+            raise ValueError(
+                f"`model_dtype` is {name!r}, for a model that is divided over processes. Expected it in the dtype "
+                "that it is to be computed in. Load it so, or give `fully_shard` a `MixedPrecisionPolicy`."
+            )
         check_not_quantized(model, f"`model_dtype` is {name!r}", "Leave `model_dtype` out.")
     tensors = [value for _, value in touched_tensors(model, foreign, dtype)]
     saved = [value.detach().to("cpu", copy=True) for value in tensors]
@@ -276,7 +295,11 @@ def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.d
         model.eval()
         yield fingerprint
     finally:
+        reshard(model)
         for value, before in zip(tensors, saved, strict=True):
+            if is_sharded_tensor(value):
+                restore_into(value, before)
+                continue
             value.data = value.data.to(before.dtype)
             value.data.copy_(before)
         for name, module in model.named_modules():

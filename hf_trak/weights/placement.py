@@ -1,24 +1,26 @@
-"""Check that the parameters of a model are whole in this process, as per-sample gradients need them."""
+"""Check that the parameters of a model are where per-sample gradients can be taken of them."""
 
 import torch
 import torch.distributed as dist
 
+from hf_trak.runtime.sharding import is_sharded_tensor
+
 _REMEDY = (
-    "Per-sample gradients need the whole value of every parameter in each process. Supported: a copy of the model in "
-    "every process; or, for a model too large for one device, one process and `from_pretrained(..., "
-    "device_map='auto')` over its devices. Load the saved weights that way and pass that model "
-    "(`accelerator.save_model`, or `accelerator.get_state_dict` and `save_pretrained`, write the full weights)."
+    "Supported: a copy of the model in every process; for a model too large for one device, FSDP2 (`fully_shard`), or "
+    "one process and `from_pretrained(..., device_map='auto')` over its devices. Load the saved weights that way and "
+    "pass that model (`accelerator.save_model`, or `accelerator.get_state_dict` and `save_pretrained`, write the full "
+    "weights)."
 )
 
 
 def check_placement(model: torch.nn.Module) -> None:
-    """Refuse anything but a module, and modules whose parameters are sharded over processes, or not loaded.
+    """Refuse anything but a module, and modules whose parameters are sharded in a way that is not supported, or not
+    loaded.
 
     Raises:
         TypeError: `model` is not a module, but a name, a `Trainer`, or something else.
-        ValueError: FSDP, tensor parallelism or ZeRO-3 keep only a part of a parameter in this process, or a parameter
-            is on the meta device (offloaded to CPU or disk, or never loaded). Names the parameter and the supported
-            way.
+        ValueError: FSDP1 or ZeRO-3 keep only a part of a parameter in this process, or a parameter is on the meta
+            device (offloaded to CPU or disk, or never loaded). Names the parameter and the supported way.
     """
     if not isinstance(model, torch.nn.Module):
         given = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
@@ -36,24 +38,11 @@ def check_placement(model: torch.nn.Module) -> None:
                     f"a shard of its parameters in each process. {_REMEDY}"
                 )
     for name, parameter in model.named_parameters():
-        if _is_distributed(parameter):
-            raise ValueError(
-                f"The parameter {name!r} is a DTensor: FSDP2 or tensor parallelism keeps a shard of it in each "
-                f"process. {_REMEDY}"
-            )
         if hasattr(parameter, "ds_id"):  # set by DeepSpeed on what it partitions
             raise ValueError(f"The parameter {name!r} is partitioned by DeepSpeed ZeRO-3. {_REMEDY}")
-        if parameter.is_meta:
+        if parameter.is_meta and not is_sharded_tensor(parameter):  # `check_plan` says it of those, to all processes
             raise ValueError(
                 f"The parameter {name!r} is on the meta device: `device_map` has offloaded it to the CPU or the disk, "
                 "or it was never loaded. Expected every parameter on a device. Give `device_map` more memory "
                 "(`max_memory`), a smaller dtype, or more devices."
             )
-
-
-def _is_distributed(parameter: torch.Tensor) -> bool:
-    if not dist.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(parameter, DTensor)

@@ -3,7 +3,8 @@ back."""
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
@@ -52,6 +53,9 @@ class HookedGradientComputer(AbstractGradientComputer):
             Bytes of a block at which large parameters (embeddings, LM heads) are cut into slices. `None` is 32 MiB,
             and 256 MiB on a GPU.
     """
+
+    postpones = False
+    """Whether a forward pass runs to its end before an error of the engine is raised, see [`HookedPass`]."""
 
     def __init__(
         self,
@@ -170,10 +174,11 @@ class HookedGradientComputer(AbstractGradientComputer):
             hooked_pass, output, q = self._forward(split, side, selected, blocks)
             try:
                 if output.requires_grad:
-                    hooks = LayerHooks(self.model, hooked_pass, selected)
                     # checkpointed blocks run forward again during the backward pass, and need to be seen as before
-                    with hooks.attached(), ParameterTracker(hooked_pass):
+                    with self.watching(hooked_pass, selected):
                         opened_backward((output.sum(),))
+                if hooked_pass.postponed is not None:
+                    raise hooked_pass.postponed
             except (torch.OutOfMemoryError, GradientEngineError):
                 raise
             except (UnsupportedError, RestartError, RuntimeError) as error:
@@ -189,6 +194,17 @@ class HookedGradientComputer(AbstractGradientComputer):
                 "of `grad_wrt`."
             )
         return BatchOutputs(output.detach(), q)
+
+    @contextmanager
+    def watching(self, hooked_pass: HookedPass, selected: dict[int, str]) -> Iterator[None]:
+        """Return a context in which the hooks of a pass are on the model and the tracker sees its operations.
+
+        Args:
+            hooked_pass: the pass.
+            selected: names of the attributed parameters by `id`.
+        """
+        with LayerHooks(self.model, hooked_pass, selected).attached(), ParameterTracker(hooked_pass):
+            yield
 
     def _sized_workspace(self) -> Workspace:
         """Return the scratch memory, made anew if blocks are to have another size than last time."""
@@ -224,9 +240,7 @@ class HookedGradientComputer(AbstractGradientComputer):
                 if sample_trace is None:
                     sample_trace = SampleTrace()
                     self._pass(split.rows(0, 1), 1, side, selected, sample_trace, None)
-                    self._sample_traces[signature] = sample_trace
-                    if len(self._sample_traces) > MAX_SAMPLE_TRACES:
-                        self._sample_traces.popitem(last=False)
+                    self._keep(signature, sample_trace)
                 # 2. Capture the batch.
                 return self._pass(split.rows(0, split.size), split.size, side, selected, sample_trace, blocks)
             # 3. What the pass has found out is in the model trace now: start again.
@@ -240,6 +254,12 @@ class HookedGradientComputer(AbstractGradientComputer):
             f"The hooked engine cannot make out how {type(self.model).__name__} handles the batch: what it sees "
             "changes from pass to pass. Use the functional or the iterative engine."
         )
+
+    def _keep(self, signature: tuple[Any, ...], sample_trace: SampleTrace) -> None:
+        """Keep the trace of one sample for batches of the same kind, and forget the oldest if there are too many."""
+        self._sample_traces[signature] = sample_trace
+        if len(self._sample_traces) > MAX_SAMPLE_TRACES:
+            self._sample_traces.popitem(last=False)
 
     def _signature(self, split: SplitBatch, side: Side) -> tuple[Any, ...]:
         """Name the kind of a batch: batches of one kind share the trace of one sample."""
@@ -269,10 +289,11 @@ class HookedGradientComputer(AbstractGradientComputer):
         task = self.modelout_fn
         assert isinstance(task, BatchedModelOutput)
         hooked_pass = HookedPass(self.model, selected, size, sample_trace, self._model_trace, blocks)
+        hooked_pass.postpones = self.postpones
         if hooked_pass.tracing:
             batch = hooked_pass.marked(batch)
         try:
-            with LayerHooks(self.model, hooked_pass, selected).attached(), ParameterTracker(hooked_pass):
+            with self.watching(hooked_pass, selected):
                 result = run_model(task, self.model, batch)
                 output = one_per_sample(task.output(result, batch, side), size, task)
         except (torch.OutOfMemoryError, GradientEngineError):
@@ -282,6 +303,8 @@ class HookedGradientComputer(AbstractGradientComputer):
                 f"The forward pass of {type(self.model).__name__} failed under the hooked engine: {error}. If it "
                 "succeeds without it, use the functional or the iterative engine."
             ) from error
+        if hooked_pass.postponed is not None:
+            raise hooked_pass.postponed
         if hooked_pass.tracing:
             return None
         return hooked_pass, output, task.out_to_loss_grad(result, batch, side).detach()

@@ -23,6 +23,7 @@ from hf_trak.gradient_computers.hooked.traces import (
 )
 from hf_trak.gradient_computers.hooked.workspace import Workspace
 from hf_trak.modelout_functions.base import Batch
+from hf_trak.runtime.sharding import is_sharded_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,9 @@ class HookedPass:
         counters: how many calls there were, by name of the layer or key of the operation.
         tracked: the parameter values of the pass, by `id` of the tensor.
         stand_ins: a leaf of the small graphs of parameter values for each attributed parameter.
+        postpones: whether the pass runs to its end when the engine does not understand it, because other processes
+            make the same pass.
+        postponed: the error that the end of the pass is to raise.
     """
 
     def __init__(
@@ -85,6 +89,8 @@ class HookedPass:
         self.counters: dict[Any, int] = defaultdict(int)
         self.tracked: dict[int, Tracked] = {}
         self.stand_ins: dict[str, Tensor] = {}
+        self.postpones = False
+        self.postponed: Exception | None = None
         self._blocks = blocks
         self._checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         self._anchors: dict[torch.device, Tensor] = {}
@@ -93,8 +99,27 @@ class HookedPass:
         for parameter in model.parameters():
             name = selected.get(id(parameter))
             if name is not None:
-                self.stand_ins[name] = parameter.detach().requires_grad_(True)
-                self.tracked[id(parameter)] = Tracked(self.stand_ins[name], (name,), True)
+                self.adopt(parameter, name)
+
+    def adopt(self, parameter: Tensor, name: str) -> None:
+        """Follow an attributed parameter, or the tensor that FSDP2 puts into its place while it is gathered.
+
+        A shard takes part in no operation of the model, and needs no stand-in.
+        """
+        if id(parameter) not in self.tracked and not is_sharded_tensor(parameter):
+            self.stand_ins[name] = parameter.detach().requires_grad_(True)
+            self.tracked[id(parameter)] = Tracked(self.stand_ins[name], (name,), True)
+
+    def postpone(self, error: Exception) -> bool:
+        """Keep an error for the end of the pass, in which nothing is looked at any more.
+
+        Returns:
+            `bool`: whether the pass goes on; otherwise the error is to be raised at once.
+        """
+        if self.postpones:
+            self.postponed = self.postponed or error
+            self.bypass_depth += 1
+        return self.postpones
 
     @property
     def blocks(self) -> BlockOutput:
@@ -158,8 +183,7 @@ class HookedPass:
                 raise RuntimeError("A graph of the hooked engine was run backward twice.")
             node, token = token.grad_fn, None
             saved = node.saved_tensors  # type: ignore[union-attr]  # may run a checkpointed block again, hooks and all
-            with self.bypassed():
-                receive(grad, saved)
+            self.received(lambda: receive(grad, saved))
 
         output.register_hook(hook)
         return output
@@ -202,14 +226,24 @@ class HookedPass:
             grad = axis.rows_first(grad)
             if axis.fold > 1:
                 grad = grad.sum(1)
-            with self.bypassed():
-                self.deposit(tracked, grad.reshape(self.size, *value.shape))
+            self.received(lambda: self.deposit(tracked, grad.reshape(self.size, *value.shape)))
 
         expanded = PerSample.apply(self.anchor(value.device), value.detach().view(aligned), shape, receive)
         self._expanded[key] = expanded
         return expanded
 
     # --- backward: where gradients go ------------------------------------------------------------------------------
+
+    def received(self, receive: Callable[[], None]) -> None:
+        """Process a gradient that has arrived, unless the pass only runs to its end."""
+        if self.postponed is not None:
+            return
+        try:
+            with self.bypassed():
+                receive()
+        except Exception as error:
+            if not self.postpone(error):
+                raise
 
     def deposit(self, tracked: Tracked, grad: Tensor) -> None:
         """Take the per-sample gradient `(B, *shape)` of a parameter value back to its parameters, and emit it."""

@@ -1,7 +1,7 @@
 """Module hooks of one pass: which calls of which layers are captured, and what a captured call gives in the backward
 pass."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,16 +42,35 @@ class LayerHooks:
                 handler = self._handler_for(name, module)
                 if handler is None:
                     continue
+                before, after = self._postponing(handler.before), self._postponing(handler.after)
                 handles += [
-                    module.register_forward_pre_hook(handler.before, with_kwargs=True),
+                    module.register_forward_pre_hook(before, with_kwargs=True),
                     # first in line, so that it sees what the layer itself computed; called on exceptions, too, because
                     # activation checkpointing ends a recomputation by one
-                    module.register_forward_hook(handler.after, with_kwargs=True, prepend=True, always_call=True),
+                    module.register_forward_hook(after, with_kwargs=True, prepend=True, always_call=True),
                 ]
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _postponing(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a hook so that a pass that other processes make, too, runs to its end before its error is raised."""
+        hooked_pass = self.hooked_pass
+        if not hooked_pass.postpones:
+            return hook
+
+        def run(*args: Any) -> Any:
+            if hooked_pass.postponed is not None:
+                return None
+            try:
+                return hook(*args)
+            except (RestartError, UnsupportedError) as error:
+                if not hooked_pass.postpone(error):
+                    raise
+                return None
+
+        return run
 
     def _handler_for(self, name: str, module: nn.Module) -> "_Handler | None":
         own = {n: self.selected[id(p)] for n, p in own_parameters(module).items() if id(p) in self.selected}

@@ -121,18 +121,20 @@ class Replay:
         call = ReplayedCall(leaves, structure, [x.detach() for x in inputs], axes, grad_axes)
         versions = [x._version for x in inputs]
 
-        def receive(grads: Any) -> None:
+        def replay(grads: Any) -> None:
             if [x._version for x in inputs] != versions:
                 raise GradientEngineError(
                     f"An input of module {self.name!r} ({type(self.module).__name__}) is changed in place after the "
                     "module has used it; per-sample gradients need it as it was. Use the functional or the "
                     "iterative engine."
                 )
-            with self.hooked_pass.bypassed(), torch.enable_grad():
+            with torch.enable_grad():
                 self._replay(call, list(grads))
             call.inputs.clear()  # nothing needs them any more
 
-        torch.autograd.graph.register_multi_grad_hook(watched, receive)
+        torch.autograd.graph.register_multi_grad_hook(
+            watched, lambda grads: self.hooked_pass.received(lambda: replay(grads))
+        )
         return tree_unflatten(anchored, result_structure)
 
     def _axes(
@@ -156,7 +158,8 @@ class Replay:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         if not present:
             return
-        weights = {local: p.detach() for local, p in self.parameters.items()}
+        # as they are now: FSDP2 puts the gathered parameter into the place of the shard
+        weights = {local: self.module.get_parameter(local).detach() for local in self.parameters}
         rows = call.input_rows(size)
         grad_rows = [torch.stack([call.grad_axes[i].sample(grads[i], b) for b in range(size)]) for i in present]  # type: ignore[arg-type]
 

@@ -49,7 +49,12 @@ class ParameterTracker(TorchFunctionMode):
         tracked = hooked_pass.tracked
         for tensor in tensors_in(args, kwargs):
             if id(tensor) in tracked:
-                return self._parameter_operation(func, args, kwargs)
+                try:
+                    return self._parameter_operation(func, args, kwargs)
+                except (RestartError, UnsupportedError) as error:
+                    if not hooked_pass.postpone(error):
+                        raise
+                    return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if hooked_pass.tracing and any(is_data(t) for t in tensors_in(args, kwargs)):
             mark_data(result)

@@ -1,0 +1,255 @@
+"""The hooked engine on a model that FSDP2 or tensor parallelism divides over processes.
+
+Under FSDP2, layers are gathered for their forward and backward pass, and hooks see the activations of this process'
+own rows, as in data parallelism; parameters are frozen, so that no gradient is formed or reduced. All processes make
+the same number of passes (`hf_trak.runtime.lockstep`): where one of them has to trace a sample or to begin again, all
+repeat their forward pass.
+
+Under tensor parallelism, the processes of a group have the same rows and each emits the columns of its own slices;
+the columns of whole parameters are emitted by the first process alone. The sums over the group are whole gradients.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_trak.errors import GradientEngineError
+from hf_trak.gradient_computers.base import BatchOutputs, GradientSink
+from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.hooked.batch_axis import UnsupportedError
+from hf_trak.gradient_computers.hooked.computer import MAX_RESTARTS, HookedGradientComputer
+from hf_trak.gradient_computers.hooked.hooked_pass import BlockOutput, Emit, HookedPass
+from hf_trak.gradient_computers.hooked.outer import OuterBlock, TakesOuter
+from hf_trak.gradient_computers.hooked.traces import RestartError, SampleTrace
+from hf_trak.gradient_computers.padding import CollatedAlone
+from hf_trak.gradient_computers.sharded_check import check_together
+from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, Side
+from hf_trak.runtime.lockstep import STEP, Lockstep
+from hf_trak.runtime.sharding import averaged_over, fsdp_modules, is_sharded_tensor, reshard
+
+CHECK = "check"
+"""What a process says at the beginning of a pass for whose batch the engine has not been checked yet."""
+
+_CAPTURED, _AGAIN = "captured", "again"
+
+
+class ShardedGradientComputer(HookedGradientComputer):
+    """Per-sample gradients of a sharded model. All processes call its methods together, see [`Lockstep`].
+
+    On the first batch, gradients of two samples are compared with those that plain autograd, and the gradient
+    reduction of FSDP2, give of each of them alone.
+
+    Attributes:
+        engine (`str`): `"hooked"`; no other engine works on shards.
+        self_check (`bool`): whether to compare.
+        collated_alone (`Callable[[int], Batch]`, *optional*): see [`AutoGradientComputer`].
+        half_precision (`bool`, *optional*): `None`: it is not looked for.
+    """
+
+    postpones = True
+    engine = "hooked"
+    half_precision: bool | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        lockstep: Lockstep,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        grad_wrt: Any = None,
+        self_check: bool = True,
+        max_block_bytes: int | None = None,
+    ) -> None:
+        """
+        Args:
+            model: the sharded model.
+            task: the model output function, one with a batched form.
+            lockstep: keeps the processes at the same pass.
+            dtype, device, grad_wrt, max_block_bytes: see [`HookedGradientComputer`].
+            self_check: whether to compare two samples of the first batch with plain autograd.
+        """
+        super().__init__(model, task, None, dtype, device, grad_wrt, max_block_bytes)
+        self.lockstep = lockstep
+        self.division = lockstep.division
+        self.self_check = self_check
+        self.collated_alone: CollatedAlone | None = None
+        self._checked: set[tuple[object, ...]] = set()
+        self._units = fsdp_modules(model)
+        self._order: list[Any] = list(self._units)
+        self._averaged = averaged_over(model)
+        self._last: tuple[Batch, Side] | None = None
+
+    def use(self, engine: str | None) -> None:
+        """Check the engine no more: it has been checked on another task of the same model."""
+        self.self_check = self.self_check and engine is None
+
+    def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
+        self._last = batch, side
+        words = self.lockstep.begin(CHECK if self._unchecked(batch, side) else STEP)
+        return self._step(batch, sink, side, words)
+
+    def accompany(self, words: list[str], batch: Callable[[], Batch], side: Side) -> None:
+        """Make a pass whose result is dropped, because another process makes one.
+
+        Args:
+            words: what the processes said when they began.
+            batch: returns a batch for the case that this process has had none yet.
+            side: its side.
+        """
+        if self._last is None:
+            self._last = batch(), side
+        self.collated_alone = None
+        self._step(self._last[0], lambda start, block: None, self._last[1], words)
+
+    def _unchecked(self, batch: Batch, side: Side) -> bool:
+        split = SplitBatch.of(batch)
+        return self.self_check and (side, split.keys, split.size > 1) not in self._checked
+
+    def _step(self, batch: Batch, sink: GradientSink, side: Side, words: list[str]) -> BatchOutputs:
+        if CHECK in words:
+            check_together(self, batch, side, [rank for rank, word in enumerate(words) if word == CHECK])
+            split = SplitBatch.of(batch)
+            self._checked.add((side, split.keys, split.size > 1))
+        return self.stream_unchecked(batch, sink, side)
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def _run(self, batch: Batch, emit: Emit, side: Side, takes_outer: TakesOuter | None = None) -> BatchOutputs:
+        """Run as the hooked engine does. One sample alone goes twice, since shards give plain autograd no gradient."""
+        split = SplitBatch.of(batch)
+        reshard(self.model)
+        if split.size > 1:
+            return super()._run(batch, emit, side, takes_outer)
+
+        def first(name: str, start: int, block: Tensor | OuterBlock) -> None:
+            emit(
+                name,
+                start,
+                OuterBlock(block.left[:1], block.right[:1]) if isinstance(block, OuterBlock) else block[:1],
+            )
+
+        twice = split.rebuild({key: torch.cat([value, value]) for key, value in split.mapped.items()})
+        found = super()._run(twice, first, side, takes_outer)
+        return BatchOutputs(found.output[:1], found.out_to_loss[:1])
+
+    def _forward(
+        self, split: SplitBatch, side: Side, selected: dict[int, str], blocks: BlockOutput
+    ) -> tuple[HookedPass, Tensor, Tensor]:
+        """Run forward passes, as many as the process takes that needs most of them."""
+        signature = self._signature(split, side)
+        fresh = False
+        for _ in range(MAX_RESTARTS):
+            sample_trace, found = self._sample_traces.get(signature), None
+            try:
+                if sample_trace is None:
+                    fresh, sample_trace = True, SampleTrace()
+                    self._pass(split.rows(0, 1), 1, side, selected, sample_trace, None)
+                    self._keep(signature, sample_trace)
+                else:
+                    found = self._pass(split.rows(0, split.size), split.size, side, selected, sample_trace, blocks)
+            except RestartError:
+                self._sample_traces.pop(signature, None)
+            except UnsupportedError as error:
+                self._sample_traces.pop(signature, None)
+                if fresh:
+                    self._fall_back(error, selected)
+            words = self.lockstep.exchange(_AGAIN if found is None else _CAPTURED)
+            if found is not None and all(word == _CAPTURED for word in words):
+                return found
+            del found
+            reshard(self.model)
+        raise GradientEngineError(
+            f"The hooked engine cannot make out how {type(self.model).__name__} handles the batch: what it sees "
+            "changes from pass to pass. No other engine works on a sharded model: attribute it unsharded."
+        )
+
+    def _pass(self, *args: Any) -> Any:
+        with self.completing():
+            return super()._pass(*args)
+
+    @contextmanager
+    def completing(self) -> Iterator[None]:
+        """Return a context for one forward pass: if it fails, what others wait for is gathered all the same."""
+        entered: list[Any] = []
+        handles = [
+            unit.register_forward_pre_hook(lambda module, inputs: entered.append(module)) for unit in self._units
+        ]
+        try:
+            yield
+        except (RestartError, UnsupportedError):  # raised at the end of a pass
+            raise
+        except Exception:
+            seen = {id(unit) for unit in entered}
+            for unit in self._order:
+                if id(unit) not in seen:
+                    _gather_in_vain(unit)
+            raise
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._order = list({id(unit): unit for unit in entered}.values())
+
+    def stream_unchecked(self, batch: Batch, sink: GradientSink, side: Side) -> BatchOutputs:
+        """Stream the gradients of a batch, as part of a pass that has begun."""
+        return super().stream(batch, sink, side)
+
+    def gradient_share(self, name: str, gradient: Tensor) -> float:
+        """Return the factor on this process' part of a reduced gradient; zero where another process counts for it.
+
+        FSDP2 averages over the processes of its mesh. Of copies, the first one counts.
+        """
+        if is_sharded_tensor(gradient):
+            whole: Any = gradient
+            place = whole.device_mesh.get_coordinate()
+            if any(p.is_replicate() and place[dim] for dim, p in enumerate(whole.placements)):
+                return 0.0
+        elif not self.division.is_leader:
+            return 0.0
+        return float(self._averaged.get(name, 1))
+
+    @contextmanager
+    def watching(self, hooked_pass: HookedPass, selected: dict[int, str]) -> Iterator[None]:
+        owned = self._owned(selected)
+
+        def adopt(unit: nn.Module, inputs: Any) -> None:
+            for module, own_name, name in owned[id(unit)]:
+                parameter = module._parameters[own_name]
+                if parameter is not None:
+                    selected.setdefault(id(parameter), name)
+                    hooked_pass.adopt(parameter, name)
+
+        handles = [unit.register_forward_pre_hook(adopt) for unit in self._units]
+        try:
+            with super().watching(hooked_pass, selected):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _owned(self, selected: dict[int, str]) -> dict[int, list[tuple[nn.Module, str, str]]]:
+        """List module, own name and name in the model of the attributed parameters of every FSDP2 unit, by `id`."""
+        inner = {id(unit) for unit in self._units}
+        found: dict[int, list[tuple[nn.Module, str, str]]] = {}
+        for unit in self._units:
+            found[id(unit)], left = [], [unit]
+            while left:
+                module = left.pop()
+                found[id(unit)] += [
+                    (module, own, selected[id(p)])
+                    for own, p in module._parameters.items()
+                    if p is not None and id(p) in selected
+                ]
+                left += [child for child in module.children() if id(child) not in inner]
+        return found
+
+
+def _gather_in_vain(unit: Any) -> None:
+    try:
+        unit.unshard()
+        unit.reshard()
+    except RuntimeError:  # the other processes are gone
+        return

@@ -1,0 +1,182 @@
+"""How the parameters of a model are divided over processes, as DTensors of FSDP2 and of tensor parallelism tell.
+
+Processes that hold different slices of the same matrix multiplications (tensor parallelism) work on the same rows and
+form a row group. Each group works on rows of its own. Under FSDP2 alone, every process is a group by itself.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_trak._compat import fsdp_mesh
+from hf_trak.runtime.processes import Processes, share_of
+
+
+def is_sharded_tensor(tensor: Any) -> bool:
+    """Tell whether a tensor is a DTensor, of which this process may hold only a part."""
+    if not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether FSDP2 or tensor parallelism divides parameters of a model over processes."""
+    return any(is_sharded_tensor(parameter) for parameter in model.parameters()) or bool(fsdp_modules(model))
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """List the modules to which `fully_shard` was applied, outer ones first."""
+    if not dist.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered parameters of FSDP2, so that every process sees the same shards again."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def averaged_over(model: nn.Module) -> dict[str, int]:
+    """Return, by name of a parameter, over how many processes FSDP2 averages its gradient."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, int] = {}
+    for module in fsdp_modules(model):  # outer ones first, so that the innermost one counts
+        mesh = fsdp_mesh(module)
+        if mesh is not None:
+            found.update({names[id(p)]: mesh.size() for p in module.parameters() if is_sharded_tensor(p)})
+    return found
+
+
+def tensor_parallel_ranks(model: nn.Module) -> list[int]:
+    """List the ranks that hold the other slices of this process' matrices, itself included; ascending."""
+    managed: set[int] = set()
+    for module in fsdp_modules(model):
+        mesh = fsdp_mesh(module)
+        for parameter in module.parameters():
+            if mesh is None or not is_sharded_tensor(parameter):
+                continue
+            managed.add(id(parameter))
+            own = _other_ranks(parameter, mesh)
+            if len(own) > 1:
+                return own
+    for parameter in model.parameters():
+        if is_sharded_tensor(parameter) and id(parameter) not in managed:
+            found: Any = parameter
+            return sorted(int(rank) for rank in found.device_mesh.mesh.flatten())
+    return [dist.get_rank() if dist.is_initialized() else 0]
+
+
+def _other_ranks(parameter: Any, data_mesh: Any) -> list[int]:
+    """List the ranks of a parameter's mesh that are at the same place of the data-parallel mesh as this process."""
+    names = parameter.device_mesh.mesh_dim_names or ()
+    extra = tuple(name for name in names if name not in (data_mesh.mesh_dim_names or ()))
+    if parameter.device_mesh.ndim == data_mesh.ndim or not extra:
+        return [dist.get_rank()]
+    ranks = parameter.device_mesh[extra].mesh.flatten()
+    return sorted(int(rank) for rank in ranks)
+
+
+@dataclass(frozen=True)
+class RowDivision:
+    """Which processes work on the same rows.
+
+    Attributes:
+        index: the group of this process.
+        count: number of groups.
+        ranks: the processes of this group, ascending.
+        rank: this process.
+        of_rank: the group of every process.
+        group: the process group of `ranks`; `None` where they are one or all.
+    """
+
+    index: int
+    count: int
+    ranks: tuple[int, ...]
+    rank: int
+    of_rank: tuple[int, ...]
+    group: Any = None
+
+    @classmethod
+    def of(cls, model: nn.Module, processes: Processes) -> "RowDivision":
+        """Find the groups. All processes call this together.
+
+        Raises:
+            PeerProcessError: another process died.
+        """
+        if processes.num_processes == 1 or not is_sharded(model):
+            return cls.by_process(processes)
+        mine = tuple(tensor_parallel_ranks(model))
+        everywhere = [tuple(group) for group in processes.gather(list(mine))]
+        groups = sorted(set(everywhere))
+        of_rank = tuple(groups.index(group) for group in everywhere)
+        made = [dist.new_group(list(ranks)) for ranks in groups] if len(mine) > 1 and len(groups) > 1 else []
+        index = groups.index(mine)
+        return cls(index, len(groups), mine, processes.process_index, of_rank, made[index] if made else None)
+
+    @classmethod
+    def by_process(cls, processes: Processes) -> "RowDivision":
+        """Give every process rows of its own."""
+        rank, count = processes.process_index, processes.num_processes
+        return cls(rank, count, (rank,), rank, tuple(range(count)))
+
+    def share(self, count: int) -> range:
+        """Return the part of `count` items that falls to the group of this process."""
+        return share_of(count, self.index, self.count)
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the processes of the group, which then have the same bits."""
+        if len(self.ranks) == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in self.ranks]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.stack(parts).sum(0)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process writes what its group has computed."""
+        return self.rank == self.ranks[0]
+
+
+def flat_spans(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Cut this process' part of a tensor into runs that are contiguous in the whole, flattened tensor.
+
+    Args:
+        tensor: a DTensor, or a plain tensor, which is its own part.
+
+    Returns:
+        `(start, values)`: values of the flattened whole from position `start`.
+    """
+    if not is_sharded_tensor(tensor):
+        return [(0, tensor.reshape(-1))]
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    whole: Any = tensor
+    local = whole.to_local()
+    _, offset = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    if local.numel() == 0:
+        return []
+    strides = [1] * whole.ndim
+    for dim in reversed(range(whole.ndim - 1)):
+        strides[dim] = strides[dim + 1] * whole.shape[dim + 1]
+    # dimensions after the last one that is cut are whole, so that a run covers them
+    cut = [dim for dim in range(whole.ndim) if local.shape[dim] != whole.shape[dim]]
+    first = cut[-1] if cut else 0
+    start = sum(o * s for o, s in zip(offset, strides, strict=True))
+    outer = local.shape[:first]
+    runs = local.reshape(max(1, outer.numel()), -1)
+    spans = []
+    for position in range(runs.shape[0]):
+        place, rest = start, position
+        for dim in reversed(range(first)):
+            place += (rest % outer[dim]) * strides[dim]
+            rest //= outer[dim]
+        spans.append((place, runs[position]))
+    return spans

@@ -1,0 +1,122 @@
+"""Weights of models that FSDP2 or tensor parallelism divides: their plan, their hash, and whole weights put into them.
+
+All processes call these functions together. One parameter at a time is gathered, never the model.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_trak._compat import class_before_fsdp, fsdp_mesh
+from hf_trak.runtime.processes import Processes
+from hf_trak.runtime.sharding import fsdp_modules, is_sharded_tensor, reshard
+
+_REMEDY = "Divide the same model in the same way in every process, over a mesh of all of them."
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor, gathered from all processes if it is divided over them."""
+    if is_sharded_tensor(tensor):
+        sharded: Any = tensor
+        return sharded.full_tensor()
+    return tensor
+
+
+def load_whole(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """Put whole weights into a sharded model: each process takes its part of them.
+
+    Args:
+        model: changed in place.
+        state_dict: whole tensors by name, in every process.
+    """
+    from torch.distributed.checkpoint.state_dict import (  # slow to import, and for sharded models alone
+        StateDictOptions,
+        set_model_state_dict,
+    )
+
+    reshard(model)
+    set_model_state_dict(model, dict(state_dict), options=StateDictOptions(full_state_dict=True, strict=False))
+
+
+def check_plan(model: nn.Module, processes: Processes) -> None:
+    """Compare how processes have divided a model.
+
+    Raises:
+        ValueError: in every process, with the first parameter that is divided differently in another process, over a
+            part of the processes, or by two units of FSDP2 over different meshes; or with the unit whose parameters
+            are not there yet.
+        PeerProcessError: another process died.
+    """
+    plans = processes.gather(_plan(model))
+    for rank, plan in enumerate(plans):
+        if sorted(plan) != sorted(plans[0]):
+            odd = sorted(set(plan) ^ set(plans[0]))[0]
+            raise ValueError(f"The parameter {odd!r} exists in only one of the processes 0 and {rank}. {_REMEDY}")
+        for name, how in plan.items():
+            if how["meta"]:
+                raise ValueError(
+                    f"The parameter {name!r} of the sharded model is on the meta device in process {rank}: it was "
+                    "never loaded. Expected every parameter on a device. Give the model memory (`model.to_empty`) and "
+                    "weights before it is attributed."
+                )
+            if how["kind"] != plans[0][name]["kind"]:
+                raise ValueError(
+                    f"The parameter {name!r} is {plans[0][name]['kind']} in process 0 and {how['kind']} in process "
+                    f"{rank}. Expected the same plan. {_REMEDY}"
+                )
+    sizes = {how["processes"]: name for name, how in plans[0].items() if how["fsdp"]}
+    if len(sizes) > 1:
+        first, second = list(sizes.values())[:2]
+        raise ValueError(
+            f"FSDP2 divides the parameters {first!r} and {second!r} over meshes of {sorted(sizes)} processes. "
+            f"Expected one mesh for the whole model. {_REMEDY}"
+        )
+
+
+def _plan(model: nn.Module) -> dict[str, Any]:
+    """Describe how this process has divided each parameter: plain JSON."""
+    meshes: dict[int, Any] = {}
+    for module in fsdp_modules(model):
+        mesh = fsdp_mesh(module)
+        if mesh is not None:
+            meshes.update({id(parameter): mesh for parameter in module.parameters()})
+    plan = {}
+    for name, parameter in model.named_parameters():
+        mesh = meshes.get(id(parameter)) if is_sharded_tensor(parameter) else None
+        plan[name] = {
+            "kind": _kind(parameter),
+            "meta": parameter.is_meta,
+            "fsdp": mesh is not None,
+            "processes": 1 if mesh is None else mesh.size(),
+        }
+    return plan
+
+
+def _kind(parameter: Any) -> str:
+    shape = tuple(parameter.shape)
+    if not is_sharded_tensor(parameter):
+        return f"whole {shape}"
+    mesh = tuple(parameter.device_mesh.shape)
+    return f"divided {shape} by {[str(one) for one in parameter.placements]} over a mesh {mesh}"
+
+
+@contextmanager
+def classes_before_fsdp(model: nn.Module) -> Iterator[None]:
+    """Give the units of FSDP2 the classes that they had before, as long as somebody asks what the model is."""
+    saved = [(module, type(module)) for module in fsdp_modules(model)]
+    try:
+        for module, _ in saved:
+            module.__class__ = class_before_fsdp(module)
+        yield
+    finally:
+        for module, cls in saved:
+            module.__class__ = cls
+
+
+def restore_into(tensor: Tensor, before: Tensor) -> None:
+    """Write values back into this process' part of a tensor."""
+    with torch.no_grad():
+        tensor.copy_(before)

@@ -1,0 +1,133 @@
+"""Runs of sharded models, each process of a `torchrun` group calls `main`: features, scores and errors as JSON."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, disable_progress_bars
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hf_trak import TrakAttributor, TrakConfig
+
+VOCABULARY = 40
+
+
+def gpt2() -> nn.Module:
+    config = GPT2Config(
+        n_embd=16, n_head=2, n_layer=2, vocab_size=VOCABULARY, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def qwen_moe() -> nn.Module:
+    config = Qwen2MoeConfig(
+        hidden_size=16, intermediate_size=24, moe_intermediate_size=8, shared_expert_intermediate_size=8,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=1,
+        vocab_size=VOCABULARY, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return Qwen2MoeForCausalLM(config)
+
+
+def vit() -> nn.Module:
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
+        num_channels=1, num_labels=3,
+    )  # fmt: skip
+    return ViTForImageClassification(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "qwen_moe": qwen_moe, "vit": vit}
+
+
+def made(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return MODELS[name]().eval()
+
+
+def rows(name: str, n: int = 7, seed: int = 1) -> Dataset:
+    """Rows of one length, or of two."""
+    generator = torch.Generator().manual_seed(seed)
+    if name == "vit":
+        pixels = torch.randn(n, 1, 8, 8, generator=generator)
+        return Dataset.from_dict({"pixel_values": pixels.tolist(), "labels": [i % 3 for i in range(n)]})
+    ids = [torch.randint(1, VOCABULARY, (6,), generator=generator).tolist() for _ in range(n)]
+    return Dataset.from_dict({"input_ids": ids, "labels": ids})
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers that FSDP2 gathers one at a time."""
+    found = [m for m in model.modules() if type(m).__name__ in ("GPT2Block", "LlamaDecoderLayer", "ViTLayer")]
+    return found + [m for m in model.modules() if type(m).__name__ == "Qwen2MoeDecoderLayer"]
+
+
+def sharded(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def attributor(model: nn.Module, name: str, directory: Path, **options: Any) -> TrakAttributor:
+    settings: dict[str, Any] = {
+        "proj_dim": 32, "shard_size": 2, "per_device_batch_size": 2, "feature_dtype": "float32", "use_cpu": True,
+        "disable_tqdm": True, "curvature_rows": 6,
+    }  # fmt: skip
+    config = TrakConfig(output_dir=str(directory), **{**settings, **options})
+    return TrakAttributor(model, config, train_dataset=rows(name))
+
+
+def features(one: TrakAttributor, model_id: int = 0) -> torch.Tensor:
+    return torch.cat([shard.grads for shard in one.store.train(model_id)])
+
+
+def difference(given: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error of a row, relative to its norm."""
+    return float(((given - expected).norm(dim=1) / expected.norm(dim=1)).max())
+
+
+def run(job: Callable[[Path], Any], directory: Path) -> None:
+    """Call a job in this process, and write what it returned; the group is given up at the end."""
+    import json
+
+    torch.set_num_threads(1)
+    disable_progress_bars()
+    rank = os.environ.get("RANK", "alone")
+    try:
+        result = {"value": job(directory)}
+    except Exception as error:  # compared by tests
+        result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        print(result["traceback"], file=sys.stderr, flush=True)
+    (directory / f"rank-{rank}.json").write_text(json.dumps(result))
+    if torch.distributed.is_initialized() and "value" in result:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def mesh_of_all(kind: str = "fsdp") -> Any:
+    count = int(os.environ["WORLD_SIZE"])
+    if kind == "hsdp":
+        return init_device_mesh("cpu", (2, count // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (count,), mesh_dim_names=("shard",))

@@ -1,0 +1,236 @@
+"""Models that FSDP2 divides over processes have the features of whole ones, and what goes wrong is said by all."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sharded_jobs
+import torch
+from sharded_jobs import attributor, difference, features, made, mesh_of_all, rows, sharded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from hf_trak.data.rows import RowBatches
+from hf_trak.gradient_computers import sharded as engine
+from hf_trak.runtime.processes import Processes
+
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("jobs_with_one_thread")]
+
+ROUNDING = 1e-5
+"""Features are sums over parameters of products that take 10 to 10⁴ additions in float32 (ε = 6·10⁻⁸)."""
+
+
+def report_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:  # compared by tests
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def same_features(name: str, directory: Path, kind: str = "fsdp", scores: bool = False) -> dict[str, Any]:
+    """Features of a sharded model and of a whole one, and what defines them."""
+    whole = attributor(made(name), name, directory / "whole").featurize()
+    found = {}
+    for again in range(2):
+        one = attributor(sharded(made(name), mesh_of_all(kind)), name, directory / str(again)).featurize()
+        found[again] = features(one)
+    result = {
+        "difference": difference(found[0], features(whole)),
+        "same bits": bool(torch.equal(found[0], found[1])),
+        "same weights": whole.store.checkpoint_info(0)["fingerprint"] == one.store.checkpoint_info(0)["fingerprint"],
+        "same definition": whole.store.config == one.store.config,
+    }
+    if scores:
+        for exact in (False, True):
+            taken = [
+                torch.tensor(a.attribute(rows(name, 3, 2), top_k=None, exact=exact)["trak_scores"])
+                for a in (whole, one)
+            ]
+            result[f"scores, exact={exact}"] = float((taken[1] - taken[0]).norm() / taken[0].norm())
+    return result
+
+
+def other_weights(directory: Path) -> dict[str, Any]:
+    """A checkpoint is loaded into a sharded model for a while, by every process its part."""
+    weights = made("gpt2", seed=9).state_dict()
+    model = sharded(made("gpt2"), mesh_of_all())
+    one = attributor(model, "gpt2", directory / "loaded").featurize([weights])
+    whole = attributor(made("gpt2", seed=9), "gpt2", directory / "whole").featurize()
+    kept = all(
+        torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), made("gpt2").parameters(), strict=True)
+    )
+    return {
+        "difference": difference(features(one), features(whole)),
+        "same weights": whole.store.checkpoint_info(0)["fingerprint"] == one.store.checkpoint_info(0)["fingerprint"],
+        "restored": kept,
+        "gradients": [name for name, p in model.named_parameters() if p.grad is not None],
+        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
+    }
+
+
+def wrong_plans(directory: Path) -> dict[str, str]:
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    mesh = mesh_of_all()
+    half_wrapped = made("gpt2") if rank else sharded(made("gpt2"), mesh)
+    mixed = made("gpt2")
+    alone = init_device_mesh("cpu", (count, 1), mesh_dim_names=("all", "alone"))["alone"]
+    fully_shard(mixed.transformer.h[0], mesh=alone)
+    fully_shard(mixed, mesh=mesh)
+    with torch.device("meta"):
+        meta = sharded(sharded_jobs.gpt2().eval(), mesh)
+    functional = sharded(made("gpt2"), mesh)
+    found = {
+        "one process alone": report_of(lambda: attributor(half_wrapped, "gpt2", directory / "half").featurize()),
+        "mixed": report_of(lambda: attributor(mixed, "gpt2", directory / "mixed").featurize()),
+        "meta": report_of(lambda: attributor(meta, "gpt2", directory / "meta").featurize()),
+        "engine": report_of(
+            lambda: attributor(functional, "gpt2", directory / "engine", engine="functional").featurize()
+        ),
+    }
+    return found
+
+
+def failing(directory: Path, where: type, name: str, broken: Any) -> str:
+    """One method fails in the last process."""
+    plain = getattr(where, name)
+    if os.environ["RANK"] == "1":
+        setattr(where, name, broken)
+    try:
+        return report_of(attributor(sharded(made("gpt2"), mesh_of_all()), "gpt2", directory).featurize)
+    finally:
+        setattr(where, name, plain)
+
+
+def a_bad_row(self: Any, cuts: Any) -> Any:
+    raise ValueError("no such row.")
+
+
+def a_failing_layer(self: Any, *args: Any) -> Any:
+    """A forward pass fails after the first layer, where the other process waits for the next."""
+
+    def fail(module: torch.nn.Module, inputs: Any) -> None:
+        raise RuntimeError("no such luck.")
+
+    handle = self.model.transformer.h[0].mlp.register_forward_pre_hook(fail)
+    try:
+        with self.completing():
+            return engine.HookedGradientComputer._pass(self, *args)
+    finally:
+        handle.remove()
+
+
+def a_wrong_rule(directory: Path) -> str:
+    """The self-check compares what the engine emits, here with every block doubled."""
+    plain = engine.ShardedGradientComputer.stream_unchecked
+
+    def doubled(self: Any, batch: Any, sink: Any, side: Any) -> Any:
+        return plain(self, batch, lambda start, block: sink(start, 2 * block if start == 0 else block), side)
+
+    engine.ShardedGradientComputer.stream_unchecked = doubled  # type: ignore[method-assign]
+    try:
+        return report_of(attributor(sharded(made("gpt2"), mesh_of_all()), "gpt2", directory / "rule").featurize)
+    finally:
+        engine.ShardedGradientComputer.stream_unchecked = plain  # type: ignore[method-assign]
+
+
+def first_job(directory: Path) -> dict[str, Any]:
+    """What the default run looks at, with two processes."""
+    Processes(True)
+    return {
+        "gpt2": same_features("gpt2", directory / "gpt2"),
+        "loaded": other_weights(directory / "loaded"),
+        "plans": wrong_plans(directory / "plans"),
+        "bad row": failing(directory / "row", RowBatches, "iterate", a_bad_row),
+        "failing layer": failing(directory / "layer", engine.ShardedGradientComputer, "_pass", a_failing_layer),
+        "wrong rule": a_wrong_rule(directory / "rule"),
+    }
+
+
+def long_job(directory: Path) -> dict[str, Any]:
+    """All models, with scores and curvatures; four processes, half of which may have no rows."""
+    Processes(True)
+    kinds = ("fsdp", "hsdp") if os.environ["WORLD_SIZE"] == "4" else ("fsdp",)
+    return {
+        f"{kind} {name}": same_features(name, directory / kind / name, kind, scores=True)
+        for kind in kinds
+        for name in sharded_jobs.MODELS
+    }
+
+
+JOBS = {"first": first_job, "long": long_job}
+
+
+def launched(directory: Path, job: str, count: int, timeout: float = 120) -> list[dict[str, Any]]:
+    """What every process of a group found."""
+    directory.mkdir(parents=True, exist_ok=True)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+    command = [sys.executable, *launch, __file__, job, str(directory)]
+    done = subprocess.run(command, timeout=timeout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-8000:]
+    found = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(count)]
+    assert all("value" in one for one in found), found
+    return [one["value"] for one in found]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launched(tmp_path_factory.mktemp("two"), "first", 2)
+
+
+def check_same(found: dict[str, Any]) -> None:
+    assert found["difference"] <= ROUNDING
+    assert found["same bits"] and found["same weights"] and found["same definition"]
+    assert all(value <= 1e-4 for key, value in found.items() if key.startswith("scores"))
+
+
+def test_a_sharded_model_has_the_features_of_a_whole_one(two: list[dict[str, Any]]) -> None:
+    """7 rows in shards of 2 and batches of 2: one process has 4 rows, the other 3, the last one alone."""
+    for found in two:
+        check_same(found["gpt2"])
+
+
+def test_whole_weights_are_loaded_into_shards_for_a_while(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert found["loaded"]["difference"] <= ROUNDING
+        assert found["loaded"]["same weights"] and found["loaded"]["restored"]
+        assert found["loaded"]["gradients"] == found["loaded"]["frozen"] == []
+
+
+def test_wrong_plans_are_named_in_all_processes(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        plans = found["plans"]
+        assert "'transformer.wte.weight' is divided" in plans["one process alone"]
+        assert "process 0 and whole (40, 16) in process 1" in plans["one process alone"]
+        assert "over meshes of [1, 2] processes" in plans["mixed"] and "transformer.h.0" in plans["mixed"]
+        assert "'transformer.wte.weight'" in plans["meta"] and "meta device" in plans["meta"]
+        assert "'functional'" in plans["engine"] and "'hooked'" in plans["engine"]
+
+
+def test_an_error_in_one_process_ends_all(two: list[dict[str, Any]]) -> None:
+    for what, message in (("bad row", "no such row"), ("failing layer", "no such luck")):
+        first, last = (found[what] for found in two)
+        assert message in last and not last.startswith("PeerProcessError")
+        assert first.startswith("PeerProcessError: Process 1 of 2 failed") and message in first
+
+
+def test_the_self_check_sees_a_wrong_gradient(two: list[dict[str, Any]]) -> None:
+    messages = [found["wrong rule"] for found in two]
+    assert all("'transformer.wte.weight'" in one for one in messages)
+    assert any(one.startswith("GradientEngineError") for one in messages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_all_models_with_scores_and_curvatures(count: int, tmp_path: Path) -> None:
+    for found in launched(tmp_path, "long", count, 1200):
+        for name, one in found.items():
+            check_same(one), name
+
+
+if __name__ == "__main__":
+    sharded_jobs.run(JOBS[sys.argv[1]], Path(sys.argv[2]))
