@@ -45,7 +45,7 @@ class TrakConfig:
         proj_nonzeros (`int`, *optional*, defaults to 1):
             Nonzero entries per gradient coordinate of the `"sjlt"` projection.
         seed (`int`, *optional*, defaults to 0):
-            Seed of the projection and of simulated negatives.
+            Seed of the projection, of random rows and of simulated negatives.
         grad_wrt (`list[str]`, *optional*):
             Names of the parameters to attribute. By default all parameters that require gradients.
         engine (`str`, *optional*, defaults to `"auto"`):
@@ -129,49 +129,33 @@ class TrakConfig:
     )
     proj_type: ProjectionName = field(
         default="sjlt",
-        metadata={
-            "help": "Random projection of the gradients: `sjlt` (sparse, the fastest), `rademacher` or "
-            "`normal` (dense), or `none` (whole gradients, for small models)."
-        },
+        metadata={"help": "Random projection: `sjlt` (fastest), `rademacher`, `normal`, or `none` (whole gradients)."},
     )
     proj_dim: int | None = field(
         default=None,
-        metadata={"help": "Number of columns of the features, k: 4,096, or what `bytes_per_row` holds."},
+        metadata={"help": "Columns of the features, k: 4,096 by default."},
     )
-    proj_nonzeros: int = field(
-        default=1, metadata={"help": "Nonzero entries per gradient coordinate of the `sjlt` projection."}
-    )
-    seed: int = field(default=0, metadata={"help": "Seed of the projection and of simulated negatives."})
+    proj_nonzeros: int = field(default=1, metadata={"help": "Nonzeros per gradient coordinate of `sjlt`."})
+    seed: int = field(default=0, metadata={"help": "Seed of projection, random rows and simulated negatives."})
     grad_wrt: list[str] | None = field(
         default=None,
-        metadata={"help": "Names of the parameters to attribute. By default all that require gradients."},
+        metadata={"help": "Parameters to attribute. By default all that require gradients."},
     )
     engine: EngineName = field(
         default="auto",
-        metadata={
-            "help": "Engine that computes per-sample gradients. `auto` picks the fastest that is exact for the model."
-        },
+        metadata={"help": "Engine of per-sample gradients. `auto` picks the fastest that is exact."},
     )
     max_block_bytes: int | None = field(
         default=None,
-        metadata={
-            "help": "Bytes of a block of per-sample gradients, which bounds their memory: 32 MiB on a CPU and 256 MiB "
-            "on a GPU by default. Changes features by rounding only."
-        },
+        metadata={"help": "Bytes of a block of gradients: 32 MiB on a CPU and 256 MiB on a GPU by default."},
     )
     lambda_reg: float | None = field(
         default=None,
-        metadata={
-            "help": "Ridge term λ that is added to the diagonal of the Gram matrix. By default it follows from "
-            "`lambda_relative`."
-        },
+        metadata={"help": "Ridge term λ of the Gram matrix. By default it follows from `lambda_relative`."},
     )
     lambda_relative: float = field(
         default=0.3,
-        metadata={
-            "help": "Ridge term as a multiple of trace(XᵀX) / min(n, k), where X are the features of n training rows. "
-            "Used unless `lambda_reg` is given."
-        },
+        metadata={"help": "Ridge term as a multiple of trace(XᵀX) / min(n, k), unless `lambda_reg` is given."},
     )
     solver: SolverName = field(
         default="auto",
@@ -209,42 +193,40 @@ class TrakConfig:
     )
     feature_dtype: FeatureDtype | None = field(
         default=None,
-        metadata={"help": "Storage of the features: floating-point numbers, or codes of 8, 4, 2 or 1 bits."},
+        metadata={"help": "Storage of the features: numbers, or codes of 8, 4, 2 or 1 bits."},
     )
     bytes_per_row: int | None = field(
         default=None,
-        metadata={"help": "Bytes for the features of a row, instead of `proj_dim` and `feature_dtype`."},
+        metadata={"help": "Bytes per row, in place of `proj_dim` and `feature_dtype`."},
     )
     model_dtype: ModelDtype | None = field(
-        default=None, metadata={"help": "Dtype to which the model is cast first. By default it keeps its own."}
+        default=None, metadata={"help": "Dtype to cast the model to. By default its own."}
     )
     per_device_batch_size: int = field(
         default=16, metadata={"help": "Rows per batch and process. Changes features by rounding only."}
     )
     auto_find_batch_size: bool = field(
         default=False,
-        metadata={"help": "Lower the batch size when memory runs out, and save the size that fits in `output_dir`."},
+        metadata={"help": "Lower the batch size when memory runs out, and save what fits."},
     )
     shard_size: int = field(
         default=1024,
-        metadata={"help": "Rows per shard of features, which is the most that a killed process loses."},
+        metadata={"help": "Rows per shard, the most that a killed process loses."},
     )
-    num_draws: int = field(
-        default=1, metadata={"help": "Draws of each random row (masks, crops), over which features are means."}
-    )
+    num_draws: int = field(default=1, metadata={"help": "Draws of each random row, to take the mean of."})
     remove_unused_columns: bool = field(
         default=True,
-        metadata={"help": "Drop dataset columns that the model's `forward` does not accept, as `Trainer` does."},
+        metadata={"help": "Drop columns that the model's `forward` does not accept."},
     )
     label_names: list[str] | None = field(
         default=None,
-        metadata={"help": "Names of the label columns. By default the model class tells, as for `Trainer`."},
+        metadata={"help": "Label columns. By default the model class tells."},
     )
     dataloader_num_workers: int = field(default=0, metadata={"help": "Number of processes that load rows."})
     dataloader_pin_memory: bool = field(
         default=True, metadata={"help": "Put batches into pinned memory on accelerators."}
     )
-    use_cpu: bool = field(default=False, metadata={"help": "Stay on the CPU even where there is an accelerator."})
+    use_cpu: bool = field(default=False, metadata={"help": "Stay on the CPU."})
     disable_tqdm: bool = field(default=False, metadata={"help": "Hide progress bars."})
 
     def __post_init__(self) -> None:

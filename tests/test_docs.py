@@ -225,6 +225,20 @@ def test_randomness(place: Path) -> None:
     assert namespace["attributor"].store.config["collation"]["draws"] == 8
 
 
+def test_packing(place: Path) -> None:
+    rows = documents(word_tokenizer(), 6)
+    pairs = [[rows[i], rows[i + 1]] for i in (0, 2, 4)]
+    packed = [
+        {"input_ids": [token for row in pair for token in row["input_ids"]],
+         "labels": [label for row in pair for label in row["labels"]],
+         "seq_lengths": [len(row["input_ids"]) for row in pair]}
+        for pair in pairs
+    ]  # fmt: skip
+    namespace = {"language_model": tiny_gpt2(), "documents": rows, "packed_rows": Dataset.from_list(packed)}
+    run_page("docs/packing.md", namespace, hf_trak_command)
+    assert [found[0] for found in namespace["rows_of_best"]] == [0, 0]
+
+
 def test_engines(place: Path) -> None:
     batch: dict[str, Tensor] = {"input_ids": torch.randint(1, 30, (4, 7)), "attention_mask": torch.ones(4, 7)}
     model = tiny_bert()
@@ -373,6 +387,7 @@ RUN_HERE = {
     "docs/curvature.md",
     "docs/tasks.md",
     "docs/randomness.md",
+    "docs/packing.md",
     "docs/engines.md",
     "docs/projections.md",
     "docs/hub.md",
