@@ -193,3 +193,24 @@ def test_a_run_removes_what_dead_processes_left(store: Path) -> None:
     torch.manual_seed(0)
     store_jobs.make(store).attribute(store_jobs.rows(3, 2), checkpoints=store_jobs.models(2))
     assert not old.exists()
+
+
+def test_exact_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Preconditioned targets, exact scores, self-influence and whitened features are checked, too."""
+    networks = store_jobs.models(1)
+    attributor = store_jobs.make(tmp_path, curvature="hybrid").featurize(networks)
+    attributor.attribute(store_jobs.rows(3, 2), name="exam", checkpoints=networks, exact=True)
+    attributor.self_influence(exact=True)
+    assert verified(tmp_path, capsys) == (0, {})
+    kinds = ("preconditioned", "scores", "whitened", "self-influence")
+    files = [
+        next(path for path in sorted(tmp_path.rglob("*.safetensors")) if path.name.startswith(kind)) for kind in kinds
+    ]
+    for path in files:
+        data = bytearray(path.read_bytes())
+        path.write_bytes(bytes(data[:-2] + bytes([data[-2] ^ 8]) + data[-1:]))
+    status, found = verified(tmp_path, capsys)
+    assert status == 1
+    assert {name: one["state"] for name, one in found.items()} == {
+        os.path.relpath(path, tmp_path): "damaged" for path in files
+    }

@@ -254,6 +254,27 @@ def read_part(
     return tensors
 
 
+def check_file(path: Path) -> None:
+    """Check that a file is as it was written, whatever it holds: its metadata and all its tensors, by their checksums.
+
+    Args:
+        path: a file of a store of format 2 or later.
+
+    Raises:
+        StoreError: the file is missing, truncated or damaged, or of another format.
+    """
+    with _open(path) as file:
+        header = parse_metadata(path, file)
+        version = header.get("format_version")
+        if version not in READABLE_VERSIONS[1:]:
+            raise _broken(path, f"it has format version {version!r}; expected one of {READABLE_VERSIONS[1:]}")
+        if header.get("checksum") != content_digest(header):
+            raise _broken(path, "the checksum of its metadata is not the one that it says")
+        found = checksums({name: file.get_tensor(name) for name in file.keys()}, version)  # noqa: SIM118
+    if found != header.get("tensors"):
+        raise _broken(path, f"the checksum of its tensors is {found}, its metadata says {header.get('tensors')}")
+
+
 _verified: set[object] = set()
 """Files whose checksum this process has compared: path, inode, size, time of the last modification, and time of the
 last change of the inode, which a program that writes into the file cannot set back."""

@@ -10,11 +10,15 @@ from hf_trak.store.leftovers import leftovers
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
 from hf_trak.store.sealed import is_sealed, read_sealed
+from hf_trak.store.shards import check_file
 from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import FeatureStore
 
 _FEATURIZE = "`featurize` with the same arguments computes it."
 _ATTRIBUTE = "`attribute` with the same targets computes it."
+_EXACTLY = "the same call with `exact=True` or `rerank` computes it again."
+_EXACT = ("experiments/*/exact-*/**/*.safetensors", "curvature/*/*-*/*.safetensors")
+"""Where preconditioned targets and exact scores are, self-influence, and whitened features of the hybrid."""
 
 
 def verify_store(output_dir: Path) -> Iterator[Finding]:
@@ -45,11 +49,24 @@ def verify_store(output_dir: Path) -> Iterator[Finding]:
         yield from _checkpoint(store, model_id)
     for experiment in sorted(path.name for path in output_dir.glob("experiments/*") if path.is_dir()):
         yield from _experiment(store, experiment, checkpoints)
+    for pattern in _EXACT:
+        yield from _by_themselves(sorted(output_dir.glob(pattern)))
     for name in ("batch_size.json", "featurize.json"):
         if (output_dir / name).exists():
             yield _json(output_dir / name, "Delete it; the next run writes it anew.")
     for one in leftovers(output_dir):
         yield Finding(one.path, "leftover", f"{one.size} bytes", "`hf-trak clean` removes it.")
+
+
+def _by_themselves(paths: list[Path]) -> Iterator[Finding]:
+    """Check files that say of themselves what they hold, and that are computed again where they are missing."""
+    for path in paths:
+        try:
+            check_file(path)
+        except StoreError as error:
+            yield Finding(path, "damaged", str(error), f"Delete it; then: {_EXACTLY}")
+        else:
+            yield Finding(path, "intact")
 
 
 def _checkpoint_ids(output_dir: Path) -> list[int]:
