@@ -459,6 +459,11 @@ class TrakAttributor(FeaturizedModel):
             self._last_rows, self._last_refinement = None, None
         return scored
 
+    @property
+    def reranked_rows(self) -> RowPart | None:
+        """The training rows that the last `attribute(..., rerank=...)` has scored with whole gradients, if it did."""
+        return self._last_rows
+
     def _reranked(self, request: RerankRequest) -> HFDataset:
         result = rerank_result(self, request)
         rows = request.eval_dataset if request.groups is None else request.groups.table()

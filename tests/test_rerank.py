@@ -13,6 +13,8 @@ from torch.utils.data import Dataset as TorchDataset
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import ConfigMismatchError, NonFiniteError
+from hf_trak.report import AttributionRun, write_report
+from hf_trak.report.views import RunViews
 from hf_trak.scores.rerank_columns import RANK_COLUMNS, RERANK_COLUMNS, IndexRanking
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
@@ -245,3 +247,21 @@ def test_rerank_of_one_shortlist_is_kept(attributor, caplog):
 def _files(attributor: TrakAttributor) -> dict[Path, int]:
     found = Path(attributor.args.output_dir, "experiments", "kept").rglob("scores-*")
     return {path: path.stat().st_mtime_ns for path in found}
+
+
+def test_a_report_shows_both_ranks(attributor, tmp_path):
+    found = attributor.attribute(targets(), top_k=TOP, rerank=8)
+    run = AttributionRun.collect(attributor, found)
+    run.save(tmp_path / "run")
+    views = RunViews(AttributionRun.load(tmp_path / "run"))
+    ranks = {
+        row: "behind the shortlist" if rank is None else str(rank)
+        for row, rank in zip(found[0]["trak_indices"], found[0]["trak_index_ranks"], strict=True)
+    }
+    assert {item.example.row: item.rank for item in views.target(0).helped} == ranks
+    assert [text.column for text in views.target(0).target.texts] == ["source"]  # the stage is no text of a row
+    page = tmp_path / "report.html"
+    write_report(AttributionRun.load(tmp_path / "run"), page)
+    assert f"index rank {next(iter(ranks.values()))}</span>" in page.read_text()
+    plain = RunViews(AttributionRun.collect(attributor, attributor.attribute(targets(), top_k=TOP)))
+    assert {item.rank for item in plain.target(0).helped} == {None}

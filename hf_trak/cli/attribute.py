@@ -12,8 +12,11 @@ from hf_trak.cli.build import build, build_from_index, quiet, remember, remember
 from hf_trak.cli.output import answer
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.config import TrakConfig
+from hf_trak.curvature.refinement import Refinement, checked_refinement
 from hf_trak.featurize.exact import ExactScores
+from hf_trak.featurize.reranking import check_rerank
 from hf_trak.report.exact import exact_distributions
+from hf_trak.report.refined import refined_distributions
 from hf_trak.report.run import AttributionRun, score_distributions
 from hf_trak.report.views import RunViews
 from hf_trak.scores.score_files import SCORE_FILES, score_file_digests
@@ -27,26 +30,24 @@ class RunArguments:
     index: str | None = field(
         default=None, metadata={"help": "Published index, a repo or a directory, to use instead of training rows."}
     )
-    top_k: int = field(
-        default=20,
-        metadata={"help": "Number of training rows to keep per target, of the highest scores and of the lowest."},
-    )
+    top_k: int = field(default=20, metadata={"help": "Training rows to keep per target, from either end."})
     exact: bool = field(
         default=False,
-        metadata={"help": "Score with whole gradients under a curvature, which is fitted first if it is missing."},
+        metadata={"help": "Score with whole gradients under a curvature, fitted first if missing."},
+    )
+    refine: str | None = field(
+        default=None, metadata={"help": "Refine targets of `--exact`: `cg`, or `cg,steps=5,rows=512`."}
     )
     first_pass_bytes: int | None = field(
-        default=None,
-        metadata={"help": "Look at so many bytes of every row, and at whole rows of the best alone (codes only)."},
+        default=None, metadata={"help": "Look at so many bytes of every row first (codes only)."}
     )
     candidates: int | None = field(default=None, metadata={"help": "Rows that are then read whole."})
+    rerank: int | None = field(default=None, metadata={"help": "Score so many of the best rows exactly."})
     all_scores: bool = field(default=False, metadata={"help": "Keep every score, which `hf-trak evaluate` needs."})
     name: str = field(
         default="targets", metadata={"help": "Name of the run, which is saved in `output_dir/scores/NAME`."}
     )
-    distributions: bool = field(
-        default=True, metadata={"help": "Count all scores of each target. Takes as long as scoring once more."}
-    )
+    distributions: bool = field(default=True, metadata={"help": "Count all scores of each target, in a second pass."})
     self_influence: bool = field(
         default=True,
         metadata={"help": "Rank training rows by self-influence. With `--exact`, one more pass over them."},
@@ -57,6 +58,9 @@ class RunArguments:
         safe_name(self.name, "name")
         if self.top_k < 1:
             raise ValueError(f"`top_k` is {self.top_k}. Expected at least 1.")
+        checked_refinement(self.refine, self.exact, self.rerank)
+        if self.rerank is not None:
+            check_rerank(self.rerank, None if self.all_scores else self.top_k, "target", self.exact)
         if self.first_pass_bytes is not None and (self.exact or self.all_scores):
             raise ValueError(
                 f"`first_pass_bytes` is {self.first_pass_bytes}, together with `exact` or `all_scores`. A first pass "
@@ -94,7 +98,8 @@ def run(argv: Sequence[str]) -> None:
         )
     stored = target_rows(data, targets)
     if wanted.index is not None:
-        built = build_from_index(wanted.index, model_args, data, trak, stored, with_rows=wanted.exact)
+        reranked = wanted.rerank is not None
+        built = build_from_index(wanted.index, model_args, data, trak, stored, wanted.exact, reranked)
     else:
         built = build(model_args, data, trak)
         if saved:
@@ -110,16 +115,19 @@ def run(argv: Sequence[str]) -> None:
         exact=wanted.exact,
         first_pass_bytes=wanted.first_pass_bytes,
         candidates=wanted.candidates,
+        rerank=wanted.rerank,
+        refine=wanted.refine,
     )
-    counted = wanted.distributions and top_k is not None  # with all scores at hand, collecting the run counts them
-    count = exact_distributions if wanted.exact else score_distributions
-    counts = count(attributor, scored, rows, wanted.name) if counted else None
+    # With all scores at hand, collecting the run counts them; of a reranked run only some scores are exact.
+    counted = wanted.distributions and top_k is not None and attributor.reranked_rows is None
+    counts = _counts(attributor, scored, rows, wanted) if counted else None
     influence = attributor.self_influence(exact=wanted.exact) if wanted.self_influence else None
     directory = Path(attributor.args.output_dir) / "scores" / wanted.name
     facts: dict[str, Any] = {
         "dataset": data.dataset_name,
         "target_dataset": targets.eval_dataset_name or data.dataset_name,
-        **(_exact_facts(attributor) if wanted.exact else {}),
+        **(_exact_facts(attributor, checked_refinement(wanted.refine)) if wanted.exact else {}),
+        **({} if wanted.rerank is None else _rerank_facts(attributor, wanted.rerank)),
     }
     if wanted.all_scores:
         facts[SCORE_FILES] = attributor.processes.broadcast_from_main(lambda: score_file_digests(scored, directory))
@@ -131,12 +139,31 @@ def run(argv: Sequence[str]) -> None:
     answer(content, _lines(found, directory), output.json)
 
 
-def _exact_facts(attributor: TrakAttributor) -> dict[str, Any]:
+def _counts(attributor: TrakAttributor, scored: Any, rows: Any, wanted: RunArguments) -> Any:
+    """Count the scores that the result comes from."""
+    if (refinement := checked_refinement(wanted.refine)) is not None:
+        return refined_distributions(attributor, scored, rows, wanted.name, refinement=refinement)
+    count = exact_distributions if wanted.exact else score_distributions
+    return count(attributor, scored, rows, wanted.name)
+
+
+def _rerank_facts(attributor: TrakAttributor, count: int) -> dict[str, Any]:
+    """Say in the run which rows were reranked, and with what."""
+    rows = attributor.reranked_rows
+    if rows is None:
+        return {"reranked": "nothing: the training rows are not at hand"}
+    exact = ExactScores(attributor, rows)
+    how = f"{exact.kind}, damping {exact.damping:g} relative"
+    return {"reranked": f"{len(rows):,} rows, the first {count:,} of each target and end; {how}"}
+
+
+def _exact_facts(attributor: TrakAttributor, refinement: Refinement | None) -> dict[str, Any]:
     """Say in the run what its scores were computed with, in the place of projection and ridge."""
-    exact = ExactScores(attributor)
+    exact = ExactScores(attributor, refinement=refinement)
+    refined = "" if refinement is None else f", refined by {refinement.describe()}"
     ridge = f"; λ {attributor.args.hybrid_lambda:g} relative" if exact.hybrid else ""
     return {
-        "projection": f"none: exact scores, {'hybrid' if exact.hybrid else exact.kind}",
+        "projection": f"none: exact scores, {'hybrid' if exact.hybrid else exact.kind}{refined}",
         "features": attributor.layout.total,
         "ridge": f"damping {exact.damping:g} relative{ridge}",
     }

@@ -19,6 +19,7 @@ from hf_trak.data.rows import default_collator
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.hub.foreign_json import shown
 from hf_trak.hub.manifest import MANIFEST_FILE
+from hf_trak.hub.remote_rows import RemoteRows
 from hf_trak.modelout_functions import infer_task
 from hf_trak.store.atomic import differing
 from hf_trak.store.sealed import read_sealed, write_sealed
@@ -87,6 +88,7 @@ def build_from_index(
     trak: TrakConfig,
     rows: Dataset,
     with_rows: bool = False,
+    rerank: bool = False,
 ) -> Built:
     """Load a published index, or a copy of one.
 
@@ -97,6 +99,7 @@ def build_from_index(
         trak: settings; the index replaces those that have their default values.
         rows: targets as stored, whose columns determine how they are prepared.
         with_rows: load the training rows, too, which exact scores need. They then determine how rows are prepared.
+        rerank: some training rows will be needed: those of a local dataset, or single rows of a dataset repo.
 
     Raises:
         ValueError: the index names a model repo, and a directory of the same name exists here.
@@ -118,8 +121,11 @@ def build_from_index(
         )
     task = model_args.task or infer_task(attributor.model)
     revision = getattr(config, "_commit_hash", None) or model_args.model_revision
-    if not with_rows:
+    local = data.dataset_name is not None and Path(data.dataset_name).exists()
+    if not with_rows and not (rerank and local):
         how = preparation(attributor.model, task, rows, data, name, revision)
+        if rerank:
+            attributor = _with_remote_rows(index, attributor, model_args, data, how, options)
         attributor.processing_class = how.processing_class
         attributor.data_collator = how.collator or default_collator(rows, how.processing_class)
         return Built(attributor, how)
@@ -139,6 +145,32 @@ def build_from_index(
         **options,
     )
     return Built(attributor, how)
+
+
+def _with_remote_rows(
+    index: str,
+    attributor: TrakAttributor,
+    model_args: ModelArguments,
+    data: DataArguments,
+    how: Preparation,
+    options: dict[str, Any],
+) -> TrakAttributor:
+    """Let an attributor of an index read single training rows of the repo that is named, or that the index names."""
+    if data.dataset_name is None:
+        if (recorded := getattr(attributor.train_dataset, "remote", None)) is not None:
+            recorded.prepare = how.prepare
+        return attributor
+    rows = RemoteRows(data.dataset_name, data.dataset_config_name, data.train_split or "train", prepare=how.prepare)
+    return TrakAttributor.from_pretrained(
+        index,
+        attributor.model,
+        train_dataset=rows,
+        data_collator=how.collator,
+        processing_class=how.processing_class,
+        task=model_args.task,
+        checkpoints=model_args.checkpoints,
+        **options,
+    )
 
 
 def target_rows(data: DataArguments, targets: TargetArguments) -> Dataset:

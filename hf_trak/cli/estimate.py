@@ -21,6 +21,9 @@ class EstimateArguments:
         default=None, metadata={"help": "Number of training rows, if `dataset_name` is not given."}
     )
     eval_size: int = field(default=0, metadata={"help": "Number of targets."})
+    rerank: int | None = field(
+        default=None, metadata={"help": "Rows to score exactly, for each target and end, after a shortlist."}
+    )
     num_checkpoints: int = field(
         default=1, metadata={"help": "Number of checkpoints, if `checkpoints` are not given."}
     )
@@ -46,6 +49,7 @@ def run(argv: Sequence[str]) -> None:
         "checkpoints": len(model_args.checkpoints) if model_args.checkpoints else amounts.num_checkpoints,
         "eval_dataset": amounts.eval_size,
         "processes": amounts.num_processes,
+        "rerank": amounts.rerank,
     }
     if data.dataset_name is not None:
         found = load_training(model_args, data)

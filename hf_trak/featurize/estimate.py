@@ -22,6 +22,7 @@ def estimate(
     eval_dataset: Any = 0,
     processes: int = 1,
     measure: bool = False,
+    rerank: int | None = None,
     data_collator: Collator | None = None,
     processing_class: Any = None,
     task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
@@ -43,6 +44,8 @@ def estimate(
             Number of processes that share the work.
         measure (`bool`, *optional*, defaults to `False`):
             Featurize the first few batches, in a temporary directory, to project the time. Needs the rows themselves.
+        rerank (`int`, *optional*):
+            Rows of a shortlist that are to be reranked, for each target and end.
         data_collator, processing_class, task (*optional*):
             As `TrakAttributor` takes them, for `measure`.
 
@@ -72,4 +75,5 @@ def estimate(
         eval_dataset=eval_dataset,
         processes=processes,
         rows_per_second=rate,
+        rerank=rerank,
     )

@@ -8,6 +8,7 @@ import torch
 
 from hf_trak.config import BITS, TrakConfig
 from hf_trak.featurize.exact_estimate import ExactEstimate, estimate_exact
+from hf_trak.featurize.rerank_estimate import RerankEstimate, estimate_rerank
 from hf_trak.featurize.storage_choices import StorageChoice, storage_choices
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
@@ -72,6 +73,8 @@ class Estimate:
     """Rows that one process featurizes per second, where it was measured."""
     exact: ExactEstimate | None = None
     """What exact scores take, where the configuration names a curvature."""
+    rerank: RerankEstimate | None = None
+    """What reranking takes, where it is asked for."""
 
     @property
     def disk_bytes(self) -> int:
@@ -110,6 +113,8 @@ class Estimate:
                 f"memory {_size(exact.fit_memory)} to fit, {_size(exact.exact_memory)} to score; {exact.passes} "
                 f"pass{'es' if exact.passes > 1 else ''} over the training rows"
             )
+        if self.rerank is not None:
+            lines.append(str(self.rerank))
         if self.seconds is not None:
             each = f" on each of {self.processes} processes" if self.processes > 1 else ""
             lines.append(f"time: {duration(self.seconds)} at {self.rows_per_second:,.1f} rows/s{each}")
@@ -125,6 +130,7 @@ def estimate_sizes(
     eval_dataset: Any = 0,
     processes: int = 1,
     rows_per_second: float | None = None,
+    rerank: int | None = None,
 ) -> Estimate:
     """Work out what an attribution takes from the numbers of rows, parameters and features.
 
@@ -136,6 +142,7 @@ def estimate_sizes(
         eval_dataset: the targets, or their number.
         processes: number of processes.
         rows_per_second: rows that one process featurizes per second, where it was measured.
+        rerank: rows of a shortlist that are to be reranked, for each target and end.
 
     Raises:
         ValueError: a number is out of range, or a parameter name unknown.
@@ -151,6 +158,7 @@ def estimate_sizes(
     batch = min(args.per_device_batch_size, shard_rows)
     largest = max(slot.numel for slot in layout.slots)
     groups = max(m, 1)
+    features = checkpoints * _matrix_bytes(n, k, args)
     solver, alternatives = solver_costs(args.solver, args.solver_rank, n, k, groups, free_bytes("cpu"))
     return Estimate(
         parameters=layout.total,
@@ -160,7 +168,7 @@ def estimate_sizes(
         n_targets=m,
         checkpoints=checkpoints,
         processes=processes,
-        feature_bytes=checkpoints * _matrix_bytes(n, k, args),
+        feature_bytes=features,
         gram_bytes=checkpoints * (solver.disk + _GRAM_HEADER_BYTES),
         target_bytes=checkpoints * _matrix_bytes(m, k, _as_targets(args), _TARGET_HEADER_BYTES) if m else 0,
         config_bytes=_CONFIG_BYTES
@@ -175,6 +183,9 @@ def estimate_sizes(
         storage=_other_forms(args, n, groups),
         rows_per_second=rows_per_second,
         exact=None if args.curvature is None else estimate_exact(model, layout, args, n, groups, weights),
+        rerank=None
+        if rerank is None
+        else estimate_rerank(args, rerank, n, groups, checkpoints, features, processes, rows_per_second),
     )
 
 

@@ -10,6 +10,7 @@ from datasets import Audio, ClassLabel, Dataset, Image, Value
 
 from hf_trak.report.stored_rows import StoredRows
 from hf_trak.report.text import Span
+from hf_trak.scores.rerank_columns import RERANK_COLUMNS
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 from hf_trak.scores.spans import TOKEN_POSITIONS, TOKEN_SCORES
 
@@ -183,7 +184,7 @@ def _label(first: Mapping[str, Any], features: Mapping[str, Any]) -> str | None:
 
 
 def _texts(first: Mapping[str, Any], features: Mapping[str, Any], others: set[str | None]) -> tuple[str, ...]:
-    taken = {*others, *_NOT_CONTENT, *TOP_K_COLUMNS, SPANS_COLUMN}
+    taken = {*others, *_NOT_CONTENT, *TOP_K_COLUMNS, *RERANK_COLUMNS, SPANS_COLUMN}
     found = []
     for name, value in first.items():
         kind = features.get(name)

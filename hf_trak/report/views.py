@@ -12,6 +12,7 @@ from hf_trak.report.run import AttributionRun
 from hf_trak.report.stored_rows import stored
 from hf_trak.report.text import LONGEST_TEXT, Piece, pieces, plain, visible
 from hf_trak.report.thumbnails import Picture, PictureBook
+from hf_trak.scores.rerank_columns import RANK_COLUMNS
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 _LONGEST_LABEL = 60
@@ -62,6 +63,8 @@ class ScoredView:
     """Size of the score in percent of the largest score next to the same target."""
     differs: bool = False
     """True if its label is another than the target's."""
+    rank: str | None = None
+    """In a reranked result, its rank by the index."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,11 @@ class RunViews:
             for sign, columns in ((1, TOP_K_COLUMNS[:2]), (-1, TOP_K_COLUMNS[2:]))
         ]
         largest = max((abs(score) for end in ends for _, score in end), default=0.0)
-        helped, harmed = ([self._scored_view(i, score, largest, view.label) for i, score in end] for end in ends)
+        ranks = [index_ranks(row, *names) for names in zip(TOP_K_COLUMNS[::2], RANK_COLUMNS, strict=True)]
+        helped, harmed = (
+            [self._scored_view(i, score, largest, view.label, found.get(i)) for i, score in end]
+            for end, found in zip(ends, ranks, strict=True)
+        )
         histogram = None
         if self.run.distributions is not None:
             histogram = Histogram.of(self.run.distributions, index, [score for end in ends for _, score in end])
@@ -129,7 +136,9 @@ class RunViews:
         largest = max((score for _, score in found), default=0.0)
         return [self._scored_view(index, score, largest, None) for index, score in found]
 
-    def _scored_view(self, index: int, score: float, largest: float, label: str | None) -> ScoredView:
+    def _scored_view(
+        self, index: int, score: float, largest: float, label: str | None, rank: str | None = None
+    ) -> ScoredView:
         if index not in self._rows:
             row = {} if self._train is None else self._train[self.run.train_place(index)]
             content = content_of(row, self._train_columns)
@@ -137,7 +146,7 @@ class RunViews:
         example = self._rows[index]
         differs = label is not None and example.label is not None and example.label != label
         bar = round(100 * abs(score) / largest, 1) if largest else 0.0
-        return ScoredView(example, signed(score), sign_of(score), bar, differs)
+        return ScoredView(example, signed(score), sign_of(score), bar, differs, rank)
 
     def _view(self, index: int, content: Content, size: str, limit: int) -> RowView:
         texts = []
@@ -160,6 +169,23 @@ class RunViews:
 
 def _end(row: Mapping[str, Any], columns: Sequence[str], count: int) -> list[tuple[int, float]]:
     return [(int(i), float(s)) for i, s in zip(row[columns[0]][:count], row[columns[1]][:count], strict=True)]
+
+
+def index_ranks(row: Mapping[str, Any], rows: str, ranks: str) -> dict[int, str]:
+    """Map training rows to the ranks that the index gave them, in words.
+
+    Args:
+        row: a target of a result.
+        rows: the column with training rows.
+        ranks: the column with their ranks; a result that is not reranked has none.
+    """
+    found = row.get(ranks)
+    if not isinstance(found, Sequence) or len(found) != len(row[rows]):
+        return {}
+    return {
+        int(index): f"{rank:,}" if isinstance(rank, int) else "behind the shortlist"
+        for index, rank in zip(row[rows], found, strict=True)
+    }
 
 
 def _label(label: str | None) -> str | None:

@@ -1,0 +1,113 @@
+"""Reranking from the command line: a run with both ranks, of a store and of an index from the Hub; its estimate."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset, load_from_disk
+from doc_examples import write_reviews
+from hub_server import TOKEN, Hub, client, hub
+from test_cli_curvature import MODEL, QUICK, library
+from torch import nn
+
+from hf_trak import TrakConfig
+from hf_trak.cli.main import main
+from hf_trak.featurize.estimate import estimate
+from hf_trak.report.run import AttributionRun
+from hf_trak.scores.rerank_columns import RANK_COLUMNS
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
+
+__all__ = ["client", "hub"]  # fixtures
+
+Answer = Callable[..., dict[str, Any]]
+SETTINGS = ("--curvature", "ekfac", "--curvature_rows", "30")
+WANTED = ("--eval_dataset", "mine.jsonl", "--top_k", "5", "--no_self_influence")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with `model/`, 40 rows in `reviews.jsonl` and 4 targets in `mine.jsonl`."""
+    write_reviews(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def answer(capsys: pytest.CaptureFixture[str]) -> Answer:
+    """Run a command with `--json`; the object that it prints."""
+
+    def ask(*argv: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert main([*argv, "--json"]) == 0, capsys.readouterr().err
+        return json.loads(capsys.readouterr().out)
+
+    return ask
+
+
+def test_a_run_has_both_ranks(place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
+    answer("featurize", *MODEL, *QUICK, *SETTINGS)
+    run = answer("attribute", *WANTED, "--rerank", "5", "--name", "mine")["run"]
+    attributor, targets = library(curvature="ekfac", curvature_rows=30)
+    expected = attributor.featurize().attribute(targets, top_k=5, rerank=5)
+    found = load_from_disk(f"{run}/scored")
+    for name in (*TOP_K_COLUMNS[::2], *RANK_COLUMNS):
+        assert found[name][:] == expected[name][:], name
+    saved = AttributionRun.load(run)
+    count = len(attributor.reranked_rows)
+    assert saved.facts["reranked"] == (
+        f"{count} rows, the first 5 of each target and end; ekfac, damping 0.1 relative"
+    )
+    assert saved.distributions is None  # exact scores of these rows, of which a run expects those of all
+    assert main(["report", run]) == 0
+    assert "index rank" in Path(run, "report.html").read_text(encoding="utf-8")
+    assert main(["attribute", *WANTED, "--rerank", "4"]) != 0
+    assert "`rerank` is 4, less than `top_k`, which is 5" in capsys.readouterr().err
+    assert main(["attribute", *WANTED, "--rerank", "9", "--all_scores"]) != 0
+
+
+def test_an_index_from_the_hub_is_reranked_with_single_rows(
+    hub: Hub, client: Path, place: Path, answer: Answer
+) -> None:
+    """Texts are fetched by their numbers, and tokenized as the targets are."""
+    rows = Dataset.from_json("reviews.jsonl")
+    rows.push_to_hub("tester/reviews", token=TOKEN)
+    attributor, targets = library(curvature="ekfac", curvature_rows=30)
+    attributor.featurize().fit_curvature()
+    expected = attributor.attribute(targets, top_k=3, rerank=5)
+    attributor.push_to_hub("tester/index", token=TOKEN)
+    hub.put("dataset", "tester/index", dict(hub.dataset("tester/index")))
+    assert attributor.train_dataset.column_names != rows.column_names
+    index = ("attribute", "--index", "tester/index", "--model", "model", *WANTED, *QUICK[2:], "--top_k", "3")
+    without = answer(*index, "--rerank", "5", "--name", "without")["run"]
+    assert AttributionRun.load(without).facts["reranked"] == "nothing: the training rows are not at hand"
+    hub.log.clear()
+    local = answer(*index, "--rerank", "5", "--train_dataset", "reviews.jsonl", "--name", "local")["run"]
+    found = load_from_disk(f"{local}/scored")
+    for name in TOP_K_COLUMNS:
+        assert np.allclose(found[name][:], expected[name][:], rtol=1e-4), name
+
+
+def test_the_estimate_names_the_stages(place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(10, 4)
+    found = estimate(model, 100_000, TrakConfig(proj_dim=64), eval_dataset=10, checkpoints=2, rerank=200).rerank
+    assert (found.row_gradients, found.target_gradients, found.curvature_rows) == (2 * 4000, 20, 2 * 4096)
+    assert found.scores_bytes == 4 * 8000 * 11
+    assert found.seconds is None
+    assert estimate(model, 100, TrakConfig(proj_dim=64), eval_dataset=10, rerank=200).rerank.row_gradients == 100
+    printed = answer("estimate", *MODEL, "--eval_size", "4", "--rerank", "7", "--measure")
+    assert printed["rerank"]["row_gradients"] == 40
+    assert printed["rerank"]["seconds"] == pytest.approx(44 / printed["rows_per_second"])
+    assert main(["estimate", *MODEL, "--eval_size", "4", "--rerank", "7"]) == 0
+    text = capsys.readouterr().out
+    assert "reranking 7 rows per target and end: shortlist from" in text
+    with pytest.raises(ValueError, match="`rerank` is 0"):
+        estimate(model, 100, TrakConfig(), rerank=0)
+
+
+def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["attribute", "--help"])
+    assert "--rerank RERANK" in capsys.readouterr().out
