@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +165,71 @@ def long_job(directory: Path) -> dict[str, Any]:
     }
 
 
-JOBS = {"first": first_job, "long": long_job}
+def trainer_job(directory: Path) -> dict[str, Any]:
+    """A run of `Trainer` under FSDP2, and the lines of the README."""
+    from accelerate import DistributedType, PartialState
+    from transformers import Trainer, TrainingArguments
+
+    from hf_trak import TrakAttributor, TrakConfig
+
+    args = TrainingArguments(
+        output_dir=str(directory / "out"),
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        max_steps=2,
+        learning_rate=1e-2,
+        report_to=[],
+        disable_tqdm=True,
+        fsdp=True,
+        fsdp_config={
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "state_dict_type": "SHARDED_STATE_DICT",
+        },
+        save_steps=2,
+    )
+    # accelerate 1.15 leaves FSDP out for processes on CPUs: it is told here that they are on GPUs
+    assert args.device.type == "cpu"
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    trainer = Trainer(model=made("llama"), args=args, train_dataset=rows("llama"))
+    trainer.train()
+    divided = [type(p).__name__ for p in trainer.model.parameters()]
+    eval_dataset = rows("llama", 3, 2)
+    config = TrakConfig(output_dir=str(directory / "trak"), proj_dim=32, feature_dtype="float32", disable_tqdm=True)
+
+    attributor = TrakAttributor.from_trainer(trainer, args=config)
+    attributor.featurize()
+    scored = attributor.attribute(eval_dataset, top_k=3)
+
+    whole = made("llama")
+    whole.load_state_dict({name: p.full_tensor() for name, p in trainer.model.state_dict().items()})
+    plain = sharded_jobs.attributor(whole, "llama", directory / "plain", shard_size=512).featurize()
+    return {
+        "divided": divided,
+        "difference": difference(features(attributor), features(plain)),
+        "same": plain.attribute(eval_dataset, top_k=3)["trak_indices"][:] == scored["trak_indices"][:],
+    }
+
+
+def killed_job(directory: Path) -> None:
+    """The last process is killed when its first shard is written."""
+    from hf_trak.store.shard_set import ShardSet
+
+    plain = ShardSet.write
+
+    def write_and_die(self: Any, *args: Any) -> None:
+        plain(self, *args)
+        if os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Processes(True)
+    ShardSet.write = write_and_die  # type: ignore[method-assign]
+    model = sharded(made("gpt2"), mesh_of_all())
+    attributor(model, "gpt2", directory / "store", shard_size=1, per_device_batch_size=1).featurize()
+
+
+JOBS = {"first": first_job, "long": long_job, "trainer": trainer_job, "killed": killed_job}
 
 
 def launched(directory: Path, job: str, count: int, timeout: float = 120) -> list[dict[str, Any]]:
@@ -229,7 +296,45 @@ def test_the_self_check_sees_a_wrong_gradient(two: list[dict[str, Any]]) -> None
 def test_all_models_with_scores_and_curvatures(count: int, tmp_path: Path) -> None:
     for found in launched(tmp_path, "long", count, 1200):
         for name, one in found.items():
-            check_same(one), name
+            assert name
+            check_same(one)
+
+
+@pytest.mark.slow
+def test_a_trainer_under_fsdp2_and_the_lines_of_the_readme(tmp_path: Path) -> None:
+    for found in launched(tmp_path, "trainer", 2):
+        assert set(found["divided"]) == {"DTensor"}
+        assert found["difference"] <= ROUNDING and found["same"]
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others_and_one_process_finishes(tmp_path: Path) -> None:
+    """Started without `torchrun`, which would end the other process itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, __file__, "killed", str(tmp_path)]
+    jobs = [
+        subprocess.Popen(command, env={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    try:
+        assert jobs[1].wait(120) == -signal.SIGKILL
+        began = time.monotonic()
+        jobs[0].wait(60)
+        assert time.monotonic() - began < 60
+    finally:
+        for job in jobs:
+            job.kill()
+    said = json.loads((tmp_path / "rank-0.json").read_text())["error"]
+    assert said.startswith("PeerProcessError: Process 0 of 2 lost contact with the others")
+    options = {"shard_size": 1, "per_device_batch_size": 1}
+    kept = len(list((tmp_path / "store" / "checkpoint-0").glob("train-*.safetensors")))
+    assert 1 <= kept < 7
+    rest = attributor(made("gpt2"), "gpt2", tmp_path / "store", **options).featurize()
+    whole = attributor(made("gpt2"), "gpt2", tmp_path / "whole", **options).featurize()
+    assert difference(features(rest), features(whole)) <= ROUNDING
 
 
 if __name__ == "__main__":
