@@ -200,7 +200,7 @@ class TrakConfig:
         metadata={"help": "Bytes per row, in place of `proj_dim` and `feature_dtype`."},
     )
     model_dtype: ModelDtype | None = field(
-        default=None, metadata={"help": "Dtype to cast the model to. By default its own."}
+        default=None, metadata={"help": "Dtype to cast the model to."}
     )
     per_device_batch_size: int = field(
         default=16, metadata={"help": "Rows per batch and process. Changes features by rounding only."}
@@ -213,14 +213,14 @@ class TrakConfig:
         default=1024,
         metadata={"help": "Rows per shard, the most that a killed process loses."},
     )
-    num_draws: int = field(default=1, metadata={"help": "Draws of each random row, to take the mean of."})
+    num_draws: int = field(default=1, metadata={"help": "Draws of each random row, averaged."})
     remove_unused_columns: bool = field(
         default=True,
         metadata={"help": "Drop columns that the model's `forward` does not accept."},
     )
     label_names: list[str] | None = field(
         default=None,
-        metadata={"help": "Label columns. By default the model class tells."},
+        metadata={"help": "Names of the label columns."},
     )
     dataloader_num_workers: int = field(default=0, metadata={"help": "Number of processes that load rows."})
     dataloader_pin_memory: bool = field(

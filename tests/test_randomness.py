@@ -46,12 +46,14 @@ def sentences(count: int = 12, seed: int = 0) -> Dataset:
     )
 
 
-def masked(directory: Path, rows: Dataset, collator: Any = None, **options: Any) -> TrakAttributor:
+def masked(
+    directory: Path, rows: Dataset, collator: Any = None, task: str = "masked_lm", **options: Any
+) -> TrakAttributor:
     made = words()
     collator = DataCollatorForLanguageModeling(made, mlm_probability=0.4) if collator is None else collator
     settings = {"proj_dim": 32, "use_cpu": True, "shard_size": 5, "feature_dtype": "float32", **options}
     config = TrakConfig(output_dir=str(directory), disable_tqdm=True, **settings)
-    return TrakAttributor(bert(len(made)), config, rows, collator, task="masked_lm")
+    return TrakAttributor(bert(len(made)), config, rows, collator, task=task)
 
 
 def features(attributor: TrakAttributor) -> Tensor:
@@ -165,8 +167,23 @@ def test_streams_are_read_once_per_run(tmp_path: Path) -> None:
     batches = streamed.featurizer().batches(streamed.train_dataset)
     assert batches.draws == 3
     starts.clear()
-    assert len(list(batches.iterate([range(4), range(4, 8), range(8, 12)]))) == 9
+    assert len(list(batches.iterate([range(4), range(4, 8), range(8, 12)], 3))) == 9
     assert len(starts) == 1
+
+
+def test_exact_scores_of_random_rows(tmp_path: Path) -> None:
+    """Under the identity they are products of the mean gradients of losses and of outputs, as stores have them."""
+    rows = sentences(8)
+    options: dict[str, Any] = {"proj_type": "none", "grad_wrt": ["cls.predictions.bias"], "num_draws": 2}
+    attributor = masked(tmp_path / "trak", rows, curvature="identity", damping=1.0, **options).featurize()
+    targets = sentences(3, 1)
+    scored = attributor.attribute(targets, top_k=None, exact=True)
+    attributor.attribute(targets, top_k=None, name="targets")
+    losses = masked(tmp_path / "losses", rows, task="loss", **options).featurize()
+    target_features = torch.cat([shard.grads for shard in attributor.store.saved_targets("targets", 0)])
+    expected = target_features @ features(losses).T
+    found = torch.tensor(scored["trak_scores"][:])
+    torch.testing.assert_close(found / found.norm(), expected / expected.norm(), rtol=1e-4, atol=1e-6)
 
 
 # -- generators ------------------------------------------------------------------------------------------------------
@@ -417,10 +434,12 @@ def test_rows_alone_and_in_workers_need_no_device(tmp_path: Path) -> None:
         return torch.tensor(given) + torch.rand(len(given))
 
     batches = RowBatches(rows, collate, columns=None, device=CPU, draws=RowDraws(3, 2), side="target")
-    (numbers, first), (again, second) = list(batches.iterate([[1, 4]]))
+    (numbers, first), (again, second) = list(batches.iterate([[1, 4]], batches.draws))
+    ((_, once),) = batches.iterate([[1, 4]])  # for what takes one draw, such as a curvature
+    assert torch.equal(once, first)
     assert numbers == again == [1, 4] and not torch.equal(first, second)
     assert torch.equal(batches.collated([4], 1), second[1:]) and torch.equal(batches.alone(4), first[1:])
     drawn = DrawnRows(rows, collate, (), 3, "target")
     assert torch.equal(drawn.__getitems__([(1, 0), (4, 0)]), first)
     plain = RowBatches(rows, torch.tensor, columns=None, device=CPU, draws=RowDraws(3, 2))
-    assert not plain.drawn and [rows for rows, _ in plain.iterate([[1], [2]])] == [[1], [2]]
+    assert not plain.drawn and [rows for rows, _ in plain.iterate([[1], [2]], plain.draws)] == [[1], [2]]

@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.data.trainer_columns import signature_columns
+from hf_trak.data.rows import own_columns
+from hf_trak.data.trainer_columns import ColumnsCollator, signature_columns
+from hf_trak.modelout_functions.token_collator import TokenColumnsCollator
 
 trl = pytest.importorskip("trl")
 
@@ -64,6 +66,12 @@ def test_columns_of_the_trainer_reach_its_collator(tmp_path: Path) -> None:
     given = attributor.featurizer().batches(trainer.train_dataset).collated([0, 1])
     expected = trainer.data_collator([trainer.train_dataset[i] for i in (0, 1)])
     assert set(given) == set(expected) and all(torch.equal(given[name], expected[name]) for name in expected)
+
+
+def test_columns_of_a_collator_inside_of_another_are_kept() -> None:
+    inner = ColumnsCollator(lambda rows: {}, ("messages", "images"))
+    assert own_columns(TokenColumnsCollator(inner, "input_ids")) == ("messages", "images")
+    assert own_columns(len) == ()
 
 
 def test_the_columns_also_reach_a_rehearsal(tmp_path: Path) -> None:

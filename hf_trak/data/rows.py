@@ -225,18 +225,21 @@ class RowBatches:
         fetch: Any = getattr(self.dataset, "__getitems__", None)
         return self._collate(fetch(list(rows)) if fetch is not None else [self.dataset[row] for row in rows])
 
-    def iterate(self, batches: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
+    def iterate(self, batches: Iterable[Sequence[int]], draws: int = 1) -> Iterator[tuple[list[int], Any]]:
         """Yield `(row numbers, batch)` for every list of row numbers in `batches`, the batch on the device.
 
-        Random rows come as often as they are drawn, all draws of one list of rows after each other.
+        Args:
+            batches: lists of row numbers.
+            draws: number of draws of random rows, which come one after the other for each list of rows. Other rows
+                come once.
         """
         cuts = [list(rows) for rows in batches]
         given: Any = self.dataset
         keys: Sequence[Any] = cuts
         collate: Callable[[Any], Any] = self._collate
         if self.drawn:
-            cuts = [rows for rows in cuts for _ in range(self.draws)]
-            keys = [[(row, place % self.draws) for row in rows] for place, rows in enumerate(cuts)]
+            cuts = [rows for rows in cuts for _ in range(draws)]
+            keys = [[(row, place % draws) for row in rows] for place, rows in enumerate(cuts)]
             given, collate = self._drawn_rows, _as_it_is
         loader: DataLoader[Any] = DataLoader(
             given,

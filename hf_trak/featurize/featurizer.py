@@ -264,7 +264,7 @@ class Featurizer:
         ranges = [shards.plan.rows(index) for index in indices]
         # Batches never cross a shard boundary, so a shard is the same whichever others are computed in this run.
         cuts = [cut for rows in ranges for cut in batch_rows(rows.start, rows.stop, batch_size)]
-        stream = batches.iterate(cuts)
+        stream = batches.iterate(cuts, batches.draws)
         main = self.processes.is_main_process
         with RowProgress(
             sum(map(len, ranges)),
@@ -348,7 +348,7 @@ class Featurizer:
         try:
             # Each row is computed alone, so that rows of different sizes need not fit into one batch.
             batches = self.batches(stored.dataset, stored.side)
-            stream = batches.iterate([[row] for row in rows])
+            stream = batches.iterate([[row] for row in rows], batches.draws)
             for row in rows:
                 _, found, _ = self._next(stream, batches, computer, model_id, stored.side)
                 place = row - shard.start
