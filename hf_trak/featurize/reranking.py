@@ -14,6 +14,7 @@ from hf_trak.data.rows import forward_columns, row_count
 from hf_trak.errors import ConfigMismatchError, HfTrakError
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.saved_shortlist import SavedShortlist
 from hf_trak.featurize.two_passes import CANDIDATES_PER_ROW, LEAST_CANDIDATES, two_passes
 from hf_trak.identity.collation import collation_changes, probe_rows
 from hf_trak.runtime.checks import checked_int
@@ -180,10 +181,15 @@ def _shortlist(model: FeaturizedModel, request: RerankRequest, ids: Sequence[int
             candidates = max(LEAST_CANDIDATES, CANDIDATES_PER_ROW * request.top_k, request.count)
         return two_passes(model, *given, request.count, request.first_pass_bytes, candidates)
     plan = model.plan_scores(*given, everywhere=False)
+    count = min(request.count, model.store.train_size)
     files = _score_files(model, request, "shortlist", model.store.train_size)
-    return plan.name, files.columns(
-        _shown(model, plan.blocks, f"{plan.name}, shortlist"), min(request.count, model.store.train_size), "target"
-    )
+    saved = SavedShortlist(model.store, plan.name, plan.identity, files.n_targets, count)
+    if not model.processes.broadcast_from_main(saved.path.exists):
+        blocks = _shown(model, plan.blocks, f"{plan.name}, shortlist")
+        found = files.columns(blocks, count, "target")
+        model.processes.broadcast_from_main(lambda: saved.write(found))
+    with model.processes.all_or_none():
+        return plan.name, saved.read()
 
 
 def _shown(model: FeaturizedModel, blocks: Iterator[ScoreBlock], description: str) -> Iterator[ScoreBlock]:
