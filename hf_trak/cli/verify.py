@@ -92,7 +92,7 @@ def run(argv: Sequence[str]) -> None:
     found = attributor.verify(
         built.preparation.prepare(stored.select([wanted.target])),
         rows,
-        similar=None if wanted.similar == "none" else wanted.similar,  # type: ignore[arg-type]
+        similar=None if wanted.similar == "none" else wanted.similar,
         draws=wanted.draws,
         checkpoints=model_args.checkpoints,
     )

@@ -1,0 +1,113 @@
+"""Shortlists: which rows of an index are worth exact scores.
+
+A shortlist has another task than the scores of an index: it has to hold the best rows under the exact scores that come
+after it. The ridge regression finds some of these, and plain inner products of the same features find others, since the
+ridge takes out of gradients what many rows share, and exact curvature keeps a part of it. Merged by their ranks, the two
+lists hold more of the best rows than that of the ridge regression alone (docs/benchmarks/shortlist.md).
+
+Lists are merged by reciprocal rank fusion (Cormack et al. 2009, Reciprocal rank fusion outperforms Condorcet and
+individual rank learning methods, SIGIR), which takes lists of any origin, such as that of a text search.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from datasets import Dataset
+from numpy.typing import ArrayLike
+
+from hf_trak.runtime.checks import checked_int
+from hf_trak.scores.groups import RowGroups
+from hf_trak.scores.preconditioned import PreconditionedTargets
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
+from hf_trak.scores.streaming import ScaledRows
+
+RANK_OFFSET = 60
+"""The c in Σ 1 / (c + rank), ranks from 1; that of the paper."""
+
+
+def plain_targets(
+    targets: PreconditionedTargets, device: torch.device, groups: RowGroups | None = None
+) -> list[ScaledRows]:
+    """Return the features of targets without the ridge regression, in the form in which they are scored.
+
+    Args:
+        targets (`PreconditionedTargets`):
+            The targets.
+        device (`torch.device`):
+            The device of the result, that of the scorer.
+        groups (`RowGroups`, *optional*):
+            Groups of targets, which are scored by their mean.
+
+    Returns:
+        `list[ScaledRows]`: t_c of every checkpoint c, `(m, k)`, for `Scorer.blocks`.
+    """
+    found = []
+    for shards in targets.features:
+        parts = ((shard.start, shard.grads.float()) for shard in shards)
+        whole = torch.cat([part for _, part in parts]) if groups is None else groups.means(parts)
+        rows = ScaledRows.of(whole.double())
+        found.append(ScaledRows(rows.values.to(device), rows.exponents))
+    return found
+
+
+def fused_shortlist(listed: Sequence[Dataset], count: int) -> np.ndarray:
+    """Merge several results of the same targets into one shortlist.
+
+    Args:
+        listed (`Sequence[Dataset]`):
+            The columns of top-k results, of at least `count` rows together for each target and end.
+        count (`int`):
+            Number of rows for each target and end.
+
+    Returns:
+        `numpy.ndarray`: numbers of the rows that are among the first of any target at either end, ascending, int64.
+
+    Raises:
+        ValueError: as in [`fused_ranks`].
+    """
+    ends = []
+    for name in (TOP_K_COLUMNS[0], TOP_K_COLUMNS[2]):
+        tables = [np.stack(one.with_format("numpy")[name][:]) for one in listed]
+        ends.append(fused_ranks(tables, count).reshape(-1))
+    return np.unique(np.concatenate(ends))
+
+
+def fused_ranks(lists: Sequence[ArrayLike], count: int) -> np.ndarray:
+    """Merge lists of rows by their ranks, for every target: Σ over lists of 1 / (60 + rank), highest first.
+
+    A row that a list lacks gets nothing from it. Of equal sums the lower row number comes first.
+
+    Args:
+        lists (`Sequence[ArrayLike]`):
+            Row numbers `(m, length)`, best first, each row at most once; lengths may differ.
+        count (`int`):
+            Number of rows to return for each target.
+
+    Returns:
+        `numpy.ndarray` of shape `(m, count)`: row numbers, int64.
+
+    Raises:
+        ValueError: the lists have other numbers of targets, a row twice, or fewer than `count` rows together.
+    """
+    tables = [np.asarray(one, dtype=np.int64) for one in lists]
+    if not tables or any(one.ndim != 2 or len(one) != len(tables[0]) for one in tables):
+        raise ValueError(
+            f"`lists` have the shapes {[one.shape for one in tables]}. Expected (targets, rows) each, of the same "
+            "targets. Pass a list of rows for each target."
+        )
+    count = checked_int(count, "count", 1, type_error=ValueError)
+    return np.stack([_fused([one[target] for one in tables], count, target) for target in range(len(tables[0]))])
+
+
+def _fused(ranked: Sequence[np.ndarray], count: int, target: int) -> np.ndarray:
+    known, places = np.unique(np.concatenate(ranked), return_inverse=True)
+    if len(known) < count or any(len(np.unique(one)) < len(one) for one in ranked):
+        raise ValueError(
+            f"The lists of target {target}, of {[len(one) for one in ranked]} rows, have {len(known)} different rows. "
+            f"Expected each row at most once in a list, and `count`, {count}, rows at least. Pass longer lists."
+        )
+    weights = np.concatenate([1 / (RANK_OFFSET + 1 + np.arange(len(one))) for one in ranked])
+    sums = np.bincount(places, weights, len(known))
+    found: np.ndarray = known[np.lexsort((known, -sums))[:count]]
+    return found
