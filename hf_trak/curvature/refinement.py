@@ -8,12 +8,12 @@ from typing import Any, get_args
 from hf_trak.gradient_computers.gauss_newton import ProductForm
 from hf_trak.runtime.checks import checked_int
 
-DEFAULT_STEPS = 10
-DEFAULT_ROWS = 512
+DEFAULT_STEPS = 5
+DEFAULT_ROWS = 1024
 REFINED_DAMPING = 10.0
 """Damping c of refined targets: what the banks of the benchmark of quality say, see docs/benchmarks/refine.md. C has
 curvature between layers, too, and so many more directions that a sample of rows says little about."""
-DEFAULT_TOLERANCE = 0.02
+DEFAULT_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Refinement:
     """How targets are refined: the system (C + D) x = g, and how far it is solved.
 
     Args:
-        steps (`int`, *optional*, defaults to 10):
+        steps (`int`, *optional*, defaults to 5):
             Steps at most. Each is a product of C with all targets: a forward and a backward pass over `rows` for each
             target. One step alone leaves every target's ranking as it was.
-        rows (`int`, *optional*, defaults to 512):
+        rows (`int`, *optional*, defaults to 1024):
             Number of training rows, drawn at random, whose Gauss-Newton matrix C is. All, if there are fewer.
-        tolerance (`float`, *optional*, defaults to 0.02):
+        tolerance (`float`, *optional*, defaults to 0.05):
             Residual at which a target is done, relative to that of the start, in the norm of P⁻¹.
         damping (`float`, *optional*):
             Damping c of both C and P, relative to the mean of each block's eigenvalues. By default that of the

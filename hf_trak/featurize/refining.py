@@ -28,12 +28,13 @@ from hf_trak.curvature.curvature import Curvature
 from hf_trak.curvature.refinement import Refinement
 from hf_trak.curvature.target_forms import LowRankForm, TargetForm
 from hf_trak.data.rows import batch_rows, row_count
-from hf_trak.errors import IncompleteStoreError, NonFiniteError
+from hf_trak.errors import GradientEngineError, IncompleteStoreError, NonFiniteError
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.gauss_newton import GaussNewton
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
 from hf_trak.runtime.progress import RowProgress
+from hf_trak.runtime.sharding import is_sharded
 from hf_trak.store.atomic import remove_stale_temporaries
 from hf_trak.store.sealed import content_digest, read_sealed, write_sealed
 from hf_trak.store.shard_set import ShardSet
@@ -107,7 +108,14 @@ class TargetRefinement:
             ValueError: the curvature has no eigenvalues that damping could be relative to.
             TypeError: the task has only the functional form of the `trak` API.
             IncompleteStoreError: the training rows are not at hand.
+            GradientEngineError: the parameters of the model are divided over processes.
+            HfTrakError: rows come at random, and are drawn more than once.
         """
+        if is_sharded(model.model):
+            raise GradientEngineError(
+                "The parameters of the model are divided over processes, with `refine='cg'`. Expected a model that "
+                "every process holds as a whole, which derivatives along a direction need. Leave `refine` out."
+            )
         if curvature.kind == "identity":
             raise ValueError(
                 "`curvature` is 'identity', with `refine='cg'`. Expected a fitted curvature, which the refinement "
@@ -123,6 +131,7 @@ class TargetRefinement:
                 "The training rows of the index are not at hand. Expected them for `refine`, which multiplies by "
                 "their curvature. Pass `train_dataset=` to `from_pretrained`, or leave `refine` out."
             )
+        model.require_one_draw(model.train_dataset, "A refinement multiplies by the curvature of one draw.")
         self.model, self.task, self.curvature, self.form = model, task, curvature, form
         self.refinement, self.model_id = refinement, model_id
         self.rows = refinement_rows(model.train_dataset, refinement, model.args.seed)

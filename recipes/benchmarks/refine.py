@@ -51,9 +51,18 @@ FRACTION = 0.05
 class Question:
     """One case: its model, rows and targets."""
 
-    def __init__(self, job: Job, directory: Path) -> None:
+    def __init__(self, job: Job, directory: Path, count: int | None = None) -> None:
+        """
+        Args:
+            job: the case and its models.
+            directory: where stores are made.
+            count: of the targets only so many, evenly spaced; `None` for all.
+        """
         self.job, self.directory = job, directory
         self.task = get_task(job.case.task)
+        m = len(job.case.targets)
+        self.columns = list(range(0, m, -(-m // (count or m))))
+        self.targets = job.case.targets.select(self.columns)
 
     def attributor(self, name: str, **options: Any) -> TrakAttributor:
         """Attribute in a directory of its own; the curvature is that of all."""
@@ -64,7 +73,7 @@ class Question:
     def scores(self, damping: float | None = None, refine: Refinement | None = None) -> np.ndarray:
         """Exact scores `(n, m)`."""
         own = self.attributor("exact", damping=damping)
-        scored = own.attribute(self.job.case.targets, top_k=None, exact=True, refine=refine).with_format("numpy")
+        scored = own.attribute(self.targets, top_k=None, exact=True, refine=refine).with_format("numpy")
         return np.stack(scored["trak_scores"][:]).T.astype(np.float64)
 
     def gradients(self) -> Tensor:
@@ -110,17 +119,18 @@ class Snapshots:
             self.seconds[self._taken] = time.perf_counter() - self._started
 
 
-def cells_of(bank: Bank, scores: np.ndarray, plain: np.ndarray) -> list[str]:
+def cells_of(bank: Bank, columns: list[int], scores: np.ndarray, plain: np.ndarray) -> list[str]:
     """Rank correlation with other scores, and LDS by part and on average."""
     parts = [bank.part(name) for name in judged_parts(bank)]
-    found = [float(linear_datamodeling_score(scores, part.masks, part.truth).mean()) for part in parts]
+    found = [float(linear_datamodeling_score(scores, part.masks, part.truth[:, columns]).mean()) for part in parts]
     agreement = Agreement.of(scores, plain, top=10).mean_spearman
     return [f"{agreement:.3f}", *(f"{one:.3f}" for one in found), f"**{np.mean(found):.3f}**"]
 
 
 def lds(case: Case, bank: Bank, job: Job, directory: Path, args: argparse.Namespace) -> None:
     """Print a table as it grows."""
-    question = Question(job, directory)
+    question = Question(job, directory, args.targets)
+    columns = question.columns
     question.attributor("exact").fit_curvature()
     gradients = question.gradients()
     shares = [f"LDS, {part.removeprefix('drop-')}" for part in judged_parts(bank)]
@@ -130,7 +140,7 @@ def lds(case: Case, bank: Bank, job: Job, directory: Path, args: argparse.Namesp
         started = time.perf_counter()
         plain = question.scores(damping)
         seconds = time.perf_counter() - started
-        cells = ["EK-FAC", f"{damping:g}", "", "", "", *cells_of(bank, plain, plain), f"{seconds:.0f}"]
+        cells = ["EK-FAC", f"{damping:g}", "", "", "", *cells_of(bank, columns, plain, plain), f"{seconds:.0f}"]
         print(f"| {' | '.join(cells)} |", flush=True)
         for rows in args.rows:
             options = Refinement(steps=max(args.steps), rows=rows, tolerance=0.0, damping=damping, form=args.form)
@@ -138,7 +148,8 @@ def lds(case: Case, bank: Bank, job: Job, directory: Path, args: argparse.Namesp
                 question.scores(damping, options)
             for step, found in kept.found.items():
                 scores = (gradients @ found.T.float()).double().numpy()
-                measured = [f"{kept.residuals[step]:.2g}", *cells_of(bank, scores, plain), f"{kept.seconds[step]:.0f}"]
+                quality = cells_of(bank, columns, scores, plain)
+                measured = [f"{kept.residuals[step]:.2g}", *quality, f"{kept.seconds[step]:.0f}"]
                 used = min(rows, len(case.train))
                 print(f"| refined | {damping:g} | {used} | {step} | {' | '.join(measured)} |", flush=True)
 
@@ -170,6 +181,7 @@ def main() -> None:
     parser.add_argument("--dampings", type=float, nargs="+", default=list(DAMPINGS))
     parser.add_argument("--rows", type=int, nargs="+", default=[256])
     parser.add_argument("--steps", type=int, nargs="+", default=list(STEPS))
+    parser.add_argument("--targets", type=int, help="`lds` on so many targets alone, evenly spaced")
     parser.add_argument("--form", default="auto", help="of derivatives along a direction")
     args = parser.parse_args()
     logging.getLogger("hf_trak").setLevel(logging.ERROR)

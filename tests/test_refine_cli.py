@@ -1,0 +1,61 @@
+"""Refined targets from the command line, in its run and its report."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset, load_from_disk
+from doc_examples import write_reviews
+
+from hf_trak import TrakConfig
+from hf_trak.cli.arguments import DataArguments, ModelArguments
+from hf_trak.cli.build import build
+from hf_trak.cli.main import main
+from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.curvature.refinement import Refinement
+from hf_trak.report.run import AttributionRun
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
+
+MODEL = ("--model", "model", "--train_dataset", "reviews.jsonl")
+QUICK = ("--use_cpu", "--disable_tqdm")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with `model/`, 40 rows in `reviews.jsonl` and 4 targets in `mine.jsonl`."""
+    write_reviews(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_refined_scores_are_those_of_the_library(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("attribute", *MODEL, *QUICK, "--eval_dataset", "mine.jsonl", "--top_k", "5", "--exact")
+    assert main([*asked, "--refine", "cg,steps=2,rows=24", "--json"]) == 0, capsys.readouterr().err
+    run = json.loads(capsys.readouterr().out)["run"]
+
+    model_args, data = parse_yaml_and_args((ModelArguments, DataArguments), list(MODEL))
+    built = build(model_args, data, TrakConfig("library", use_cpu=True, disable_tqdm=True))
+    targets = built.preparation.prepare(Dataset.from_json("mine.jsonl"))
+    given = {"exact": True, "refine": Refinement(steps=2, rows=24)}
+    expected = built.attributor.attribute(targets, top_k=5, **given)
+    found = load_from_disk(f"{run}/scored")
+    for name in TOP_K_COLUMNS:
+        assert np.allclose(found[name][:], expected[name][:], rtol=1e-4), name
+
+    whole = np.array(built.attributor.attribute(targets, top_k=None, **given)["trak_scores"][:])
+    saved = AttributionRun.load(run)
+    assert saved.distributions is not None, "those of refined scores"
+    assert np.allclose(saved.distributions.mean, whole.mean(axis=1), rtol=1e-4, atol=1e-6 * abs(whole).max())
+    refined = "none: exact scores, ekfac, refined by at most 2 steps of conjugate gradients on 24 rows"
+    assert saved.facts["projection"] == refined
+    assert saved.facts["ridge"] == "damping 10 relative"
+    assert main(["report", run]) == 0
+    assert refined in Path(run, "report.html").read_text(encoding="utf-8")
+
+
+def test_a_refinement_needs_exact_scores(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["attribute", *MODEL, *QUICK, "--eval_dataset", "mine.jsonl", "--refine", "cg"]) != 0
+    assert "`refine` is 'cg', for scores from features" in capsys.readouterr().err
+    assert main(["attribute", *MODEL, *QUICK, "--eval_dataset", "mine.jsonl", "--exact", "--refine", "cg,step=2"]) != 0
+    assert "`refine` has the option 'step=2'" in capsys.readouterr().err
