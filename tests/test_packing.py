@@ -75,8 +75,9 @@ COLLATORS = {
 }
 
 
-@pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("kind", list(COLLATORS))
+@pytest.mark.parametrize(
+    "kind, use_cache", [*((kind, False) for kind in COLLATORS), ("padding_free", True), ("flattening", True)]
+)
 def test_rows_laid_end_to_end(kind: str, use_cache: bool, tmp_path: Path) -> None:
     rows, model = documents(), llama()
     model.config.use_cache = use_cache
@@ -103,8 +104,18 @@ def packed(rows: Dataset, sizes: list[int]) -> Dataset:
     return Dataset.from_list(made)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "name, attention",
+    [
+        ("llama", "sdpa"),
+        ("qwen", "eager"),
+        ("gpt2", "sdpa"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [("llama", "eager"), ("qwen", "sdpa"), ("gpt2", "eager")]
+        ),
+    ],
+)
 def test_rows_of_several_documents_are_sums(name: str, attention: str, tmp_path: Path) -> None:
     """The output of a packed row is the sum over its documents, and q their mean over all labels."""
     rows, sizes = documents(), [3, 1, 2, 4, 1]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import store_jobs
 import torch
 from datasets import Dataset
 from test_trl import tokenizer
@@ -92,6 +93,23 @@ def test_a_run_that_was_interrupted_has_the_same_bits(tmp_path: Path) -> None:
     assert torch.equal(features(parts), features(whole))
     q = [torch.cat([shard.out_to_loss for shard in one.store.train(0)]) for one in (whole, parts)]
     assert torch.equal(*q)
+
+
+def job(directory: Path) -> dict[str, Any]:
+    """A whole run, as digests of its files and scores."""
+    attributor = masked(directory, sentences(), num_draws=2, per_device_batch_size=2).featurize()
+    scores = attributor.attribute(sentences(3, 1), top_k=None).with_format("numpy")["trak_scores"][:]
+    return {"files": store_jobs.feature_digests(directory), "scores": store_jobs.digest(scores)}
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    alone = store_jobs.Job(tmp_path / "one" / "report.json", job, tmp_path / "one" / "store").wait(120)
+    jobs = store_jobs.start_group(tmp_path / "two", 2, job, tmp_path / "two" / "store", timeout=120)
+    assert alone is not None and "value" in alone, alone
+    assert [one.wait(120) for one in jobs] == [alone, alone]
 
 
 def test_crops_of_a_transform(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_trak import TrakConfig, estimate
+from hf_trak import TrakAttributor, TrakConfig, estimate
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores import dual, solvers
 from hf_trak.scores.scorer import Scorer
@@ -147,6 +147,20 @@ def test_a_gram_matrix_that_is_there_is_used(store: FeatureStore, monkeypatch: p
     scorer(store).gram(0)
     assert scorer(store).solvers.choice(0).kind == "primal"
     assert scorer(store).report(0).kind == "primal"
+
+
+def test_few_rows_never_make_a_matrix_of_features(tmp_path: Path) -> None:
+    """With whole gradients of a large layer, P × P would be 1.3 TB; with the default k, 128 MiB for 20 rows."""
+    torch.manual_seed(0)
+    data = [(torch.randn(20_000), i % 20) for i in range(20)]
+    for name, options in {"none": {"proj_type": "none"}, "default": {"feature_dtype": "float32"}}.items():
+        config = TrakConfig(output_dir=str(tmp_path / name), use_cpu=True, disable_tqdm=True, **options)  # type: ignore[arg-type]
+        attributor = TrakAttributor(nn.Linear(20_000, 20), config, data, task="image_classification").featurize()
+        scored = attributor.attribute(data[:2], top_k=1)
+        assert [row[0] for row in scored["trak_indices"][:]] == [0, 1]
+        assert attributor.scorer.report(0).kind == "dual"
+        files = {path.name for path in (tmp_path / name / "checkpoint-0").iterdir() if "train" not in path.name}
+        assert "kernel.safetensors" in files and not any("gram" in file for file in files)
 
 
 def test_the_setting_reaches_the_scores(tmp_path: Path) -> None:
