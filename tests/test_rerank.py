@@ -12,7 +12,7 @@ from digit_models import DigitNet, digits, full_scores, make, trained_net
 from torch.utils.data import Dataset as TorchDataset
 
 from hf_trak import TrakAttributor
-from hf_trak.errors import ConfigMismatchError, NonFiniteError
+from hf_trak.errors import ConfigMismatchError, HfTrakError, NonFiniteError
 from hf_trak.report import AttributionRun, write_report
 from hf_trak.report.views import RunViews
 from hf_trak.scores.rerank_columns import RANK_COLUMNS, RERANK_COLUMNS, IndexRanking
@@ -206,6 +206,18 @@ def test_another_collator_is_refused(attributor, nets):
     )
     with pytest.raises(ConfigMismatchError, match="pixel_values: other values"):
         other.attribute(targets(), top_k=TOP, rerank=10)
+
+
+def test_random_rows_are_refused(nets, tmp_path):
+    """Their draws belong to row numbers, which a shortlist does not have."""
+
+    def noisy(batch: dict[str, Any]) -> dict[str, Any]:
+        pixels = torch.tensor(np.array(batch["pixel_values"]), dtype=torch.float32)
+        return {"pixel_values": pixels + 0.1 * torch.randn_like(pixels), "labels": batch["labels"]}
+
+    one = make(nets[0], tmp_path, digits(0, 40).with_transform(noisy), **OPTIONS).featurize()
+    with pytest.raises(HfTrakError, match="come at random"):
+        one.attribute(targets(), top_k=2, rerank=3)
 
 
 def test_a_row_that_is_not_finite_is_named(nets, tmp_path):

@@ -17,7 +17,7 @@ from hf_trak import TrakConfig
 from hf_trak.cli.main import main
 from hf_trak.featurize.estimate import estimate
 from hf_trak.report.run import AttributionRun
-from hf_trak.scores.rerank_columns import RANK_COLUMNS
+from hf_trak.scores.rerank_columns import RANK_COLUMNS, STAGE_COLUMN
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 __all__ = ["client", "hub"]  # fixtures
@@ -68,26 +68,31 @@ def test_a_run_has_both_ranks(place: Path, answer: Answer, capsys: pytest.Captur
     assert main(["attribute", *WANTED, "--rerank", "9", "--all_scores"]) != 0
 
 
+@pytest.mark.slow
 def test_an_index_from_the_hub_is_reranked_with_single_rows(
-    hub: Hub, client: Path, place: Path, answer: Answer
+    hub: Hub, client: Path, place: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts are fetched by their numbers, and tokenized as the targets are."""
+    """Texts are fetched by their numbers, and tokenized as the targets are. Others may be named, or be at hand."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     rows = Dataset.from_json("reviews.jsonl")
     rows.push_to_hub("tester/reviews", token=TOKEN)
-    attributor, targets = library(curvature="ekfac", curvature_rows=30)
-    attributor.featurize().fit_curvature()
-    expected = attributor.attribute(targets, top_k=3, rerank=5)
-    attributor.push_to_hub("tester/index", token=TOKEN)
-    hub.put("dataset", "tester/index", dict(hub.dataset("tester/index")))
-    assert attributor.train_dataset.column_names != rows.column_names
-    index = ("attribute", "--index", "tester/index", "--model", "model", *WANTED, *QUICK[2:], "--top_k", "3")
-    without = answer(*index, "--rerank", "5", "--name", "without")["run"]
-    assert AttributionRun.load(without).facts["reranked"] == "nothing: the training rows are not at hand"
-    hub.log.clear()
-    local = answer(*index, "--rerank", "5", "--train_dataset", "reviews.jsonl", "--name", "local")["run"]
-    found = load_from_disk(f"{local}/scored")
-    for name in TOP_K_COLUMNS:
-        assert np.allclose(found[name][:], expected[name][:], rtol=1e-4), name
+    model = ("--model", "model", *QUICK)
+    answer("featurize", *model, "--train_dataset", "tester/reviews", *SETTINGS)
+    answer("curvature", *SETTINGS)
+    options = ("--top_k", "3", "--rerank", "5")
+    own = load_from_disk(answer("attribute", *WANTED, *options, *SETTINGS, "--name", "own")["run"] + "/scored")
+    answer("push", "trak", "--repo_id", "tester/index")
+    index = ("attribute", "--index", "tester/index", *model[:2], *QUICK[2:], *WANTED, *options, "--output_dir")
+    named = ("--train_dataset", "tester/reviews")
+    at_hand = ("--train_dataset", "reviews.jsonl")
+    for place_of_results, more in (("elsewhere", ()), ("named", named), ("local", at_hand)):
+        found = load_from_disk(answer(*index, place_of_results, *more, "--name", "other")["run"] + "/scored")
+        assert found[STAGE_COLUMN] == ["exact"] * 4
+        for name in TOP_K_COLUMNS:
+            assert np.allclose(found[name][:], own[name][:], rtol=1e-4), name
+    changed = rows.map(lambda row, i: {"text": row["text"] + " indeed"} if i % 2 else row, with_indices=True)
+    changed.push_to_hub("tester/changed", token=TOKEN)
+    assert main([*index, "changed", "--train_dataset", "tester/changed", "--name", "other"]) != 0
 
 
 def test_the_estimate_names_the_stages(place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:

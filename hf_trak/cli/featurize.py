@@ -10,6 +10,8 @@ from hf_trak.cli.build import build, quiet, remember, require_own
 from hf_trak.cli.output import answer, table
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.config import TrakConfig
+from hf_trak.hub.origins import train_source
+from hf_trak.hub.train_rows import write_train_rows
 
 
 @dataclass
@@ -55,6 +57,10 @@ def run(argv: Sequence[str]) -> None:
     remember(built, model_args, data)
     attributor = built.attributor
     attributor.featurize(checkpoints=model_args.checkpoints, part=(part.part[0], part.part[1]))
+    source = train_source(attributor.train_dataset)
+    if source is not None:  # others can then rerank with single rows of that repo
+        rows = attributor.train_dataset
+        attributor.processes.broadcast_from_main(lambda: write_train_rows(attributor.store, rows, source))
     missing = {i: len(attributor.store.train(i).unwritten()) for i in attributor.store.model_ids}
     content: dict[str, Any] = {
         "output_dir": trak.output_dir,

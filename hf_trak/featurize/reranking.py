@@ -105,6 +105,8 @@ def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
     Raises:
         ValueError: `curvature="hybrid"`, or an argument is out of range.
         IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
+        HfTrakError: the training rows come at random.
+        ConfigMismatchError: rows that were fetched have changed, or the collator has.
         All that exact scores raise.
     """
     if model.args.curvature == "hybrid":
@@ -112,6 +114,12 @@ def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
             "`curvature` is 'hybrid', whose scores come from one system over all training rows, and reranking scores "
             "some of them. Expected 'auto' or 'ekfac', or another curvature without such a system. Set one of these, "
             "or use `exact=True`."
+        )
+    if "draws" in model.store.config.get("collation", {}):
+        raise HfTrakError(
+            "The training rows come at random, and the seeds of their draws belong to row numbers, which are others "
+            "among the rows of a shortlist. Expected rows that are always the same. Use `exact=True`, or the index "
+            "alone."
         )
     ids = model.scorer.ensemble(model_ids=request.model_ids)
     name, listed = _shortlist(model, request, ids)

@@ -4,7 +4,8 @@ Start with `push.py`, which makes one commit of a feature store, and `loading.py
 `index_store.py` reads a published index as a feature store: `files.py` fetches its files, `index_checks.py`,
 `manifest.py`, `index_files.py`, `solver_state.py` and `curvature_files.py` check them. `index_shards.py` reads shards
 as a whole, and with `heads.py`, `row_digests.py` and `ranges.py` parts of them. `pull.py` copies an index, `scores.py`
-publishes scored datasets, `banks.py` banks of retrained models, `cards.py` writes cards.
+publishes scored datasets, `remote_rows.py` reads single training rows from a dataset repo (`parquet_rows.py`,
+`ranged_file.py`, `train_rows.py`), `banks.py` banks of retrained models, `cards.py` writes cards.
 
 Everything that others published is checked before it is used. `safe_loading.py` is the only module of the library that
 loads models, tokenizers and datasets by name; `repo_config.py`, `foreign_json.py` and `foreign_yaml.py` check files.
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "HubCheckpoint": "hf_trak.hub.models",
+    "RemoteRows": "hf_trak.hub.remote_rows",
     "load_bank": "hf_trak.hub.banks",
     "load_scores": "hf_trak.hub.scores",
     "open_repo": "hf_trak.hub.pull",
@@ -29,6 +31,7 @@ _EXPORTS = {
 
 __all__ = [
     "HubCheckpoint",
+    "RemoteRows",
     "load_bank",
     "load_scores",
     "open_repo",
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from hf_trak.hub.models import HubCheckpoint
     from hf_trak.hub.pull import open_repo, pull_index
     from hf_trak.hub.push import push_index
+    from hf_trak.hub.remote_rows import RemoteRows
     from hf_trak.hub.scores import load_scores, push_scores, with_training_rows
 
 

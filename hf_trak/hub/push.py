@@ -5,6 +5,7 @@ The same code serves a store on disk ([`push_index`]) and an attributor that may
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete
@@ -34,7 +35,7 @@ from hf_trak.hub.origins import parse_source
 from hf_trak.hub.published import PublishedCheckpoint
 from hf_trak.hub.row_digests import has_row_digests, write_row_digests
 from hf_trak.hub.solver_state import solver_settings, stored_solver
-from hf_trak.hub.train_rows import read_train_rows, write_train_rows
+from hf_trak.hub.train_rows import read_train_rows, recorded_source, write_train_rows
 from hf_trak.store.revised import RevisedStore
 from hf_trak.store.sealed import sealed, sealed_bytes
 from hf_trak.store.store import FeatureStore
@@ -90,7 +91,7 @@ def push_attributor(
 
     def push() -> dict[str, Any]:
         if described.train_dataset is not None:
-            write_train_rows(store, rows)
+            write_train_rows(store, rows, described.train_dataset)
         return commit_fields(publish(store, destination, described, curvature))
 
     return CommitInfo(**attributor.processes.broadcast_from_main(push))
@@ -157,6 +158,8 @@ def push_index(
 def publish(store: FeatureStore, destination: Destination, facts: IndexFacts, curvature: bool = True) -> CommitInfo:
     """Publish a store in a repo. Raises as [`push_index`]."""
     facts = completed(facts, store)
+    if facts.train_dataset is None and not isinstance(store, IndexStore):
+        facts = replace(facts, train_dataset=recorded_source(store))
     config = {**store.config, "model_name": facts.model_name, "model_revision": facts.model_revision}
     curvatures = _curvatures(store) if curvature else {}
     if "whitening" in config and (lacking := sorted(set(store.model_ids) - set(curvatures))):
