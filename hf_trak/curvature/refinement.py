@@ -8,7 +8,7 @@ from typing import Any, get_args
 from hf_trak.gradient_computers.gauss_newton import ProductForm
 from hf_trak.runtime.checks import checked_int
 
-DEFAULT_STEPS = 5
+DEFAULT_STEPS = 10
 DEFAULT_ROWS = 1024
 REFINED_DAMPING = 10.0
 """Damping c of refined targets: what the banks of the benchmark of quality say, see docs/benchmarks/refine.md. C has
@@ -21,7 +21,7 @@ class Refinement:
     """How targets are refined: the system (C + D) x = g, and how far it is solved.
 
     Args:
-        steps (`int`, *optional*, defaults to 5):
+        steps (`int`, *optional*, defaults to 10):
             Steps at most. Each is a product of C with all targets: a forward and a backward pass over `rows` for each
             target. One step alone leaves every target's ranking as it was.
         rows (`int`, *optional*, defaults to 1024):
