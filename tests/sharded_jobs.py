@@ -126,6 +126,20 @@ def run(job: Callable[[Path], Any], directory: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
+def tensor_parallel(name: str, directory: Path, fsdp_size: int) -> nn.Module:
+    """The model of `made`, divided in two by the plan that transformers has for it, and by FSDP2."""
+    from transformers.distributed import DistributedConfig
+
+    from hf_trak.runtime.processes import Processes
+
+    def save() -> None:
+        made(name).save_pretrained(directory)
+
+    Processes(True).broadcast_from_main(save)
+    config = DistributedConfig(tp_size=2, tp_plan="auto", fsdp_size=fsdp_size)
+    return type(made(name)).from_pretrained(directory, distributed_config=config).eval()
+
+
 def mesh_of_all(kind: str = "fsdp") -> Any:
     count = int(os.environ["WORLD_SIZE"])
     if kind == "hsdp":

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import sharded_jobs
 import torch
-from sharded_jobs import attributor, difference, features, made, mesh_of_all, rows, sharded
+from sharded_jobs import attributor, difference, features, made, mesh_of_all, rows, sharded, tensor_parallel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -229,7 +229,30 @@ def killed_job(directory: Path) -> None:
     attributor(model, "gpt2", directory / "store", shard_size=1, per_device_batch_size=1).featurize()
 
 
-JOBS = {"first": first_job, "long": long_job, "trainer": trainer_job, "killed": killed_job}
+def tensor_parallel_job(directory: Path) -> dict[str, Any]:
+    """Slices of matrices on two processes; with four, FSDP2 divides them again and the other two have other rows."""
+    Processes(True)
+    model = tensor_parallel("llama", directory / "model", int(os.environ["WORLD_SIZE"]) // 2)
+    one = attributor(model, "llama", directory / "one").featurize()
+    whole = attributor(made("llama"), "llama", directory / "whole").featurize()
+    configs = [dict(a.store.config, model_name=None) for a in (one, whole)]
+    taken = [torch.tensor(a.attribute(rows("llama", 3, 2), top_k=None)["trak_scores"]) for a in (whole, one)]
+    return {
+        "difference": difference(features(one), features(whole)),
+        "same weights": whole.store.checkpoint_info(0)["fingerprint"] == one.store.checkpoint_info(0)["fingerprint"],
+        "same definition": configs[0] == configs[1],
+        "scores": float((taken[1] - taken[0]).norm() / taken[0].norm()),
+        "curvature": report_of(lambda: attributor(model, "llama", directory / "exact").fit_curvature()),
+    }
+
+
+JOBS = {
+    "tensor parallel": tensor_parallel_job,
+    "first": first_job,
+    "long": long_job,
+    "trainer": trainer_job,
+    "killed": killed_job,
+}
 
 
 def launched(directory: Path, job: str, count: int, timeout: float = 120) -> list[dict[str, Any]]:
@@ -298,6 +321,15 @@ def test_all_models_with_scores_and_curvatures(count: int, tmp_path: Path) -> No
         for name, one in found.items():
             assert name
             check_same(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_tensor_parallel_models_have_the_features_of_whole_ones(count: int, tmp_path: Path) -> None:
+    for found in launched(tmp_path, "tensor parallel", count):
+        assert found["difference"] <= ROUNDING and found["scores"] <= 1e-4
+        assert found["same weights"] and found["same definition"]
+        assert "tensor parallelism" in found["curvature"] and "FSDP2 alone" in found["curvature"]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from hf_trak.gradient_computers.padding import CollatedAlone
 from hf_trak.gradient_computers.sharded_check import check_together
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, Side
 from hf_trak.runtime.lockstep import STEP, Lockstep
-from hf_trak.runtime.sharding import averaged_over, fsdp_modules, is_sharded_tensor, reshard
+from hf_trak.runtime.sharding import averaged_over, fsdp_modules, is_sharded_tensor, reshard, tensor_parallel_ranks
 
 CHECK = "check"
 """What a process says at the beginning of a pass for whose batch the engine has not been checked yet."""
@@ -81,6 +81,10 @@ class ShardedGradientComputer(HookedGradientComputer):
         self._units = fsdp_modules(model)
         self._order: list[Any] = list(self._units)
         self._averaged = averaged_over(model)
+        self._others: frozenset[str] = frozenset()
+        if not self.division.is_leader:  # of whole parameters, which all processes of a group have
+            divided = tensor_parallel_ranks(model)
+            self._others = frozenset(name for name in self.layout.names if name not in divided)
         self._last: tuple[Batch, Side] | None = None
 
     def use(self, engine: str | None) -> None:
@@ -122,11 +126,16 @@ class ShardedGradientComputer(HookedGradientComputer):
         """Run as the hooked engine does. One sample alone goes twice, since shards give plain autograd no gradient."""
         split = SplitBatch.of(batch)
         reshard(self.model)
+
+        def counted(name: str, start: int, block: Tensor | OuterBlock) -> None:
+            if name not in self._others:
+                emit(name, start, block)
+
         if split.size > 1:
-            return super()._run(batch, emit, side, takes_outer)
+            return super()._run(batch, counted, side, takes_outer)
 
         def first(name: str, start: int, block: Tensor | OuterBlock) -> None:
-            emit(
+            counted(
                 name,
                 start,
                 OuterBlock(block.left[:1], block.right[:1]) if isinstance(block, OuterBlock) else block[:1],
@@ -202,13 +211,13 @@ class ShardedGradientComputer(HookedGradientComputer):
 
         FSDP2 averages over the processes of its mesh. Of copies, the first one counts.
         """
+        if name in self._others:
+            return 0.0
         if is_sharded_tensor(gradient):
             whole: Any = gradient
             place = whole.device_mesh.get_coordinate()
             if any(p.is_replicate() and place[dim] for dim, p in enumerate(whole.placements)):
                 return 0.0
-        elif not self.division.is_leader:
-            return 0.0
         return float(self._averaged.get(name, 1))
 
     @contextmanager

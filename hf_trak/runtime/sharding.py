@@ -55,23 +55,26 @@ def averaged_over(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def tensor_parallel_ranks(model: nn.Module) -> list[int]:
-    """List the ranks that hold the other slices of this process' matrices, itself included; ascending."""
-    managed: set[int] = set()
+def tensor_parallel_ranks(model: nn.Module) -> dict[str, list[int]]:
+    """List, by name of each parameter that tensor parallelism divides, the ranks that hold its slices, ascending."""
+    meshes: dict[int, Any] = {}
     for module in fsdp_modules(model):
         mesh = fsdp_mesh(module)
-        for parameter in module.parameters():
-            if mesh is None or not is_sharded_tensor(parameter):
-                continue
-            managed.add(id(parameter))
-            own = _other_ranks(parameter, mesh)
-            if len(own) > 1:
-                return own
-    for parameter in model.parameters():
-        if is_sharded_tensor(parameter) and id(parameter) not in managed:
-            found: Any = parameter
-            return sorted(int(rank) for rank in found.device_mesh.mesh.flatten())
-    return [dist.get_rank() if dist.is_initialized() else 0]
+        if mesh is not None:
+            meshes.update({id(parameter): mesh for parameter in module.parameters()})
+    found = {}
+    for name, parameter in model.named_parameters():
+        if not is_sharded_tensor(parameter):
+            continue
+        sharded: Any = parameter
+        data_mesh = meshes.get(id(parameter))
+        if data_mesh is None:
+            ranks = sorted(int(rank) for rank in sharded.device_mesh.mesh.flatten())
+        else:
+            ranks = _other_ranks(sharded, data_mesh)
+        if len(ranks) > 1:
+            found[name] = ranks
+    return found
 
 
 def _other_ranks(parameter: Any, data_mesh: Any) -> list[int]:
@@ -113,7 +116,7 @@ class RowDivision:
         """
         if processes.num_processes == 1 or not is_sharded(model):
             return cls.by_process(processes)
-        mine = tuple(tensor_parallel_ranks(model))
+        mine = tuple(next(iter(tensor_parallel_ranks(model).values()), [processes.process_index]))
         everywhere = [tuple(group) for group in processes.gather(list(mine))]
         groups = sorted(set(everywhere))
         of_rank = tuple(groups.index(group) for group in everywhere)

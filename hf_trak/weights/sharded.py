@@ -105,8 +105,16 @@ def _kind(parameter: Any) -> str:
 
 @contextmanager
 def classes_before_fsdp(model: nn.Module) -> Iterator[None]:
-    """Give the units of FSDP2 the classes that they had before, as long as somebody asks what the model is."""
+    """Take off what FSDP2 and tensor parallelism put on modules, as long as somebody asks what the model is.
+
+    FSDP2 gives its units other classes, and the `tp_plan` of transformers gives layers another `forward`.
+    """
     saved = [(module, type(module)) for module in fsdp_modules(model)]
+    forwards = [
+        (module, vars(module).pop("forward"))
+        for module in model.modules()
+        if "forward" in vars(module) and any(is_sharded_tensor(p) for p in module.parameters(recurse=False))
+    ]
     try:
         for module, _ in saved:
             module.__class__ = class_before_fsdp(module)
@@ -114,6 +122,8 @@ def classes_before_fsdp(model: nn.Module) -> Iterator[None]:
     finally:
         for module, cls in saved:
             module.__class__ = cls
+        for module, forward in forwards:
+            module.forward = forward
 
 
 def restore_into(tensor: Tensor, before: Tensor) -> None:

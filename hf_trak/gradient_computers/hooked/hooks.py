@@ -15,6 +15,7 @@ from hf_trak.gradient_computers.hooked.folded_rows import aligned_rows, sum_rows
 from hf_trak.gradient_computers.hooked.hooked_pass import HookedPass
 from hf_trak.gradient_computers.hooked.replay import Replay
 from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, RegisteredRule, find_rule, pieces_of
+from hf_trak.gradient_computers.hooked.rules.tensor_parallel import tensor_parallel_rule
 from hf_trak.gradient_computers.hooked.tensors import is_data, mark_data, tensors_in
 from hf_trak.gradient_computers.hooked.traces import LayerCallId, ModuleUnsupportedError, OpTrace, RestartError
 
@@ -74,7 +75,7 @@ class LayerHooks:
 
     def _handler_for(self, name: str, module: nn.Module) -> "_Handler | None":
         own = {n: self.selected[id(p)] for n, p in own_parameters(module).items() if id(p) in self.selected}
-        rule = find_rule(module, frozenset(own)) if own else None
+        rule = (find_rule(module, frozenset(own)) or tensor_parallel_rule(module)) if own else None
         if name in self.hooked_pass.model_trace.replayed:
             return _ReplayHandler(self, name, module)
         if rule is not None:
