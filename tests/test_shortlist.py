@@ -9,8 +9,9 @@ from datasets import Dataset
 from torch import nn
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
-from hf_trak.scores.shortlist import RANK_OFFSET, fused_ranks, fused_shortlist, plain_targets
+from hf_trak.scores.shortlist import RANK_OFFSET, fused_ranks, fused_shortlist, with_plain_targets
 
 
 def test_ranks_are_fused_by_the_formula() -> None:
@@ -66,12 +67,30 @@ def test_plain_targets_score_by_inner_products(tmp_path: Path) -> None:
     own = TrakAttributor(model, args, rows[:24], task="image_classification").featurize()
     targets = own.precondition(rows[24:], None, None, None)
     scorer = own.scorer
-    blocks = scorer.blocks([0], plain_targets(targets, scorer.device), everywhere=True)
-    found = torch.cat([block for _, _, block in blocks])
+    blocks = scorer.blocks([0], with_plain_targets(targets, scorer.device), everywhere=True)
+    ridge, found = torch.cat([block for _, _, block in blocks]).split(6, dim=1)
     (train,) = own.store.train(0)
     features = torch.cat([shard.grads for shard in targets.features[0]])
     expected = train.out_to_loss[:, None] * (train.grads @ features.T)
     # sums of 64 products, each rounded to 2⁻²⁴
     assert torch.allclose(found, expected, rtol=0, atol=64 * 2.0**-24 * float(expected.abs().max()))
-    ridge = torch.cat([block for _, _, block in scorer.blocks([0], targets.rows, everywhere=True)])
+    alone = torch.cat([block for _, _, block in scorer.blocks([0], targets.rows, everywhere=True)])
+    assert torch.allclose(ridge, alone, rtol=0, atol=64 * 2.0**-24 * float(alone.abs().max()))
     assert not torch.allclose(found / found.norm(), ridge / ridge.norm(), atol=1e-2)
+
+
+def test_groups_of_targets_and_features_of_any_size(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 3))
+    rows = [(1e18 * torch.randn(6), torch.tensor(row % 3)) for row in range(30)]
+    args = TrakConfig(str(tmp_path), proj_dim=64, use_cpu=True, disable_tqdm=True, feature_dtype="float32")
+    own = TrakAttributor(model, args, rows[:24], task="image_classification").featurize()
+    groups = RowGroups.of(rows[24:], [0, 0, 0, 1, 1, 1], "group_by")
+    targets = own.precondition(rows[24:], None, None, None, groups)
+    (found,) = with_plain_targets(targets, own.scorer.device, groups)
+    features = torch.cat([shard.grads for shard in targets.features[0]]).double()
+    plain = torch.ldexp(found.values.double(), found.exponents.unsqueeze(1))[2:]
+    means = torch.stack([features[:3].mean(0), features[3:].mean(0)])
+    assert torch.allclose(plain, means, rtol=1e-5, atol=1e-5 * float(means.abs().max()))
+    preconditioned = targets.rows[0]
+    assert torch.equal(found.values[:2], preconditioned.values)
+    assert torch.equal(found.exponents[:2], preconditioned.exponents)

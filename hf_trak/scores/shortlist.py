@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 from hf_trak.runtime.checks import checked_int
 from hf_trak.scores.groups import RowGroups
@@ -26,29 +27,37 @@ RANK_OFFSET = 60
 """The c in Σ 1 / (c + rank), ranks from 1; that of the paper."""
 
 
-def plain_targets(
+def with_plain_targets(
     targets: PreconditionedTargets, device: torch.device, groups: RowGroups | None = None
 ) -> list[ScaledRows]:
-    """Return the features of targets without the ridge regression, in the form in which they are scored.
+    """Put the features of targets, without the ridge regression, below their preconditioned ones.
+
+    Both are then scored in one pass over the rows of an index.
 
     Args:
         targets (`PreconditionedTargets`):
-            The targets.
+            m targets.
         device (`torch.device`):
             The device of the result, that of the scorer.
         groups (`RowGroups`, *optional*):
             Groups of targets, which are scored by their mean.
 
     Returns:
-        `list[ScaledRows]`: t_c of every checkpoint c, `(m, k)`, for `Scorer.blocks`.
+        `list[ScaledRows]`: A_c, then t_c, of every checkpoint c: `(2m, k)`, for `Scorer.blocks`.
     """
     found = []
-    for shards in targets.features:
+    for shards, preconditioned in zip(targets.features, targets.rows, strict=True):
         parts = ((shard.start, shard.grads.float()) for shard in shards)
         whole = torch.cat([part for _, part in parts]) if groups is None else groups.means(parts)
-        rows = ScaledRows.of(whole.double())
-        found.append(ScaledRows(rows.values.to(device), rows.exponents))
+        plain = ScaledRows.of(whole.double())
+        values = torch.cat([one.values.to(device) for one in (preconditioned, plain)])
+        found.append(ScaledRows(values, torch.cat([_exponents(one) for one in (preconditioned, plain)])))
     return found
+
+
+def _exponents(rows: ScaledRows) -> Tensor:
+    zeros = torch.zeros(len(rows.values), dtype=torch.int32)
+    return zeros if rows.exponents is None else rows.exponents.to(zeros)
 
 
 def fused_shortlist(listed: Sequence[Dataset], count: int) -> np.ndarray:
