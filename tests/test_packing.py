@@ -205,6 +205,24 @@ def test_long_packed_rows_are_not_taken_for_long_documents(tmp_path: Path) -> No
         attributed(tmp_path / "b", model, long, DataCollatorWithFlattening()).featurize()
 
 
+def test_rows_laid_end_to_end_are_sorted_by_length(tmp_path: Path) -> None:
+    """Within a shard, so that little of a batch is padding; other rows stay in their order."""
+    rows, model = documents(), llama()
+    free = attributed(
+        tmp_path / "free", model, rows, DataCollatorWithFlattening(), shard_size=8, per_device_batch_size=2
+    )
+    batches = free.featurizer().batches(rows)
+    lengths = [len(row["input_ids"]) for row in rows]
+    for shard in (range(8), range(8, 11)):
+        cut = batches.cuts(shard, 2)
+        assert sorted(row for part in cut for row in part) == list(shard)
+        assert [lengths[row] for part in cut for row in part] == sorted(lengths[row] for row in shard)
+    padded = attributed(tmp_path / "padded", model, rows, DataCollatorForTokenClassification(tokenizer()))
+    expected = features(padded)
+    assert padded.featurizer().batches(rows).cuts(range(3, 8), 2) == [range(3, 5), range(5, 7), range(7, 8)]
+    assert_same(features(free), expected)
+
+
 def test_what_is_cut_and_what_is_not() -> None:
     rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
     flat = {"input_ids": torch.tensor([[1, 2, 3, 4, 5]]), "x": torch.arange(10).view(1, 5, 2), "flag": True}

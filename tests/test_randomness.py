@@ -266,6 +266,10 @@ def test_a_collator_with_a_seed_of_its_own(tmp_path: Path) -> None:
         one = masked(tmp_path / name, rows, collator, num_draws=2, dataloader_num_workers=workers)
         found.append(features(one.featurize()))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    fresh, used = (DataCollatorForLanguageModeling(made, mlm_probability=0.4, seed=7) for _ in range(2))
+    used([rows[0]])
+    first, second = (DrawnRows(rows, one, (one,), 0, "train").__getitems__([(2, 0)]) for one in (fresh, used))
+    assert torch.equal(first["labels"], second["labels"])
 
 
 def test_random_rows_that_no_seed_reaches_are_refused(tmp_path: Path) -> None:
@@ -455,6 +459,8 @@ def test_rows_alone_and_in_workers_need_no_device(tmp_path: Path) -> None:
     (numbers, first), (again, second) = list(batches.iterate([[1, 4]], batches.draws))
     ((_, once),) = batches.iterate([[1, 4]])  # for what takes one draw, such as a curvature
     assert torch.equal(once, first)
+    noise = torch.stack([first, second]) - torch.tensor([1.0, 4.0])
+    assert len(set(noise.flatten().tolist())) == 4  # of each row and draw
     assert numbers == again == [1, 4] and not torch.equal(first, second)
     assert torch.equal(batches.collated([4], 1), second[1:]) and torch.equal(batches.alone(4), first[1:])
     drawn = DrawnRows(rows, collate, (), 3, "target")

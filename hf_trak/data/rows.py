@@ -18,7 +18,7 @@ from hf_trak.data.batch_limits import BatchLimits
 from hf_trak.data.drawn_rows import DrawnRows, RowDraws
 from hf_trak.data.generators import generators_kept
 from hf_trak.data.model_inputs import check_rows, stored_columns
-from hf_trak.data.packing import cut_at_rows
+from hf_trak.data.packing import TOKENS, cut_at_rows
 from hf_trak.identity.collation import Collate, drawn_at_random, probe_rows
 from hf_trak.identity.row_digest import fingerprint_dataset as fingerprint_dataset
 from hf_trak.identity.row_digest import update_digest as update_digest
@@ -144,6 +144,8 @@ class RowBatches:
         self._given = dataset
         self._draws = draws
         self._side = side
+        self._was_cut = False
+        self._end_to_end: bool | None = None
         if columns is not None:
             columns = [*columns, *own_columns(collator)]
         if columns is not None and isinstance(dataset, HFDataset) and dataset.format["type"] != "custom":
@@ -168,7 +170,9 @@ class RowBatches:
             rows = [{name: value for name, value in row.items() if name in self.columns} for row in rows]
             _check_columns(rows[0], given, self.columns)
         check_rows(rows, self.collator, self.stored)
-        batch = cut_at_rows(as_batch(self.collator(rows)), rows)
+        made = as_batch(self.collator(rows))
+        batch = cut_at_rows(made, rows)
+        self._was_cut = batch is not made
         if self.limits is not None:
             self.limits.check(batch, self.stored)
         return batch
@@ -224,6 +228,44 @@ class RowBatches:
             return self._drawn_rows.__getitems__([(row, draw) for row in rows])
         fetch: Any = getattr(self.dataset, "__getitems__", None)
         return self._collate(fetch(list(rows)) if fetch is not None else [self.dataset[row] for row in rows])
+
+    def cuts(self, rows: range, batch_size: int) -> list[Sequence[int]]:
+        """Divide rows into batches. The division depends on these rows, the size and the collator alone.
+
+        Rows that the collator lays end to end come in the order of their lengths, since they are padded here: in
+        another order, most of a batch of short and long rows would be padding, which the training does not have.
+
+        Args:
+            rows: consecutive row numbers.
+            batch_size: rows in a batch.
+        """
+        if self._end_to_end is None:
+            self._end_to_end = self._lays_end_to_end(rows)
+        if not self._end_to_end:
+            return list(batch_rows(rows.start, rows.stop, batch_size))
+        lengths = {row: len(self._row(row)[TOKENS]) for row in rows}
+        ordered = sorted(rows, key=lambda row: (lengths[row], row))
+        return [ordered[first : first + batch_size] for first in range(0, len(ordered), batch_size)]
+
+    def _lays_end_to_end(self, rows: range) -> bool | None:
+        """Tell whether the collator makes one sequence of several rows, by the first two; `None` for a single one."""
+        if len(rows) < 2:
+            return None
+        if getattr(self.dataset, "sequential", False) or self.drawn:
+            return False
+        first = [self._row(row) for row in rows[:2]]
+        if not all(isinstance(row, Mapping) and TOKENS in row for row in first):
+            return False
+        try:
+            self._collate(first)
+        except Exception as error:  # of rows that fit into no batch, which is refused when it comes to them
+            logger.debug("Two rows do not make a batch: %r.", error)
+            return False
+        return self._was_cut
+
+    def _row(self, row: int) -> Any:
+        fetch: Any = getattr(self.dataset, "__getitems__", None)
+        return self.dataset[row] if fetch is None else fetch([row])[0]
 
     def iterate(self, batches: Iterable[Sequence[int]], draws: int = 1) -> Iterator[tuple[list[int], Any]]:
         """Yield `(row numbers, batch)` for every list of row numbers in `batches`, the batch on the device.

@@ -263,7 +263,7 @@ class Featurizer:
         batches = self.batches(dataset, side)
         ranges = [shards.plan.rows(index) for index in indices]
         # Batches never cross a shard boundary, so a shard is the same whichever others are computed in this run.
-        cuts = [cut for rows in ranges for cut in batch_rows(rows.start, rows.stop, batch_size)]
+        cuts = [cut for rows in ranges for cut in batches.cuts(rows, batch_size)]
         stream = batches.iterate(cuts, batches.draws)
         main = self.processes.is_main_process
         with RowProgress(
@@ -280,8 +280,8 @@ class Featurizer:
                 filled = 0
                 while filled < len(shard_rows):
                     rows, features, q = self._next(stream, batches, computer, model_id, side)
-                    part = slice(filled, filled + len(rows))
-                    grads[part], out_to_loss[part] = features, q
+                    places = torch.tensor(rows) - shard_rows.start
+                    grads[places], out_to_loss[places] = features, q
                     filled += len(rows)
                     self.batch_done()
                     progress.update(len(rows))
