@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def report_of(call: Any) -> str:
     return "no error"
 
 
-def same_features(name: str, directory: Path, kind: str = "fsdp", scores: bool = False) -> dict[str, Any]:
+def same_features(name: str, directory: Path, kind: str = "fsdp", scores: Sequence[bool] = ()) -> dict[str, Any]:
     """Features of a sharded model and of a whole one, and what defines them."""
     whole = attributor(made(name), name, directory / "whole").featurize()
     found = {}
@@ -48,13 +49,11 @@ def same_features(name: str, directory: Path, kind: str = "fsdp", scores: bool =
         "same weights": whole.store.checkpoint_info(0)["fingerprint"] == one.store.checkpoint_info(0)["fingerprint"],
         "same definition": whole.store.config == one.store.config,
     }
-    if scores:
-        for exact in (False, True):
-            taken = [
-                torch.tensor(a.attribute(rows(name, 3, 2), top_k=None, exact=exact)["trak_scores"])
-                for a in (whole, one)
-            ]
-            result[f"scores, exact={exact}"] = float((taken[1] - taken[0]).norm() / taken[0].norm())
+    for exact in scores:
+        taken = [
+            torch.tensor(a.attribute(rows(name, 3, 2), top_k=None, exact=exact)["trak_scores"]) for a in (whole, one)
+        ]
+        result[f"scores, exact={exact}"] = float((taken[1] - taken[0]).norm() / taken[0].norm())
     return result
 
 
@@ -155,13 +154,12 @@ def first_job(directory: Path) -> dict[str, Any]:
 
 
 def long_job(directory: Path) -> dict[str, Any]:
-    """All models, with scores and curvatures; four processes, half of which may have no rows."""
+    """All models with scores, two of them also with curvatures; with four processes, two copies of two shards."""
     Processes(True)
-    kinds = ("fsdp", "hsdp") if os.environ["WORLD_SIZE"] == "4" else ("fsdp",)
+    kind = "hsdp" if os.environ["WORLD_SIZE"] == "4" else "fsdp"
     return {
-        f"{kind} {name}": same_features(name, directory / kind / name, kind, scores=True)
-        for kind in kinds
-        for name in sharded_jobs.MODELS
+        f"{kind} {name}": same_features(name, directory / kind / name, kind, (False, True) if exact else (False,))
+        for name, exact in (("gpt2", True), ("llama", False), ("qwen_moe", kind == "fsdp"), ("vit", False))
     }
 
 
