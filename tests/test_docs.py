@@ -180,6 +180,15 @@ def test_curvature(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert_documented(place / directory, root)
 
 
+def test_refine(place: Path) -> None:
+    trainer = make_trainer(sentences(40), 0)
+    small = 'TrakConfig(output_dir="trak", use_cpu=True, disable_tqdm=True, '
+    given = {"trainer": trainer, "eval_dataset": sentences(6)}
+    namespace = run_page("docs/refine.md", given, hf_trak_command, {'TrakConfig(output_dir="trak", ': small})
+    assert len(namespace["scored"]) == len(namespace["quick"]) == 6
+    assert len(list((place / "trak").glob("experiments/*/exact-*/checkpoint-0/refined-*/refined-*.json"))) == 2
+
+
 def test_verify(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = sentences(60)
     attributor = TrakAttributor(tiny_bert(), small("trak"), rows).featurize()
@@ -187,6 +196,18 @@ def test_verify(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     namespace = run_page("docs/verify.md", given, hf_trak_command)
     assert len(namespace["result"].random) == 8
     assert "16 draws" in capsys.readouterr().out
+
+
+def test_rerank(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_reviews(place)
+    trainer = make_trainer(sentences(40), 0)
+    small = 'TrakConfig(output_dir="trak", proj_dim=64, use_cpu=True, disable_tqdm=True, '
+    given = {"trainer": trainer, "eval_dataset": sentences(6)}
+    namespace = run_page("docs/rerank.md", given, hf_trak_command, {'TrakConfig(output_dir="trak", ': small})
+    assert namespace["scored"]["trak_stage"] == ["exact"] * 6
+    assert "0% of the rows are not among the first 1,000 of the index" in capsys.readouterr().out
+    for directory in ("trak", "reviews-trak"):
+        assert_documented(place / directory, "trak")
 
 
 def test_codes(place: Path) -> None:
@@ -382,9 +403,11 @@ def test_contributing_a_layer_rule(place: Path) -> None:
 RUN_HERE = {
     "docs/quickstart.md",
     "docs/codes.md",
+    "docs/rerank.md",
     "docs/verify.md",
     "docs/concepts.md",
     "docs/curvature.md",
+    "docs/refine.md",
     "docs/tasks.md",
     "docs/randomness.md",
     "docs/packing.md",
