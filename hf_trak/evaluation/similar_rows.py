@@ -34,7 +34,7 @@ class SimilarRows:
             batch_size: rows per pass.
         """
         self._model, self._task, self._prepared = featurizer.model, featurizer.task, prepared
-        self._target = featurizer.batches(target)
+        self._target = featurizer.batches(target, "target")
         self._train = featurizer.batches(featurizer.train_dataset)
         self._batch_size = batch_size
 

@@ -52,7 +52,7 @@ class TrialSteps:
         self._rows: RowBatches = featurizer.batches(featurizer.train_dataset)
         self._batch_size = batch_size
         self._cast = False
-        self._target = featurizer.batches(target).alone(0)
+        self._target = featurizer.batches(target, "target").alone(0)
         self._start: Direction = []
         self._output = 0.0
 
