@@ -401,7 +401,7 @@ class TrakAttributor(FeaturizedModel):
             with its value and `n_targets`, the number of its members.
             With `rerank`, `trak_index_ranks` and `trak_opponent_index_ranks` are the ranks that the features gave to
             the rows, from 1, and null for rows that they have behind the first `rerank` of the target; `trak_stage` is
-            `"exact"`, or `"index"` where the training rows are not at hand, so that nothing was reranked.
+            `"exact"`, or `"refined"`, or `"index"` where the training rows are not at hand and nothing was reranked.
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
@@ -416,7 +416,7 @@ class TrakAttributor(FeaturizedModel):
         groups = target_groups(eval_dataset, aggregate, group_by)
         if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1):
             raise ValueError(f"`top_k` is {top_k!r}. Expected an integer of at least 1, or `None` for every score.")
-        refinement = checked_refinement(refine, exact, rerank)
+        refinement = checked_refinement(refine, exact or rerank is not None)
         with log_on_interrupt(
             lambda: "Nothing half-written was left. Run the same call again; target features are kept."
         ):
@@ -424,7 +424,7 @@ class TrakAttributor(FeaturizedModel):
                 count = check_rerank(rerank, top_k, per, exact)
                 assert top_k is not None  # `check_rerank` has looked
                 given = (eval_dataset, name, checkpoints, model_ids, groups, top_k, count)
-                return self._reranked(RerankRequest(*given, first_pass_bytes, candidates))
+                return self._reranked(RerankRequest(*given, first_pass_bytes, candidates, refinement))
             if first_pass_bytes is not None:
                 return self._attributed_in_two_passes(
                     eval_dataset, top_k, name, per, checkpoints, model_ids, groups, exact, first_pass_bytes, candidates
@@ -471,7 +471,7 @@ class TrakAttributor(FeaturizedModel):
         if request.groups is None:
             self._last = LastResult(scored, request.eval_dataset, result.name, request.model_ids)
             self._last_exact, self._last_rows = result.rows is not None, result.rows
-            self._last_refinement = None
+            self._last_refinement = None if result.rows is None else request.refinement
         return scored
 
     def _planned(

@@ -165,6 +165,20 @@ def test_auto_is_ekfac(nets, tmp_path, exact, caplog):
     assert "ekfac (`curvature='auto'` stands for EK-FAC here)" in caplog.text
 
 
+def test_refined_targets(attributor, exact, nets):
+    """All rows with refined targets are the exact pass with refined targets; a part of them comes with its stage."""
+    options = {"top_k": TOP, "refine": "cg,steps=2,rows=40"}
+    found = attributor.attribute(targets(), rerank=N, **options)
+    same_bits(found, exact.attribute(targets(), exact=True, checkpoints=nets, **options))
+    plain = attributor.attribute(targets(), rerank=N, top_k=TOP)
+    assert not np.array_equal(column(found, "trak_scores"), column(plain, "trak_scores"))
+    assert found["trak_stage"] == ["refined"] * M
+    part = attributor.attribute(targets(), rerank=8, **options)
+    assert part["trak_stage"] == ["refined"] * M
+    attributor.show(0)
+    assert set(attributor._last.distributions.counts.sum(axis=1)) == {len(attributor.reranked_rows)}
+
+
 def test_an_earlier_result_is_replaced(attributor):
     first = attributor.attribute(targets(), top_k=TOP, rerank=8)
     second = attributor.attribute(first, top_k=3, rerank=20)

@@ -58,7 +58,7 @@ class RunArguments:
         safe_name(self.name, "name")
         if self.top_k < 1:
             raise ValueError(f"`top_k` is {self.top_k}. Expected at least 1.")
-        checked_refinement(self.refine, self.exact, self.rerank)
+        checked_refinement(self.refine, self.exact or self.rerank is not None)
         if self.rerank is not None:
             check_rerank(self.rerank, None if self.all_scores else self.top_k, "target", self.exact)
         if self.first_pass_bytes is not None and (self.exact or self.all_scores):
@@ -127,7 +127,7 @@ def run(argv: Sequence[str]) -> None:
         "dataset": data.dataset_name,
         "target_dataset": targets.eval_dataset_name or data.dataset_name,
         **(_exact_facts(attributor, checked_refinement(wanted.refine)) if wanted.exact else {}),
-        **({} if wanted.rerank is None else _rerank_facts(attributor, wanted.rerank)),
+        **({} if wanted.rerank is None else _rerank_facts(attributor, wanted)),
     }
     if wanted.all_scores:
         facts[SCORE_FILES] = attributor.processes.broadcast_from_main(lambda: score_file_digests(scored, directory))
@@ -141,20 +141,23 @@ def run(argv: Sequence[str]) -> None:
 
 def _counts(attributor: TrakAttributor, scored: Any, rows: Any, wanted: RunArguments) -> Any:
     """Count the scores that the result comes from."""
-    if (refinement := checked_refinement(wanted.refine)) is not None:
+    refinement = checked_refinement(wanted.refine) if wanted.exact else None
+    if refinement is not None:
         return refined_distributions(attributor, scored, rows, wanted.name, refinement=refinement)
     count = exact_distributions if wanted.exact else score_distributions
     return count(attributor, scored, rows, wanted.name)
 
 
-def _rerank_facts(attributor: TrakAttributor, count: int) -> dict[str, Any]:
+def _rerank_facts(attributor: TrakAttributor, wanted: RunArguments) -> dict[str, Any]:
     """Say in the run which rows were reranked, and with what."""
     rows = attributor.reranked_rows
     if rows is None:
         return {"reranked": "nothing: the training rows are not at hand"}
-    exact = ExactScores(attributor, rows)
-    how = f"{exact.kind}, damping {exact.damping:g} relative"
-    return {"reranked": f"{len(rows):,} rows, the first {count:,} of each target and end; {how}"}
+    refinement = checked_refinement(wanted.refine)
+    exact = ExactScores(attributor, rows, refinement)
+    refined = "" if refinement is None else f", refined by {refinement.describe()}"
+    how = f"{exact.kind}{refined}, damping {exact.damping:g} relative"
+    return {"reranked": f"{len(rows):,} rows, the first {wanted.rerank:,} of each target and end; {how}"}
 
 
 def _exact_facts(attributor: TrakAttributor, refinement: Refinement | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from hf_trak.curvature.refinement import Refinement
 from hf_trak.data.row_part import HeldRows, RowPart
 from hf_trak.data.rows import forward_columns, row_count
 from hf_trak.errors import ConfigMismatchError, HfTrakError
@@ -37,6 +38,7 @@ class RerankRequest:
         top_k: rows to return for each target, from either end.
         count: rows of the index to score exactly, for each target and end.
         first_pass_bytes, candidates: see [`~hf_trak.featurize.two_passes.two_passes`].
+        refinement: how targets of exact scores are refined.
     """
 
     eval_dataset: Any
@@ -48,6 +50,7 @@ class RerankRequest:
     count: int
     first_pass_bytes: int | None = None
     candidates: int | None = None
+    refinement: Refinement | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
             "dataset repo is recorded to fetch them from. Pass `train_dataset=` to `from_pretrained`."
         )
         return Reranked(name, index_columns(listed, request.top_k), None)
-    scores = ExactScores(model, rows)
+    scores = ExactScores(model, rows, request.refinement)
     if model.processes.is_main_process:
         choice = " (`curvature='auto'` stands for EK-FAC here)" if model.args.curvature == "auto" else ""
         text = "Reranking %d of %d training rows with exact scores, %s%s."
@@ -143,7 +146,8 @@ def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
     except HfTrakError as error:
         error.add_note(f"Training rows are counted among the {len(rows)} that are reranked, in ascending order.")
         raise
-    return Reranked(name, reranked_columns(found, np.array(rows.numbers), index), rows)
+    stage = "exact" if request.refinement is None else "refined"
+    return Reranked(name, reranked_columns(found, np.array(rows.numbers), index, stage), rows)
 
 
 def _rows_at_hand(model: FeaturizedModel, numbers: tuple[int, ...]) -> RowPart | None:

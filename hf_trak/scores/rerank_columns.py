@@ -14,7 +14,7 @@ RANK_COLUMNS = ("trak_index_ranks", "trak_opponent_index_ranks")
 score, and with the lowest. Null where the index has it behind the shortlist of the target."""
 
 STAGE_COLUMN = "trak_stage"
-"""The stage that all scores of a target come from: `"exact"`, or `"index"` where nothing was reranked."""
+"""The stage that the scores of a target come from: `"exact"`, `"refined"`, or `"index"` if nothing was reranked."""
 
 RERANK_COLUMNS = (*RANK_COLUMNS, STAGE_COLUMN)
 
@@ -43,13 +43,14 @@ class IndexRanking:
         return tuple(np.unique(np.concatenate([self.highest.reshape(-1), self.lowest.reshape(-1)])).tolist())
 
 
-def reranked_columns(found: Dataset, rows: np.ndarray, index: IndexRanking) -> Dataset:
+def reranked_columns(found: Dataset, rows: np.ndarray, index: IndexRanking, stage: str) -> Dataset:
     """Put together the columns of a reranked result.
 
     Args:
         found: the columns of a top-k result, in which rows are counted among those that were scored.
         rows: the numbers of these rows in the training dataset, ascending.
         index: the ranking of the index, for the same targets.
+        stage: what the scores come from.
 
     Returns:
         The columns of a top-k result, and [`RERANK_COLUMNS`].
@@ -62,7 +63,7 @@ def reranked_columns(found: Dataset, rows: np.ndarray, index: IndexRanking) -> D
         numbers = rows[columns[name]]
         table[name] = fixed_size_list(numbers)
         table[rank_name] = _ranks(numbers, ranking)
-    return Dataset(pa.table({**table, STAGE_COLUMN: pa.array(["exact"] * len(found))}))
+    return Dataset(pa.table({**table, STAGE_COLUMN: pa.array([stage] * len(found))}))
 
 
 def index_columns(columns: Dataset, top_k: int) -> Dataset:
