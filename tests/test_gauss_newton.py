@@ -159,7 +159,7 @@ def off(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("form", ["forward", "twice"])
+@pytest.mark.parametrize("form", ["forward", pytest.param("twice", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_products_are_those_of_the_matrix(name: str, form: str) -> None:
     model, task, batch = in_double(MODELS[name]())

@@ -94,7 +94,9 @@ def report(directory: Path) -> list[dict[str, Any]]:
 # -- the answer ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("damping", "dtype"), [(0.1, torch.float64), (10.0, torch.float32)], ids=["0.1", "10"])
+@pytest.mark.parametrize(
+    ("damping", "dtype"), [pytest.param(0.1, torch.float64, marks=pytest.mark.slow), (10.0, torch.float32)]
+)
 def test_refined_scores_are_those_of_a_direct_solve(tmp_path: Path, damping: float, dtype: torch.dtype) -> None:
     """With little damping the system is so stiff that a weight in float32 is not exact enough."""
     question = Question(dtype=dtype)
@@ -121,6 +123,7 @@ def test_damping_is_that_of_the_curvature(tmp_path: Path) -> None:
     assert own.layout.total == curvature.numel
 
 
+@pytest.mark.slow
 def test_a_sample_of_rows(tmp_path: Path) -> None:
     question = Question()
     refinement = Refinement(rows=40, damping=1.0, **TO_THE_END)
@@ -172,13 +175,14 @@ def test_targets_do_not_depend_on_their_company(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(exact, "TARGET_SHARD_BYTES", 2 * 4 * numel)
     apart = question.scores(tmp_path / "apart", refinement)
     assert len(refined_files(tmp_path / "apart", "refined-0*.safetensors")) == 3
-    some = range(0, len(question.targets), 3)
+    some = range(1, len(question.targets), 4)
     alone = torch.cat([question.scores(tmp_path / str(i), refinement, [question.targets[i]]) for i in some], 1)
     scale = together.abs().amax(0)
     assert float(((apart - together).abs() / scale).max()) < 2e-5
     assert float(((alone - together[:, some]).abs() / scale[some]).max()) < 2e-5
 
 
+@pytest.mark.slow
 def test_easy_targets_wait_for_none(tmp_path: Path) -> None:
     """Targets stop by themselves, and none goes on because another has to."""
     question = Question(m=12)
@@ -296,6 +300,7 @@ def test_text() -> None:
             checked_refinement(text)
 
 
+@pytest.mark.slow
 def test_auto_is_ekfac(tmp_path: Path) -> None:
     question = Question()
     found = question.scores(tmp_path / "auto", "cg", curvature="auto")
@@ -336,6 +341,7 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
         question.scores(tmp_path, "cg")
 
 
+@pytest.mark.slow
 def test_options_make_files_of_their_own(tmp_path: Path) -> None:
     """Another option is another result, and a known one costs nothing."""
     question = Question()
@@ -348,6 +354,7 @@ def test_options_make_files_of_their_own(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in files} == files
 
 
+@pytest.mark.slow
 def test_groups(tmp_path: Path) -> None:
     """The mean of refined targets."""
     question = Question()
