@@ -27,7 +27,7 @@ from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fidelity import Fidelity, measure_fidelity
 from hf_trak.featurize.fitted import curvature_report, log_reports
-from hf_trak.featurize.reranking import RerankRequest, check_rerank, rerank_result
+from hf_trak.featurize.reranking import RerankRequest, check_breakdown, check_rerank, rerank_result
 from hf_trak.featurize.revising import revise
 from hf_trak.featurize.search import SearchIndex, build_search
 from hf_trak.featurize.two_passes import two_passes
@@ -453,7 +453,8 @@ class TrakAttributor(FeaturizedModel):
         name, columns = two_passes(
             self, eval_dataset, name, checkpoints, model_ids, groups, top_k, first_pass_bytes, candidates
         )
-        scored = attach_columns(eval_dataset if groups is None else groups.table(), columns)
+        rows = without_rerank_columns(eval_dataset if groups is None else groups.table())
+        scored = attach_columns(rows, columns)
         if groups is None:
             self._last, self._last_exact = LastResult(scored, eval_dataset, name, model_ids), False
             self._last_rows, self._last_refinement = None, None
@@ -510,6 +511,7 @@ class TrakAttributor(FeaturizedModel):
         stem = f"per-{per}-{digest}" if top_k is None else f"per-{per}-top-{top_k}-{digest}"
         directory = self.store.output_dir / "scores" / safe_name(plan.name, "name")
         files = ScoreFiles(directory, stem, self.processes, self._train_size, n_targets)
+        rows = without_rerank_columns(rows)
         scored = attach_columns(rows, files.columns(plan.blocks, None if top_k is None else min(top_k, length), per))
         if per == "target" and groups is None:
             self._last, self._last_exact = LastResult(scored, eval_dataset, plan.name, model_ids), exact
@@ -656,9 +658,11 @@ class TrakAttributor(FeaturizedModel):
 
         Raises:
             As [`~TrakAttributor.attribute`].
+            ValueError: `rerank` is given, which scores no row for single tokens.
             TypeError: the task has one label per sample.
         """
         self.require_one_draw(eval_dataset, "Each draw may have other labels.")
+        check_breakdown(kwargs.get("rerank"))
         singles = single_labels(self.task, self.featurizer().batches(eval_dataset, "target"), eval_dataset)
         scored = self.attribute(eval_dataset, top_k=top_k, name=name, **kwargs)
         parts = self.attribute(singles, top_k=None, name=None if name is None else f"{name}-tokens", **kwargs)

@@ -184,6 +184,8 @@ def test_an_earlier_result_is_replaced(attributor):
     second = attributor.attribute(first, top_k=3, rerank=20)
     assert second.column_names == first.column_names
     assert column(second, "trak_index_ranks").shape == (M, 3)
+    plain = attributor.attribute(second, top_k=3)
+    assert not set(RERANK_COLUMNS) & set(plain.column_names)
 
 
 def test_the_last_result_is_shown_with_its_own_scores(attributor):
@@ -205,6 +207,8 @@ def test_what_does_not_go_together(attributor, nets, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             attributor.attribute(targets(), **{"top_k": TOP, **options})
+    with pytest.raises(ValueError, match="by label tokens"):
+        attributor.attribute_tokens(targets(), rerank=10)
     hybrid = make(nets[0], tmp_path, digits(0, N), **{**OPTIONS, "curvature": "hybrid"}).featurize()
     with pytest.raises(ValueError, match="'hybrid', whose scores come from one system over all training rows"):
         hybrid.attribute(targets(), top_k=TOP, rerank=10)

@@ -96,6 +96,19 @@ def check_rerank(rerank: Any, top_k: int | None, per: str, exact: bool) -> int:
     return count
 
 
+def check_breakdown(rerank: Any) -> None:
+    """Refuse to break reranked scores down by tokens.
+
+    Raises:
+        ValueError: `rerank` is given.
+    """
+    if rerank is not None:
+        raise ValueError(
+            f"`rerank` is {rerank!r}, for scores by label tokens, which are taken from those of all rows. Expected "
+            "scores from features, or `exact=True`. Leave `rerank` out, or call `attribute` instead."
+        )
+
+
 def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
     """Score the rows that the index ranks first, for any target and at either end, with whole gradients.
 
