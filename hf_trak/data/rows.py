@@ -143,7 +143,6 @@ class RowBatches:
         self.stored = stored_columns(dataset)
         self._given = dataset
         self._draws = draws
-        self._side = side
         self._was_cut = False
         self._end_to_end: bool | None = None
         if columns is not None:
