@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from hf_trak.data.rows import RowBatches
 from hf_trak.gradient_computers import sharded as engine
 from hf_trak.runtime.processes import Processes
+from hf_trak.weights.checkpoints import read_state_dict
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("jobs_with_one_thread")]
 
@@ -163,6 +165,18 @@ def long_job(directory: Path) -> dict[str, Any]:
     }
 
 
+def without_memory() -> torch.nn.Module:
+    """A sharded model that was never whole in any process, without weights yet."""
+    with torch.device("meta"):
+        model = sharded_jobs.llama().eval()
+    rotary = type(model.model.rotary_emb)
+    sharded(model, mesh_of_all()).to_empty(device="cpu")
+    model.model.rotary_emb = rotary(model.config)  # buffers that are in no checkpoint
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    return model
+
+
 def trainer_job(directory: Path) -> dict[str, Any]:
     """A run of `Trainer` under FSDP2, and the lines of the README."""
     from accelerate import DistributedType, PartialState
@@ -200,11 +214,25 @@ def trainer_job(directory: Path) -> dict[str, Any]:
     attributor.featurize()
     scored = attributor.attribute(eval_dataset, top_k=3)
 
+    attributor.featurize([str(directory / "out" / "checkpoint-2")], model_ids=[1])
+    empty = without_memory()
+    straight = sharded_jobs.attributor(empty, "llama", directory / "straight", shard_size=512)
+    straight.featurize([str(directory / "out" / "checkpoint-2")])
+
     whole = made("llama")
     whole.load_state_dict({name: p.full_tensor() for name, p in trainer.model.state_dict().items()})
     plain = sharded_jobs.attributor(whole, "llama", directory / "plain", shard_size=512).featurize()
+    merged = sharded_jobs.attributor(made("llama"), "llama", directory / "merged", shard_size=512)
+    merged.featurize([str(directory / "out" / "checkpoint-2")])
     return {
         "divided": divided,
+        "checkpoint": [difference(features(one), features(plain)) for one in (straight, merged)],
+        "fingerprints": len(
+            {
+                one.store.checkpoint_info(model_id)["fingerprint"]
+                for one, model_id in ((attributor, 0), (attributor, 1), (straight, 0), (plain, 0), (merged, 0))
+            }
+        ),
         "difference": difference(features(attributor), features(plain)),
         "same": plain.attribute(eval_dataset, top_k=3)["trak_indices"][:] == scored["trak_indices"][:],
     }
@@ -335,6 +363,13 @@ def test_a_trainer_under_fsdp2_and_the_lines_of_the_readme(tmp_path: Path) -> No
     for found in launched(tmp_path, "trainer", 2):
         assert set(found["divided"]) == {"DTensor"}
         assert found["difference"] <= ROUNDING and found["same"]
+        assert max(found["checkpoint"]) <= ROUNDING and found["fingerprints"] == 1
+
+
+def test_metadata_of_a_checkpoint_names_no_other_objects(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(os.getcwd))
+    with pytest.raises(ValueError, match=r"it names posix.getcwd"):
+        read_state_dict(tmp_path)
 
 
 @pytest.mark.slow

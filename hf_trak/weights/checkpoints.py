@@ -18,10 +18,12 @@ from transformers import PreTrainedModel
 
 from hf_trak.runtime.sharding import is_sharded, is_sharded_tensor, reshard
 from hf_trak.weights.adapters import adapter_state_dict, adapter_tensors, check_not_quantized, is_adapter, load_adapter
+from hf_trak.weights.dcp import dcp_directory, load_dcp, read_dcp
 from hf_trak.weights.sharded import load_whole, restore_into, whole
 
 Checkpoint = torch.nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
-"""A module, a state dict, a `checkpoint-N` directory, or a `.safetensors`, `.bin`, `.pt` or `.pth` file."""
+"""A module, a state dict, a `checkpoint-N` directory (also of sharded training), or a `.safetensors`, `.bin`, `.pt` or
+`.pth` file."""
 
 WEIGHT_FILES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -56,7 +58,7 @@ def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
     Args:
         checkpoint: see [`Checkpoint`]. Directories are searched for the files that `Trainer` and `save_pretrained`
-            write, including sharded ones and adapters of PEFT.
+            write, including sharded ones, adapters of PEFT, and those of `torch.distributed.checkpoint`.
 
     Returns:
         Tensors by name. Tensors of files are on the CPU; those of a module or a state dict are the given ones.
@@ -96,6 +98,8 @@ def _read_directory(path: Path) -> dict[str, Tensor]:
     for name in WEIGHT_FILES:
         if (path / name).is_file():
             return _read_file(path / name)
+    if (distributed := dcp_directory(path)) is not None:
+        return read_dcp(distributed)
     raise FileNotFoundError(
         f"The checkpoint directory {str(path)!r} holds no weights. Expected one of "
         f"{[*WEIGHT_FILES, *INDEX_FILES]}, as written by `Trainer` or `save_pretrained`."
@@ -251,6 +255,10 @@ def touched_tensors(
             return []
         if is_adapter(model, read_state_dict(checkpoint)):
             return adapter_tensors(model)
+    return _all_tensors(model)
+
+
+def _all_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
@@ -273,7 +281,10 @@ def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.d
     """
     reshard(model)
     modes = {name: module.training for name, module in model.named_modules()}
-    foreign = None if checkpoint is None or checkpoint is model else read_state_dict(checkpoint)
+    # a sharded model takes its shards straight from a checkpoint of sharded training
+    straight = dcp_directory(checkpoint) if is_sharded(model) else None
+    current = checkpoint is None or checkpoint is model or straight is not None
+    foreign = None if current else read_state_dict(checkpoint)  # type: ignore[arg-type]
     if dtype is not None:
         name = str(dtype).removeprefix("torch.")
         if is_sharded(model):
@@ -282,9 +293,12 @@ def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.d
                 "that it is to be computed in. Load it so, or give `fully_shard` a `MixedPrecisionPolicy`."
             )
         check_not_quantized(model, f"`model_dtype` is {name!r}", "Leave `model_dtype` out.")
-    tensors = [value for _, value in touched_tensors(model, foreign, dtype)]
+    touched = touched_tensors(model, foreign, dtype) if straight is None else _all_tensors(model)
+    tensors = [value for _, value in touched]
     saved = [value.detach().to("cpu", copy=True) for value in tensors]
     try:
+        if straight is not None:
+            load_dcp(model, straight)
         if foreign is not None:
             load_into(model, foreign)
         fingerprint = fingerprint_state_dict(model.state_dict())
