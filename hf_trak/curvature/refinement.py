@@ -100,15 +100,12 @@ _UNKNOWN = (
 )
 
 
-def checked_refinement(
-    refine: "str | Refinement | None", exact: bool = True, rerank: int | None = None
-) -> Refinement | None:
+def checked_refinement(refine: "str | Refinement | None", exact: bool = True) -> Refinement | None:
     """Return a refinement for what a user gives.
 
     Args:
         refine: `"cg"`, with options as [`Refinement.parse`] reads them, a [`Refinement`], or `None`.
-        exact: whether scores of all rows are exact.
-        rerank: length of a shortlist, whose rows have exact scores of targets that are not refined.
+        exact: whether scores are exact, of all rows or of a shortlist.
 
     Raises:
         ValueError: it is something else, or scores come from features.
@@ -117,10 +114,9 @@ def checked_refinement(
         return None
     if not isinstance(refine, str | Refinement):
         raise ValueError(_UNKNOWN.format(refine))
-    if rerank is not None or not exact:
-        where = "from features" if rerank is None else "of a shortlist"
+    if not exact:
         raise ValueError(
-            f"`refine` is {refine!r}, for scores {where}, whose targets are not refined. Expected exact scores of all "
-            "rows. Set `exact=True`, or leave `refine` out."
+            f"`refine` is {refine!r}, for scores from features, whose targets are not refined. Expected exact scores. "
+            "Set `exact=True` or `rerank=`, or leave `refine` out."
         )
     return Refinement.parse(refine) if isinstance(refine, str) else refine

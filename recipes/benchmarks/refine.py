@@ -3,10 +3,14 @@
     python recipes/benchmarks/quality build --cases gpt2 --work quality --downloads downloads
     python recipes/benchmarks/refine.py lds gpt2 --work quality --downloads downloads
     python recipes/benchmarks/refine.py removal gpt2 --work quality --downloads downloads
+    python recipes/benchmarks/refine.py woodbury gpt2 --work quality --downloads downloads
 
 `lds` refines EK-FAC at several dampings and numbers of rows, and judges the scores after some of the steps: the median
 relative residual, the mean rank correlation with EK-FAC's scores, LDS by share of dropped rows, and seconds. `removal`
-trains again without the first rows of EK-FAC, and of EK-FAC refined as by default, for some targets.
+trains again without the first rows of EK-FAC, and of EK-FAC refined as by default, for some targets. `woodbury` puts
+the Gram matrix of some rows B over EK-FAC's curvature P, without a sketch: with K = G P⁻¹ Gᵀ and C the exact scores,
+
+    scores = C − K[:, B] (K[B, B] + λI)⁻¹ C[B],    λ relative to the mean diagonal of K[B, B].
 """
 
 import argparse
@@ -14,7 +18,6 @@ import logging
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,33 +38,37 @@ from torch import Tensor
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.curvature.conjugate_gradients import Solutions
 from hf_trak.curvature.refinement import Refinement
-from hf_trak.evaluation import Bank, evaluate_bank, linear_datamodeling_score
+from hf_trak.evaluation import Bank, linear_datamodeling_score
 from hf_trak.evaluation.bank_scores import judged_parts
 from hf_trak.evaluation.removal_effects import evaluate_removal
 from hf_trak.evaluation.tail_removal import removal_plan
+from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.fidelity import Agreement
+from hf_trak.featurize.fitted import fitted_curvature
 from hf_trak.modelout_functions import get_task
-from hf_trak.modelout_functions.loss import LossModelOutput
+from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, LossModelOutput
 
 DAMPINGS = (0.01, 0.1, 1.0, 10.0)
 STEPS = (1, 2, 3, 5, 10, 20)
+RIDGES = (1.0, 3.0, 10.0)
 FRACTION = 0.05
 
 
 class Question:
     """One case: its model, rows and targets."""
 
-    def __init__(self, job: Job, directory: Path, count: int | None = None) -> None:
+    def __init__(self, job: Job, directory: Path, count: int | None = None, columns: list[int] | None = None) -> None:
         """
         Args:
             job: the case and its models.
             directory: where stores are made.
             count: of the targets only so many, evenly spaced; `None` for all.
+            columns: of the targets only these.
         """
         self.job, self.directory = job, directory
         self.task = get_task(job.case.task)
         m = len(job.case.targets)
-        self.columns = list(range(0, m, -(-m // (count or m))))
+        self.columns = list(range(0, m, -(-m // (count or m)))) if columns is None else columns
         self.targets = job.case.targets.select(self.columns)
 
     def attributor(self, name: str, **options: Any) -> TrakAttributor:
@@ -76,14 +83,17 @@ class Question:
         scored = own.attribute(self.targets, top_k=None, exact=True, refine=refine).with_format("numpy")
         return np.stack(scored["trak_scores"][:]).T.astype(np.float64)
 
-    def gradients(self) -> Tensor:
-        """Gradients of minus the loss of all training rows, `(n, P)`."""
+    def gradients(self, task: LossModelOutput | None = None) -> Tensor:
+        """Gradients of minus the loss of all training rows, or of another task, `(n, P)`."""
         loss = TrakConfig(
             str(self.directory / "gradients"), proj_type="none", feature_dtype="float32", per_device_batch_size=BATCH,
             disable_tqdm=True,
         )  # fmt: skip
-        own = TrakAttributor(self.job.model, loss, self.job.case.train, task=LossModelOutput(of=self.task))
-        return torch.cat([shard.grads for shard in own.featurize().store.train(0)])
+        task = LossModelOutput(of=self.task) if task is None else task
+        own = TrakAttributor(self.job.model, loss, self.job.case.train, task=task)
+        shards = list(own.featurize().store.train(0))
+        self.weights = torch.cat([shard.out_to_loss for shard in shards]).numpy()
+        return torch.cat([shard.grads for shard in shards])
 
 
 class Snapshots:
@@ -154,17 +164,45 @@ def lds(case: Case, bank: Bank, job: Job, directory: Path, args: argparse.Namesp
                 print(f"| refined | {damping:g} | {used} | {step} | {' | '.join(measured)} |", flush=True)
 
 
+def woodbury(case: Case, bank: Bank, job: Job, directory: Path, args: argparse.Namespace) -> None:
+    """Print a table as it grows."""
+    question = Question(job, directory, args.targets)
+    own = question.attributor("exact").fit_curvature()
+    curvature = fitted_curvature(ExactScores(own), 0)
+    roots = GaussNewtonModelOutput(of=question.task)
+    gradients = question.gradients(roots)
+    weights = torch.from_numpy(question.weights).float()
+    order = np.random.Generator(np.random.Philox(0)).permutation(len(gradients))
+    shares = [f"LDS, {part.removeprefix('drop-')}" for part in judged_parts(bank)]
+    head = [case.title, "damping", "rows", "λ", "rank correlation", *shares, "mean"]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
+    for damping in args.dampings:
+        plain = question.scores(damping)
+        cells = ["EK-FAC", f"{damping:g}", "", "", *cells_of(bank, question.columns, plain, plain)]
+        print(f"| {' | '.join(cells)} |", flush=True)
+        products = torch.from_numpy(plain) / weights.double().unsqueeze(1)
+        for rows in args.rows:
+            chosen = torch.from_numpy(np.sort(order[:rows]))
+            conditioned = torch.cat([curvature.precondition(part, damping) for part in gradients[chosen].split(64)])
+            kernel = (gradients @ conditioned.T).double()
+            for ridge in RIDGES:
+                damped = kernel[chosen] + ridge * kernel[chosen].diagonal().mean() * torch.eye(len(chosen))
+                removed = kernel @ torch.linalg.solve(damped, products[chosen])
+                scores = ((products - removed) * weights.double().unsqueeze(1)).numpy()
+                quality = cells_of(bank, question.columns, scores, plain)
+                print(f"| over rows | {damping:g} | {len(chosen)} | {ridge:g} | {' | '.join(quality)} |", flush=True)
+
+
 def removal(case: Case, bank: Bank, job: Job, directory: Path, args: argparse.Namespace) -> None:
-    """Retrain without the first 5 % of rows, and print LDS and effects with their intervals."""
-    question = Question(job, directory)
-    refinement = replace(Refinement(), form=args.form)
-    if args.dampings != list(DAMPINGS):
-        refinement = replace(refinement, damping=args.dampings[0])
-    given = {"EK-FAC": question.scores(), "EK-FAC, refined": question.scores(refine=refinement)}
-    for one in evaluate_bank(bank, given):
-        change = "" if one.difference is None else f"; more than EK-FAC by {one.difference}"
-        print(f"{case.title}, {one.part}: {one.method}: LDS {one.lds}{change}", flush=True)
+    """Retrain without the first 5 % of rows, and print the effects with their intervals."""
     targets = judging_targets(bank.n_targets)[: case.options.get("removal_targets", TARGETS)]
+    question = Question(job, directory, columns=targets)
+    given = {}
+    for name, refinement in {"EK-FAC": None, "EK-FAC, refined": Refinement(form=args.form)}.items():
+        started = time.perf_counter()
+        given[name] = np.zeros((len(case.train), bank.n_targets))
+        given[name][:, targets] = question.scores(refine=refinement)
+        print(f"{case.title}: {name}, {len(targets)} targets: {time.perf_counter() - started:.0f} s", flush=True)
     plan = removal_plan(given, (FRACTION,), targets=targets, random_draws=DRAWS, seed=SUBSET_SEED)
     retrain = case.retraining(drop="mask", seed=SEED)
     training = reusing(bank, retrain, retrain.protocol)
@@ -174,7 +212,7 @@ def removal(case: Case, bank: Bank, job: Job, directory: Path, args: argparse.Na
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("lds", "removal"))
+    parser.add_argument("what", choices=("lds", "removal", "woodbury"))
     parser.add_argument("cases", nargs="+", choices=list(CASES))
     parser.add_argument("--work", type=Path, default=Path("quality"), help="directory of banks")
     parser.add_argument("--downloads", type=Path, default=Path("downloads"), help="directory of fetched data")
@@ -190,7 +228,8 @@ def main() -> None:
         case, work = make_case(name, args.downloads), args.work / name
         with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as stores:
             job = Job(case, Path(scratch), work)
-            (lds if args.what == "lds" else removal)(case, open_bank(case, work), job, Path(stores), args)
+            run = {"lds": lds, "removal": removal, "woodbury": woodbury}[args.what]
+            run(case, open_bank(case, work), job, Path(stores), args)
 
 
 if __name__ == "__main__":
