@@ -14,6 +14,7 @@ ModelDtype = Literal["float32", "bfloat16", "float16"]
 FeatureDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2", "int1"]
 SolverName = Literal["auto", "primal", "dual", "low_rank", "block"]
 CurvatureName = Literal["auto", "ekfac", "shampoo", "kfac", "diagonal", "identity", "hybrid"]
+ExactDtype = Literal["float32", "bfloat16"]
 CurvatureLabels = Literal["sampled", "empirical"]
 
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "int2": 2, "int1": 1}
@@ -87,6 +88,11 @@ class TrakConfig:
         exact_memory (`float`, *optional*, defaults to 4.0):
             Memory in GiB for preconditioned targets, P numbers each. More targets are scored in several passes over
             the training rows.
+        exact_dtype (`str`, *optional*, defaults to `"float32"`):
+            Dtype in which preconditioned targets are kept: `"float32"`, or `"bfloat16"` for half the memory.
+        exact_rank (`int`, *optional*):
+            Rank of the matrices in which preconditioned targets are kept, for less memory; the error is logged. By
+            default they are kept whole.
         feature_dtype (`str`, *optional*):
             Storage of the features: `"float32"`, `"bfloat16"`, `"float16"`, or codes of rotated features with 8, 4, 2
             or 1 bits per number, `"int8"`, `"int4"`, `"int2"` and `"int1"`. Sums are computed in float32 or better.
@@ -133,7 +139,7 @@ class TrakConfig:
     )
     proj_dim: int | None = field(
         default=None,
-        metadata={"help": "Columns of the features, k: 4,096 by default."},
+        metadata={"help": "Columns of the features, k: 4,096."},
     )
     proj_nonzeros: int = field(default=1, metadata={"help": "Nonzeros per gradient coordinate of `sjlt`."})
     seed: int = field(default=0, metadata={"help": "Seed of projection, random rows and simulated negatives."})
@@ -171,7 +177,7 @@ class TrakConfig:
     )
     curvature_rows: int | None = field(
         default=None,
-        metadata={"help": "Training rows that a curvature is fitted to, 4,096 by default."},
+        metadata={"help": "Training rows of a curvature: 4,096."},
     )
     curvature_labels: CurvatureLabels = field(
         default="sampled",
@@ -183,14 +189,14 @@ class TrakConfig:
             "help": "Damping of a curvature, relative to each block's mean eigenvalue: 0.1 or, for `hybrid`, 10."
         },
     )
-    whitened: bool = field(default=False, metadata={"help": "Multiply gradients by P^{-1/2} before projecting."})
+    whitened: bool = field(default=False, metadata={"help": "Project P^{-1/2} times gradients."})
     hybrid_lambda: float = field(
         default=3.0,
-        metadata={"help": "Ridge of the hybrid, relative to the mean whitened squared norm."},
+        metadata={"help": "Ridge of the hybrid, relative."},
     )
-    exact_memory: float = field(
-        default=4.0, metadata={"help": "Memory in GiB for preconditioned targets, P numbers each."}
-    )
+    exact_memory: float = field(default=4.0, metadata={"help": "Memory in GiB for preconditioned targets."})
+    exact_dtype: ExactDtype = field(default="float32", metadata={"help": "Dtype of preconditioned targets."})
+    exact_rank: int | None = field(default=None, metadata={"help": "Their rank; whole by default."})
     feature_dtype: FeatureDtype | None = field(
         default=None,
         metadata={"help": "Storage of the features: numbers, or codes of 8, 4, 2 or 1 bits."},
@@ -199,9 +205,7 @@ class TrakConfig:
         default=None,
         metadata={"help": "Bytes per row, in place of `proj_dim` and `feature_dtype`."},
     )
-    model_dtype: ModelDtype | None = field(
-        default=None, metadata={"help": "Dtype to cast the model to."}
-    )
+    model_dtype: ModelDtype | None = field(default=None, metadata={"help": "Dtype to cast the model to."})
     per_device_batch_size: int = field(
         default=16, metadata={"help": "Rows per batch and process. Changes features by rounding only."}
     )
@@ -241,12 +245,14 @@ class TrakConfig:
             ("solver", get_args(SolverName)),
             ("curvature", (None, *get_args(CurvatureName))),
             ("curvature_labels", get_args(CurvatureLabels)),
+            ("exact_dtype", get_args(ExactDtype)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}. Expected one of {list(choices)}.")
         for name, least in (
             ("proj_dim", 1),
             ("solver_rank", 1),
+            ("exact_rank", 1),
             ("proj_nonzeros", 1),
             ("max_block_bytes", 1),
             ("curvature_rows", 1),
@@ -257,7 +263,13 @@ class TrakConfig:
             ("dataloader_num_workers", 0),
         ):
             value = getattr(self, name)
-            if value is None and name in ("proj_dim", "max_block_bytes", "curvature_rows", "solver_rank"):
+            if value is None and name in (
+                "proj_dim",
+                "max_block_bytes",
+                "curvature_rows",
+                "solver_rank",
+                "exact_rank",
+            ):
                 continue
             setattr(self, name, checked_int(value, name, least, type_error=ValueError))
         for name in ("lambda_reg", "lambda_relative", "damping", "hybrid_lambda", "exact_memory"):

@@ -212,6 +212,8 @@ EXACT = {
     "curvature_labels": "empirical",
     "damping": 5.0,
     "hybrid_lambda": 0.1,
+    "exact_dtype": "bfloat16",
+    "exact_rank": 1,
 }
 """Fields that exact scores depend on, and nothing else."""
 
@@ -332,7 +334,7 @@ def test_settings_of_exact_scores(featurized: Callable[[Setup], Path], tmp_path:
 
     plain, exact = scores(base, False), scores(base, True)
     assert np.array_equal(scores(changed, False), plain)
-    if name in ("damping", "hybrid_lambda"):
+    if name in ("damping", "hybrid_lambda", "exact_dtype", "exact_rank"):
         assert not np.allclose(scores(changed, True), exact)
     else:
         with pytest.raises(HfTrakError, match="The curvature in"):

@@ -38,6 +38,8 @@ from hf_trak.weights.checkpoints import Checkpoint, fingerprint_state_dict
 
 F = TypeVar("F", bound=FeaturizedModel)
 
+_MOST_DRAWS = 10_000
+
 RUN_OPTIONS = (
     "auto_find_batch_size",
     "curvature",
@@ -48,7 +50,9 @@ RUN_OPTIONS = (
     "dataloader_pin_memory",
     "disable_tqdm",
     "engine",
+    "exact_dtype",
     "exact_memory",
+    "exact_rank",
     "hybrid_lambda",
     "label_names",
     "lambda_reg",
@@ -282,6 +286,7 @@ def _arguments(index: _OpenedIndex, model: torch.nn.Module, options: Mapping[str
         "proj_dim": config["proj_dim"],
         "proj_nonzeros": config.get("proj_nonzeros", 1),
         "seed": config.get("seed"),
+        "num_draws": _draws(index),
         "feature_dtype": config["feature_dtype"],
         "model_dtype": config.get("model_dtype"),
         "shard_size": config["shard_size"],
@@ -295,6 +300,22 @@ def _arguments(index: _OpenedIndex, model: torch.nn.Module, options: Mapping[str
         raise ConfigMismatchError(
             f"The configuration of the index {index.name} does not work with this version of hf_trak: {error}"
         ) from error
+
+
+def _draws(index: _OpenedIndex) -> int:
+    """Return how often each random row of the index was drawn; 1 where rows are always the same.
+
+    Raises:
+        ConfigMismatchError: the index records no such number, or one that would keep targets busy for ever.
+    """
+    collation = index.store.config.get("collation")
+    draws = collation.get("draws", 1) if isinstance(collation, dict) else 1
+    if not isinstance(draws, int) or isinstance(draws, bool) or not 1 <= draws <= _MOST_DRAWS:
+        raise ConfigMismatchError(
+            f"The index {index.name} records {draws!r:.100} draws of each random row. Expected a number from 1 to "
+            f"{_MOST_DRAWS:,}. Do not use it."
+        )
+    return draws
 
 
 def _attributed(index: _OpenedIndex, model: torch.nn.Module) -> list[str] | None:
