@@ -68,6 +68,15 @@ def test_rows_of_a_run(ask: Ask, place: Path, capsys: pytest.CaptureFixture[str]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Target 1, training rows ") and any("random rows" in line for line in lines)
 
+    before = AttributionRun.load("trak/scores/mine")
+    assert main(["verify", *TARGETS, "--name", "mine", "--target", "1", "--count", "4", "--save"]) == 0
+    after = AttributionRun.load("trak/scores/mine")
+    assert after.facts.pop("verified: target 1, its 4 highest rows").startswith(printed["verdict"][:20])
+    assert after.facts == before.facts and after.scored.to_dict() == before.scored.to_dict()
+    assert main(["report", "trak/scores/mine"]) == 0
+    assert "Verified: target 1" in Path("trak/scores/mine/report.html").read_text(encoding="utf-8")
+
+    capsys.readouterr()
     Dataset.from_json("mine.jsonl").select([0, 1]).to_json("fewer.jsonl")
     assert main(["verify", "--eval_dataset", "fewer.jsonl", "--name", "mine"]) == 1
     assert "has 4 targets, and there are 2 rows" in capsys.readouterr().err
@@ -80,6 +89,7 @@ def test_rows_of_a_run(ask: Ask, place: Path, capsys: pytest.CaptureFixture[str]
         ((*MODEL, *TARGETS, "--rows", "40"), "distinct numbers from 0 to 39"),
         ((*MODEL, *TARGETS, "--rows", "1", "--similar", "words"), "Expected one of embeddings, bm25, none"),
         ((*MODEL, *TARGETS, "--count", "0"), "`count` is 0"),
+        ((*MODEL, *TARGETS, "--rows", "1", "--save"), "`save` is set, and `rows` is [1]"),
         ((*MODEL, *TARGETS), "run"),
         ((*TARGETS, "--index", "model", "--rows", "1"), "`--train_dataset` is missing"),
     ],

@@ -34,6 +34,7 @@ class VerifyArguments:
         metadata={"help": "How rows that look like the target are found: embeddings, bm25 or none."},
     )
     draws: int = field(default=16, metadata={"help": "How often as many random rows are drawn."})
+    save: bool = field(default=False, metadata={"help": "Write the verdict into the run, whose report then shows it."})
     index: str | None = field(
         default=None, metadata={"help": "Published index, a repo or a directory; needs --train_dataset, too."}
     )
@@ -42,6 +43,11 @@ class VerifyArguments:
         safe_name(self.name, "name")
         if self.similar not in SIMILARITIES:
             raise ValueError(f"`similar` is {self.similar!r}. Expected one of {', '.join(SIMILARITIES)}.")
+        if self.save and self.rows is not None:
+            raise ValueError(
+                f"`save` is set, and `rows` is {self.rows}. Expected the rows of the run, in which the verdict is "
+                "saved. Leave `--rows` or `--save` out."
+            )
         if self.count < 1:
             raise ValueError(f"`count` is {self.count}. Expected at least 1.")
 
@@ -86,9 +92,8 @@ def run(argv: Sequence[str]) -> None:
         if saved:
             remember(built, model_args, data, write=False)
     attributor = built.attributor
-    rows = wanted.rows
-    if rows is None:
-        rows = _rows_of_run(Path(attributor.args.output_dir) / "scores" / wanted.name, wanted, len(stored))
+    directory = Path(attributor.args.output_dir) / "scores" / wanted.name
+    rows = _rows_of_run(directory, wanted, len(stored)) if wanted.rows is None else wanted.rows
     found = attributor.verify(
         built.preparation.prepare(stored.select([wanted.target])),
         rows,
@@ -96,6 +101,11 @@ def run(argv: Sequence[str]) -> None:
         draws=wanted.draws,
         checkpoints=model_args.checkpoints,
     )
+    if wanted.save and attributor.processes.is_main_process:
+        saved_run = AttributionRun.load(directory)
+        end = "lowest" if wanted.harmful else "highest"
+        saved_run.facts[f"verified: target {wanted.target}, its {len(rows)} {end} rows"] = found.verdict
+        saved_run.save(directory)
     content: dict[str, Any] = {"target": wanted.target, **found.to_dict()}
     answer(
         content,
