@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from hf_trak.data.joining import joined
 from hf_trak.data.rows import RowBatches
 from hf_trak.errors import ConfigMismatchError, HfTrakError
 from hf_trak.featurize.draw_means import DrawMean
+from hf_trak.hub.loading import _draws
 from hf_trak.identity.collation import drawn_at_random
 
 CPU = torch.device("cpu")
@@ -326,6 +328,21 @@ def test_what_depends_on_row_numbers_or_squares_is_refused(tmp_path: Path) -> No
         attributor.self_influence(exact=True)
     with pytest.raises(HfTrakError, match=r"`num_draws` is 2.*num_draws=1"):
         attributor.attribute_tokens(sentences(2))
+
+
+def test_a_loaded_index_draws_its_targets_as_often(tmp_path: Path) -> None:
+    made = masked(tmp_path / "trak", sentences(), num_draws=3).featurize()
+    targets = sentences(3, 1)
+    expected = made.attribute(targets, top_k=2)["trak_scores"][:]
+    options: dict[str, Any] = {"task": "masked_lm", "data_collator": made.data_collator, "use_cpu": True}
+    loaded = TrakAttributor.from_pretrained(str(tmp_path / "trak"), made.model, disable_tqdm=True, **options)
+    assert loaded.args.num_draws == 3
+    assert loaded.attribute(targets, top_k=2, name="again")["trak_scores"][:] == expected
+    for draws in ("many", 10**12, True, 0):
+        content = {**made.store.config, "collation": {**made.store.config["collation"], "draws": draws}}
+        index = SimpleNamespace(store=SimpleNamespace(config=content), name="trak")
+        with pytest.raises(ConfigMismatchError, match=r"draws of each random row. Expected a number from 1 to 10,000"):
+            _draws(index)  # type: ignore[arg-type]
 
 
 def test_the_rate_is_measured_with_all_draws(tmp_path: Path) -> None:
