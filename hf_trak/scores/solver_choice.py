@@ -7,9 +7,9 @@
 | `low_rank` | the r largest eigenvalues of XᵀX | no, with a bound | otherwise |
 | `block` | XᵀX in blocks of columns | no | never |
 
-A system fits if three float64 matrices of its size take at most half of the memory that is free in the main process. Rows
-are few where k > 1,024 and n ≤ k / 2: then XXᵀ has at most a quarter of the numbers of XᵀX, and its factor takes at
-most an eighth of the time, which counts for every call.
+A system fits if three float64 matrices of its size take at most half of the memory that is free in the main process.
+Rows are few where k > 1,024 and n ≤ k / 2: then XXᵀ has at most a quarter of the numbers of XᵀX, and its factor takes
+at most an eighth of the time, which counts for every call.
 """
 
 from dataclasses import dataclass
