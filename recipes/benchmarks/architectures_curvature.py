@@ -80,7 +80,7 @@ def examine(model: nn.Module, batch: dict[str, Tensor], output_fn: Any) -> Row:
         task = function_task(output_fn, model)
         attributor = TrakAttributor(model, args, rows, data_collator=_stacked, task=task)
         attributor.fit_curvature()
-        curvature = ExactScores(attributor)._fitted(0)
+        curvature = ExactScores(attributor).fitted(0)
         scores = attributor.attribute(rows[:TARGETS], exact=True, top_k=None)["trak_scores"]
         if not bool(torch.isfinite(torch.tensor(scores)).all()):
             raise ValueError("An exact score is not finite.")
