@@ -1,6 +1,7 @@
 """Retrieve, then rerank: a shortlist from the features, exact scores of the rows on it alone."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,25 @@ def test_refined_targets(attributor, exact, nets):
     assert part["trak_stage"] == ["refined"] * M
     attributor.show(0)
     assert set(attributor._last.distributions.counts.sum(axis=1)) == {len(attributor.reranked_rows)}
+
+
+def test_every_stage_has_a_bar(nets, tmp_path, capsys):
+    one = make(nets[0], tmp_path, digits(0, 40), **OPTIONS).featurize().fit_curvature()
+    one.args = replace(one.args, disable_tqdm=False)
+    capsys.readouterr()
+    one.attribute(targets(), top_k=2, rerank=3, name="mine")
+    shown = capsys.readouterr().err
+    stages = (
+        "mine, checkpoint 0",
+        "mine, shortlist",
+        "mine, preconditioned, checkpoint 0",
+        "mine, reranking, checkpoint 0",
+    )
+    places = [shown.index(f"{stage}:") for stage in stages]
+    assert places == sorted(places)
+    assert f"{len(one.reranked_rows)}/{len(one.reranked_rows)}" in shown
+    one.attribute(targets(), top_k=2, rerank=3, name="mine")
+    assert "rows/s" not in capsys.readouterr().err  # everything is kept
 
 
 def test_an_earlier_result_is_replaced(attributor):
