@@ -145,6 +145,7 @@ def test_one_of_the_checkpoints(attributor, exact, nets):
     same_bits(found, expected)
 
 
+@pytest.mark.slow
 def test_after_a_first_pass(nets, tmp_path, exact):
     options = {**OPTIONS, "proj_dim": 8192, "feature_dtype": "int2"}
     coded = make(nets[0], tmp_path, digits(0, N), **options).featurize(nets).fit_curvature(nets)
@@ -261,6 +262,8 @@ def test_random_rows_are_refused(nets, tmp_path):
 def test_a_row_that_is_not_finite_is_named(nets, tmp_path):
     """Errors count rows among those that are reranked, and say so."""
 
+    rows_of_digits = list(digits(0, N).with_format("torch"))
+
     class Broken(TorchDataset):
         fingerprint, value = "broken", 0.0
 
@@ -268,7 +271,7 @@ def test_a_row_that_is_not_finite_is_named(nets, tmp_path):
             return N
 
         def __getitem__(self, row: int) -> Any:
-            found = digits(row, row + 1).with_format("torch")[0]
+            found = rows_of_digits[row]
             bad = {"pixel_values": found["pixel_values"] + self.value} if row == self.row else {}
             return {"pixel_values": found["pixel_values"], "labels": found["labels"], **bad}
 

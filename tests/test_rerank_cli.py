@@ -47,6 +47,7 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Answer:
     return ask
 
 
+@pytest.mark.slow
 def test_a_run_has_both_ranks(place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
     answer("featurize", *MODEL, *QUICK, *SETTINGS)
     run = answer("attribute", *WANTED, "--rerank", "5", "--name", "mine")["run"]
