@@ -417,6 +417,7 @@ RUN_HERE = {
     "docs/command_line.md",
     "docs/evaluation.md",
     "docs/scaling.md",
+    "docs/sharded.md",  # by several processes, in test_sharded.py
     "docs/from_trak.md",
     "docs/contributing/tasks.md",
     "docs/contributing/layer_rules.md",

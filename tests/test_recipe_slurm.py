@@ -65,5 +65,6 @@ def test_every_job_of_the_array_has_its_own_work() -> None:
 def test_launcher_configs(path: Path) -> None:
     config = load_config_from_file(str(path))
     assert config.num_processes >= config.num_machines >= 1
-    assert config.distributed_type == ("NO" if config.num_processes == 1 else "MULTI_GPU")
+    several = "FSDP" if path.stem == "fsdp2" else "MULTI_GPU"
+    assert config.distributed_type == ("NO" if config.num_processes == 1 else several)
     assert config.mixed_precision == "no"  # gradients are taken as the model is

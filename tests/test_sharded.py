@@ -12,13 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import doc_pages
 import pytest
 import sharded_jobs
 import torch
 from sharded_jobs import attributor, difference, features, made, mesh_of_all, rows, sharded, tensor_parallel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import LlamaForCausalLM
 
+from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.data.rows import RowBatches
 from hf_trak.gradient_computers import sharded as engine
 from hf_trak.runtime.processes import Processes
@@ -182,8 +185,6 @@ def trainer_job(directory: Path) -> dict[str, Any]:
     from accelerate import DistributedType, PartialState
     from transformers import Trainer, TrainingArguments
 
-    from hf_trak import TrakAttributor, TrakConfig
-
     args = TrainingArguments(
         output_dir=str(directory / "out"),
         use_cpu=True,
@@ -238,6 +239,25 @@ def trainer_job(directory: Path) -> dict[str, Any]:
     }
 
 
+def page_job(directory: Path) -> float:
+    """The page of the documentation, of which one checkpoint has other weights."""
+    from torch.distributed.checkpoint import save
+
+    os.chdir(directory)
+    config = made("llama").config
+    namespace: dict[str, Any] = {"model": made("llama"), "config": config, "LlamaForCausalLM": LlamaForCausalLM}
+    rows_of = {"train_dataset": rows("llama"), "eval_dataset": rows("llama", 3, 2)}
+    if os.environ["RANK"] == "0":
+        weights = {"model": made("llama", seed=5).state_dict()}
+        save(weights, checkpoint_id=directory / "out" / "checkpoint-100" / "pytorch_model_fsdp_0", no_dist=True)
+    on_cpu = {f'output_dir="{name}"': f'output_dir="{name}", use_cpu=True' for name in ("trak", "trak-100")}
+    doc_pages.run_page("docs/sharded.md", {**namespace, **rows_of}, doc_pages.hf_trak_command, on_cpu)
+    loaded = TrakAttributor(
+        made("llama", seed=5), TrakConfig(output_dir="trak-100", use_cpu=True), train_dataset=rows("llama")
+    )
+    return float(len(loaded.featurize().store.train(0)))  # a store of other weights would refuse these
+
+
 def killed_job(directory: Path) -> None:
     """The last process is killed when its first shard is written."""
     from hf_trak.store.shard_set import ShardSet
@@ -273,6 +293,7 @@ def tensor_parallel_job(directory: Path) -> dict[str, Any]:
 
 
 JOBS = {
+    "page": page_job,
     "tensor parallel": tensor_parallel_job,
     "first": first_job,
     "long": long_job,
@@ -356,6 +377,11 @@ def test_tensor_parallel_models_have_the_features_of_whole_ones(count: int, tmp_
         assert found["difference"] <= ROUNDING and found["scores"] <= 1e-4
         assert found["same weights"] and found["same definition"]
         assert "tensor parallelism" in found["curvature"] and "FSDP2 alone" in found["curvature"]
+
+
+@pytest.mark.slow
+def test_the_page_runs(tmp_path: Path) -> None:
+    assert launched(tmp_path, "page", 2) == [1.0, 1.0]
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOut
 from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, HasLoss, LossModelOutput
 from hf_trak.modelout_functions.regression import RegressionModelOutput
 from hf_trak.modelout_functions.sampled import SampledLikelihood
+from hf_trak.runtime.sharding import is_sharded
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scorer import PlannedScores
 from hf_trak.store.atomic import safe_name
@@ -80,7 +81,7 @@ class ExactScores:
             refinement: how targets are refined. `curvature="auto"` is EK-FAC here, too.
 
         Raises:
-            ValueError: targets of the hybrid are to be refined.
+            ValueError: targets of the hybrid, or of a model that is divided over processes, are to be refined.
         """
         self.model = model
         self.args = model.args
@@ -88,6 +89,11 @@ class ExactScores:
         self.refinement = refinement
         every_row = rows is None and refinement is None
         self.hybrid = is_hybrid(model.args) and (every_row or model.args.curvature == "hybrid")
+        if refinement is not None and is_sharded(model.model):
+            raise ValueError(
+                "`refine` is 'cg', for a model that is divided over processes. Expected a whole model, of which "
+                "products with the Gauss-Newton matrix are taken. Leave `refine` out, or load the model unsharded."
+            )
         if self.hybrid and refinement is not None:
             raise ValueError(
                 "`curvature` is 'hybrid', with `refine='cg'`. Expected a curvature by layers, which conjugate "

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_trak._compat import class_before_fsdp, fsdp_mesh
 from hf_trak.runtime.processes import Processes
-from hf_trak.runtime.sharding import fsdp_modules, is_sharded_tensor, reshard
+from hf_trak.runtime.sharding import fsdp_modules, is_sharded, is_sharded_tensor, reshard
 
 _REMEDY = "Divide the same model in the same way in every process, over a mesh of all of them."
 
@@ -46,10 +47,15 @@ def check_plan(model: nn.Module, processes: Processes) -> None:
 
     Raises:
         ValueError: in every process, with the first parameter that is divided differently in another process, over a
-            part of the processes, or by two units of FSDP2 over different meshes; or with the unit whose parameters
-            are not there yet.
+            part of the processes, or by two units of FSDP2 over different meshes, or that is not there yet; or if
+            accelerate does not know all processes.
         PeerProcessError: another process died.
     """
+    if is_sharded(model) and dist.is_initialized() and dist.get_world_size() > processes.num_processes:
+        raise ValueError(
+            f"The model is divided over {dist.get_world_size()} processes, of which accelerate knows "
+            f"{processes.num_processes}. Expected all of them. On CPUs, set `use_cpu=True` in `TrakConfig`."
+        )
     plans = processes.gather(_plan(model))
     for rank, plan in enumerate(plans):
         if sorted(plan) != sorted(plans[0]):
