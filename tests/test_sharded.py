@@ -113,7 +113,7 @@ def failing(directory: Path, where: type, name: str, broken: Any) -> str:
         setattr(where, name, plain)
 
 
-def a_bad_row(self: Any, cuts: Any) -> Any:
+def a_bad_row(self: Any, *args: Any, **options: Any) -> Any:
     raise ValueError("no such row.")
 
 
