@@ -16,6 +16,7 @@ import doc_pages
 import pytest
 import sharded_jobs
 import torch
+from datasets import Dataset
 from sharded_jobs import attributor, difference, features, made, mesh_of_all, rows, sharded, tensor_parallel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -78,6 +79,17 @@ def other_weights(directory: Path) -> dict[str, Any]:
         "gradients": [name for name, p in model.named_parameters() if p.grad is not None],
         "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
     }
+
+
+def uneven(directory: Path, n: int) -> float:
+    """Rows alone in their batches, each of another length: processes trace samples at different times."""
+    ids = [[1 + (i * j) % 30 for j in range(3 + i)] for i in range(n)]
+    found = []
+    for where, model in (("whole", made("gpt2")), ("sharded", sharded(made("gpt2"), mesh_of_all()))):
+        one = attributor(model, "gpt2", directory / where, per_device_batch_size=1)
+        built = TrakAttributor(model, one.args, train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}))
+        found.append(features(built.featurize()))
+    return difference(found[1], found[0])
 
 
 def wrong_plans(directory: Path) -> dict[str, str]:
@@ -151,6 +163,7 @@ def first_job(directory: Path) -> dict[str, Any]:
     return {
         "gpt2": same_features("gpt2", directory / "gpt2"),
         "loaded": other_weights(directory / "loaded"),
+        "uneven": [uneven(directory / f"rows-{n}", n) for n in (1, 3)],
         "plans": wrong_plans(directory / "plans"),
         "bad row": failing(directory / "row", RowBatches, "iterate", a_bad_row),
         "failing layer": failing(directory / "layer", engine.ShardedGradientComputer, "_pass", a_failing_layer),
@@ -329,6 +342,12 @@ def test_a_sharded_model_has_the_features_of_a_whole_one(two: list[dict[str, Any
     """7 rows in shards of 2 and batches of 2: one process has 4 rows, the other 3, the last one alone."""
     for found in two:
         check_same(found["gpt2"])
+
+
+def test_processes_with_no_rows_or_one_accompany_the_others(two: list[dict[str, Any]]) -> None:
+    """One row in all, so that the last process has none; then two rows and one, of three lengths."""
+    for found in two:
+        assert max(found["uneven"]) <= ROUNDING
 
 
 def test_whole_weights_are_loaded_into_shards_for_a_while(two: list[dict[str, Any]]) -> None:
