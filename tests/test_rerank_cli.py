@@ -17,8 +17,7 @@ from hf_trak import TrakConfig
 from hf_trak.cli.main import main
 from hf_trak.featurize.estimate import estimate
 from hf_trak.report.run import AttributionRun
-from hf_trak.scores.rerank_columns import RANK_COLUMNS, STAGE_COLUMN
-from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
+from hf_trak.scores.scored_dataset import RANK_COLUMNS, STAGE_COLUMN, TOP_K_COLUMNS
 
 __all__ = ["client", "hub"]  # fixtures
 

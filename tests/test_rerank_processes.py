@@ -11,8 +11,7 @@ import torch
 from store_jobs import Job, start_group
 from test_curvature_invariance import KILLED, Kept, unchanged
 
-from hf_trak.scores.rerank_columns import RANK_COLUMNS, STAGE_COLUMN
-from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
+from hf_trak.scores.scored_dataset import RANK_COLUMNS, STAGE_COLUMN, TOP_K_COLUMNS
 from hf_trak.store import atomic
 
 pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")

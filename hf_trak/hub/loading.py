@@ -289,7 +289,6 @@ def _arguments(index: _OpenedIndex, model: torch.nn.Module, options: Mapping[str
         "proj_nonzeros": config.get("proj_nonzeros", 1),
         "seed": config.get("seed"),
         "num_draws": _draws(index),
-        "num_draws": _draws(index),
         "feature_dtype": config["feature_dtype"],
         "model_dtype": config.get("model_dtype"),
         "shard_size": config["shard_size"],
@@ -303,22 +302,6 @@ def _arguments(index: _OpenedIndex, model: torch.nn.Module, options: Mapping[str
         raise ConfigMismatchError(
             f"The configuration of the index {index.name} does not work with this version of hf_trak: {error}"
         ) from error
-
-
-def _draws(index: _OpenedIndex) -> int:
-    """Return how often each random row of the index was drawn; 1 where rows are always the same.
-
-    Raises:
-        ConfigMismatchError: the index records no such number, or one that would keep targets busy for ever.
-    """
-    collation = index.store.config.get("collation")
-    draws = collation.get("draws", 1) if isinstance(collation, dict) else 1
-    if not isinstance(draws, int) or isinstance(draws, bool) or not 1 <= draws <= _MOST_DRAWS:
-        raise ConfigMismatchError(
-            f"The index {index.name} records {draws!r:.100} draws of each random row. Expected a number from 1 to "
-            f"{_MOST_DRAWS:,}. Do not use it."
-        )
-    return draws
 
 
 def _draws(index: _OpenedIndex) -> int:

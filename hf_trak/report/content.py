@@ -10,8 +10,7 @@ from datasets import Audio, ClassLabel, Dataset, Image, Value
 
 from hf_trak.report.stored_rows import StoredRows
 from hf_trak.report.text import Span
-from hf_trak.scores.rerank_columns import RERANK_COLUMNS
-from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
+from hf_trak.scores.scored_dataset import RERANK_COLUMNS, TOP_K_COLUMNS
 from hf_trak.scores.spans import TOKEN_POSITIONS, TOKEN_SCORES
 
 SPANS_COLUMN = "trak_spans"

@@ -12,8 +12,7 @@ from hf_trak.report.run import AttributionRun
 from hf_trak.report.stored_rows import stored
 from hf_trak.report.text import LONGEST_TEXT, Piece, pieces, plain, visible
 from hf_trak.report.thumbnails import Picture, PictureBook
-from hf_trak.scores.rerank_columns import RANK_COLUMNS
-from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
+from hf_trak.scores.scored_dataset import RANK_COLUMNS, TOP_K_COLUMNS
 
 _LONGEST_LABEL = 60
 _EXAMPLE_TEXT = 420

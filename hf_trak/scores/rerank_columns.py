@@ -7,16 +7,13 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
-from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, fixed_size_list
-
-RANK_COLUMNS = ("trak_index_ranks", "trak_opponent_index_ranks")
-"""For every row of `trak_indices` and `trak_opponent_indices` its rank in the index: 1 for the row with the highest
-score, and with the lowest. Null where the index has it behind the shortlist of the target."""
-
-STAGE_COLUMN = "trak_stage"
-"""The stage that the scores of a target come from: `"exact"`, `"refined"`, or `"index"` if nothing was reranked."""
-
-RERANK_COLUMNS = (*RANK_COLUMNS, STAGE_COLUMN)
+from hf_trak.scores.scored_dataset import (
+    RANK_COLUMNS,
+    RERANK_COLUMNS,
+    STAGE_COLUMN,
+    TOP_K_COLUMNS,
+    fixed_size_list,
+)
 
 
 @dataclass(frozen=True)

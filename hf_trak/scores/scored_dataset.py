@@ -14,6 +14,15 @@ for m targets."""
 TOP_K_COLUMNS = ("trak_indices", "trak_scores", "trak_opponent_indices", "trak_opponent_scores")
 """Columns of a top-k result. A result with all scores has `trak_scores` alone."""
 
+RANK_COLUMNS = ("trak_index_ranks", "trak_opponent_index_ranks")
+"""For every row of `trak_indices` and `trak_opponent_indices` its rank in the index: 1 for the row with the highest
+score, and with the lowest. Null where the index has it behind the shortlist of the target."""
+
+STAGE_COLUMN = "trak_stage"
+"""The stage that the scores of a target come from: `"exact"`, `"refined"`, or `"index"` if nothing was reranked."""
+
+RERANK_COLUMNS = (*RANK_COLUMNS, STAGE_COLUMN)
+
 
 def fixed_size_list(values: np.ndarray) -> pa.FixedSizeListArray:
     """Convert an array `(rows, n)` to one Arrow fixed-size list per row, without a copy if it is contiguous."""
@@ -35,6 +44,6 @@ def attach_columns(rows: Any, columns: Dataset) -> Dataset:
     """
     if not isinstance(rows, Dataset):
         return columns
-    stale = [name for name in TOP_K_COLUMNS if name in rows.column_names]
+    stale = [name for name in (*TOP_K_COLUMNS, *RERANK_COLUMNS) if name in rows.column_names]
     kept = rows.with_format(None).remove_columns(stale)
     return concatenate_datasets([kept, columns], axis=1)

@@ -17,8 +17,14 @@ from hf_trak.store.store import FeatureStore
 _FEATURIZE = "`featurize` with the same arguments computes it."
 _ATTRIBUTE = "`attribute` with the same targets computes it."
 _EXACTLY = "the same call with `exact=True` or `rerank` computes it again."
-_EXACT = ("experiments/*/exact-*/**/*.safetensors", "curvature/*/*-*/*.safetensors")
-"""Where preconditioned targets and exact scores are, self-influence, and whitened features of the hybrid."""
+_EXACT = (
+    "experiments/*/exact-*/**/*.safetensors",
+    "experiments/*/shortlist-*.safetensors",
+    "curvature/*/*-*/*.safetensors",
+    "train_rows.safetensors",
+)
+"""Where preconditioned targets and exact scores are, shortlists, self-influence and whitened features of the hybrid,
+and digests of training rows."""
 
 
 def verify_store(output_dir: Path) -> Iterator[Finding]:
