@@ -7,14 +7,17 @@ targets are scored exactly. It is an error if a parameter is in no block or in t
 import json
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.curvature.blocks import CurvatureBlocks, KroneckerBlock
+from hf_trak.curvature.plan import FitPlan
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.gradient_computers.per_sample import function_task
@@ -23,6 +26,9 @@ REPEATS = 2
 """How often the samples of a batch are taken as rows: each pass of a fit has two batches."""
 
 TARGETS = 2
+
+LARGEST_SIDE = 512
+"""Longest side of a basis. Longer ones are cut, as those above 8,192 are by default."""
 
 Row = dict[str, Any]
 
@@ -79,8 +85,10 @@ def examine(model: nn.Module, batch: dict[str, Tensor], output_fn: Any) -> Row:
         )
         task = function_task(output_fn, model)
         attributor = TrakAttributor(model, args, rows, data_collator=_stacked, task=task)
-        attributor.fit_curvature()
-        curvature = ExactScores(attributor).fitted(0)
+        # Some models have a long layer that no setting shrinks, whose eigendecomposition alone would take minutes.
+        with patch("hf_trak.featurize.exact.FitPlan", partial(FitPlan, largest_side=LARGEST_SIDE)):
+            attributor.fit_curvature()
+            curvature = ExactScores(attributor).fitted(0)
         scores = attributor.attribute(rows[:TARGETS], exact=True, top_k=None)["trak_scores"]
         if not bool(torch.isfinite(torch.tensor(scores)).all()):
             raise ValueError("An exact score is not finite.")
