@@ -289,7 +289,7 @@ def test_lora_moves_the_adapter_alone(language: Any, tmp_path: Path) -> None:
     own = attributor(adapted, language[1], tmp_path / "trak", task="causal_lm")
     before = fingerprint_state_dict(adapted.state_dict())
     found = own.verify(language[2], HOLDERS)
-    assert found.has_effect and found.change > 0
+    assert found.change > max(found.random)
     assert fingerprint_state_dict(adapted.state_dict()) == before
 
 

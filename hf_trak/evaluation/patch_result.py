@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-SPREADS = 3.0
+SPREADS = 5.0
 """An effect is farther than so many standard deviations from the mean of random rows, and beyond each draw of them.
-Of random rows, one set in a hundred is, with 16 draws that are distributed normally."""
+Few rows have most of the effect on a target, so that sets of random rows are no normal distribution: with 3 instead of
+5, `recipes/benchmarks/verify.py` sees an effect of 2 in 16 sets of random rows."""
 
 
 @dataclass(frozen=True)
