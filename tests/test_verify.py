@@ -377,7 +377,7 @@ def test_results_are_printed_and_plain(own: TrakAttributor, planted: Any) -> Non
 
     found = own.verify(planted[2], PLANTED, draws=4)
     plain = json.loads(json.dumps(found.to_dict()))
-    assert plain["rows"] == PLANTED and plain["verdict"] == found.verdict and plain["has_effect"] is True
+    assert plain["rows"] == PLANTED and plain["verdict"] == found.verdict and plain["has_effect"] is found.has_effect
     text = str(found)
     assert text.startswith(found.verdict) and "random rows" in text and "similar rows" in text
     assert own.verify(planted[2], PLANTED, draws=4) == found  # the same draws, the same bits
