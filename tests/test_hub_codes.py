@@ -396,11 +396,14 @@ def test_other_rows_are_refused(
 
 
 def test_two_passes_elsewhere(hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first pass takes the heads, what the solver keeps and few rows, and gives the scores that it gives at home."""
+    """A first pass takes the heads, what the solver keeps and few rows, and gives the scores that it gives at home.
+
+    A dual solver, which few rows get by default, reads all features anyway.
+    """
     monkeypatch.setattr(index_shards, "_REQUEST_BYTES", 0)
     model = tiny_bert(1)
     args = TrakConfig(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16,
-                      per_device_batch_size=5, **OPTIONS)  # fmt: skip
+                      solver="primal", per_device_batch_size=5, **OPTIONS)  # fmt: skip
     attributor = TrakAttributor(model, args, train_dataset=sentences(0, N)).featurize()
     attributor.push_to_hub("tester/index", token=TOKEN)
     files, sent = hub.dataset("tester/index"), watched(hub)
