@@ -24,6 +24,7 @@ from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.rerank_columns import IndexRanking, index_columns, reranked_columns
 from hf_trak.scores.score_files import ScoreFiles
 from hf_trak.scores.scored_dataset import ScoreBlock
+from hf_trak.scores.shortlist import fused_shortlist, with_plain_targets
 from hf_trak.weights.checkpoints import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -138,9 +139,9 @@ def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
             "alone."
         )
     ids = model.scorer.ensemble(model_ids=request.model_ids)
-    name, listed = _shortlist(model, request, ids)
+    name, listed, numbers = _shortlist(model, request, ids)
     index = IndexRanking.of(listed)
-    rows = _rows_at_hand(model, index.rows)
+    rows = _rows_at_hand(model, numbers)
     if rows is None:
         logger.warning(
             "The result is that of the index, and nothing is reranked: the training rows are not at hand, and no "
@@ -197,24 +198,42 @@ def _rows_at_hand(model: FeaturizedModel, numbers: tuple[int, ...]) -> RowPart |
     return RowPart(numbers, n, held)
 
 
-def _shortlist(model: FeaturizedModel, request: RerankRequest, ids: Sequence[int]) -> tuple[str, Dataset]:
-    """List the rows that the index ranks first and last: the columns of a top-k result."""
+def _shortlist(
+    model: FeaturizedModel, request: RerankRequest, ids: Sequence[int]
+) -> tuple[str, Dataset, tuple[int, ...]]:
+    """List the rows that the index ranks first and last, and the rows to score.
+
+    The latter come from two lists of the same features, see [`~hf_trak.scores.shortlist`]; of whitened ones, from
+    inner products alone, which approximate the exact scores already.
+
+    Returns:
+        The name of the experiment, the columns of a top-k result of the index, and row numbers, ascending.
+    """
     given = (request.eval_dataset, request.name, request.checkpoints, ids, request.groups)
     if request.first_pass_bytes is not None:
         candidates = request.candidates
         if candidates is None:
             candidates = max(LEAST_CANDIDATES, CANDIDATES_PER_ROW * request.top_k, request.count)
-        return two_passes(model, *given, request.count, request.first_pass_bytes, candidates)
-    plan = model.plan_scores(*given, everywhere=False)
-    count = min(request.count, model.store.train_size)
-    files = _score_files(model, request, "shortlist", model.store.train_size)
-    saved = SavedShortlist(model.store, plan.name, plan.identity, files.n_targets, count)
+        name, listed = two_passes(model, *given, request.count, request.first_pass_bytes, candidates)
+        return name, listed, IndexRanking.of(listed).rows
+    scorer, asked = model.scorer, model.precondition(*given)
+    count, m = min(request.count, model.store.train_size), _target_count(request)
+    groups = None if request.groups is None else request.groups.tag
+    identity = {**scorer.identity(ids, asked.features), "groups": groups, "lists": ["ridge", "plain"]}
+    saved = SavedShortlist(model.store, asked.name, identity, 2 * m, count)
     if not model.processes.broadcast_from_main(saved.path.exists):
-        blocks = _shown(model, plan.blocks, f"{plan.name}, shortlist")
+        both = with_plain_targets(asked, scorer.device, request.groups)
+        blocks = _shown(model, scorer.blocks(ids, both), f"{asked.name}, shortlist")
+        files = ScoreFiles(
+            model.store.output_dir / "scores", "shortlist", model.processes, model.store.train_size, 2 * m
+        )
         found = files.columns(blocks, count, "target")
         model.processes.broadcast_from_main(lambda: saved.write(found))
     with model.processes.all_or_none():
-        return plan.name, saved.read()
+        read = saved.read()
+    ridge, plain = read.select(range(m)), read.select(range(m, 2 * m))
+    lists = [plain] if model.args.whitened else [ridge, plain]
+    return asked.name, ridge, tuple(fused_shortlist(lists, count).tolist())
 
 
 def _shown(model: FeaturizedModel, blocks: Iterator[ScoreBlock], description: str) -> Iterator[ScoreBlock]:
@@ -233,8 +252,12 @@ def _shown(model: FeaturizedModel, blocks: Iterator[ScoreBlock], description: st
             progress.update(stop - start)
 
 
+def _target_count(request: RerankRequest) -> int:
+    return len(request.eval_dataset) if request.groups is None else len(request.groups)
+
+
 def _score_files(model: FeaturizedModel, request: RerankRequest, stem: str, rows: int) -> ScoreFiles:
     """Return what merges the lists of all processes; lists per target are not written."""
-    m = len(request.eval_dataset) if request.groups is None else len(request.groups)
+    m = _target_count(request)
     directory: Path = model.store.output_dir / "scores"
     return ScoreFiles(directory, stem, model.processes, rows, m)
