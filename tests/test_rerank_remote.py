@@ -21,7 +21,6 @@ from hf_trak.errors import ConfigMismatchError, HubAccessError, RefusedIndexErro
 from hf_trak.hub import pull_index
 from hf_trak.hub.index_files import TRAIN_ROWS_FILE
 from hf_trak.hub.remote_rows import RemoteRows
-from hf_trak.scores.rerank_columns import IndexRanking
 
 __all__ = ["client", "hub"]  # fixtures
 
@@ -90,7 +89,7 @@ def test_rows_are_found_by_the_record_of_the_index(hub: Hub, net: DigitNet, tmp_
     """As with all rows at hand; downloaded are the row groups of the shortlist, and those of the probed rows."""
     at_hand = load(net, train_dataset=train_rows().cast(load_features()), output_dir=str(tmp_path / "at-hand"))
     expected = at_hand.attribute(targets(), top_k=TOP, rerank=6)
-    index = at_hand.attribute(targets(), top_k=6)
+    listed = at_hand.reranked_rows.numbers
     hub.log.clear()
     elsewhere = load(net)
     assert not hub.downloads("parquet")
@@ -98,7 +97,7 @@ def test_rows_are_found_by_the_record_of_the_index(hub: Hub, net: DigitNet, tmp_
     same_bits(found, expected)
     assert found["trak_index_ranks"] == expected["trak_index_ranks"]
     assert found["trak_stage"] == ["exact"] * 3
-    groups = {row // GROUP for row in (*IndexRanking.of(index).rows, 0, 1, 2, N // 3, N // 2, N - 1)}
+    groups = {row // GROUP for row in (*listed, 0, 1, 2, N // 3, N // 2, N - 1)}
     assert len(groups) < N // GROUP
     assert len(hub.downloads("parquet")) == len(groups) + 2  # a request for each, and one for each footer
 
@@ -143,7 +142,9 @@ def test_a_broken_connection_is_tried_again(hub: Hub, net: DigitNet) -> None:
 
 def test_rows_that_have_changed_are_named(hub: Hub, net: DigitNet) -> None:
     """One label that is another; and the text of one row, which the model does not read."""
-    listed = IndexRanking.of(load(net).attribute(targets(), top_k=6)).rows
+    before = load(net)
+    before.attribute(targets(), top_k=TOP, rerank=6)
+    listed = before.reranked_rows.numbers
     chosen = listed[len(listed) // 2]
     labels, texts = train_rows()["labels"][:], train_rows()["text"][:]
     changed = (

@@ -178,14 +178,13 @@ class ExactScores:
             not self.args.disable_tqdm,
         )
         identity = self.identity(model_id, rows)
-        absent = self.rows is None or not self.rows.at_hand
+        absent = getattr(self.model.train_dataset, "absent", False)
         with self.model.processes.all_or_none():
+            if absent and (self.rows is None or not self.rows.at_hand):
+                raise _rows_not_at_hand()  # before anything is fetched
             files = CurvatureFiles(self.model.store.curvature_dir(model_id, identity), identity)
-            if getattr(self.model.train_dataset, "absent", False) and (absent or files.saved() is None):
-                raise IncompleteStoreError(
-                    "The training rows of the index are not at hand. Expected them for exact scores, which need their "
-                    "gradients. Pass `train_dataset=` to `from_pretrained`."
-                )
+            if absent and files.saved() is None:
+                raise _rows_not_at_hand()
         source = FitBatches(self.model, self.train_task, self._curvature_tasks(), model_id)
         return CurvatureFit(plan, files, source, self.model.layout, self.model.processes, self.model.device).run()
 
@@ -455,3 +454,10 @@ class ExactScores:
         what = f"whitened train rows, checkpoint {model_id}"
         featurizer.fill(shards, model.train_dataset, model_id, "train", what)
         return shards
+
+
+def _rows_not_at_hand() -> IncompleteStoreError:
+    return IncompleteStoreError(
+        "The training rows of the index are not at hand. Expected them for exact scores, which need their gradients. "
+        "Pass `train_dataset=` to `from_pretrained`."
+    )

@@ -139,15 +139,17 @@ def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
             "alone."
         )
     ids = model.scorer.ensemble(model_ids=request.model_ids)
-    name, listed, numbers = _shortlist(model, request, ids)
-    index = IndexRanking.of(listed)
-    rows = _rows_at_hand(model, numbers)
-    if rows is None:
+    source = _source(model)
+    if source is None:
         logger.warning(
             "The result is that of the index, and nothing is reranked: the training rows are not at hand, and no "
             "dataset repo is recorded to fetch them from. Pass `train_dataset=` to `from_pretrained`."
         )
+        name, listed = _index_answer(model, request, ids)
         return Reranked(name, index_columns(listed, request.top_k), None)
+    name, listed, numbers = _shortlist(model, request, ids)
+    index = IndexRanking.of(listed)
+    rows = _rows_at_hand(model, source, numbers)
     scores = ExactScores(model, rows, request.refinement)
     if model.processes.is_main_process:
         choice = " (`curvature='auto'` stands for EK-FAC here)" if model.args.curvature == "auto" else ""
@@ -164,17 +166,19 @@ def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
     return Reranked(name, reranked_columns(found, np.array(rows.numbers), index, stage), rows)
 
 
-def _rows_at_hand(model: FeaturizedModel, numbers: tuple[int, ...]) -> RowPart | None:
-    """Return the rows of a shortlist, fetched where the dataset is elsewhere; `None` where they cannot be had.
+def _source(model: FeaturizedModel) -> Any:
+    """Return the training rows, or what fetches them; `None` where they cannot be had."""
+    absent = getattr(model.train_dataset, "absent", False)
+    return getattr(model.train_dataset, "remote", None) if absent else model.train_dataset
+
+
+def _rows_at_hand(model: FeaturizedModel, source: Any, numbers: tuple[int, ...]) -> RowPart:
+    """Return the rows of a shortlist, fetched where the dataset is elsewhere.
 
     Rows that are fetched are compared with their digests. What becomes of them on the way to the model is compared
     on the same rows as for a dataset that is at hand as a whole.
     """
     n = row_count(model.train_dataset, "train_dataset")
-    absent = getattr(model.train_dataset, "absent", False)
-    source = getattr(model.train_dataset, "remote", None) if absent else model.train_dataset
-    if source is None:
-        return None
     if not getattr(source, "remote", False):
         return RowPart(numbers, n)
     if model.args.remove_unused_columns:
@@ -209,13 +213,10 @@ def _shortlist(
     Returns:
         The name of the experiment, the columns of a top-k result of the index, and row numbers, ascending.
     """
-    given = (request.eval_dataset, request.name, request.checkpoints, ids, request.groups)
     if request.first_pass_bytes is not None:
-        candidates = request.candidates
-        if candidates is None:
-            candidates = max(LEAST_CANDIDATES, CANDIDATES_PER_ROW * request.top_k, request.count)
-        name, listed = two_passes(model, *given, request.count, request.first_pass_bytes, candidates)
+        name, listed = _index_answer(model, request, ids)
         return name, listed, IndexRanking.of(listed).rows
+    given = (request.eval_dataset, request.name, request.checkpoints, ids, request.groups)
     scorer, asked = model.scorer, model.precondition(*given)
     count, m = min(request.count, model.store.train_size), _target_count(request)
     groups = None if request.groups is None else request.groups.tag
@@ -234,6 +235,20 @@ def _shortlist(
     ridge, plain = read.select(range(m)), read.select(range(m, 2 * m))
     lists = [plain] if model.args.whitened else [ridge, plain]
     return asked.name, ridge, tuple(fused_shortlist(lists, count).tolist())
+
+
+def _index_answer(model: FeaturizedModel, request: RerankRequest, ids: Sequence[int]) -> tuple[str, Dataset]:
+    """List the rows that the index ranks first and last: the name of the experiment, and columns of a top-k result."""
+    given = (request.eval_dataset, request.name, request.checkpoints, ids, request.groups)
+    if request.first_pass_bytes is not None:
+        candidates = request.candidates
+        if candidates is None:
+            candidates = max(LEAST_CANDIDATES, CANDIDATES_PER_ROW * request.top_k, request.count)
+        return two_passes(model, *given, request.count, request.first_pass_bytes, candidates)
+    plan = model.plan_scores(*given, everywhere=False)
+    blocks = _shown(model, plan.blocks, f"{plan.name}, scores of the index")
+    files = _score_files(model, request, "shortlist", model.store.train_size)
+    return plan.name, files.columns(blocks, min(request.count, model.store.train_size), "target")
 
 
 def _shown(model: FeaturizedModel, blocks: Iterator[ScoreBlock], description: str) -> Iterator[ScoreBlock]:
