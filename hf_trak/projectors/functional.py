@@ -118,65 +118,38 @@ def _projected(x: Tensor, k: int, name: str, seed: int, model_id: int, nonzeros:
     # Inside somebody's autocast region products would silently be rounded to bf16.
     with torch.autocast(x.device.type, enabled=False):
         # A registered operator has no forward-mode derivative, and a compiler takes no function that has one.
-        operator = _ops.project if torch.compiler.is_compiling() else _Projection.apply
-        found = operator(rows, k, *settings)
+        if torch.compiler.is_compiling():
+            found = _ops.project(rows, k, *settings)
+        else:
+            found = _Projection.apply(rows, k, *settings, False)
         return (found if scale == 1 else found * scale).reshape(*x.shape[:-1], k)
 
 
 class _Projection(torch.autograd.Function):
-    """The operator `project` with derivatives in both modes."""
+    """The operators `project` and `project_transposed` with derivatives in both modes."""
 
     @staticmethod
-    def forward(x: Tensor, k: int, *settings: Any) -> Tensor:
-        return _ops.project(x, k, *settings)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.k, *ctx.settings = inputs
-        ctx.width, ctx.dtype = x.shape[-1], x.dtype
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _Transposed.apply(gradient, ctx.width, *ctx.settings).to(ctx.dtype), *[None] * (1 + len(ctx.settings))
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return _Projection.apply(tangent, ctx.k, *ctx.settings)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *rest: Any) -> tuple[Tensor, int]:
-        return _of_samples(_Projection, in_dims, x, rest)
-
-
-class _Transposed(torch.autograd.Function):
-    """The operator `project_transposed` with derivatives in both modes."""
-
-    @staticmethod
-    def forward(y: Tensor, n: int, *settings: Any) -> Tensor:
-        return _ops.project_transposed(y, n, *settings)
+    def forward(rows: Tensor, size: int, *settings: Any) -> Tensor:
+        *of_map, transposed = settings
+        return (_ops.project_transposed if transposed else _ops.project)(rows, size, *of_map)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        y, ctx.n, *ctx.settings = inputs
-        ctx.width, ctx.dtype = y.shape[-1], y.dtype
+        rows, ctx.size, *ctx.of_map, ctx.transposed = inputs
+        ctx.width, ctx.dtype = rows.shape[-1], rows.dtype
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _Projection.apply(gradient, ctx.width, *ctx.settings).to(ctx.dtype), *[None] * (1 + len(ctx.settings))
+        found = _Projection.apply(gradient, ctx.width, *ctx.of_map, not ctx.transposed).to(ctx.dtype)
+        return found, None, *[None] * len(ctx.of_map), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return _Transposed.apply(tangent, ctx.n, *ctx.settings)
+        return _Projection.apply(tangent, ctx.size, *ctx.of_map, ctx.transposed)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], y: Tensor, *rest: Any) -> tuple[Tensor, int]:
-        return _of_samples(_Transposed, in_dims, y, rest)
-
-
-def _of_samples(
-    function: type[torch.autograd.Function], in_dims: tuple[int | None, ...], rows: Tensor, rest: tuple[Any, ...]
-) -> tuple[Tensor, int]:
-    """Rows of all samples are rows of one call, since each row is mapped by itself."""
-    assert in_dims[0] is not None  # nothing else can be batched
-    samples = rows.movedim(in_dims[0], 0)
-    return function.apply(samples.flatten(0, 1), *rest).unflatten(0, samples.shape[:2]), 0
+    def vmap(info: Any, in_dims: tuple[int | None, ...], rows: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        # Rows of all samples are rows of one call, since each row is mapped by itself.
+        assert in_dims[0] is not None  # nothing else can be batched
+        samples = rows.movedim(in_dims[0], 0)
+        return _Projection.apply(samples.flatten(0, 1), *rest).unflatten(0, samples.shape[:2]), 0

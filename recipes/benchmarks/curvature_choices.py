@@ -8,8 +8,6 @@ come from, and with targets that are kept in bfloat16 or in low rank. Of each: t
 default, mean over targets, and LDS by share of dropped rows.
 """
 
-import argparse
-import logging
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,10 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent / "quality"))
 
 import numpy as np
 import torch
-from datasets import disable_progress_bars
-from quality_bench.banks import open_bank
 from quality_bench.case import Case
-from quality_bench.cases import CASES, make_case
+from quality_bench.each_case import each_case
 from quality_bench.job import BATCH, Job
 
 from hf_trak import TrakAttributor, TrakConfig
@@ -96,19 +92,5 @@ def table(case: Case, bank: Bank, job: Job) -> None:
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+", choices=list(CASES))
-    parser.add_argument("--work", type=Path, default=Path("quality"), help="directory of banks")
-    parser.add_argument("--downloads", type=Path, default=Path("downloads"), help="directory of fetched data")
-    args = parser.parse_args()
-    logging.getLogger("hf_trak").setLevel(logging.ERROR)
-    disable_progress_bars()
-    for name in args.cases:
-        case, work = make_case(name, args.downloads), args.work / name
-        with tempfile.TemporaryDirectory() as scratch:
-            table(case, open_bank(case, work), Job(case, Path(scratch), work))
-
-
 if __name__ == "__main__":
-    main()
+    each_case(__doc__, table)
