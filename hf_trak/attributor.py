@@ -536,20 +536,14 @@ class TrakAttributor(FeaturizedModel):
         """
         from hf_trak.report.exact import exact_distributions  # reports need more packages than attribution does
         from hf_trak.report.notebook import show_last
-        from hf_trak.report.refined import refined_distributions
-        from hf_trak.report.reranked import reranked_distributions
 
         last = self._last
         counted = last is None or last.distributions is not None or TOP_K_COLUMNS[0] not in last.scored.column_names
         if last is not None and self._last_exact and not counted:
             given = (last.eval_dataset, last.name, last.model_ids)
-            rows, refinement = self._last_rows, self._last_refinement
-            if refinement is not None:
-                last.distributions = refined_distributions(self, last.scored, *given, refinement=refinement, rows=rows)
-            elif rows is not None:
-                last.distributions = reranked_distributions(self, last.scored, rows, *given)
-            else:
-                last.distributions = exact_distributions(self, last.scored, *given)
+            last.distributions = exact_distributions(
+                self, last.scored, *given, rows=self._last_rows, refinement=self._last_refinement
+            )
         return show_last(self, self._last, target, **options)
 
     def convert(self, output_dir: str | Path, feature_dtype: str) -> "TrakAttributor":

@@ -16,7 +16,6 @@ from hf_trak.curvature.refinement import Refinement, checked_refinement
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.reranking import check_rerank
 from hf_trak.report.exact import exact_distributions
-from hf_trak.report.refined import refined_distributions
 from hf_trak.report.run import AttributionRun, score_distributions
 from hf_trak.report.views import RunViews
 from hf_trak.scores.score_files import SCORE_FILES, score_file_digests
@@ -143,7 +142,7 @@ def _counts(attributor: TrakAttributor, scored: Any, rows: Any, wanted: RunArgum
     """Count the scores that the result comes from."""
     refinement = checked_refinement(wanted.refine) if wanted.exact else None
     if refinement is not None:
-        return refined_distributions(attributor, scored, rows, wanted.name, refinement=refinement)
+        return exact_distributions(attributor, scored, rows, wanted.name, refinement=refinement)
     count = exact_distributions if wanted.exact else score_distributions
     return count(attributor, scored, rows, wanted.name)
 

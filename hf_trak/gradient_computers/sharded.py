@@ -191,7 +191,7 @@ class ShardedGradientComputer(HookedGradientComputer):
             yield
         except (RestartError, UnsupportedError):  # raised at the end of a pass
             raise
-        except Exception:
+        except Exception:  # whatever a model may raise; it is raised again when no other process waits any more
             seen = {id(unit) for unit in entered}
             for unit in self._order:
                 if id(unit) not in seen:
