@@ -29,6 +29,7 @@ from hf_trak.runtime.processes import Processes
 from hf_trak.store import atomic
 from hf_trak.store.configuration import code_settings
 from hf_trak.store.references import read_references, write_references
+from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.store import FeatureStore
 
 __all__ = ["client", "hub"]  # fixtures
@@ -375,3 +376,24 @@ def test_attributors_of_an_index_are_converted(net: torch.nn.Module, featurized:
     other = converted(attributor, tmp_path / "converted", "int1")
     assert other.args.feature_dtype == "int1" and other.sources == attributor.sources
     assert full_scores(other, digits(200, 202), model_ids=[0]).shape == (N, 2)
+
+
+def test_what_is_converted_is_left_alone(tmp_path: Path) -> None:
+    """The same call after an interruption writes missing shards alone."""
+    source = store_jobs.make(tmp_path / "source", SIZES).featurize(store_jobs.models(2)).store
+    result = convert_store(source, tmp_path / "result", "int2")
+    shards = sorted((tmp_path / "result").rglob("train-*.safetensors"))
+    before = {path: path.stat().st_ino for path in shards}
+    missing = result.train(1).path(2)
+    missing.unlink()
+    writes: list[int] = []
+    write = ShardSet.write
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            ShardSet, "write", lambda self, index, *rest: writes.append(index) or write(self, index, *rest)
+        )
+        convert_store(source, tmp_path / "result", "int2")
+    assert writes == [2] and missing.exists()
+    assert {path: path.stat().st_ino for path in shards if path != missing} == {
+        path: node for path, node in before.items() if path != missing
+    }

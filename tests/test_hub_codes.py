@@ -435,6 +435,25 @@ def test_two_passes_elsewhere(hub: Hub, client: Path, tmp_path: Path, monkeypatc
     assert {answer.path for answer in sent[before:]} == shards, "all scores take whole shards"
 
 
+def test_the_solver_that_is_published_is_the_one_used(hub: Hub, client: Path, tmp_path: Path) -> None:
+    """Readers take the Gram matrix that is there, where the choice for so few rows would be another solver."""
+    model = tiny_bert(1)
+
+    def attributor(solver: str) -> TrakAttributor:
+        args = TrakConfig(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16, solver=solver,
+                          per_device_batch_size=5, **OPTIONS)  # fmt: skip
+        return TrakAttributor(model, args, train_dataset=sentences(0, N))
+
+    attributor("primal").featurize()
+    attributor("auto").push_to_hub("tester/index", token=TOKEN)
+    elsewhere = TrakAttributor.from_pretrained("tester/index", model, token=TOKEN, **OPTIONS)
+    assert elsewhere.args.solver == "primal"
+    found, expected = (
+        one.attribute(targets(), top_k=None)["trak_scores"][:] for one in (elsewhere, attributor("auto"))
+    )
+    assert found == expected
+
+
 def test_published_eigenvalues_are_used(
     hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
