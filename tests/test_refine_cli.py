@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
 from doc_examples import write_reviews
+from torch import nn
 
-from hf_trak import TrakConfig
+from hf_trak import TrakConfig, estimate
 from hf_trak.cli.arguments import DataArguments, ModelArguments
 from hf_trak.cli.build import build
 from hf_trak.cli.main import main
@@ -59,3 +60,22 @@ def test_a_refinement_needs_exact_scores(place: Path, capsys: pytest.CaptureFixt
     assert "`refine` is 'cg', for scores from features" in capsys.readouterr().err
     assert main(["attribute", *MODEL, *QUICK, "--eval_dataset", "mine.jsonl", "--exact", "--refine", "cg,step=2"]) != 0
     assert "`refine` has the option 'step=2'" in capsys.readouterr().err
+
+
+def test_the_estimate_counts_the_passes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(10, 4)
+    asked = {"eval_dataset": 10, "checkpoints": 2, "refine": "cg,steps=3,rows=500"}
+    found = estimate(model, 100_000, TrakConfig(proj_dim=64, curvature="ekfac"), **asked).refine
+    assert (found.rows, found.products, found.row_passes) == (500, 2 * 3 * 500 * 10, 4 * 2 * 3 * 500 * 10)
+    assert found.memory == 6 * 4 * 10 * 44
+    assert found.seconds is None
+    assert estimate(model, 100, TrakConfig(proj_dim=64), refine="cg").refine.rows == 100
+    assert estimate(model, 100, TrakConfig(proj_dim=64)).refine is None
+    printed = ("estimate", *MODEL, "--eval_size", "4", "--refine", "cg,steps=2,rows=24", "--measure")
+    assert main([*printed, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["refine"]["seconds"] == pytest.approx(2 * 2 * 24 * 4 / answer["rows_per_second"])
+    assert main([*printed]) == 0
+    assert "refining targets: at most 2 steps on 24 rows each, 768 passes of single rows" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="`refine` is 'newton'"):
+        estimate(model, 100, TrakConfig(), refine="newton")

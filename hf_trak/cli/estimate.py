@@ -24,6 +24,9 @@ class EstimateArguments:
     rerank: int | None = field(
         default=None, metadata={"help": "Rows to score exactly, for each target and end, after a shortlist."}
     )
+    refine: str | None = field(
+        default=None, metadata={"help": "Refine targets of exact scores: `cg`, or with options: `cg,steps=3`."}
+    )
     num_checkpoints: int = field(
         default=1, metadata={"help": "Number of checkpoints, if `checkpoints` are not given."}
     )
@@ -50,6 +53,7 @@ def run(argv: Sequence[str]) -> None:
         "eval_dataset": amounts.eval_size,
         "processes": amounts.num_processes,
         "rerank": amounts.rerank,
+        "refine": amounts.refine,
     }
     if data.dataset_name is not None:
         found = load_training(model_args, data)

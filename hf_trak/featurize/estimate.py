@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.config import TrakConfig, checked_args
+from hf_trak.curvature.refinement import Refinement, checked_refinement
 from hf_trak.data.rows import Collator
 from hf_trak.featurize.estimation import Estimate, count_of, estimate_sizes, measured_batches
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -23,6 +24,7 @@ def estimate(
     processes: int = 1,
     measure: bool = False,
     rerank: int | None = None,
+    refine: str | Refinement | None = None,
     data_collator: Collator | None = None,
     processing_class: Any = None,
     task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
@@ -46,6 +48,8 @@ def estimate(
             Featurize the first few batches, in a temporary directory, to project the time. Needs the rows themselves.
         rerank (`int`, *optional*):
             Rows of a shortlist that are to be reranked, for each target and end.
+        refine (`str` or `Refinement`, *optional*):
+            How the targets of exact scores are to be refined, as `attribute` takes it.
         data_collator, processing_class, task (*optional*):
             As `TrakAttributor` takes them, for `measure`.
 
@@ -76,4 +80,5 @@ def estimate(
         processes=processes,
         rows_per_second=rate,
         rerank=rerank,
+        refinement=checked_refinement(refine),
     )

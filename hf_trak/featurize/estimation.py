@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from hf_trak.config import BITS, TrakConfig
+from hf_trak.curvature.refinement import Refinement
 from hf_trak.featurize.exact_estimate import ExactEstimate, estimate_exact
+from hf_trak.featurize.refine_estimate import RefineEstimate, estimate_refinement
 from hf_trak.featurize.rerank_estimate import RerankEstimate, estimate_rerank
 from hf_trak.featurize.storage_choices import StorageChoice, storage_choices
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
-from hf_trak.runtime.memory import free_bytes
+from hf_trak.runtime.memory import byte_size, free_bytes
 from hf_trak.runtime.progress import duration
 from hf_trak.scores.solver_choice import SolverCost, solver_costs
 from hf_trak.store.atomic import json_bytes
@@ -75,6 +77,8 @@ class Estimate:
     """What exact scores take, where the configuration names a curvature."""
     rerank: RerankEstimate | None = None
     """What reranking takes, where it is asked for."""
+    refine: RefineEstimate | None = None
+    """What refined targets take, where they are asked for."""
 
     @property
     def disk_bytes(self) -> int:
@@ -95,10 +99,11 @@ class Estimate:
         lines = [
             f"{self.parameters:,} of {self.model_parameters:,} parameters, {self.proj_dim:,} features, {rows}, "
             f"{self.checkpoints} checkpoint{'s' if self.checkpoints > 1 else ''}",
-            f"disk: {_size(self.disk_bytes)} (features {_size(self.feature_bytes)}, {kept} {_size(self.gram_bytes)}"
-            + (f", targets {_size(self.target_bytes)})" if self.n_targets else ")"),
-            f"memory: {_size(self.featurize_memory)} and one batch's activations to featurize, "
-            f"{_size(self.score_memory)} to score",
+            f"disk: {byte_size(self.disk_bytes)} (features {byte_size(self.feature_bytes)}, "
+            f"{kept} {byte_size(self.gram_bytes)}"
+            + (f", targets {byte_size(self.target_bytes)})" if self.n_targets else ")"),
+            f"memory: {byte_size(self.featurize_memory)} and one batch's activations to featurize, "
+            f"{byte_size(self.score_memory)} to score",
         ]
         solvers = (self.solver, *self.alternatives)
         lines.append("solver of the ridge: " + "; or ".join(_solver(one) for one in solvers))
@@ -107,14 +112,16 @@ class Estimate:
         if self.exact is not None:
             exact = self.exact
             lines.append(
-                f"exact scores: disk {_size(self.checkpoints * exact.curvature_bytes)} for the curvature (and "
-                f"{_size(exact.progress_bytes)} while it is fitted), "
-                f"{_size(self.checkpoints * (exact.targets_bytes + exact.scores_bytes))} for targets and scores; "
-                f"memory {_size(exact.fit_memory)} to fit, {_size(exact.exact_memory)} to score; {exact.passes} "
-                f"pass{'es' if exact.passes > 1 else ''} over the training rows"
+                f"exact scores: disk {byte_size(self.checkpoints * exact.curvature_bytes)} for the curvature (and "
+                f"{byte_size(exact.progress_bytes)} while it is fitted), "
+                f"{byte_size(self.checkpoints * (exact.targets_bytes + exact.scores_bytes))} for targets and scores; "
+                f"memory {byte_size(exact.fit_memory)} to fit, {byte_size(exact.exact_memory)} to score; "
+                f"{exact.passes} pass{'es' if exact.passes > 1 else ''} over the training rows"
             )
         if self.rerank is not None:
             lines.append(str(self.rerank))
+        if self.refine is not None:
+            lines.append(str(self.refine))
         if self.seconds is not None:
             each = f" on each of {self.processes} processes" if self.processes > 1 else ""
             lines.append(f"time: {duration(self.seconds)} at {self.rows_per_second:,.1f} rows/s{each}")
@@ -131,6 +138,7 @@ def estimate_sizes(
     processes: int = 1,
     rows_per_second: float | None = None,
     rerank: int | None = None,
+    refinement: Refinement | None = None,
 ) -> Estimate:
     """Work out what an attribution takes from the numbers of rows, parameters and features.
 
@@ -143,6 +151,7 @@ def estimate_sizes(
         processes: number of processes.
         rows_per_second: rows that one process featurizes per second, where it was measured.
         rerank: rows of a shortlist that are to be reranked, for each target and end.
+        refinement: how targets are to be refined.
 
     Raises:
         ValueError: a number is out of range, or a parameter name unknown.
@@ -186,6 +195,9 @@ def estimate_sizes(
         rerank=None
         if rerank is None
         else estimate_rerank(args, rerank, n, groups, checkpoints, features, processes, rows_per_second),
+        refine=None
+        if refinement is None
+        else estimate_refinement(refinement, n, groups, checkpoints, layout.total, processes, rows_per_second),
     )
 
 
@@ -255,15 +267,6 @@ def _solver(cost: SolverCost) -> str:
     """For example `dual (5,000, memory 572.2 MiB, disk 190.7 MiB, 1.7e+12 multiply-adds)`."""
     exact = "" if cost.exact else "not exact, "
     return (
-        f"{cost.kind} ({cost.size:,}, {exact}memory {_size(cost.memory)}, disk {_size(cost.disk)}, "
+        f"{cost.kind} ({cost.size:,}, {exact}memory {byte_size(cost.memory)}, disk {byte_size(cost.disk)}, "
         f"{cost.multiply_adds:.1e} multiply-adds)"
     )
-
-
-def _size(count: float) -> str:
-    """For example `1.5 GiB`."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while count >= 1024 and len(units) > 1:
-        count /= 1024
-        units.pop(0)
-    return f"{count:,.0f} {units[0]}" if units[0] == "B" else f"{count:,.1f} {units[0]}"

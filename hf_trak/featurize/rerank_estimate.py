@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hf_trak.config import TrakConfig
 from hf_trak.featurize.curvature_settings import sample_size
 from hf_trak.runtime.checks import checked_int
+from hf_trak.runtime.memory import byte_size
 from hf_trak.runtime.progress import duration
 
 
@@ -30,9 +31,10 @@ class RerankEstimate:
     def __str__(self) -> str:
         time = "" if self.seconds is None else f", {duration(self.seconds)}"
         return (
-            f"reranking {self.count:,} rows per target and end: shortlist from {_size(self.index_bytes)} of features; "
-            f"curvature from {self.curvature_rows:,} rows, once; {self.target_gradients:,} preconditioned targets; "
-            f"gradients of {self.row_gradients:,} rows at most{time}; disk {_size(self.scores_bytes)} for scores"
+            f"reranking {self.count:,} rows per target and end: shortlist from {byte_size(self.index_bytes)} of "
+            f"features; curvature from {self.curvature_rows:,} rows, once; {self.target_gradients:,} preconditioned "
+            f"targets; gradients of {self.row_gradients:,} rows at most{time}; disk {byte_size(self.scores_bytes)} for "
+            "scores"
         )
 
 
@@ -73,12 +75,3 @@ def estimate_rerank(
         scores_bytes=4 * gradients * (m + 1),
         seconds=None if rows_per_second is None else (gradients + checkpoints * m) / rows_per_second / processes,
     )
-
-
-def _size(count: float) -> str:
-    """For example `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    return f"{count:,.1f} TiB"

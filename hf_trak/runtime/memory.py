@@ -1,4 +1,4 @@
-"""Free memory of a device."""
+"""Free memory of a device, and numbers of bytes in words."""
 
 from typing import Any
 
@@ -32,3 +32,16 @@ def free_bytes(device: torch.device | str) -> int:
         f"The free memory of {device} is not known. Expected the CPU, an Apple GPU, or an accelerator of which torch "
         "tells it, such as CUDA. Choose the sizes of blocks and chunks yourself."
     )
+
+
+def byte_size(count: float) -> str:
+    """Write a number of bytes for people, for example `1.5 GiB`.
+
+    Args:
+        count (`float`): number of bytes.
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while count >= 1024 and len(units) > 1:
+        count /= 1024
+        units.pop(0)
+    return f"{count:,.0f} {units[0]}" if units[0] == "B" else f"{count:,.1f} {units[0]}"
