@@ -1,7 +1,7 @@
 """Tail removal by reranked scores: does a shortlist of 5 % of the rows lose anything against exact scores of all?
 
 Reranked scores are exact scores of the rows on a shortlist. They are taken from the exact scores of all rows, with
-which they agree to the bit; rows that are on no list have the score 0.
+which they agree to the bit; rows that are on no list have the score 0. Refined ones are treated alike.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from quality_bench.case import Case
 from quality_bench.removals import TARGETS, reusing
 from quality_bench.scored import judging_targets
 from quality_bench.shortlist import LISTS, Lister
-from quality_bench.shortlist_scores import EXACT, INDEX, RIDGE, scored
+from quality_bench.shortlist_scores import EXACT, INDEX, RIDGE, refined, scored
 
 FRACTION = 0.01
 SHORTLIST = 0.05
@@ -30,17 +30,22 @@ METHODS = {
     "rerank of 5 %, ridge + no ridge": "ridge + no ridge",
     "rerank of 5 %, whitened": "whitened, no ridge",
     "exact": None,
+    "rerank of 5 %, refined": "ridge + no ridge",
+    "exact, refined": None,
 }
 """By name, the shortlist."""
+REFINED = "refined"
+"""The scores of refined targets, beside those of `quality_bench.shortlist_scores`."""
 
 
 def matrices(scores: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Scores `(n, m)` of every method. Rows that are on no shortlist have none, which is 0."""
-    exact = scores[EXACT].astype(np.float64)
-    found = {"index": scores[f"{INDEX}, {RIDGE}"].astype(np.float64), "exact": exact}
+    exact, refined = scores[EXACT].astype(np.float64), scores[REFINED].astype(np.float64)
+    found = {"index": scores[f"{INDEX}, {RIDGE}"].astype(np.float64), "exact": exact, "exact, refined": refined}
     for name, shortlist in METHODS.items():
         if shortlist is not None:
-            found[name] = np.where(on_list(scores, LISTS[shortlist]), exact, 0.0)
+            kept = refined if name.endswith(REFINED) else exact
+            found[name] = np.where(on_list(scores, LISTS[shortlist]), kept, 0.0)
     return {name: found[name] for name in METHODS}
 
 
@@ -57,17 +62,15 @@ def on_list(scores: dict[str, np.ndarray], lister: Lister) -> np.ndarray:
 def report_rerank(case: Case, work: Path, job: int = 0, jobs: int = 1) -> dict[str, Any]:
     """Retrain without the first rows of every method, unless the bank has it, and print what that did."""
     scores, seconds = scored(case, work)
+    scores[REFINED], seconds["refined, score"] = refined(case, work)
     bank = open_bank(case, work)
     ranked = matrices(scores)
     part, plan = _removal(case, bank, ranked, job, jobs)
     lds = evaluate_bank(bank, ranked, parts=judged_parts(bank))
     quality = {name: float(np.mean([one.lds.value for one in lds if one.method == name])) for name in ranked}
     ten = max(1, round(FRACTION * len(scores[EXACT])))
-    best = np.argsort(-ranked["exact"], axis=0)[:ten]
     shares = {
-        name: float(
-            np.mean([np.isin(best[:, j], np.argsort(-values[:, j])[:ten]).mean() for j in range(best.shape[1])])
-        )
+        name: _in_common(ranked["exact, refined" if name.endswith(REFINED) else "exact"], values, ten)
         for name, values in ranked.items()
     }
     removed: dict[str, Any] = {}
@@ -82,6 +85,12 @@ def report_rerank(case: Case, work: Path, job: int = 0, jobs: int = 1) -> dict[s
         "removal": {name: one.to_dict() for name, one in removed.items()},
         "seconds": seconds,
     }
+
+
+def _in_common(exact: np.ndarray, values: np.ndarray, top: int) -> float:
+    """Share of the first rows by one matrix `(n, m)` that are first by another, averaged over targets."""
+    best, found = np.argsort(-exact, axis=0)[:top], np.argsort(-values, axis=0)[:top]
+    return float(np.mean([np.isin(best[:, j], found[:, j]).mean() for j in range(best.shape[1])]))
 
 
 def _removal(case: Case, bank: Bank, ranked: dict[str, np.ndarray], job: int, jobs: int) -> tuple[str, RemovalPlan]:
@@ -114,4 +123,7 @@ def _table(quality: dict[str, float], shares: dict[str, float], removed: dict[st
 
 def _seconds(seconds: dict[str, float]) -> str:
     fit, score = seconds["exact, fit"], seconds["exact, score"]
-    return f"fitting the curvature {fit:.1f}, exact scores of all rows {score:.1f}, of 5 % {SHORTLIST * score:.1f}."
+    return (
+        f"fitting the curvature {fit:.1f}, exact scores of all rows {score:.1f}, of 5 % {SHORTLIST * score:.1f}, "
+        f"of all rows for refined targets {seconds['refined, score']:.1f}."
+    )

@@ -61,6 +61,26 @@ def scored(case: Case, work: Path) -> tuple[Scores, dict[str, float]]:
     return scores, json.loads((path / "seconds.json").read_text())
 
 
+def refined(case: Case, work: Path) -> tuple[np.ndarray, float]:
+    """Compute exact scores of refined targets, with the defaults of `refine="cg"`, or read them.
+
+    Returns:
+        The scores `(n, m)`, and the seconds that they take once the curvature is fitted.
+    """
+    path = work / "shortlist" / "refined.npz"
+    if not path.is_file():
+        seconds: dict[str, float] = {}
+        with tempfile.TemporaryDirectory() as scratch:
+            job = Job(case, Path(scratch), work)
+            own = attributor(job, job.model, False, curvature="ekfac")
+            own.fit_curvature()
+            scores = _timed(seconds, "score", lambda: _exact(own, job, refine="cg"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(path, allow_pickle=False, scores=scores.astype(np.float32), seconds=np.array(seconds["score"]))
+    found = np.load(path, allow_pickle=False)
+    return found["scores"], float(found["seconds"])
+
+
 def _computed(case: Case, work: Path) -> tuple[Scores, dict[str, float]]:
     found: Scores = {}
     seconds: dict[str, float] = {}
@@ -119,9 +139,9 @@ def _ridge(rows: Tensor, targets: Tensor, relative: float) -> Tensor:
     return RidgeSystem(rows @ rows.T, lam).solve(targets @ rows.T).T.float()
 
 
-def _exact(own: TrakAttributor, job: Job) -> np.ndarray:
+def _exact(own: TrakAttributor, job: Job, **options: Any) -> np.ndarray:
     """Exact scores of all rows: `(n, m)`."""
-    scored = own.attribute(job.case.targets, top_k=None, exact=True).with_format("numpy")
+    scored = own.attribute(job.case.targets, top_k=None, exact=True, **options).with_format("numpy")
     return np.stack(scored["trak_scores"][:]).T
 
 
