@@ -173,6 +173,10 @@ def test_after_a_first_pass(nets, tmp_path, exact):
     same_bits(found, exact.attribute(targets(), top_k=TOP, exact=True, checkpoints=nets))
     index = coded.attribute(targets(), top_k=10, first_pass_bytes=512, candidates=30)
     small = coded.attribute(targets(), top_k=TOP, rerank=10, first_pass_bytes=512, candidates=30)
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("shortlist-*.safetensors")}
+    assert len(kept) == 2, "of either call"
+    same_bits(coded.attribute(targets(), top_k=TOP, rerank=10, first_pass_bytes=512, candidates=30), small)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("shortlist-*.safetensors")} == kept
     listed = set(IndexRanking.of(index).rows)
     assert set(column(small, "trak_indices").flat) <= listed
     with pytest.raises(ValueError, match="`candidates` is 9"):

@@ -1,7 +1,10 @@
 """Reranking an index from the Hub: rows of the shortlist are read from the Parquet files of a dataset repo."""
 
 import io
+import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +16,11 @@ import pytest
 import torch
 from datasets import Dataset, load_dataset
 from digit_models import DigitNet, digits, trained_net
-from hub_server import TOKEN, Fault, Hub, client, hub
+from hub_server import TOKEN, Fault, Hub, client, environment, hub
 from test_rerank import column, same_bits
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.errors import ConfigMismatchError, HubAccessError, RefusedIndexError
+from hf_trak.errors import ConfigMismatchError, HubAccessError, IncompleteStoreError, RefusedIndexError
 from hf_trak.hub import pull_index
 from hf_trak.hub.index_files import TRAIN_ROWS_FILE
 from hf_trak.hub.remote_rows import RemoteRows
@@ -115,6 +118,42 @@ def test_what_was_downloaded_is_kept(hub: Hub, net: DigitNet, client: Path) -> N
     kept[0].write_bytes(kept[0].read_bytes()[:-9])  # damaged: downloaded again
     load(net, output_dir=str(client / "other")).attribute(targets(), top_k=TOP, rerank=6)
     assert len(hub.downloads("parquet")) == 1
+
+
+def test_an_answer_is_verified_on_rows_that_are_fetched(hub: Hub, net: DigitNet, tmp_path: Path) -> None:
+    """As with all rows at hand. Without a search for similar rows, few row groups are downloaded."""
+    at_hand = load(net, train_dataset=train_rows().cast(load_features()), output_dir=str(tmp_path / "at-hand"))
+    target, rows = targets().select([0]), [3, 5, 8]
+    expected = at_hand.verify(target, rows, draws=4)
+    hub.log.clear()
+    alone = load(net).verify(target, rows, similar=None, draws=4)
+    assert 3 <= len(hub.downloads("parquet")) <= 3 * 5 + 6 + 2, "the rows, four draws of three, and probed rows"
+    assert (alone.change, alone.random) == (expected.change, expected.random)
+    assert load(net).verify(target, rows, draws=4) == expected
+    lost = load(net)
+    lost.train_dataset.remote = None
+    with pytest.raises(IncompleteStoreError, match="no dataset repo is recorded to fetch them from"):
+        lost.verify(target, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_fetch_once(hub: Hub, net: DigitNet, client: Path, tmp_path: Path) -> None:
+    expected = load(net).attribute(targets(), top_k=TOP, rerank=6)
+    patch = load(net).verify(targets().select([0]), expected[0]["trak_indices"], similar=None)
+    torch.save(net.state_dict(), tmp_path / "weights.pt")
+    script = Path(__file__).with_name("remote_rerank_job.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    asked = [*launch, str(tmp_path / "weights.pt"), str(tmp_path / "out")]
+    done = subprocess.run(asked, env=environment(hub, tmp_path / "fresh"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = [json.loads((tmp_path / f"out-{rank}.json").read_text()) for rank in range(2)]
+    for report in reports:
+        for name, values in report["found"].items():
+            assert np.array_equal(values, expected[name][:]), name
+        assert report["change"] == patch.change
+    assert reports[0]["downloads"] > 0
+    assert reports[1]["downloads"] < reports[0]["downloads"], "the main process fetches row groups"
 
 
 def test_an_interrupted_download_goes_on(hub: Hub, net: DigitNet) -> None:

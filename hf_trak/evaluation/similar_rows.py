@@ -25,17 +25,20 @@ Similarity = Literal["embeddings", "bm25"]
 class SimilarRows:
     """Finds the training rows that are most similar to a target."""
 
-    def __init__(self, featurizer: Featurizer, prepared: Callable[[Any], Any], target: Any, batch_size: int) -> None:
+    def __init__(
+        self, featurizer: Featurizer, prepared: Callable[[Any], Any], rows: Any, target: Any, batch_size: int
+    ) -> None:
         """
         Args:
-            featurizer: the model, in eval mode, its task and the training rows.
+            featurizer: the model, in eval mode, and its task.
             prepared: makes of a batch what the model takes.
+            rows: the training rows, by their numbers.
             target: a dataset of one row.
             batch_size: rows per pass.
         """
         self._model, self._task, self._prepared = featurizer.model, featurizer.task, prepared
         self._target = featurizer.batches(target, "target")
-        self._train = featurizer.batches(featurizer.train_dataset)
+        self._train = featurizer.batches(rows)
         self._batch_size = batch_size
 
     def most_similar(self, how: Similarity, candidates: Sequence[int], count: int) -> list[int]:

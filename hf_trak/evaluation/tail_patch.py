@@ -26,6 +26,7 @@ from hf_trak.evaluation.trial_steps import Direction, TrialSteps, norm_of
 from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.fetching import fetched_rows, row_source
 from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.runtime.checks import checked_int, is_int
 from hf_trak.weights.checkpoints import Checkpoint, loaded
@@ -85,9 +86,11 @@ def verify_rows(
     )
     sources = sources_of(ids, checkpoints)
     wanted = similar if isinstance(similar, str) else None
+    looked_at = [*found, *(row for one in sets.values() for row in one), *(candidates if wanted else ())]
+    at_hand = _rows_at_hand(model, looked_at)
 
     def measured() -> list[dict[str, Any]]:
-        return [_measured(model, one, sources, target, found, sets, wanted, candidates) for one in ids]
+        return [_measured(model, one, sources, at_hand, target, found, sets, wanted, candidates) for one in ids]
 
     return PatchResult.of(n, found, model.processes.broadcast_from_main(measured), ids, similar, len(candidates))
 
@@ -118,10 +121,10 @@ def _checked_inputs(model: FeaturizedModel, target: Any) -> int:
             f"`target` has {m} rows. Expected a dataset of one row, whose answer is verified. Take one, as in "
             "`eval_dataset.select([0])`."
         )
-    if getattr(model.train_dataset, "absent", False):
+    if row_source(model) is None:
         raise IncompleteStoreError(
-            "The training rows of the index are not at hand. Expected them, since a step is taken on them. Pass "
-            "`train_dataset=` to `from_pretrained`."
+            "The training rows of the index are not at hand, and no dataset repo is recorded to fetch them from. "
+            "Expected them, since a step is taken on them. Pass `train_dataset=` to `from_pretrained`."
         )
     n = row_count(model.train_dataset, "train_dataset")
     task = model.task
@@ -134,6 +137,12 @@ def _checked_inputs(model: FeaturizedModel, target: Any) -> int:
     return n
 
 
+def _rows_at_hand(model: FeaturizedModel, numbers: Sequence[int]) -> Any:
+    """Return the training rows, of which those of some numbers are fetched where the dataset is elsewhere."""
+    source = row_source(model)
+    return fetched_rows(model, source, numbers) if getattr(source, "remote", False) else source
+
+
 def _drawn(rng: np.random.Generator, rows: np.ndarray, count: int) -> list[int]:
     return sorted(int(row) for row in rng.choice(rows, count, replace=False))
 
@@ -142,6 +151,7 @@ def _measured(
     model: FeaturizedModel,
     model_id: int,
     sources: Mapping[int, Checkpoint | None],
+    rows: Any,
     target: Any,
     found: Sequence[int],
     sets: Mapping[str, Sequence[int]],
@@ -157,12 +167,12 @@ def _measured(
         train_task.bind(model.model)
         assert isinstance(train_task, BatchedModelOutput)
         every = {"found": found, **sets}
-        with TrialSteps(featurizer, train_task, target, model.layout.names, size).opened() as steps:
+        with TrialSteps(featurizer, train_task, rows, target, model.layout.names, size).opened() as steps:
             if similar is not None:
-                looked = SimilarRows(featurizer, steps.prepared, target, size)
+                looked = SimilarRows(featurizer, steps.prepared, rows, target, size)
                 every["similar"] = looked.most_similar(similar, candidates, len(found))
-            rate = _learning_rate(steps, [steps.direction(rows) for rows in (found, every["random 0"])])
-            changes = {name: steps.change(steps.direction(rows), rate) for name, rows in every.items()}
+            rate = _learning_rate(steps, [steps.direction(one) for one in (found, every["random 0"])])
+            changes = {name: steps.change(steps.direction(one), rate) for name, one in every.items()}
             return {
                 "output": steps.start_output,
                 "changes": changes,

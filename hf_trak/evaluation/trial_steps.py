@@ -32,14 +32,16 @@ class TrialSteps:
         self,
         featurizer: Featurizer,
         train_task: BatchedModelOutput,
+        rows: Any,
         target: Any,
         names: Sequence[str],
         batch_size: int,
     ) -> None:
         """
         Args:
-            featurizer: the model with its weights loaded, the task of targets, and the training rows.
+            featurizer: the model with its weights loaded, and the task of targets.
             train_task: what training on a row raises: minus its loss.
+            rows: the training rows, by their numbers.
             target: a dataset of one row.
             names: names of the parameters that move.
             batch_size: rows per pass.
@@ -49,7 +51,7 @@ class TrialSteps:
         self._tasks: Mapping[Side, Any] = {"train": train_task, "target": featurizer.task}
         parameters = dict(self._model.named_parameters())
         self._moved = [parameters[name] for name in names]
-        self._rows: RowBatches = featurizer.batches(featurizer.train_dataset)
+        self._rows: RowBatches = featurizer.batches(rows)
         self._batch_size = batch_size
         self._cast = False
         self._target = featurizer.batches(target, "target").alone(0)

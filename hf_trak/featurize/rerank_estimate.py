@@ -33,8 +33,8 @@ class RerankEstimate:
         return (
             f"reranking {self.count:,} rows per target and end: shortlist from {byte_size(self.index_bytes)} of "
             f"features; curvature from {self.curvature_rows:,} rows, once; {self.target_gradients:,} preconditioned "
-            f"targets; gradients of {self.row_gradients:,} rows at most{time}; disk {byte_size(self.scores_bytes)} for "
-            "scores"
+            f"targets; gradients of {self.row_gradients:,} rows at most{time}; disk "
+            f"{byte_size(self.scores_bytes)} for scores"
         )
 
 

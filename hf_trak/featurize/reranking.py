@@ -1,7 +1,7 @@
 """Retrieve, then rerank: a shortlist from the features of an index, exact scores of the rows on it alone."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,14 @@ import numpy as np
 from datasets import Dataset
 
 from hf_trak.curvature.refinement import Refinement
-from hf_trak.data.row_part import HeldRows, RowPart
-from hf_trak.data.rows import forward_columns, row_count
-from hf_trak.errors import ConfigMismatchError, HfTrakError
+from hf_trak.data.row_part import RowPart
+from hf_trak.data.rows import row_count
+from hf_trak.errors import HfTrakError
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.fetching import fetched_rows, row_source
 from hf_trak.featurize.saved_shortlist import SavedShortlist
 from hf_trak.featurize.two_passes import CANDIDATES_PER_ROW, LEAST_CANDIDATES, two_passes
-from hf_trak.identity.collation import collation_changes, probe_rows
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.progress import RowProgress
 from hf_trak.scores.groups import RowGroups
@@ -139,7 +139,7 @@ def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
             "alone."
         )
     ids = model.scorer.ensemble(model_ids=request.model_ids)
-    source = _source(model)
+    source = row_source(model)
     if source is None:
         logger.warning(
             "The result is that of the index, and nothing is reranked: the training rows are not at hand, and no "
@@ -166,40 +166,12 @@ def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
     return Reranked(name, reranked_columns(found, np.array(rows.numbers), index, stage), rows)
 
 
-def _source(model: FeaturizedModel) -> Any:
-    """Return the training rows, or what fetches them; `None` where they cannot be had."""
-    absent = getattr(model.train_dataset, "absent", False)
-    return getattr(model.train_dataset, "remote", None) if absent else model.train_dataset
-
-
 def _rows_at_hand(model: FeaturizedModel, source: Any, numbers: tuple[int, ...]) -> RowPart:
-    """Return the rows of a shortlist, fetched where the dataset is elsewhere.
-
-    Rows that are fetched are compared with their digests. What becomes of them on the way to the model is compared
-    on the same rows as for a dataset that is at hand as a whole.
-    """
+    """Return the rows of a shortlist, fetched where the dataset is elsewhere."""
     n = row_count(model.train_dataset, "train_dataset")
     if not getattr(source, "remote", False):
         return RowPart(numbers, n)
-    if model.args.remove_unused_columns:
-        collator = model.task.collator(model.data_collator)
-        columns = [*forward_columns(model.model, model.args.label_names), *model.task.batch_columns]
-        source.restrict([*columns, *getattr(collator, "columns", ())])
-    source.show = not model.args.disable_tqdm
-    probed = sorted({*numbers, *probe_rows(n)})
-    model.processes.broadcast_from_main(lambda: source.fetch(probed))
-    with model.processes.all_or_none():
-        held = HeldRows(source.select(probed), probed, n)
-        saved = model.store.config.get("collation")
-        changes = [] if saved is None else collation_changes(saved, model.collation(held))
-        if changes:
-            raise ConfigMismatchError(
-                "The training rows that were fetched do not become what the index was made from:\n  "
-                + "\n  ".join(changes)
-                + "\nExpected the same collator and the same preparation of rows. Pass the `data_collator=` and "
-                "`processing_class=` that the index was made with, and rows as they were then."
-            )
-    return RowPart(numbers, n, held)
+    return RowPart(numbers, n, fetched_rows(model, source, numbers))
 
 
 def _shortlist(
@@ -213,38 +185,51 @@ def _shortlist(
     Returns:
         The name of the experiment, the columns of a top-k result of the index, and row numbers, ascending.
     """
-    if request.first_pass_bytes is not None:
-        name, listed = _index_answer(model, request, ids)
-        return name, listed, IndexRanking.of(listed).rows
     given = (request.eval_dataset, request.name, request.checkpoints, ids, request.groups)
     scorer, asked = model.scorer, model.precondition(*given)
     count, m = min(request.count, model.store.train_size), _target_count(request)
     groups = None if request.groups is None else request.groups.tag
-    identity = {**scorer.identity(ids, asked.features), "groups": groups, "lists": ["ridge", "plain"]}
-    saved = SavedShortlist(model.store, asked.name, identity, 2 * m, count)
-    if not model.processes.broadcast_from_main(saved.path.exists):
+    identity = {**scorer.identity(ids, asked.features), "groups": groups}
+    if request.first_pass_bytes is not None:
+        passes = {"first_pass_bytes": request.first_pass_bytes, "candidates": _candidates(request)}
+        saved = SavedShortlist(model.store, asked.name, {**identity, **passes}, m, count)
+        listed = _read_or_computed(model, saved, lambda: _index_answer(model, request, ids)[1])
+        return asked.name, listed, IndexRanking.of(listed).rows
+
+    def both_lists() -> Dataset:
         both = with_plain_targets(asked, scorer.device, request.groups)
         blocks = _shown(model, scorer.blocks(ids, both), f"{asked.name}, shortlist")
-        files = ScoreFiles(
-            model.store.output_dir / "scores", "shortlist", model.processes, model.store.train_size, 2 * m
-        )
-        found = files.columns(blocks, count, "target")
-        model.processes.broadcast_from_main(lambda: saved.write(found))
-    with model.processes.all_or_none():
-        read = saved.read()
+        directory, n = model.store.output_dir / "scores", model.store.train_size
+        return ScoreFiles(directory, "shortlist", model.processes, n, 2 * m).columns(blocks, count, "target")
+
+    saved = SavedShortlist(model.store, asked.name, {**identity, "lists": ["ridge", "plain"]}, 2 * m, count)
+    read = _read_or_computed(model, saved, both_lists)
     ridge, plain = read.select(range(m)), read.select(range(m, 2 * m))
     lists = [plain] if model.args.whitened else [ridge, plain]
     return asked.name, ridge, tuple(fused_shortlist(lists, count).tolist())
+
+
+def _read_or_computed(model: FeaturizedModel, saved: SavedShortlist, compute: Callable[[], Dataset]) -> Dataset:
+    """Read a shortlist, or have all processes compute it together and keep it."""
+    if not model.processes.broadcast_from_main(saved.path.exists):
+        found = compute()
+        model.processes.broadcast_from_main(lambda: saved.write(found))
+    with model.processes.all_or_none():
+        return saved.read()
+
+
+def _candidates(request: RerankRequest) -> int:
+    """Count the rows of a first pass whose whole features are read, for each target and end."""
+    if request.candidates is not None:
+        return request.candidates
+    return max(LEAST_CANDIDATES, CANDIDATES_PER_ROW * request.top_k, request.count)
 
 
 def _index_answer(model: FeaturizedModel, request: RerankRequest, ids: Sequence[int]) -> tuple[str, Dataset]:
     """List the rows that the index ranks first and last: the name of the experiment, and columns of a top-k result."""
     given = (request.eval_dataset, request.name, request.checkpoints, ids, request.groups)
     if request.first_pass_bytes is not None:
-        candidates = request.candidates
-        if candidates is None:
-            candidates = max(LEAST_CANDIDATES, CANDIDATES_PER_ROW * request.top_k, request.count)
-        return two_passes(model, *given, request.count, request.first_pass_bytes, candidates)
+        return two_passes(model, *given, request.count, request.first_pass_bytes, _candidates(request))
     plan = model.plan_scores(*given, everywhere=False)
     blocks = _shown(model, plan.blocks, f"{plan.name}, scores of the index")
     files = _score_files(model, request, "shortlist", model.store.train_size)
