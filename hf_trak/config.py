@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from hf_trak.runtime.checks import checked_int
 
-ProjectionName = Literal["sjlt", "rademacher", "normal", "none"]
+ProjectionName = Literal["sjlt", "factored", "rademacher", "normal", "none"]
 EngineName = Literal["auto", "hooked", "functional", "iterative"]
 ModelDtype = Literal["float32", "bfloat16", "float16"]
 FeatureDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2", "int1"]
@@ -38,13 +38,16 @@ class TrakConfig:
         output_dir (`str`, *optional*, defaults to `"trak"`):
             Directory of the feature store. Running again with the same arguments resumes.
         proj_type (`str`, *optional*, defaults to `"sjlt"`):
-            Random projection of the gradients: `"sjlt"` (sparse, the fastest), `"rademacher"` or `"normal"` (dense),
-            or `"none"` (whole gradients, for small models).
+            Random projection of the gradients: `"sjlt"` (sparse), `"factored"` (two-sided for large matrices, then
+            sparse: the fastest for large models), `"rademacher"` or `"normal"` (dense), or `"none"` (whole gradients,
+            for small models).
         proj_dim (`int`, *optional*):
             Number of columns of the features, k, by default 4,096, or what `bytes_per_row` leaves room for. Not used
             with `proj_type="none"`.
         proj_nonzeros (`int`, *optional*, defaults to 1):
             Nonzero entries per gradient coordinate of the `"sjlt"` projection.
+        factored_dim (`int`, *optional*, defaults to 64):
+            Rows and columns p that the `"factored"` projection leaves of a large matrix.
         seed (`int`, *optional*, defaults to 0):
             Seed of the projection, of random rows and of simulated negatives.
         grad_wrt (`list[str]`, *optional*):
@@ -135,13 +138,14 @@ class TrakConfig:
     )
     proj_type: ProjectionName = field(
         default="sjlt",
-        metadata={"help": "Random projection: `sjlt` (fastest), `rademacher`, `normal`, or `none` (whole gradients)."},
+        metadata={"help": "Random projection, or `none`."},
     )
     proj_dim: int | None = field(
         default=None,
         metadata={"help": "Columns of the features, k: 4,096."},
     )
-    proj_nonzeros: int = field(default=1, metadata={"help": "Nonzeros per gradient coordinate of `sjlt`."})
+    proj_nonzeros: int = field(default=1, metadata={"help": "Nonzeros per coordinate of `sjlt`."})
+    factored_dim: int = field(default=64, metadata={"help": "Size p of `factored`."})
     seed: int = field(default=0, metadata={"help": "Seed of projection, random rows and simulated negatives."})
     grad_wrt: list[str] | None = field(
         default=None,
@@ -194,7 +198,7 @@ class TrakConfig:
         default=3.0,
         metadata={"help": "Ridge of the hybrid, relative."},
     )
-    exact_memory: float = field(default=4.0, metadata={"help": "Memory in GiB for preconditioned targets."})
+    exact_memory: float = field(default=4.0, metadata={"help": "GiB for preconditioned targets."})
     exact_dtype: ExactDtype = field(default="float32", metadata={"help": "Dtype of preconditioned targets."})
     exact_rank: int | None = field(default=None, metadata={"help": "Their rank; whole by default."})
     feature_dtype: FeatureDtype | None = field(
@@ -254,6 +258,7 @@ class TrakConfig:
             ("solver_rank", 1),
             ("exact_rank", 1),
             ("proj_nonzeros", 1),
+            ("factored_dim", 1),
             ("max_block_bytes", 1),
             ("curvature_rows", 1),
             ("per_device_batch_size", 1),
@@ -282,6 +287,12 @@ class TrakConfig:
             raise ValueError(f"`grad_wrt` is the string {self.grad_wrt!r}. Expected a list of parameter names.")
         if not self.output_dir:
             raise ValueError("`output_dir` is empty. Expected the path of a directory.")
+        if self.proj_type == "factored" and (self.whitened or self.curvature in ("auto", "hybrid")):
+            given = "`whitened` is True" if self.whitened else f"`curvature` is {self.curvature!r}"
+            raise ValueError(
+                f"`proj_type` is 'factored' and {given}. Expected another projection, since whitened gradients are "
+                "sketched in other bases than the parameters'. Use `proj_type='sjlt'`."
+            )
         if self.width < 1:
             raise ValueError(
                 f"`bytes_per_row` is {self.bytes_per_row}, less than one number of {self.storage}. Expected room for "

@@ -200,6 +200,7 @@ HARMLESS: dict[str, Any] = {
     "dataloader_num_workers": 1, "dataloader_pin_memory": False, "use_cpu": True, "disable_tqdm": True,
     "remove_unused_columns": False, "label_names": ["labels"], "exact_memory": 1e-4,
     "solver": "dual", "solver_rank": 3,
+    "factored_dim": 3,  # of another projection
 }  # fmt: skip
 """Fields whose change leaves features as they are, but for rounding: what reaches the model is probed."""
 

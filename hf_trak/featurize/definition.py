@@ -43,6 +43,7 @@ def feature_settings(
         "feature_dtype": args.storage,
         "model_dtype": args.model_dtype,
         "shard_size": args.shard_size,
+        **({"factored_dim": args.factored_dim} if args.proj_type == "factored" else {}),
         **code_settings(args.storage),
         **whitening_settings(args, train_size),
         "train_size": train_size,

@@ -244,6 +244,8 @@ class FeaturizedModel:
             seed=self.args.seed,
             device=self.device,
             nonzeros=self.args.proj_nonzeros,
+            shapes=[slot.shape for slot in self.layout.slots],
+            factored_dim=self.args.factored_dim,
         )
 
     def require_one_draw(self, dataset: Any, reason: str) -> None:

@@ -287,6 +287,7 @@ def _arguments(index: _OpenedIndex, model: torch.nn.Module, options: Mapping[str
         "proj_type": algorithm.rpartition("-")[0],
         "proj_dim": config["proj_dim"],
         "proj_nonzeros": config.get("proj_nonzeros", 1),
+        **{name: config[name] for name in ("factored_dim",) if name in config},
         "seed": config.get("seed"),
         "num_draws": _draws(index),
         "feature_dtype": config["feature_dtype"],

@@ -47,6 +47,8 @@ class Stream(IntEnum):
     SJLT_1_FOLDS = 5
     LABELS_1 = 6
     HADAMARD_1 = 7
+    FACTORED_1_LEFT = 8
+    FACTORED_1_RIGHT = 9
     SOLVER_SIGNS_1 = 128
     SOLVER_NORMALS_1 = 129
 

@@ -1,9 +1,9 @@
 """Random projections of gradients: one linear map R ∈ R^{P × k} each, the same on every device.
 
 Start with `base` (the contract, `BlockProjector`), then `sparse` and `dense` (the maps `sjlt`, `rademacher` and
-`normal`) and `noop` (the identity). `factory` builds one from its name, `functional` has the maps as functions of
-tensors, and `reference` defines them entry by entry in plain Python. `basic`, `cuda` and `cuda_fast_jl` have the names
-and signatures of the `trak` package.
+`normal`), `factored` (two-sided, then `sjlt`) and `noop` (the identity). `factory` builds one from its name,
+`functional` has the maps as functions of tensors, and `reference` defines them entry by entry in plain Python.
+`basic`, `cuda` and `cuda_fast_jl` have the names and signatures of the `trak` package.
 
 May import `hf_trak._ops` and `hf_trak.kernels`, which compute the maps, and the checks in `hf_trak.runtime`. Knows no
 models, tasks or files.
@@ -15,6 +15,7 @@ from hf_trak.projectors.checks import require_finite
 from hf_trak.projectors.cuda import ChunkedCudaProjector, CudaProjector
 from hf_trak.projectors.cuda_fast_jl import FastJlProjector
 from hf_trak.projectors.dense import NormalProjector, RademacherProjector
+from hf_trak.projectors.factored import FactoredProjector
 from hf_trak.projectors.factory import MapName, make_projector
 from hf_trak.projectors.functional import normal, rademacher, sjlt
 from hf_trak.projectors.noop import NoOpProjector
@@ -27,6 +28,7 @@ __all__ = [
     "BlockProjector",
     "ChunkedCudaProjector",
     "CudaProjector",
+    "FactoredProjector",
     "FastJlProjector",
     "MapName",
     "NoOpProjector",

@@ -1,7 +1,7 @@
 """The contract of a projector: one linear map R ∈ R^{P × k}, applied to whole gradients or to blocks of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 
 import torch
@@ -197,12 +197,8 @@ class BlockProjector(AbstractProjector):
             self._accumulate_outer(out.detach(), left.detach(), right.detach(), start, model_id)
 
     def _accumulate_outer(self, out: Tensor, left: Tensor, right: Tensor, start: int, model_id: int) -> None:
-        # Form the product a few rows at a time, and project each part like any other block.
-        width = right.shape[2]
-        rows = max(1, _PRODUCT_BYTES // (right.shape[0] * width * right.element_size()))
-        for first in range(0, left.shape[2], rows):
-            block = torch.bmm(left[:, :, first : first + rows].transpose(1, 2), right).flatten(1)
-            self.accumulate(out, block, start + first * width, model_id)
+        for offset, block in formed_slices(left, right):
+            self.accumulate(out, block, start + offset, model_id)
 
     def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> "ProjectionSink":
         """Open the block form for a whole batch: a callable `(start, block)` with a `result()`.
@@ -336,6 +332,22 @@ class ProjectionSink:
     def _require_open(self) -> None:
         if self._finished:
             raise RuntimeError("The result of this sink has been taken already. Open a new one for the next batch.")
+
+
+def formed_slices(left: Tensor, right: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Form a product of factors a few rows at a time.
+
+    Args:
+        left: `(B, T, I)`.
+        right: `(B, T, J)`.
+
+    Yields:
+        Position of the first element of a slice in the flattened product, and the slice, `(B, n)`.
+    """
+    width = right.shape[2]
+    rows = max(1, _PRODUCT_BYTES // (right.shape[0] * width * right.element_size()))
+    for first in range(0, left.shape[2], rows):
+        yield first * width, torch.bmm(left[:, :, first : first + rows].transpose(1, 2), right).flatten(1)
 
 
 def blocks_of(grads: Mapping[str, Tensor] | Tensor) -> list[Tensor]:

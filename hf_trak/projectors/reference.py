@@ -28,12 +28,22 @@ Generator
     - fold: group g = ⌊p / m⌋ has a rotation ρ(g) = a draw from {0, …, m − 1} out of w₀ of the call at position g,
       block c, stream 5, except ρ(0) = 0. The output is the segment's first one plus (p mod m + ρ(g)) mod m.
 
+`factored-1` (streams 8, 9), p and the shapes of the parameters
+    A matrix of I × J elements is large if p · (I + J + p) ≤ I · J. A parameter of at least three dimensions whose last
+    two make a large matrix is a stack of these. Otherwise one of at least two dimensions is a matrix with the first
+    as rows and all others as columns, if that is large. Such a matrix G, whose first element is at position o, becomes
+    the p × p numbers LᵀGM / p.
+    - L[i, c] is the sign from bit c mod 128 of the call at position o + i, block ⌊c / 128⌋, stream 8.
+    - M[j, d] is the sign from bit d mod 128 of the call at position o + j, block ⌊d / 128⌋, stream 9.
+    The reduced vector has these numbers, row by row, in the place of the matrix, and all other elements as they are.
+    It is mapped by `sjlt-1` with the same seed, model id and s.
+
 `none-1`
     R is the identity, k = P.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,3 +110,39 @@ def matrix(
     else:
         raise ValueError(f"Unknown algorithm '{algorithm}'. Expected 'rademacher-1', 'normal-1' or 'sjlt-1'.")
     return result
+
+
+def factored_sizes(shape: Sequence[int], p: int) -> tuple[int, int] | None:
+    """Sizes I and J of the matrices of a parameter in `factored-1`; `None` if it is none of large matrices."""
+    for height, width in ([shape[-2:]] if len(shape) > 2 else []) + [(shape[0], math.prod(shape[1:]))]:
+        if len(shape) > 1 and p * (height + width + p) <= height * width:
+            return height, width
+    return None
+
+
+def two_sided(o: int, height: int, width: int, p: int, seed: int, model_id: int) -> NDArray[np.float64]:
+    """The map of a matrix at position o to its p × p numbers in `factored-1`, as a dense `(I · J, p · p)` array."""
+    left, right = (
+        np.array(
+            [[sign(philox(o + i, c // 128, stream, seed, model_id), c % 128) for c in range(p)] for i in range(n)]
+        )
+        for stream, n in ((8, height), (9, width))
+    )
+    return np.kron(left, right) / p
+
+
+def factored_matrix(
+    shapes: Sequence[Sequence[int]], p: int, k: int, seed: int, model_id: int, nonzeros: int = 1
+) -> NDArray[np.float64]:
+    """The unscaled R of `factored-1` as a dense `(P, k)` array."""
+    rows: list[NDArray[np.float64]] = []
+    position, reduced = 0, 0
+    for shape in shapes:
+        sizes, stop = factored_sizes(shape, p), position + math.prod(shape)
+        while position < stop:
+            n, size = (math.prod(sizes), p * p) if sizes else (stop - position, stop - position)
+            sparse = matrix("sjlt-1", reduced, size, k, seed, model_id, nonzeros)
+            rows.append(two_sided(position, *sizes, p, seed, model_id) @ sparse if sizes else sparse)
+            position += n
+            reduced += size
+    return np.concatenate(rows)
