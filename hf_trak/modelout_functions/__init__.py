@@ -19,13 +19,18 @@ from hf_trak.modelout_functions.classification import (
 )
 from hf_trak.modelout_functions.clip import CLIPModelOutput, MissingEmbeddingsError
 from hf_trak.modelout_functions.clip_sigmoid import SigLIPModelOutput
+from hf_trak.modelout_functions.dpo import DPOModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
+from hf_trak.modelout_functions.kto import KTOModelOutput
 from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, LossModelOutput
 from hf_trak.modelout_functions.masked_lm import MaskedLMModelOutput
 from hf_trak.modelout_functions.multi_label import MultiLabelClassificationModelOutput
+from hf_trak.modelout_functions.orpo import ORPOModelOutput
+from hf_trak.modelout_functions.policy import GRPOModelOutput, PPOModelOutput
 from hf_trak.modelout_functions.question_answering import QuestionAnsweringModelOutput
 from hf_trak.modelout_functions.registry import TASK_TO_MODELOUT, get_task, infer_task
 from hf_trak.modelout_functions.regression import RegressionModelOutput
+from hf_trak.modelout_functions.reward import RewardModelOutput
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
 from hf_trak.modelout_functions.token_classification import TokenClassificationModelOutput
 
@@ -38,16 +43,22 @@ __all__ = [
     "CLIPModelOutput",
     "CausalLMModelOutput",
     "ClassificationModelOutput",
+    "DPOModelOutput",
     "FunctionModelOutput",
+    "GRPOModelOutput",
     "GaussNewtonModelOutput",
     "ImageClassificationModelOutput",
     "IterativeImageClassificationModelOutput",
+    "KTOModelOutput",
     "LossModelOutput",
     "MaskedLMModelOutput",
     "MissingEmbeddingsError",
     "MultiLabelClassificationModelOutput",
+    "ORPOModelOutput",
+    "PPOModelOutput",
     "QuestionAnsweringModelOutput",
     "RegressionModelOutput",
+    "RewardModelOutput",
     "Seq2SeqLMModelOutput",
     "Side",
     "SigLIPModelOutput",

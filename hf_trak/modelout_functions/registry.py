@@ -6,15 +6,26 @@ from typing import Any
 import torch
 
 from hf_trak.modelout_functions.base import AbstractModelOutput
+from hf_trak.modelout_functions.dpo import DPOModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
 from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
+from hf_trak.modelout_functions.kto import KTOModelOutput
 from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, LossModelOutput
+from hf_trak.modelout_functions.orpo import ORPOModelOutput
+from hf_trak.modelout_functions.policy import GRPOModelOutput, PPOModelOutput
 from hf_trak.modelout_functions.positions import unwrapped
+from hf_trak.modelout_functions.reward import RewardModelOutput
 
 TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
     **TASKS_OF_MODELS,
     "loss": LossModelOutput,
     "gauss_newton": GaussNewtonModelOutput,
+    "dpo": DPOModelOutput,
+    "reward": RewardModelOutput,
+    "kto": KTOModelOutput,
+    "orpo": ORPOModelOutput,
+    "grpo": GRPOModelOutput,
+    "ppo": PPOModelOutput,
 }
 """Task classes by name: the tasks of the `trak` API first."""
 

@@ -1,0 +1,164 @@
+"""`CompletionModelOutput`: log-probabilities of completions behind their prompts, for preferences and policies."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput
+from hf_trak.modelout_functions.batches import looked_at
+from hf_trak.modelout_functions.positions import takes_positions, with_positions
+from hf_trak.modelout_functions.token_tasks import prepended_tokens
+from hf_trak.modelout_functions.tokens import token_logits
+
+COMPLETION_MASK = "completion_mask"
+"""1 on the tokens of the completion, 0 on those of the prompt and on padding."""
+
+
+class CompletionModelOutput(BatchedModelOutput):
+    """Base class of tasks whose samples are one or two sequences of a prompt and a completion.
+
+    Batches are mappings. With one sequence per sample, `input_ids` is `(B, T)`, with two `(B, 2, T)`; the model is
+    given `(B, T)` or `(2 B, T)`, both sequences of a sample next to each other.
+    """
+
+    head: ClassVar[str] = "AutoModelForCausalLM"
+    own_columns: ClassVar[tuple[str, ...]] = (COMPLETION_MASK,)
+    """Entries of a batch that the task reads and the model is not given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._positions = False
+        self._prepended = 0
+
+    def bind(self, model: torch.nn.Module) -> None:
+        self._positions = takes_positions(model)
+        self._prepended = prepended_tokens(model)
+
+    def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        entries = as_named(batch)
+        given = entries["input_ids"]
+        inputs = {
+            name: _flat(value) if isinstance(value, Tensor) and given.ndim == 3 and value.ndim > 1 else value
+            for name, value in entries.items()
+            if name not in self.own_columns
+        }
+        return (), with_positions(inputs) if self._positions else inputs
+
+    def token_log_probs(self, model_output: Any, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Compute the log-probability of every token but the first, given the tokens before it.
+
+        Args:
+            model_output: what the model returned.
+            batch: the batch.
+            temperature: the logits are divided by it.
+
+        Returns:
+            Log-probabilities `(B, T − 1)` or `(B, 2, T − 1)`, float32 (float64 for float64 logits), differentiable,
+            and a mask of the same shape that marks the tokens of completions.
+        """
+        entries = as_named(batch)
+        tokens, mask = entries["input_ids"], entries[COMPLETION_MASK] != 0
+        flat = _flat(tokens) if tokens.ndim == 3 else tokens
+        logits = token_logits(model_output, flat, self.head, self._prepended)
+        return _log_probs(logits, flat, temperature).reshape(*tokens.shape[:-1], -1), mask[..., 1:]
+
+    def check_completions(self, mask: Tensor) -> None:
+        """Refuse samples with an empty completion, whose log-probability is 0 for every model.
+
+        Args:
+            mask: marks the tokens of completions, `(B, …, T)`.
+
+        Raises:
+            ValueError: a completion has no token.
+        """
+        empty = looked_at(~mask.flatten(1, -2).any(dim=-1) if mask.ndim > 2 else ~mask.any(dim=-1))
+        if bool(empty.any()):
+            raise ValueError(
+                f"A completion of sample {int(empty.reshape(len(empty), -1).any(dim=1).nonzero()[0])} of the batch "
+                "has no token. Expected at least one. Leave the row out, or truncate it less."
+            )
+
+
+def checked_positive(value: float, name: str) -> float:
+    """Return a number that has to be positive and finite.
+
+    Args:
+        value: the number.
+        name: name of the argument, for the error message.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"`{name}` is {value!r}. Expected a positive finite number.")
+    return float(value)
+
+
+def as_named(batch: Batch) -> Mapping[str, Any]:
+    """Return a batch that is a mapping with tokens and a mask of completions.
+
+    Raises:
+        TypeError: it is no mapping.
+        ValueError: an entry is missing.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"The batch is a {type(batch).__name__}. Expected a mapping with `input_ids` and `{COMPLETION_MASK}`. Use "
+            "the data collator of the trainer."
+        )
+    if "input_ids" not in batch:
+        raise ValueError(
+            f"The batch has the keys {list(batch)}, and no `input_ids`. Expected tokens of prompts and completions. "
+            "See the documentation of preferences for the columns of rows."
+        )
+    return batch
+
+
+def column_of(batch: Batch, name: str, like: Tensor, remedy: str) -> Tensor:
+    """Return a column of one number per sample.
+
+    Args:
+        batch: the batch.
+        name: name of the column.
+        like: values `(B,)`, whose shape and dtype the column is to have.
+        remedy: what to do where it is missing, for the error message.
+
+    Raises:
+        ValueError: there is no such column, or it has another shape.
+    """
+    column = as_named(batch).get(name)
+    if not isinstance(column, Tensor) or column.shape != like.shape:
+        given = f"the shape {tuple(column.shape)}" if isinstance(column, Tensor) else f"the value {column!r}"
+        raise ValueError(f"`{name}` of the batch has {given}. Expected one number per sample. {remedy}")
+    return column.to(like.dtype)
+
+
+def check_finite(values: Tensor, what: str) -> None:
+    """Raise `ValueError` if a number is NaN or infinite, naming the sample.
+
+    Args:
+        values: `(B,)`.
+        what: what they are, for the error message.
+    """
+    bad = looked_at(~values.isfinite())
+    if bool(bad.any()):
+        raise ValueError(
+            f"{what} of sample {int(bad.nonzero()[0])} is not finite. Expected a finite number. Look at that row for "
+            "a missing value or an empty completion."
+        )
+
+
+def _flat(value: Tensor) -> Tensor:
+    """Put the two sequences of every sample next to each other: `(B, 2, …)` becomes `(2 B, …)`."""
+    return value.flatten(0, 1)
+
+
+def _log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    logits = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1.0:
+        logits = logits / temperature
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return -losses.view(tokens.shape[0], -1)

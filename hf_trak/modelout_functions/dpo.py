@@ -1,0 +1,96 @@
+"""Direct preference optimization (DPO, Rafailov et al., arXiv 2305.18290).
+
+With π the model, π_ref the reference model, y_c and y_r the chosen and the rejected answer to a prompt,
+
+    h = β [ (log π(y_c) − log π(y_r)) − (log π_ref(y_c) − log π_ref(y_r)) ]
+    L = −log σ(h)                                                                    (Equation 7 of the paper)
+
+is a logistic regression on h, the logit of the Bradley-Terry probability that y_c is preferred. So f = h and
+q = −∂L/∂h = σ(−h) = 1 − p, as for classification (TRAK paper, arXiv 2303.14186, Section 3.3), and q ∇f is the
+gradient of Equation 7. The reference is a constant that no gradient sees: rows need it for q, targets do not.
+
+Other losses of h, by the names that TRL gives them: `hinge` (SLiC, arXiv 2305.10425), max(0, 1 − h); `ipo`
+(arXiv 2310.12036, Equation 17), ((h − ½)/β)², with log-probabilities per token; `robust` (arXiv 2403.00409), −log σ
+corrected for labels of which the part ε is wrong; `sigmoid_norm`, −log σ with log-probabilities per token.
+"""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from hf_trak.modelout_functions.base import Batch, Side
+from hf_trak.modelout_functions.completions import COMPLETION_MASK, as_named, checked_positive, column_of
+from hf_trak.modelout_functions.pairs import REFERENCES, LikelihoodPairs
+
+DPOLoss = Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust"]
+
+REFERENCE_REMEDY = (
+    "Log-probabilities of the reference model are columns of the rows: `TrakAttributor.from_trainer` computes them, "
+    "and so does `precompute_ref_log_probs=True` of the trainer."
+)
+
+
+class DPOModelOutput(LikelihoodPairs):
+    """The task `dpo`: f = h, the logit by which the model prefers the chosen answer more than its reference does."""
+
+    def __init__(self, beta: float = 0.1, loss_type: DPOLoss = "sigmoid", label_smoothing: float = 0.0) -> None:
+        """
+        Args:
+            beta (`float`, *optional*, defaults to 0.1):
+                β.
+            loss_type (`str`, *optional*, defaults to `"sigmoid"`):
+                `"sigmoid"`, `"sigmoid_norm"`, `"hinge"`, `"ipo"` or `"robust"`.
+            label_smoothing (`float`, *optional*, defaults to 0.0):
+                ε of `"robust"`, in [0, ½).
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
+        super().__init__()
+        self.beta = checked_positive(beta, "beta")
+        if loss_type not in get_args(DPOLoss):
+            raise ValueError(f"`loss_type` is {loss_type!r}. Expected one of {list(get_args(DPOLoss))}.")
+        if not 0 <= label_smoothing < 0.5:
+            raise ValueError(f"`label_smoothing` is {label_smoothing}. Expected a number in [0, 0.5).")
+        self.loss_type = loss_type
+        self.label_smoothing = label_smoothing
+
+    @property
+    def is_likelihood(self) -> bool:
+        """Whether the loss is −log σ(h)."""
+        return self.loss_type in ("sigmoid", "sigmoid_norm")
+
+    def margin(self, model_output: Any, batch: Batch, side: Side) -> Tensor:
+        log_probs, mask = self.token_log_probs(model_output, batch)
+        sums = torch.where(mask, log_probs, 0.0).sum(dim=2)
+        if side == "train" or all(name in as_named(batch) for name in REFERENCES):
+            references = [column_of(batch, name, sums[:, 0], REFERENCE_REMEDY) for name in REFERENCES]
+            sums = sums - torch.stack(references, dim=1)
+        if self.loss_type in ("ipo", "sigmoid_norm"):
+            sums = sums / as_named(batch)[COMPLETION_MASK].sum(dim=2).clamp(min=1)
+        return self.beta * (sums[:, 0] - sums[:, 1])
+
+    def loss_of(self, margin: Tensor) -> Tensor:
+        if self.loss_type == "hinge":
+            return torch.relu(1 - margin)
+        if self.loss_type == "ipo":
+            return ((margin - 0.5) / self.beta).square()
+        correct, wrong = (torch.nn.functional.softplus(sign * margin) for sign in (-1, 1))
+        smoothing = self._smoothing
+        return ((1 - smoothing) * correct - smoothing * wrong) / (1 - 2 * smoothing)
+
+    def q_of(self, margin: Tensor) -> Tensor:
+        if self.loss_type == "hinge":
+            return (margin < 1).to(margin.dtype)
+        if self.loss_type == "ipo":
+            return -2 * (margin - 0.5) / self.beta**2
+        smoothing = self._smoothing
+        return ((1 - smoothing) * torch.sigmoid(-margin) + smoothing * torch.sigmoid(margin)) / (1 - 2 * smoothing)
+
+    def check(self, model_output: Any, batch: Batch) -> None:
+        self.check_completions(as_named(batch)[COMPLETION_MASK][..., 1:] != 0)
+
+    @property
+    def _smoothing(self) -> float:
+        return self.label_smoothing if self.loss_type == "robust" else 0.0
