@@ -6,7 +6,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.token_tasks import TokenModelOutput
+from hf_trak.modelout_functions.base import Batch
+from hf_trak.modelout_functions.sliced_margins import sliced_margin
+from hf_trak.modelout_functions.token_tasks import SEQUENCE_NAMES, TokenModelOutput
+from hf_trak.modelout_functions.tokens import as_mapping
 
 
 class CausalLMModelOutput(TokenModelOutput):
@@ -32,3 +35,8 @@ class CausalLMModelOutput(TokenModelOutput):
 
     def predictions(self, model_output: Any, labels: Tensor) -> Tensor:
         return super().predictions(model_output, labels)[:, :-1]  # position 0 has no prediction
+
+    def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
+        labels = self.labels(as_mapping(batch, SEQUENCE_NAMES))[0]
+        margins = sliced_margin(self.predictions(model_output, labels), labels[:, 1:])
+        return torch.nn.functional.pad(margins, (1, 0))  # zeros, which never count

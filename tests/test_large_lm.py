@@ -1,0 +1,107 @@
+"""Language models with large vocabularies: margins in slices have the same bits, and memory stays within a bound."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.func import grad, jvp, vmap
+
+from hf_trak.modelout_functions import sliced_margins
+from hf_trak.modelout_functions.causal_lm import CausalLMModelOutput
+from hf_trak.modelout_functions.margins import margin
+from hf_trak.modelout_functions.sliced_margins import sliced_margin
+
+REPOSITORY = Path(__file__).parents[1]
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("large_lm", REPOSITORY / "recipes" / "benchmarks" / "large_lm.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sliced_margins, "SLICE", 2**10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(2, 37, 500), (1, 9, 3000), (3, 1, 2000), (1, 1, 4000)])
+def test_margins_in_slices_have_the_same_bits(short_slices, dtype, shape):
+    torch.manual_seed(0)
+    logits, labels = (5 * torch.randn(shape)).to(dtype), torch.randint(0, shape[2], shape[:2])
+    labels[0, 0] = -100
+    assert logits.numel() > sliced_margins.SLICE
+    found, expected = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    margins, whole = sliced_margin(found, labels), margin(expected, labels)
+    slopes = torch.randn_like(whole)
+    margins.backward(slopes)
+    whole.backward(slopes)
+    assert torch.equal(margins, whole) and margins.dtype == whole.dtype
+    assert torch.equal(found.grad, expected.grad) and found.grad.dtype == dtype
+
+
+def test_margins_in_slices_differentiate_as_the_formula_does(short_slices):
+    """Once and twice, in forward mode, and under vmap: what products with the Gauss-Newton matrix and engines need."""
+    torch.manual_seed(0)
+    sliced_margins.SLICE = 30  # restored by the fixture
+    logits, labels = torch.randn(2, 4, 9, dtype=torch.float64), torch.randint(0, 9, (2, 4))
+    labels[0, 0] = -100
+
+    def of(logits: torch.Tensor) -> torch.Tensor:
+        return sliced_margin(logits, labels)
+
+    assert torch.autograd.gradcheck(of, (logits.clone().requires_grad_(),), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(of, (logits.clone().requires_grad_(),))
+    gradients = vmap(grad(lambda row, label: sliced_margin(row[None], label[None]).square().sum()))
+    expected = vmap(grad(lambda row, label: margin(row[None], label[None]).square().sum()))
+    assert torch.equal(gradients(logits, labels), expected(logits, labels))
+    tangents = torch.randn(3, *logits.shape, dtype=torch.float64)
+    along = vmap(lambda tangent: jvp(of, (logits,), (tangent,))[1])(tangents)
+    exact = vmap(lambda tangent: jvp(lambda z: margin(z, labels), (logits,), (tangent,))[1])(tangents)
+    torch.testing.assert_close(along, exact, rtol=1e-12, atol=1e-12)
+
+
+def test_causal_lm_takes_its_margins_in_slices(short_slices, monkeypatch):
+    logits, ids = torch.randn(2, 8, 200), torch.randint(0, 200, (2, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    task = CausalLMModelOutput()
+    found = task.unit_margins({"logits": logits}, batch)
+    assert torch.equal(found[:, 1:], margin(logits[:, :-1], ids[:, 1:])) and not found[:, 0].any()
+    monkeypatch.setattr(sliced_margins._SlicedMargin, "apply", lambda *args: pytest.fail("in slices"))
+    with pytest.raises(pytest.fail.Exception, match="in slices"):
+        task.unit_margins({"logits": logits}, batch)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_memory_of_a_large_vocabulary_follows_from_the_budget(benchmark, tied):
+    """The whole per-sample gradients of the head would take seven budgets, and of the embedding, untied, as many."""
+    case = {"vocabulary": 49152, "width": 160, "tokens": 256, "rows": 2, "tied": tied, "budget": 8 * MIB}
+    benchmark.featurize_batch({**case, "vocabulary": 512, "tokens": 8})  # what is allocated once
+    found = benchmark.featurize_batch(case)
+    assert case["rows"] * found["weights"] > 7 * case["budget"]
+    assert found["peak"] < bound(case, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_a_vocabulary_of_262144(benchmark, dtype):
+    case = {"vocabulary": 262144, "width": 256, "tokens": 512, "rows": 2, "dtype": dtype, "budget": 32 * MIB}
+    found = benchmark.measured("vocabulary", {**case, "threads": 1})
+    assert found["peak"] < bound(case, found)
+
+
+def bound(case: dict, found: dict) -> int:
+    """The logits and their gradient in the dtype of the model, a block of gradients, and slices of the margins.
+
+    The projection makes a copy of a block that is not in float32. Beside them there are random signs, and the
+    activations of one small layer.
+    """
+    blocks = 1 if case.get("dtype", "float32") == "float32" else 3
+    return 2 * found["logits"] + blocks * case["budget"] + 3 * 4 * sliced_margins.SLICE + 24 * MIB
