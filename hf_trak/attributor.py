@@ -14,6 +14,8 @@ from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.maps import GradientMap
 from hf_trak.curvature.refinement import Refinement, checked_refinement
 from hf_trak.curvature.report import CurvatureReport
+from hf_trak.data.preferences import PreparingCollator, kind_of, trainer_task, training_rows
+from hf_trak.data.reference_log_probs import with_references
 from hf_trak.data.row_part import RowPart
 from hf_trak.data.rows import Collator, row_count
 from hf_trak.data.trainer_columns import trainer_collator
@@ -90,8 +92,12 @@ class TrakAttributor(FeaturizedModel):
         trainer: Any,
         args: TrakConfig | None = None,
         task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
+        train_dataset: Any = None,
     ) -> "TrakAttributor":
         """Take model, training dataset, collator and processing class from a `transformers.Trainer`.
+
+        Trainers of preferences, rewards and policies of TRL also have a task, with the settings of their loss, and a
+        reference model, whose log-probabilities become columns of the rows.
 
         Args:
             trainer (`transformers.Trainer`):
@@ -102,11 +108,15 @@ class TrakAttributor(FeaturizedModel):
                 the model, as in TRL's trainers.
             task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
                 The model output function: a name, an `AbstractModelOutput`, or a function
-                `output_fn(model_output, batch) -> (B,)`. By default it follows from the class of the model.
+                `output_fn(model_output, batch) -> (B,)`. By default it follows from the trainer, or from the class of
+                the model.
+            train_dataset (`Dataset`, *optional*):
+                Rows in place of those of the trainer: the rollouts of a trainer of policies.
 
         Raises:
             TypeError: `trainer` is no `Trainer`, or `args` no `TrakConfig`.
-            ValueError: the trainer has no training dataset, `args.output_dir` is the trainer's own, and all of
+            ValueError: the trainer has no training dataset, `args.output_dir` is the trainer's own, there is no task
+                for the loss of a trainer of preferences, its rows are none or lack a reference model, and all of
                 `TrakAttributor(...)`.
         """
         parts = ("model", "args", "train_dataset", "data_collator", "processing_class", "accelerator")
@@ -116,7 +126,7 @@ class TrakAttributor(FeaturizedModel):
                 "Expected a `transformers.Trainer`. From a model and its rows: `TrakAttributor(model, args, "
                 "train_dataset=...)`; from a published index or a directory: `TrakAttributor.from_pretrained(...)`."
             )
-        if trainer.train_dataset is None:
+        if trainer.train_dataset is None and train_dataset is None:
             raise ValueError(
                 "The trainer has no `train_dataset`. Expected the dataset that the model was trained on. Build the "
                 "attributor with `TrakAttributor(model, args, train_dataset=...)`, or give the trainer its dataset."
@@ -136,13 +146,14 @@ class TrakAttributor(FeaturizedModel):
                 "use_cpu": args.use_cpu or trainer.args.device.type == "cpu",
             }
         )
+        rows = training_rows(trainer, train_dataset)
         return cls(
             trainer.accelerator.unwrap_model(trainer.model),
             args,
-            train_dataset=trainer.train_dataset,
-            data_collator=trainer_collator(trainer),
+            train_dataset=with_references(trainer, rows, args.output_dir, args.use_cpu),
+            data_collator=trainer_collator(trainer) if kind_of(trainer) is None else PreparingCollator(trainer),
             processing_class=trainer.processing_class,
-            task=task,
+            task=trainer_task(trainer, rows) if task is None else task,
         )
 
     @classmethod

@@ -47,7 +47,8 @@ _PER_TOKEN = (ADVANTAGE, OLD, REFERENCE)
 class RolloutCollator:
     """Collate rollouts: `prompt_ids`, `completion_ids`, `advantage`, and log-probabilities per token of completions.
 
-    Trainers of policies collate prompts alone, so theirs is not called, and only asked for its padding token.
+    Trainers of policies collate prompts alone, so theirs is not called. It is only asked for its padding token, and to
+    make tokens of rows, if it has a method `ready(rows)`.
     """
 
     def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
@@ -63,6 +64,8 @@ class RolloutCollator:
         Raises:
             ValueError: a row has no completion, or a list that is not as long as it.
         """
+        ready = getattr(self.collator, "ready", None)
+        rows = rows if ready is None else ready(rows)
         for place, row in enumerate(rows):
             _check_row(row, place)
         completions = [list(row["completion_ids"]) for row in rows]
@@ -185,6 +188,7 @@ class PPOModelOutput(PolicyModelOutput):
         epsilon: float = 0.2,
         epsilon_high: float | None = None,
         beta: float = 0.0,
+        weighted_kl: bool = False,
     ) -> None:
         """
         Args:
@@ -198,6 +202,9 @@ class PPOModelOutput(PolicyModelOutput):
                 ε above 1. The default is `epsilon`.
             beta (`float`, *optional*, defaults to 0.0):
                 β, the weight of the divergence from the reference policy, for which rows have `ref_logps`.
+            weighted_kl (`bool`, *optional*, defaults to `False`):
+                Multiply k_t by ρ_t, which makes up for the policy that wrote the rollout (DeepSeek-V3.2, arXiv
+                2512.02556). It is TRL's `use_bias_correction_kl`.
 
         Raises:
             ValueError: an argument is out of range.
@@ -208,6 +215,7 @@ class PPOModelOutput(PolicyModelOutput):
         if not 0 <= beta < float("inf"):
             raise ValueError(f"`beta` is {beta}. Expected a finite number of at least 0.")
         self.beta = float(beta)
+        self.weighted_kl = bool(weighted_kl)
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         if side == "target":
@@ -231,7 +239,8 @@ class PPOModelOutput(PolicyModelOutput):
         gains = torch.minimum(ratios * advantages, clipped * advantages)
         if self.beta > 0:
             distance = torch.where(mask, self._per_token(batch, REFERENCE, log_probs) - log_probs, 0.0)
-            gains = gains - self.beta * (distance.exp() - distance - 1)
+            divergence = distance.exp() - distance - 1
+            gains = gains - self.beta * (divergence * ratios if self.weighted_kl else divergence)
         return -self.weighted(gains, mask)
 
     def _advantages(self, batch: Batch, like: Tensor) -> Tensor:

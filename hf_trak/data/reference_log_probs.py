@@ -1,0 +1,162 @@
+"""Log-probabilities of training rows under the reference model of a trainer, computed once and kept as columns."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+
+from hf_trak.data.preferences import PreparingCollator, kind_of
+from hf_trak.identity.row_digest import fingerprint_dataset
+from hf_trak.modelout_functions.dpo import DPOModelOutput
+from hf_trak.modelout_functions.kto import KTOModelOutput
+from hf_trak.runtime.processes import Processes
+from hf_trak.runtime.sharding import is_sharded
+from hf_trak.store.atomic import json_bytes, read_json, write_bytes
+from hf_trak.weights.adapters import adapter_tensors
+from hf_trak.weights.checkpoints import fingerprint_state_dict
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "reference_log_probs"
+"""Where they are kept, in the output directory."""
+
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "DPOTrainer": ("ref_chosen_logps", "ref_rejected_logps"),
+    "KTOTrainer": ("ref_logps", "ref_KL_logps"),
+}
+
+
+def with_references(trainer: Any, rows: Any, output_dir: str | Path, use_cpu: bool = False) -> Any:
+    """Add log-probabilities of the reference model to training rows, unless they have them.
+
+    They are computed once, and kept in the output directory, by the contents of rows and reference model.
+
+    Args:
+        trainer: the trainer, with its reference model, or with an adapter that can be switched off.
+        rows: prepared rows.
+        output_dir: the output directory of the attribution.
+        use_cpu: whether the attribution runs on the CPU.
+
+    Returns:
+        The rows with the columns that their task needs; the rows themselves if it needs none.
+
+    Raises:
+        ValueError: there is no reference model, or it is divided over processes.
+        StoreError: the file cannot be read or written.
+    """
+    kind = kind_of(trainer)
+    if kind is None or kind not in _NEEDED:
+        return rows
+    needed = _NEEDED[kind]
+    if kind == "KTOTrainer" and "KL_completion_ids" not in rows.column_names:
+        needed = needed[:1]
+    missing = [name for name in needed if name not in rows.column_names]
+    if not missing:
+        return rows
+    model = _reference_of(trainer)
+    processes = Processes(use_cpu)
+    # names and contents alone: the weights of an adapter that is switched off do not matter
+    adapter = {name for name, _ in adapter_tensors(model)} if hasattr(model, "peft_config") else set()
+    weights = fingerprint_state_dict({n: t for n, t in model.state_dict().items() if n not in adapter})
+    digest = f"{fingerprint_dataset(rows)[:16]}-{weights[:16]}"
+    path = Path(output_dir) / DIRECTORY / f"{digest}.json"
+
+    def columns() -> dict[str, list[float]]:
+        if not path.exists():
+            logger.info("Log-probabilities of %d rows under the reference model.", len(rows))
+            write_bytes(path, json_bytes(_reference_columns(trainer, model, rows, needed)))
+        return read_json(path)
+
+    found = processes.broadcast_from_main(columns)
+    for name in missing:
+        rows = rows.add_column(name, found[name])
+    return rows
+
+
+def _reference_of(trainer: Any) -> Any:
+    model = getattr(trainer, "ref_model", None)
+    if model is None:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if not hasattr(model, "peft_config"):
+            raise ValueError(
+                f"The rows of the {type(trainer).__name__} have no log-probabilities of the reference model, and the "
+                "trainer holds no such model. Expected columns of `precompute_ref_log_probs=True`, or `ref_model=`. "
+                "Give the trainer one of them."
+            )
+    model = trainer.accelerator.unwrap_model(model)
+    if is_sharded(model) or getattr(trainer, "is_deepspeed_enabled", False):
+        raise ValueError(
+            "The reference model is divided over processes. Expected its log-probabilities as columns of the rows. "
+            "Set `precompute_ref_log_probs=True` in the arguments of the trainer."
+        )
+    return model
+
+
+def _reference_columns(
+    trainer: Any, model: torch.nn.Module, rows: Any, names: tuple[str, ...]
+) -> dict[str, list[float]]:
+    task = DPOModelOutput() if kind_of(trainer) == "DPOTrainer" else KTOModelOutput()
+    collate = task.collator(PreparingCollator(trainer))
+    size = trainer.args.per_device_train_batch_size
+    device = next(model.parameters()).device
+    own = getattr(trainer, "ref_model", None) is not None
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    task.bind(model)
+    with torch.no_grad(), _evaluating(model), nullcontext() if own else _without_adapter(model):
+        for start in range(0, len(rows), size):
+            some = list(rows.select(range(start, min(start + size, len(rows)))))
+            batch = send_to_device(collate(some), device)
+            for name, values in _log_probs(task, model, batch, names).items():
+                parts[name].append(values.float().cpu())
+    return {name: torch.cat(values).tolist() for name, values in parts.items()}
+
+
+def _log_probs(
+    task: Any, model: torch.nn.Module, batch: Mapping[str, Any], names: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    """Compute the columns of one batch, `(B,)` each."""
+
+    def sums(given: Mapping[str, Any]) -> torch.Tensor:
+        args, kwargs = task.model_inputs(given)
+        log_probs, mask = task.token_log_probs(model(*args, **kwargs), given)
+        return torch.where(mask, log_probs, 0.0).sum(dim=-1)
+
+    if isinstance(task, DPOModelOutput):
+        return dict(zip(names, sums(batch).unbind(1), strict=True))
+    found = [sums(batch)]
+    if len(names) > 1:
+        found.append(sums({k.removeprefix("KL_"): v for k, v in batch.items() if k.startswith("KL_")}))
+    return dict(zip(names, found, strict=True))
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _without_adapter(model: Any) -> Iterator[None]:
+    """Switch the adapter off, or to the one called "ref", which TRL takes for the reference if there is one."""
+    if "ref" not in model.peft_config:
+        with model.disable_adapter():
+            yield
+        return
+    active = model.active_adapter
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    model.set_adapter("ref")
+    try:
+        yield
+    finally:
+        model.set_adapter(active)
+        for parameter, flag in flags:  # which `set_adapter` changes
+            parameter.requires_grad_(flag)
