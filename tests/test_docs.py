@@ -25,6 +25,7 @@ from hub_server import TOKEN, Hub, client, hub
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertConfig, BertForMaskedLM, DataCollatorWithPadding
+from vlm_models import conversations, processor_of_words, vlm
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.main import COMMANDS
@@ -260,6 +261,18 @@ def test_packing(place: Path) -> None:
     assert [found[0] for found in namespace["rows_of_best"]] == [0, 0]
 
 
+def test_vision_language(place: Path) -> None:
+    trl = pytest.importorskip("trl")
+    rows, model = conversations(6), vlm("qwen2_vl")
+    model.config.pad_token_id = 0
+    options = {"max_length": None, "bf16": False, "gradient_checkpointing": False, "report_to": [], "use_cpu": True}
+    args = trl.SFTConfig("out", max_steps=1, save_strategy="no", disable_tqdm=True, **options)
+    trainer = trl.SFTTrainer(model, args=args, train_dataset=rows, processing_class=processor_of_words())
+    namespace = {"trainer": trainer, "eval_dataset": rows.select([1])}
+    run_page("docs/vision_language.md", namespace, hf_trak_command)
+    assert namespace["scored"][0]["trak_indices"][0] == 1
+
+
 def test_engines(place: Path) -> None:
     batch: dict[str, Tensor] = {"input_ids": torch.randint(1, 30, (4, 7)), "attention_mask": torch.ones(4, 7)}
     model = tiny_bert()
@@ -411,6 +424,7 @@ RUN_HERE = {
     "docs/tasks.md",
     "docs/randomness.md",
     "docs/packing.md",
+    "docs/vision_language.md",
     "docs/engines.md",
     "docs/projections.md",
     "docs/hub.md",

@@ -17,6 +17,7 @@ from transformers.utils.generic import find_labels
 from hf_trak.data.batch_limits import BatchLimits
 from hf_trak.data.drawn_rows import DrawnRows, RowDraws
 from hf_trak.data.generators import generators_kept
+from hf_trak.data.images import ImageTokens, SplitRows, split_at_images
 from hf_trak.data.model_inputs import check_rows, stored_columns
 from hf_trak.data.packing import TOKENS, cut_at_rows
 from hf_trak.identity.collation import Collate, drawn_at_random, probe_rows
@@ -124,6 +125,7 @@ class RowBatches:
         limits: BatchLimits | None = None,
         draws: RowDraws | None = None,
         side: str = "train",
+        images: ImageTokens | None = None,
     ) -> None:
         """
         Args:
@@ -136,6 +138,7 @@ class RowBatches:
             limits: sizes that the model is limited to. Every batch is checked against them.
             draws: how rows are drawn that come out of dataset or collator at random. `None` takes them as they come.
             side: `"train"` or `"target"`, whose draws are independent.
+            images: the model's tokens of images, by which these are told apart. `None` leaves them as they come.
 
         Raises:
             ValueError: the dataset has none of the columns.
@@ -143,6 +146,7 @@ class RowBatches:
         self.stored = stored_columns(dataset)
         self._given = dataset
         self._draws = draws
+        self._images = images
         self._was_cut = False
         self._end_to_end: bool | None = None
         if columns is not None:
@@ -174,7 +178,7 @@ class RowBatches:
         self._was_cut = batch is not made
         if self.limits is not None:
             self.limits.check(batch, self.stored)
-        return batch
+        return batch if self._images is None else split_at_images(batch, rows, self._images)
 
     @property
     def drawn(self) -> bool:
@@ -269,6 +273,8 @@ class RowBatches:
     def iterate(self, batches: Iterable[Sequence[int]], draws: int = 1) -> Iterator[tuple[list[int], Any]]:
         """Yield `(row numbers, batch)` for every list of row numbers in `batches`, the batch on the device.
 
+        Rows with images of different sizes come in a batch for each size, see [`~hf_trak.data.images`].
+
         Args:
             batches: lists of row numbers.
             draws: number of draws of random rows, which come one after the other for each list of rows. Other rows
@@ -290,7 +296,11 @@ class RowBatches:
             pin_memory=self.pin_memory,
         )
         for rows, batch in zip(cuts, loader, strict=True):
-            yield rows, send_to_device(batch, self.device)
+            if not isinstance(batch, SplitRows):
+                yield rows, send_to_device(batch, self.device)
+                continue
+            for places, part in batch:
+                yield [rows[place] for place in places], send_to_device(part, self.device)
 
 
 def _as_it_is(batch: Any) -> Any:

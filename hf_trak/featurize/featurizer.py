@@ -20,6 +20,7 @@ from hf_trak.config import TrakConfig
 from hf_trak.curvature.maps import GradientMap, MapSink
 from hf_trak.data.batch_limits import BatchLimits
 from hf_trak.data.drawn_rows import RowDraws
+from hf_trak.data.images import ImageTokens
 from hf_trak.data.rows import Collator, RowBatches, batch_rows, forward_columns
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError
 from hf_trak.featurize.batch_size import BatchSizeFinder
@@ -543,6 +544,7 @@ def row_batches(
         limits=BatchLimits.of(model),
         draws=draws,
         side=side,
+        images=ImageTokens.of(model),
     )
 
 

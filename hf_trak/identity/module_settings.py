@@ -41,6 +41,7 @@ LIBRARY_VOLATILE = {
     "all_tied_weights_keys": "names of parameters, whose values are given",
     "layer_types": "of rotary embeddings: those of the config, in the order of a set",
     "max_seq_len_cached": "rotary embeddings note the longest sequence so far",
+    "rope_deltas": "models of images note the positions of the last batch",
     "chunk_size_feed_forward": "saves memory, computes the same",
     "kernel_config": "another implementation of the same computation",
     "attn_implementation": "the same",

@@ -23,6 +23,10 @@ Batch = Mapping[str, Any] | Sequence[Tensor]
 """A Hugging Face batch (names to tensors), or a plain sequence of tensors as in the `trak` API; the batch dimension
 comes first in both."""
 
+STACKED = "stacked"
+"""Key of a batch under which it lists the tensors that have a dimension of rows for hf_trak alone: the model takes the
+images of all rows along one dimension."""
+
 Side = Literal["train", "target"]
 """The role of a sample: a training example (a row of X) or a target (a row of t). `loss`, and `regression` with
 `target="fit"`, have another f for targets."""
@@ -196,7 +200,14 @@ def call_model(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call `model(*args, **kwargs)` with the given weights and buffers, or with its own where `weights` is `None`."""
+    """Call `model(*args, **kwargs)` with the given weights and buffers, or with its own where `weights` is `None`.
+
+    Arguments that are named in `kwargs["stacked"]`, see [`STACKED`], lose their dimension of rows.
+    """
+    if STACKED in kwargs:
+        kwargs = dict(kwargs)
+        for name in kwargs.pop(STACKED):
+            kwargs[name] = kwargs[name].flatten(0, 1)
     if weights is None:
         return model(*args, **kwargs)
     return torch.func.functional_call(model, (dict(weights), dict(buffers or {})), args, kwargs)
