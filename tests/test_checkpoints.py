@@ -1,6 +1,7 @@
 """Checkpoints load from everything that Trainer users have, and never run code or leave traces."""
 
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -41,6 +42,49 @@ def test_every_kind_of_checkpoint_loads(kind: str, tmp_path: Path) -> None:
         torch.save({"state_dict": state, "epoch": 3}, path)
     load_into(target, {"module": source, "state_dict": state}.get(kind, path))
     assert same(dict(target.state_dict()), dict(state))
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "module", "net"])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "model.", "model._orig_mod."])
+def test_checkpoints_of_ordinary_trainings(key: str, prefix: str, tmp_path: Path) -> None:
+    """Weights beside an optimizer, under the names that wrappers and Lightning give them."""
+    source, target = make_model(1), make_model(2)
+    state = {prefix + name: value for name, value in source.state_dict().items()}
+    beside = {
+        "optimizer": torch.optim.AdamW(source.parameters()).state_dict(),
+        "epoch": 3,
+        "hyper_parameters": {"lr": 1},
+    }
+    torch.save({**beside, key: state}, tmp_path / "last.ckpt")
+    load_into(target, tmp_path / "last.ckpt")
+    assert same(dict(target.state_dict()), dict(source.state_dict()))
+
+
+def test_names_inside_compiled_blocks_and_beside_a_loss(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hf_trak")
+    source, target = make_model(1), make_model(2)
+    weights = dict(source.state_dict())
+    compiled = {name.replace("3.", "3._orig_mod.") if name[0] == "3" else name: one for name, one in weights.items()}
+    load_into(target, compiled)
+    assert same(dict(target.state_dict()), weights)
+    lightning = {**{f"net.{name}": value for name, value in weights.items()}, "criterion.margin": torch.ones(2)}
+    target = make_model(2)
+    load_into(target, lightning)
+    assert same(dict(target.state_dict()), weights)
+    assert "weights below 'net.' are taken, and not ['criterion.margin']" in caplog.text
+
+
+def test_two_models_in_one_file_are_refused(tmp_path: Path) -> None:
+    state = make_model(1).state_dict()
+    both = {f"{prefix}.{name}": value for name, value in state.items() for prefix in ("student", "teacher")}
+    with pytest.raises(ValueError, match=r"under the names \['student\.', 'teacher\.'\]"):
+        load_into(make_model(2), both)
+    torch.save({"model": state, "net": state}, tmp_path / "two.pt")
+    with pytest.raises(ValueError, match=r"holds weights under \['model', 'net'\]"):
+        load_into(make_model(2), tmp_path / "two.pt")
+    foreign = {f"other.{name}.deep": value for name, value in state.items()}
+    with pytest.raises(ValueError, match="does not fit the model"):
+        load_into(make_model(2), foreign)
 
 
 @pytest.mark.parametrize("shard_size", ["10MB", "10KB"])

@@ -19,15 +19,17 @@ from transformers import PreTrainedModel
 from hf_trak.runtime.sharding import is_sharded, is_sharded_tensor, reshard
 from hf_trak.weights.adapters import adapter_state_dict, adapter_tensors, check_not_quantized, is_adapter, load_adapter
 from hf_trak.weights.dcp import dcp_directory, load_dcp, read_dcp
+from hf_trak.weights.names import unwrapped, with_names_of
 from hf_trak.weights.sharded import load_whole, restore_into, whole
 
 Checkpoint = torch.nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
-"""A module, a state dict, a `checkpoint-N` directory (also of sharded training), or a `.safetensors`, `.bin`, `.pt` or
-`.pth` file."""
+"""A module, a state dict, a `checkpoint-N` directory (also of sharded training), or a `.safetensors`, `.bin`, `.pt`,
+`.pth`, `.tar` or `.ckpt` file, which may keep the weights beside other things."""
 
 WEIGHT_FILES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+FILE_SUFFIXES = (".safetensors", *_TORCH_SUFFIXES)
 
 
 def fingerprint_state_dict(state_dict: Mapping[str, Any]) -> str:
@@ -76,7 +78,7 @@ def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
     if not isinstance(checkpoint, str | os.PathLike):
         raise TypeError(
             f"A checkpoint is a {type(checkpoint).__name__}. Expected a module, a state dict, a checkpoint "
-            "directory, or a `.safetensors`, `.bin`, `.pt` or `.pth` file."
+            f"directory, or a file whose name ends in {', '.join(FILE_SUFFIXES)}."
         )
     path = Path(checkpoint)
     if path.is_dir():
@@ -140,8 +142,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
             ) from error
     if path.suffix not in _TORCH_SUFFIXES:
         raise ValueError(
-            f"The checkpoint file {str(path)!r} has the suffix {path.suffix!r}. Expected `.safetensors`, "
-            f"{', '.join(f'`{suffix}`' for suffix in _TORCH_SUFFIXES)}."
+            f"The checkpoint file {str(path)!r} has the suffix {path.suffix!r}. Expected one of {list(FILE_SUFFIXES)}."
         )
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -155,9 +156,9 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"The checkpoint file {str(path)!r} is damaged ({error}). Save it anew.") from error
     if not isinstance(content, Mapping):
         raise ValueError(f"The checkpoint file {str(path)!r} holds a {type(content).__name__}. Expected a state dict.")
-    if isinstance(content.get("state_dict"), Mapping):  # the common {"state_dict": …, "epoch": …} wrapping
-        content = content["state_dict"]
-    _check_tensors(content, f"the checkpoint file {str(path)!r}")
+    where = f"the checkpoint file {str(path)!r}"
+    content = unwrapped(content, where)
+    _check_tensors(content, where)
     return dict(content)
 
 
@@ -174,7 +175,8 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
 
     Tied weights that safetensors files leave out are set through the weights that they are tied to. Adapter files of
     PEFT go into the active adapter of a `PeftModel` and leave its base model as it is. Files of transformers have the
-    names of older versions for some architectures (ViT among them) and are converted as `from_pretrained` does.
+    names of older versions for some architectures (ViT among them) and are converted as `from_pretrained` does. Names
+    that `torch.compile`, data parallelism or Lightning have added to are brought back, see [`~hf_trak.weights.names`].
 
     Args:
         model: the model, changed in place.
@@ -191,6 +193,7 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     remedy = "Give the adapters as checkpoints (`save_pretrained` of the `PeftModel`), or load the model unquantized."
     check_not_quantized(model, "The checkpoint holds weights of the whole model", remedy)
     expected = model.state_dict()
+    state_dict = with_names_of(expected, state_dict)
     if isinstance(model, PreTrainedModel) and not set(state_dict) <= set(expected):
         state_dict = _converted(model, state_dict)
     _check_fit(expected, state_dict, tied=_tied_names(model, expected, set(state_dict)))
