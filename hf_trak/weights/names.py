@@ -37,8 +37,8 @@ def unwrapped(content: Mapping[Any, Any], where: str) -> Mapping[Any, Any]:
 def with_names_of(expected: Collection[str], state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename weights to the names in a model, where wrappers have added to them.
 
-    `torch.compile` adds `_orig_mod.`, data parallelism `module.`, and Lightning the name of an attribute, often `model.`,
-    beside which it keeps weights of losses and metrics, which are left out.
+    `torch.compile` adds `_orig_mod.`, data parallelism `module.`, and Lightning the name of an attribute, often
+    `model.`, beside which it keeps weights of losses and metrics, which are left out.
 
     Args:
         expected: names in the model.
