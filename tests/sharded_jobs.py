@@ -19,11 +19,14 @@ from transformers import (
     LlamaForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     ViTConfig,
     ViTForImageClassification,
 )
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.featurize.exact import ExactScores
 
 VOCABULARY = 40
 
@@ -52,6 +55,14 @@ def qwen_moe() -> nn.Module:
     return Qwen2MoeForCausalLM(config)
 
 
+def qwen3() -> nn.Module:
+    config = Qwen3Config(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=VOCABULARY, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
 def vit() -> nn.Module:
     config = ViTConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
@@ -60,7 +71,19 @@ def vit() -> nn.Module:
     return ViTForImageClassification(config)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "qwen_moe": qwen_moe, "vit": vit}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2, "llama": llama, "qwen_moe": qwen_moe, "qwen3": qwen3, "vit": vit,
+}  # fmt: skip
+
+_VIT = "vit.layers.*."
+PLANS: dict[str, Any] = {
+    "gpt2": {"transformer.wte": "embedding_rowwise", "lm_head": "colwise_gather_output"},
+    "vit": {
+        **{f"{_VIT}attention.{one}_proj": "colwise" for one in "qkv"},
+        f"{_VIT}attention.o_proj": "rowwise", f"{_VIT}mlp.fc1": "colwise", f"{_VIT}mlp.fc2": "rowwise",
+    },
+}  # fmt: skip
+"""Plans of tensor parallelism for models for which transformers has none."""
 
 
 def made(name: str, seed: int = 0) -> nn.Module:
@@ -80,8 +103,8 @@ def rows(name: str, n: int = 7, seed: int = 1) -> Dataset:
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The layers that FSDP2 gathers one at a time."""
-    found = [m for m in model.modules() if type(m).__name__ in ("GPT2Block", "LlamaDecoderLayer", "ViTLayer")]
-    return found + [m for m in model.modules() if type(m).__name__ == "Qwen2MoeDecoderLayer"]
+    found = [m for m in model.modules() if type(m).__name__ in ("GPT2Block", "ViTLayer")]
+    return found + [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
 
 
 def sharded(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
@@ -127,7 +150,7 @@ def run(job: Callable[[Path], Any], directory: Path) -> None:
 
 
 def tensor_parallel(name: str, directory: Path, fsdp_size: int) -> nn.Module:
-    """The model of `made`, divided in two by the plan that transformers has for it, and by FSDP2."""
+    """The model of `made`, divided in two by the plan that transformers or `PLANS` has for it, and by FSDP2."""
     from transformers.distributed import DistributedConfig
 
     from hf_trak.runtime.processes import Processes
@@ -136,8 +159,54 @@ def tensor_parallel(name: str, directory: Path, fsdp_size: int) -> nn.Module:
         made(name).save_pretrained(directory)
 
     Processes(True).broadcast_from_main(save)
-    config = DistributedConfig(tp_size=2, tp_plan="auto", fsdp_size=fsdp_size)
+    config = DistributedConfig(tp_size=2, tp_plan=PLANS.get(name, "auto"), fsdp_size=fsdp_size)
     return type(made(name)).from_pretrained(directory, distributed_config=config).eval()
+
+
+def compared(model: nn.Module, name: str, directory: Path, exact: bool = False) -> dict[str, Any]:
+    """Features and scores of a divided model, computed twice, and of a whole one; also exact ones under EK-FAC."""
+    ones = [attributor(model, name, directory / str(again)).featurize() for again in range(2)]
+    one, whole = ones[0], attributor(made(name), name, directory / "whole").featurize()
+    configs = [dict(a.store.config, model_name=None) for a in (one, whole)]
+
+    def change(scores: Callable[[TrakAttributor], torch.Tensor]) -> float:
+        expected = scores(whole)
+        return float((scores(one) - expected).norm() / expected.norm())
+
+    def attributed(options: dict[str, Any]) -> float:
+        return change(lambda a: torch.tensor(a.attribute(rows(name, 3, 2), top_k=None, **options)["trak_scores"]))
+
+    return {
+        "difference": difference(features(one), features(whole)),
+        "same bits": bool(torch.equal(features(one), features(ones[1]))),
+        "same weights": whole.store.checkpoint_info(0)["fingerprint"] == one.store.checkpoint_info(0)["fingerprint"],
+        "same definition": configs[0] == configs[1],
+        "scores": attributed({}),
+        "exact scores": attributed({"exact": True}) if exact else 0.0,
+        "self-influence": change(lambda a: a.self_influence(exact=True)) if exact else 0.0,
+        "curvature": change(eigenvalues) if exact else 0.0,
+    }
+
+
+def eigenvalues(one: TrakAttributor) -> torch.Tensor:
+    """All of the curvature's blocks, each divided by their norm."""
+    values = [value.flatten() for _, value in ExactScores(one).fitted(0).items()]
+    return torch.cat([value / value.norm().clamp_min(1e-30) for value in values])
+
+
+def few(directory: Path, n: int) -> float:
+    """Rows of one repeated token each, so that most experts get none, alone in their batches, of other lengths."""
+    ids = [[5 + 7 * i] * (3 + i) for i in range(n)]
+    found = []
+    for where, model in (("whole", made("qwen_moe")), ("divided", divided("qwen_moe", directory / "model"))):
+        one = attributor(model, "qwen_moe", directory / where, per_device_batch_size=1)
+        built = TrakAttributor(model, one.args, train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}))
+        found.append(features(built.featurize()))
+    return difference(found[1], found[0])
+
+
+def divided(name: str, directory: Path) -> nn.Module:
+    return tensor_parallel(name, directory, int(os.environ["WORLD_SIZE"]) // 2)
 
 
 def mesh_of_all(kind: str = "fsdp") -> Any:

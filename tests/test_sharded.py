@@ -3,11 +3,8 @@
 import json
 import os
 import pickle
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import pytest
 import sharded_jobs
 import torch
 from datasets import Dataset
-from sharded_jobs import attributor, difference, features, made, mesh_of_all, rows, sharded, tensor_parallel
+from sharded_jobs import attributor, compared, difference, divided, features, few, made, mesh_of_all, rows, sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM
@@ -168,6 +165,8 @@ def first_job(directory: Path) -> dict[str, Any]:
         "bad row": failing(directory / "row", RowBatches, "iterate", a_bad_row),
         "failing layer": failing(directory / "layer", engine.ShardedGradientComputer, "_pass", a_failing_layer),
         "wrong rule": a_wrong_rule(directory / "rule"),
+        "experts": compared(divided("qwen_moe", directory / "m"), "qwen_moe", directory / "qwen_moe"),
+        "few": [few(directory / f"few-{n}", n) for n in (1, 3)],
     }
 
 
@@ -271,55 +270,21 @@ def page_job(directory: Path) -> float:
     return float(len(loaded.featurize().store.train(0)))  # a store of other weights would refuse these
 
 
-def killed_job(directory: Path) -> None:
-    """The last process is killed when its first shard is written."""
-    from hf_trak.store.shard_set import ShardSet
-
-    plain = ShardSet.write
-
-    def write_and_die(self: Any, *args: Any) -> None:
-        plain(self, *args)
-        if os.environ.get("RANK") == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    Processes(True)
-    ShardSet.write = write_and_die  # type: ignore[method-assign]
-    model = sharded(made("gpt2"), mesh_of_all())
-    attributor(model, "gpt2", directory / "store", shard_size=1, per_device_batch_size=1).featurize()
-
-
-def tensor_parallel_job(directory: Path) -> dict[str, Any]:
-    """Slices of matrices on two processes; with four, FSDP2 divides them again and the other two have other rows."""
-    Processes(True)
-    model = tensor_parallel("llama", directory / "model", int(os.environ["WORLD_SIZE"]) // 2)
-    one = attributor(model, "llama", directory / "one").featurize()
-    whole = attributor(made("llama"), "llama", directory / "whole").featurize()
-    configs = [dict(a.store.config, model_name=None) for a in (one, whole)]
-    taken = [torch.tensor(a.attribute(rows("llama", 3, 2), top_k=None)["trak_scores"]) for a in (whole, one)]
-    return {
-        "difference": difference(features(one), features(whole)),
-        "same weights": whole.store.checkpoint_info(0)["fingerprint"] == one.store.checkpoint_info(0)["fingerprint"],
-        "same definition": configs[0] == configs[1],
-        "scores": float((taken[1] - taken[0]).norm() / taken[0].norm()),
-        "curvature": report_of(lambda: attributor(model, "llama", directory / "exact").fit_curvature()),
-    }
-
-
 JOBS = {
     "page": page_job,
-    "tensor parallel": tensor_parallel_job,
     "first": first_job,
     "long": long_job,
     "trainer": trainer_job,
-    "killed": killed_job,
 }
 
 
-def launched(directory: Path, job: str, count: int, timeout: float = 120) -> list[dict[str, Any]]:
+def launched(
+    directory: Path, job: str, count: int, timeout: float = 120, script: str = __file__
+) -> list[dict[str, Any]]:
     """What every process of a group found."""
     directory.mkdir(parents=True, exist_ok=True)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
-    command = [sys.executable, *launch, __file__, job, str(directory)]
+    command = [sys.executable, *launch, script, job, str(directory)]
     done = subprocess.run(command, timeout=timeout, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-8000:]
     found = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(count)]
@@ -380,6 +345,13 @@ def test_the_self_check_sees_a_wrong_gradient(two: list[dict[str, Any]]) -> None
     assert any(one.startswith("GradientEngineError") for one in messages)
 
 
+def test_tensor_parallelism_divides_every_expert_of_a_mixture(two: list[dict[str, Any]]) -> None:
+    """Of a row of one repeated token, some experts get nothing."""
+    for found in two:
+        check_same(found["experts"])
+        assert max(found["few"]) <= ROUNDING
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_all_models_with_scores_and_curvatures(count: int, tmp_path: Path) -> None:
@@ -387,15 +359,6 @@ def test_all_models_with_scores_and_curvatures(count: int, tmp_path: Path) -> No
         for name, one in found.items():
             assert name
             check_same(one)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_tensor_parallel_models_have_the_features_of_whole_ones(count: int, tmp_path: Path) -> None:
-    for found in launched(tmp_path, "tensor parallel", count):
-        assert found["difference"] <= ROUNDING and found["scores"] <= 1e-4
-        assert found["same weights"] and found["same definition"]
-        assert "tensor parallelism" in found["curvature"] and "FSDP2 alone" in found["curvature"]
 
 
 @pytest.mark.slow
@@ -415,36 +378,6 @@ def test_metadata_of_a_checkpoint_names_no_other_objects(tmp_path: Path) -> None
     (tmp_path / ".metadata").write_bytes(pickle.dumps(os.getcwd))
     with pytest.raises(ValueError, match=r"it names posix.getcwd"):
         read_state_dict(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_killed_process_ends_the_others_and_one_process_finishes(tmp_path: Path) -> None:
-    """Started without `torchrun`, which would end the other process itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, __file__, "killed", str(tmp_path)]
-    jobs = [
-        subprocess.Popen(command, env={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
-    try:
-        assert jobs[1].wait(120) == -signal.SIGKILL
-        began = time.monotonic()
-        jobs[0].wait(60)
-        assert time.monotonic() - began < 60
-    finally:
-        for job in jobs:
-            job.kill()
-    said = json.loads((tmp_path / "rank-0.json").read_text())["error"]
-    assert said.startswith("PeerProcessError: Process 0 of 2 lost contact with the others")
-    options = {"shard_size": 1, "per_device_batch_size": 1}
-    kept = len(list((tmp_path / "store" / "checkpoint-0").glob("train-*.safetensors")))
-    assert 1 <= kept < 7
-    rest = attributor(made("gpt2"), "gpt2", tmp_path / "store", **options).featurize()
-    whole = attributor(made("gpt2"), "gpt2", tmp_path / "whole", **options).featurize()
-    assert difference(features(rest), features(whole)) <= ROUNDING
 
 
 if __name__ == "__main__":

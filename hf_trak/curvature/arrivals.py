@@ -273,6 +273,18 @@ class FirstRow:
         self._sink.add_outer(start, left[:1], right[:1])
 
 
+class Unwanted:
+    """Drops all blocks."""
+
+    takes_outer = staticmethod(every_factor)
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        """Drop a block."""
+
+    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        """Drop a block in factored form."""
+
+
 def add_weights(matrices: Tensor, one: KroneckerBlock, start: int, block: Tensor) -> None:
     """Add columns `start … start + n` of the gradients, `(B, n)`, to the weights in matrices `(B, *shape)`."""
     stop = start + block.shape[1]

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from hf_trak.curvature.arrivals import BatchArrivals, FirstRow, ObservingSink
+from hf_trak.curvature.arrivals import BatchArrivals, FirstRow, ObservingSink, Unwanted
 from hf_trak.curvature.blocks import CurvatureBlocks
 from hf_trak.curvature.curvature import Curvature
 from hf_trak.curvature.eigen import eigenbasis, even_in_null_spaces
@@ -38,6 +38,7 @@ from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.progress import RowProgress
+from hf_trak.runtime.sharding import RowDivision
 from hf_trak.store.shards import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,10 @@ class BatchSource(Protocol):
 
     def together(self) -> AbstractContextManager[None]:
         """Return a context in which processes may stream different numbers of batches. All of them enter it."""
+
+    @property
+    def division(self) -> RowDivision:
+        """Which processes work on the same rows. The first of them gets the gradients."""
 
     def computer(self, stage: Stage) -> AbstractGradientComputer:
         """Make the engine of a pass, checked on the batch that was yielded last.
@@ -116,7 +121,7 @@ class CurvatureFit:
         """Make both passes, with the division that all batches of the sample ask for."""
         first: list[dict[str, Any]] = []
         with self.processes.all_or_none(), self.source.together():
-            if self.processes.is_main_process:
+            if self.processes.process_index in self.source.division.ranks_of(0):
                 first.append(self._first_blocks())
         blocks = CurvatureBlocks.from_json(self.processes.broadcast_from_main(lambda: first[0]))
         for _ in range(_MAX_ROUNDS):
@@ -135,7 +140,10 @@ class CurvatureFit:
         )
 
     def _first_blocks(self) -> dict[str, Any]:
-        """Divide by what the first batch shows, unless an earlier run has come further."""
+        """Divide by what the first batch shows, unless an earlier run has come further.
+
+        The processes that work on the rows of the main process call this, which alone gets the gradients.
+        """
         blocks = self.files.read_blocks()
         if blocks is None:
             seen = Observation()
@@ -143,6 +151,8 @@ class CurvatureFit:
                 observer = BatchObserver(self._layout, seen)
                 self._stream("bases", rows, batch, ObservingSink(observer))
                 observer.finish()
+            if not self.processes.is_main_process:
+                return {}
             blocks = self._divide(seen)
             self.files.write_blocks(blocks)
         return blocks.to_json()
@@ -186,7 +196,7 @@ class CurvatureFit:
         """Compute the sums of all parts, as far as they are missing, each process its share."""
         paths = {part: self.files.sums_path(stage, blocks, part) for part in range(len(parts))}
         missing = self.processes.broadcast_from_main(lambda: [i for i, path in paths.items() if not path.exists()])
-        mine = [missing[i] for i in self.processes.share(len(missing))]
+        mine = [missing[i] for i in self.source.division.share(len(missing))]
         main = self.processes.is_main_process
         if not missing:
             return
@@ -202,6 +212,9 @@ class CurvatureFit:
             ) as progress,
         ):
             for part in mine:
+                if not self.source.division.is_leader:
+                    self._accompany(stage, parts[part], progress)
+                    continue
                 observed: dict[str, Any] = {}
                 if stage == "bases":
                     tensors = self._sum_bases(blocks, parts[part], progress)
@@ -209,6 +222,12 @@ class CurvatureFit:
                     tensors, observed["observed"] = self._sum_squares(blocks, parts[part], progress)
                 self._check_finite(tensors, blocks, parts[part])
                 self.files.write_sums(paths[part], tensors, **observed)
+
+    def _accompany(self, stage: Stage, part: Rows, progress: RowProgress) -> None:
+        """Make the passes of a part whose gradients another process gets, which has other slices of the layers."""
+        for rows, batch in self.source.iterate(self.plan.batches(part)):
+            self._stream(stage, rows, batch, Unwanted())
+            progress.update(len(rows))
 
     def _sum_bases(self, blocks: CurvatureBlocks, part: Rows, progress: RowProgress) -> dict[str, Tensor]:
         kinds = {"shampoo": "gradients", "diagonal": "none"}

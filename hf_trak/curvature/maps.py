@@ -245,13 +245,23 @@ class Preconditioning(InverseMap):
 class SelfInfluence(InverseMap):
     """The map of gradients g to gᵀ P⁻¹ g, `(B, 1)`."""
 
-    def __init__(self, curvature: Curvature, damping: float) -> None:
+    def __init__(
+        self,
+        curvature: Curvature,
+        damping: float,
+        total: Callable[[Tensor], Tensor] | None = None,
+        counts: bool = True,
+    ) -> None:
         """
         Args:
             curvature: the curvature P.
             damping: c in 1 / (Λ + c · mean Λ).
+            total: sums a tensor over the processes that have slices of the same gradients; `None` for whole ones.
+            counts: whether the result is this process' to give; the others of those processes give zero.
         """
         super().__init__(1, curvature, damping, 0.5)
+        self._total = total
+        self._counts = counts
 
     def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> MapSink:
         rows = torch.zeros(batch_size, self.curvature.numel, device=device)
@@ -259,7 +269,11 @@ class SelfInfluence(InverseMap):
         def add(start: int, values: Tensor) -> None:
             rows[:, start : start + values.shape[1]] += values
 
-        return self.opened(PlacesOfBlocks(self.curvature, add), lambda: rows.square_().sum(1, keepdim=True))
+        def result() -> Tensor:
+            whole = rows if self._total is None else self._total(rows)
+            return whole.square_().sum(1, keepdim=True) * self._counts
+
+        return self.opened(PlacesOfBlocks(self.curvature, add), result)
 
 
 class WhitenedProjection(InverseMap):

@@ -293,7 +293,10 @@ class ExactScores:
                     model_id,
                     curvature,
                 )
-                featurizer = model.featurizer(projector=SelfInfluence(curvature, self.damping))
+                division = model.featurizer().division
+                add = division.total if len(division.ranks) > 1 else None
+                projector = SelfInfluence(curvature, self.damping, add, division.is_leader)
+                featurizer = model.featurizer(projector=projector)
                 featurizer.fill(
                     shards, model.train_dataset, model_id, "train", f"self-influence, checkpoint {model_id}"
                 )

@@ -11,8 +11,10 @@ from hf_trak.curvature.fit import Stage
 from hf_trak.data.rows import RowBatches
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers import AbstractGradientComputer
+from hf_trak.gradient_computers.sharded import ShardedGradientComputer
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch
 from hf_trak.modelout_functions.sampled import SampledLikelihood, with_rows
+from hf_trak.runtime.sharding import RowDivision
 
 
 def embeddings(model: nn.Module) -> frozenset[str]:
@@ -64,22 +66,13 @@ class FitBatches:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Return a context in which processes that hold a sharded model may stream different numbers of batches.
-
-        Raises:
-            ValueError: tensor parallelism divides layers over processes, whose factors are then in no process whole.
-        """
+        """Return a context in which processes that hold a sharded model may stream different numbers of batches."""
         if not self._checked.sharded:
             yield
             return
-        if len(self._checked.division.ranks) > 1:
-            raise ValueError(
-                f"The processes {list(self._checked.division.ranks)} hold slices of the same layers (tensor "
-                "parallelism). Expected whole layers for a curvature. Divide the model with FSDP2 alone."
-            )
         if not self._prepared:
             self._prepare(self._checked.args.per_device_batch_size)
-        companion = self._checked.computer()
+        companion = self._gathering(self._checked.computer())
         companion.self_check = False
         with self._checked.together(companion, self._checked.train_dataset, "train"):
             yield
@@ -103,4 +96,15 @@ class FitBatches:
             self._engine = checked.engine
         computer = self._featurizers[stage].computer()
         computer.use(self._engine)
+        return self._gathering(computer)
+
+    @property
+    def division(self) -> RowDivision:
+        """Which processes work on the same rows."""
+        return self._checked.division
+
+    def _gathering(self, computer: Any) -> Any:
+        """Let the first process of those with the same rows have whole gradients (tensor parallelism)."""
+        if isinstance(computer, ShardedGradientComputer):
+            computer.gathers = True
         return computer

@@ -23,12 +23,20 @@ from hf_trak.gradient_computers.hooked.batch_axis import UnsupportedError
 from hf_trak.gradient_computers.hooked.computer import MAX_RESTARTS, HookedGradientComputer
 from hf_trak.gradient_computers.hooked.hooked_pass import BlockOutput, Emit, HookedPass
 from hf_trak.gradient_computers.hooked.outer import OuterBlock, TakesOuter
+from hf_trak.gradient_computers.hooked.rules.tensor_parallel import GatheringSlices
 from hf_trak.gradient_computers.hooked.traces import RestartError, SampleTrace
 from hf_trak.gradient_computers.padding import CollatedAlone
 from hf_trak.gradient_computers.sharded_check import check_together
+from hf_trak.gradient_computers.tensor_parallel import (
+    Slices,
+    hooks_as_forward,
+    partial_parameters,
+    sliced_parameters,
+    uncovered,
+)
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, Side
 from hf_trak.runtime.lockstep import STEP, Lockstep
-from hf_trak.runtime.sharding import averaged_over, fsdp_modules, is_sharded_tensor, reshard, tensor_parallel_ranks
+from hf_trak.runtime.sharding import averaged_over, fsdp_modules, is_sharded_tensor, reshard
 
 CHECK = "check"
 """What a process says at the beginning of a pass for whose batch the engine has not been checked yet."""
@@ -52,6 +60,8 @@ class ShardedGradientComputer(HookedGradientComputer):
     postpones = True
     engine = "hooked"
     half_precision: bool | None = None
+    gathers = False
+    """Whether the first process of every group gets whole gradients, and the others of it none."""
 
     def __init__(
         self,
@@ -81,11 +91,31 @@ class ShardedGradientComputer(HookedGradientComputer):
         self._units = fsdp_modules(model)
         self._order: list[Any] = list(self._units)
         self._averaged = averaged_over(model)
-        self._others: frozenset[str] = frozenset()
-        if not self.division.is_leader:  # of whole parameters, which all processes of a group have
-            divided = tensor_parallel_ranks(model)
-            self._others = frozenset(name for name in self.layout.names if name not in divided)
+        self._check_slices()
+        own = sliced_parameters(model)
+        self._partial = partial_parameters(model)
+        self._others: frozenset[str] = frozenset()  # of whole parameters, which all processes of a group have
+        self._uncounted: frozenset[str] = frozenset()
+        if not self.division.is_leader:
+            self._others = frozenset(self.layout.names) - own
+            self._uncounted = self._others - self._partial
+        self._slices = Slices(model)
+        self._numel = {slot.name: slot.numel for slot in self.layout.slots}
         self._last: tuple[Batch, Side] | None = None
+
+    def _check_slices(self) -> None:
+        """Refuse a model of which tensor parallelism divides something that nothing here differentiates.
+
+        Raises:
+            GradientEngineError: names the module, in every process.
+        """
+        found = uncovered(self.model, self.layout.names)
+        if found is not None:
+            raise GradientEngineError(
+                f"Tensor parallelism divides parameters of the module {found[0]!r} ({type(found[1]).__name__}). "
+                "Expected linear layers, embeddings and experts of transformers to be divided. Leave that module out "
+                "of the plan, out of `grad_wrt`, or divide the model with FSDP2."
+            )
 
     def use(self, engine: str | None) -> None:
         """Check the engine no more: it has been checked on another task of the same model."""
@@ -126,10 +156,21 @@ class ShardedGradientComputer(HookedGradientComputer):
         """Run as the hooked engine does. One sample alone goes twice, since shards give plain autograd no gradient."""
         split = SplitBatch.of(batch)
         reshard(self.model)
+        self._slices.begin()
+
+        if self.gathers and len(self.division.ranks) > 1:
+            takes_outer = GatheringSlices(self.division.total)
 
         def counted(name: str, start: int, block: Tensor | OuterBlock) -> None:
-            if name not in self._others:
-                emit(name, start, block)
+            if isinstance(takes_outer, GatheringSlices):
+                start, block = self._gathered(name, start, block)
+                if self.division.is_leader:
+                    emit(name, start, block)
+                return
+            if name in self._uncounted:
+                return
+            for piece in self._slices.placed(name, start, block):
+                emit(*piece)
 
         if split.size > 1:
             return super()._run(batch, counted, side, takes_outer)
@@ -144,6 +185,18 @@ class ShardedGradientComputer(HookedGradientComputer):
         twice = split.rebuild({key: torch.cat([value, value]) for key, value in split.mapped.items()})
         found = super()._run(twice, first, side, takes_outer)
         return BatchOutputs(found.output[:1], found.out_to_loss[:1])
+
+    def _gathered(self, name: str, start: int, block: Tensor | OuterBlock) -> tuple[int, Tensor | OuterBlock]:
+        """Make a block of one process, which may have slices or a part of the heads, that of the whole parameter."""
+        if isinstance(block, OuterBlock):
+            return start, block
+        if name in self._slices.names.values():
+            pieces = list(self._slices.placed(name, start, block))
+            whole = block.new_zeros(block.shape[0], self._numel[name])
+            for _, first, part in pieces:
+                whole[:, first : first + part.shape[1]] = part  # type: ignore[assignment]
+            return 0, self.division.total(whole)
+        return start, self.division.total(block) if name in self._partial else block
 
     def _forward(
         self, split: SplitBatch, side: Side, selected: dict[int, str], blocks: BlockOutput
@@ -231,9 +284,19 @@ class ShardedGradientComputer(HookedGradientComputer):
                     selected.setdefault(id(parameter), name)
                     hooked_pass.adopt(parameter, name)
 
+        def adopt_slice(module: nn.Module, own_name: str, local: nn.Parameter) -> None:
+            name = self._slices.names.get((id(module), own_name))
+            if name in self.layout.names:
+                selected.setdefault(id(local), name)
+                hooked_pass.adopt(local, name)
+
         handles = [unit.register_forward_pre_hook(adopt) for unit in self._units]
         try:
-            with super().watching(hooked_pass, selected):
+            with (
+                hooks_as_forward(self.model),
+                self._slices.watched(adopt_slice, lambda: hooked_pass.bypass_depth > 0),
+                super().watching(hooked_pass, selected),
+            ):
                 yield
         finally:
             for handle in handles:

@@ -4,12 +4,14 @@ Processes that hold different slices of the same matrix multiplications (tensor 
 form a row group. Each group works on rows of its own. Under FSDP2 alone, every process is a group by itself.
 """
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hf_trak._compat import fsdp_mesh
 from hf_trak.runtime.processes import Processes, share_of
@@ -142,10 +144,53 @@ class RowDivision:
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.stack(parts).sum(0)
 
+    def ranks_of(self, rank: int) -> tuple[int, ...]:
+        """Return the processes that work on the same rows as a process."""
+        return tuple(one for one, group in enumerate(self.of_rank) if group == self.of_rank[rank])
+
     @property
     def is_leader(self) -> bool:
         """Whether this process writes what its group has computed."""
         return self.rank == self.ranks[0]
+
+
+def held_indices(tensor: Any, dim: int, first: int = 0) -> Tensor:
+    """List the indices along a dimension of a DTensor that this process' part has, in the order that they have there.
+
+    Args:
+        tensor: a DTensor.
+        dim: the dimension.
+        first: the first dimension of the mesh that is looked at.
+    """
+    mesh, view = tensor.device_mesh, [1] * tensor.ndim
+    place = mesh.get_coordinate()
+    held = torch.arange(tensor.shape[dim])
+    # dimensions of the mesh in their order: those of FSDP2 come first, and are strided where tensor parallelism has
+    # cut the same dimension before
+    for along, placement in list(enumerate(tensor.placements))[first:]:
+        if getattr(placement, "dim", None) == dim:
+            view[dim] = -1
+            parts, _ = placement._split_tensor(held.view(view), mesh.size(along), with_padding=False)
+            held = parts[place[along]].flatten()
+    return held
+
+
+def slice_indices(parameter: Any) -> list[Tensor | None]:
+    """List, for every dimension of a parameter, the indices that tensor parallelism gives to this process.
+
+    Where FSDP2 divides the slices again and has not gathered them, its dimensions of the mesh are the outer ones.
+
+    Returns:
+        `list[torch.Tensor | None]`: `None` for a dimension that is whole.
+    """
+    found = [held_indices(parameter, dim, parameter.device_mesh.ndim - 1) for dim in range(parameter.ndim)]
+    return [None if len(one) == size else one for one, size in zip(found, parameter.shape, strict=True)]
+
+
+def runs_of(indices: Tensor) -> list[tuple[int, int, int]]:
+    """Cut indices into runs of consecutive ones: `(first index, position of it, position behind the last)`."""
+    edges = [0, *((indices[1:] != indices[:-1] + 1).nonzero().flatten() + 1).tolist(), len(indices)]
+    return [(int(indices[low]), low, high) for low, high in pairwise(edges) if high > low]
 
 
 def flat_spans(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -159,11 +204,8 @@ def flat_spans(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     """
     if not is_sharded_tensor(tensor):
         return [(0, tensor.reshape(-1))]
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     whole: Any = tensor
     local = whole.to_local()
-    _, offset = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
     if local.numel() == 0:
         return []
     strides = [1] * whole.ndim
@@ -171,15 +213,13 @@ def flat_spans(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         strides[dim] = strides[dim + 1] * whole.shape[dim + 1]
     # dimensions after the last one that is cut are whole, so that a run covers them
     cut = [dim for dim in range(whole.ndim) if local.shape[dim] != whole.shape[dim]]
-    first = cut[-1] if cut else 0
-    start = sum(o * s for o, s in zip(offset, strides, strict=True))
-    outer = local.shape[:first]
-    runs = local.reshape(max(1, outer.numel()), -1)
+    last = cut[-1] if cut else 0
+    held = [held_indices(whole, dim).tolist() for dim in range(last)]
+    runs = runs_of(held_indices(whole, last)) if cut else [(0, 0, local.shape[0] if local.ndim else 1)]
+    rows = local.reshape(math.prod(local.shape[:last]), local.shape[last] if local.ndim else 1, -1)
     spans = []
-    for position in range(runs.shape[0]):
-        place, rest = start, position
-        for dim in reversed(range(first)):
-            place += (rest % outer[dim]) * strides[dim]
-            rest //= outer[dim]
-        spans.append((place, runs[position]))
+    for row, indices in zip(rows, product(*held), strict=True):
+        start = sum(index * stride for index, stride in zip(indices, strides[:last], strict=True))
+        for first, low, high in runs:
+            spans.append((start + first * (strides[last] if strides else 1), row[low:high].reshape(-1)))
     return spans
