@@ -18,7 +18,7 @@ from hf_trak.data.preferences import PreparingCollator, kind_of, trainer_task, t
 from hf_trak.data.reference_log_probs import with_references
 from hf_trak.data.row_part import RowPart
 from hf_trak.data.rows import Collator, row_count
-from hf_trak.data.trainer_columns import trainer_collator
+from hf_trak.data.sft_rows import collator_of
 from hf_trak.evaluation.patch_result import PatchResult
 from hf_trak.evaluation.similar_rows import Similarity
 from hf_trak.evaluation.tail_patch import verify_rows
@@ -151,7 +151,7 @@ class TrakAttributor(FeaturizedModel):
             trainer.accelerator.unwrap_model(trainer.model),
             args,
             train_dataset=with_references(trainer, rows, args.output_dir, args.use_cpu),
-            data_collator=trainer_collator(trainer) if kind_of(trainer) is None else PreparingCollator(trainer),
+            data_collator=collator_of(trainer) if kind_of(trainer) is None else PreparingCollator(trainer),
             processing_class=trainer.processing_class,
             task=trainer_task(trainer, rows) if task is None else task,
         )

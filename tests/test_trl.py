@@ -129,3 +129,52 @@ def test_supervised_finetuning(packed: str, tmp_path: Path) -> None:
     attributor = TrakAttributor.from_trainer(trainer, config).featurize()
     scored = attributor.attribute(trainer.train_dataset.select(range(2)), top_k=1)
     assert [row[0] for row in scored["trak_indices"][:]] == [0, 1]
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}and {% endif %}"
+)
+
+
+def as_rows(kind: str, count: int, seed: int = 0) -> Dataset:
+    """Texts, messages, prompts and completions, or fields for a `formatting_func`."""
+    first, second = texts(count, "a", seed)["a"], texts(count, "b", seed + 1)["b"]
+    if kind == "text":
+        return Dataset.from_dict({"text": first})
+    if kind == "formatting_func":
+        return Dataset.from_dict({"question": first, "answer": second})
+    if kind == "prompt and completion":
+        return Dataset.from_dict({"prompt": first, "completion": [f" {one}" for one in second]})
+    spoken = [
+        [{"role": "user", "content": one}, {"role": "assistant", "content": other}]
+        for one, other in zip(first, second, strict=True)
+    ]
+    return Dataset.from_dict({"messages": spoken})
+
+
+@pytest.mark.parametrize("kind", ["text", "messages", "prompt and completion", "formatting_func"])
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_targets_of_sft_as_people_have_them(kind: str, padding_free: bool, tmp_path: Path) -> None:
+    """Rows that are no tokens yet go through the trainer's own preparation, and score as its evaluation rows do."""
+    words = tokenizer()
+    words.chat_template = TEMPLATE
+    args = arguments(tmp_path, trl.SFTConfig, padding_free=padding_free, max_length=None)
+    formatting = (lambda row: f"{row['question']} and {row['answer']}") if kind == "formatting_func" else None
+    rows, targets = as_rows(kind, 6), as_rows(kind, 3, seed=5)
+    trainer = trl.SFTTrainer(
+        llama(),
+        args=args,
+        train_dataset=rows,
+        eval_dataset=targets,
+        processing_class=words,
+        formatting_func=formatting,
+    )
+    assert "input_ids" in trainer.eval_dataset.column_names
+    config = TrakConfig(str(tmp_path / "trak"), proj_dim=64, use_cpu=True, disable_tqdm=True)
+    attributor = TrakAttributor.from_trainer(trainer, config)
+    attributor.featurize()
+    prepared = attributor.attribute(trainer.eval_dataset, top_k=None, name="prepared")["trak_scores"][:]
+    found = attributor.attribute(targets, top_k=None, name="raw")["trak_scores"][:]
+    assert torch.allclose(torch.tensor(found), torch.tensor(prepared), rtol=1e-4, atol=1e-7)
+    own = attributor.attribute(rows, top_k=1, name="own")
+    assert [one[0] for one in own["trak_indices"]] == list(range(6))

@@ -106,6 +106,15 @@ def own_columns(collator: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
+def attribute_of(collator: Any, name: str) -> Any:
+    """Return an attribute of a collator, or of the one inside of it (`collator`) that has it; `None` if none has."""
+    while collator is not None:
+        if (found := getattr(collator, name, None)) is not None:
+            return found
+        collator = getattr(collator, "collator", None)
+    return None
+
+
 class RowBatches:
     """Loads batches of given rows in a given order, collates them, and moves them to a device.
 
@@ -149,6 +158,9 @@ class RowBatches:
         self._images = images
         self._was_cut = False
         self._end_to_end: bool | None = None
+        self._ready = attribute_of(collator, "ready")  # the collator's own preparation of rows, before these are cut
+        if attribute_of(collator, "every_column"):
+            columns = None
         if columns is not None:
             columns = [*columns, *own_columns(collator)]
         if columns is not None and isinstance(dataset, HFDataset) and dataset.format["type"] != "custom":
@@ -172,6 +184,7 @@ class RowBatches:
             given = rows[0]
             rows = [{name: value for name, value in row.items() if name in self.columns} for row in rows]
             _check_columns(rows[0], given, self.columns)
+        rows = rows if self._ready is None else self._ready(rows)
         check_rows(rows, self.collator, self.stored)
         made = as_batch(self.collator(rows))
         batch = cut_at_rows(made, rows)
