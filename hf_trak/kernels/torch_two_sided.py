@@ -15,6 +15,7 @@ from hf_trak.kernels.philox import Stream, packed_words, philox_words, sign_tens
 _CACHE_BYTES = 2**27
 _SIGNS_PER_PRODUCT = {"cpu": 2**18}  # expanded together: on a CPU they stay in the L2 cache
 _SIGNS_ELSEWHERE = 2**24
+_KEPT_SIGNS = 2**22  # of one matrix, while parts of a gradient follow each other
 _BLOCK_BYTES = 2**25
 
 
@@ -32,11 +33,13 @@ class TwoSidedMap:
         self._words = -(-size // 32)
         self._cache: OrderedDict[tuple[Stream, int, int, int, torch.device], Tensor] = OrderedDict()
         self._workspace = torch.empty(0, dtype=torch.int32)
+        self._right: tuple[tuple[int, int, torch.device], Tensor] | None = None
 
     def free_memory(self) -> None:
         """Drop the cached bits (p bits per row and column of a matrix, at most 128 MiB of them)."""
         self._cache.clear()
         self._workspace = torch.empty(0, dtype=torch.int32)
+        self._right = None
 
     def signs(
         self, stream: Stream, position: int, first: int, n: int, total: int, model_id: int, device: torch.device
@@ -142,7 +145,14 @@ class TwoSidedMap:
     def _of_used_rows(self, part: Tensor, position: int, width: int, model_id: int) -> Tensor:
         """Multiply rows `(B, n, J)` by M. Of an embedding, most rows of most samples are zero and are left out."""
 
+        key = (position, model_id, part.device)
+        if width * self.size <= _KEPT_SIGNS and (self._right is None or self._right[0] != key):
+            signs = self.signs(Stream.FACTORED_1_RIGHT, position, 0, width, width, model_id, part.device)
+            self._right = key, signs.clone()
+
         def product(rows: Tensor) -> Tensor:
+            if self._right is not None and self._right[0] == key:
+                return rows @ self._right[1]
             return self.product(rows, Stream.FACTORED_1_RIGHT, position, 0, width, model_id, False)
 
         if part.device.type == "cpu":  # a look at the values would stall a GPU

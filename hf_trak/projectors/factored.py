@@ -46,18 +46,19 @@ class TwoSidedMatrix:
         return self.start + self.height * self.width
 
 
-def multiplies_less(height: int, width: int, size: int) -> bool:
-    """Tell whether the factors of a matrix take fewer multiplications when they are projected than when it is formed.
+def is_large(height: int, width: int, size: int) -> bool:
+    """Tell whether projecting the factors of a matrix takes at most half as many multiplications as forming it.
 
-    For each of the T outer products, p · (I + J) for its two factors and p² for theirs, beside I · J. It is the
-    measured rule, too: beyond it, `factored` was never slower than `sjlt`, whatever T (`docs/benchmarks/factored.md`).
+    For each of the T outer products, p · (I + J) for its two factors and p² for theirs, beside I · J. Products with
+    few columns run at a lower rate: of half as many, all T are faster, of equally many, few
+    (`docs/benchmarks/factored.md`).
 
     Args:
         height: I.
         width: J.
         size: p.
     """
-    return size * (height + width + size) <= height * width
+    return 2 * size * (height + width + size) <= height * width
 
 
 def two_sided_matrices(shapes: Sequence[Sequence[int]], size: int) -> list[TwoSidedMatrix]:
@@ -74,9 +75,9 @@ def two_sided_matrices(shapes: Sequence[Sequence[int]], size: int) -> list[TwoSi
     start, reduced = 0, 0
     for shape in shapes:
         numel = math.prod(shape)
-        if len(shape) > 2 and multiplies_less(shape[-2], shape[-1], size):
+        if len(shape) > 2 and is_large(shape[-2], shape[-1], size):
             height, width = shape[-2], shape[-1]
-        elif len(shape) > 1 and multiplies_less(shape[0], numel // max(shape[0], 1), size):
+        elif len(shape) > 1 and is_large(shape[0], numel // max(shape[0], 1), size):
             height, width = shape[0], numel // shape[0]
         else:
             height, width = 0, 0
@@ -149,7 +150,7 @@ class FactoredProjector(BlockProjector):
         if not self.matrices:
             raise ValueError(
                 f"No parameter is large enough for the map 'factored' with `factored_dim` {self.factored_dim}: "
-                "matrices of I × J need I · J ≥ p · (I + J + p). Choose a smaller one, or the map 'sjlt'."
+                "matrices of I × J need I · J ≥ 2 p · (I + J + p). Choose a smaller one, or the map 'sjlt'."
             )
         self._starts = [matrix.start for matrix in self.matrices]
         self._tallest: dict[int, int] = {}

@@ -29,10 +29,10 @@ Generator
       block c, stream 5, except ρ(0) = 0. The output is the segment's first one plus (p mod m + ρ(g)) mod m.
 
 `factored-1` (streams 8, 9), p and the shapes of the parameters
-    A matrix of I × J elements is large if p · (I + J + p) ≤ I · J. A parameter of at least three dimensions whose last
-    two make a large matrix is a stack of these. Otherwise one of at least two dimensions is a matrix with the first
-    as rows and all others as columns, if that is large. Such a matrix G, whose first element is at position o, becomes
-    the p × p numbers LᵀGM / p.
+    A matrix of I × J elements is large if 2 p · (I + J + p) ≤ I · J. A parameter of at least three dimensions whose
+    last two make a large matrix is a stack of these. Otherwise one of at least two dimensions is a matrix with the
+    first as rows and all others as columns, if that is large. Such a matrix G, whose first element is at position o,
+    becomes the p × p numbers LᵀGM / p.
     - L[i, c] is the sign from bit c mod 128 of the call at position o + i, block ⌊c / 128⌋, stream 8.
     - M[j, d] is the sign from bit d mod 128 of the call at position o + j, block ⌊d / 128⌋, stream 9.
     The reduced vector has these numbers, row by row, in the place of the matrix, and all other elements as they are.
@@ -115,7 +115,7 @@ def matrix(
 def factored_sizes(shape: Sequence[int], p: int) -> tuple[int, int] | None:
     """Sizes I and J of the matrices of a parameter in `factored-1`; `None` if it is none of large matrices."""
     for height, width in ([shape[-2:]] if len(shape) > 2 else []) + [(shape[0], math.prod(shape[1:]))]:
-        if len(shape) > 1 and p * (height + width + p) <= height * width:
+        if len(shape) > 1 and 2 * p * (height + width + p) <= height * width:
             return height, width
     return None
 
