@@ -1,15 +1,18 @@
 """Tasks of preferences and policies: gradients of rows in padded batches against a loss written by hand, for each row
 alone and without padding."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import DataCollatorWithPadding, default_data_collator
 
+from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.gradient_computers import make_gradient_computer, per_sample_gradients
 from hf_trak.modelout_functions import LossModelOutput, get_task
 from hf_trak.modelout_functions.base import BatchedModelOutput
@@ -342,12 +345,24 @@ def test_padding_takes_the_token_of_the_tokenizer() -> None:
         def __init__(self) -> None:
             self.tokenizer = type("Tokenizer", (), {"pad_token_id": 7})()
 
-    batch = PairCollator(Padding())(rows()[:2])
+    collator = DPOModelOutput().collator(Padding())
+    batch = collator(rows()[:2])
     assert batch["input_ids"].shape == (2, 2, 8)
     assert bool((batch["input_ids"][batch["attention_mask"] == 0] == 7).all())
     assert batch["completion_mask"].sum(2).tolist() == [[5, 2], [2, 7]]
     with pytest.raises(ValueError, match=r"not \['rejected_ids'\]"):
-        PairCollator(Padding())([{"chosen_ids": [3]}])
+        collator([{"chosen_ids": [3]}])
+
+
+def test_rows_of_tokens_need_no_trainer(tmp_path: Path) -> None:
+    """The default collator, which knows no pairs, is not asked."""
+    model, some = given("dpo", "full", torch.float32)
+    kept = ("prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps")
+    dataset = Dataset.from_list([{name: row[name] for name in kept} for row in some])
+    config = TrakConfig(output_dir=str(tmp_path), proj_dim=16, use_cpu=True)
+    attributor = TrakAttributor(model, config, dataset, task="dpo").featurize()
+    scored = attributor.attribute(dataset.select([2]), top_k=None)
+    assert int(torch.tensor(scored["trak_scores"][0]).argmax()) == 2
 
 
 def test_values_that_cannot_be_attributed_are_refused() -> None:

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithPadding, default_data_collator
 
 from hf_trak.modelout_functions.base import Batch, Side, call_model
 from hf_trak.modelout_functions.completions import (
@@ -29,7 +28,7 @@ from hf_trak.modelout_functions.completions import (
     column_of,
 )
 from hf_trak.modelout_functions.dpo import REFERENCE_REMEDY
-from hf_trak.modelout_functions.pairs import padded_completions, padding_token
+from hf_trak.modelout_functions.pairs import RowPadding, is_default, padded_completions, padding_token
 from hf_trak.runtime.checks import checked_int
 
 KTOLoss = Literal["kto", "apo_zero_unpaired"]
@@ -40,31 +39,17 @@ KL_PREFIX = "KL_"
 REFERENCE, KL_REFERENCE = "ref_logps", "ref_KL_logps"
 
 
-class UnpairedCollator:
-    """A data collator of single answers: a trainer's own, or padding of tokens instead of a default one."""
-
-    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
-        """
-        Args:
-            collator: the inner collator.
-        """
-        self.collator = collator
-
-    def __call__(self, rows: list[Any]) -> Any:
-        """Collate rows into a batch."""
-        inner: Any = self.collator
-        if not (inner is default_data_collator or isinstance(inner, DataCollatorWithPadding)):
-            return inner(rows)
-        fill = padding_token(inner)
-        prompts = [row.get("prompt_ids", ()) for row in rows]
-        made: dict[str, Any] = dict(padded_completions(prompts, [row["completion_ids"] for row in rows], fill))
-        if "KL_completion_ids" in rows[0]:
-            others = padded_completions(prompts, [row["KL_completion_ids"] for row in rows], fill)
-            made |= {KL_PREFIX + name: value for name, value in others.items()}
-        for name in ("label", REFERENCE, KL_REFERENCE):
-            if name in rows[0]:
-                made[name] = torch.tensor([row[name] for row in rows])
-        return made
+def _padded_rows(rows: Sequence[Mapping[str, Any]], fill: int) -> dict[str, Any]:
+    """Pad rows with `prompt_ids` (if there are any), `completion_ids` and perhaps `KL_completion_ids` on the right."""
+    prompts = [row.get("prompt_ids") or () for row in rows]
+    made: dict[str, Any] = dict(padded_completions(prompts, [row["completion_ids"] for row in rows], fill))
+    if "KL_completion_ids" in rows[0]:
+        others = padded_completions(prompts, [row["KL_completion_ids"] for row in rows], fill)
+        made |= {KL_PREFIX + name: value for name, value in others.items()}
+    for name in ("label", REFERENCE, KL_REFERENCE):
+        if name in rows[0]:
+            made[name] = torch.tensor([row[name] for row in rows])
+    return made
 
 
 class KTOModelOutput(CompletionModelOutput):
@@ -115,7 +100,7 @@ class KTOModelOutput(CompletionModelOutput):
         self._estimated: Tensor | None = None
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        return UnpairedCollator(collator)
+        return RowPadding(_padded_rows, padding_token(collator)) if is_default(collator) else collator
 
     def reference_rows(self, train_size: int) -> Sequence[int]:
         if self.loss_type != "kto" or self.kl is not None:

@@ -34,7 +34,7 @@ class PairCollator:
     def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
         """
         Args:
-            collator: the inner collator: of a trainer of preferences, or a default one, which knows no pairs.
+            collator: the inner collator, of a trainer of preferences.
         """
         self.collator = collator
 
@@ -44,15 +44,34 @@ class PairCollator:
         Raises:
             ValueError: the inner collator makes something else of pairs.
         """
-        inner: Any = self.collator
-        if inner is default_data_collator or isinstance(inner, DataCollatorWithPadding):
-            return _padded_pairs(rows, padding_token(inner))
-        batch = inner(rows)
+        batch = self.collator(rows)
         if not isinstance(batch, Mapping):
             return batch
         if "chosen_input_ids" in batch:
-            return _joined(batch, padding_token(inner))
+            return _joined(batch, padding_token(self.collator))
         return _stacked(batch, len(rows))
+
+
+class RowPadding:
+    """Collates rows of tokens, in the place of a default collator, which does not know their columns."""
+
+    def __init__(self, pad: Callable[[Sequence[Any], int], Any], fill: int) -> None:
+        """
+        Args:
+            pad: makes a batch of rows and a padding token.
+            fill: the padding token.
+        """
+        self.pad = pad
+        self.fill = fill
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """Collate rows into a batch."""
+        return self.pad(rows, self.fill)
+
+
+def is_default(collator: Any) -> bool:
+    """Tell whether a collator is one that `Trainer` takes by default, which pads `input_ids` or nothing."""
+    return collator is default_data_collator or isinstance(collator, DataCollatorWithPadding)
 
 
 def padding_token(collator: Any) -> int:
@@ -151,6 +170,8 @@ class PairModelOutput(CompletionModelOutput):
         return False
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        if is_default(collator):
+            return RowPadding(_padded_pairs, padding_token(collator))
         return PairCollator(collator)
 
     @abstractmethod

@@ -35,7 +35,7 @@ from hf_trak.modelout_functions.completions import (
     checked_positive,
     column_of,
 )
-from hf_trak.modelout_functions.pairs import padded_completions, padding_token
+from hf_trak.modelout_functions.pairs import RowPadding, is_default, padded_completions, padding_token
 
 TokenWeights = Literal["sum", "mean"]
 
@@ -45,7 +45,7 @@ _PER_TOKEN = (ADVANTAGE, OLD, REFERENCE)
 
 
 class RolloutCollator:
-    """Collate rollouts: `prompt_ids`, `completion_ids`, `advantage`, and log-probabilities per token of completions.
+    """Collate rollouts of a trainer.
 
     Trainers of policies collate prompts alone, so theirs is not called. It is only asked for its padding token, and to
     make tokens of rows, if it has a method `ready(rows)`.
@@ -65,26 +65,31 @@ class RolloutCollator:
             ValueError: a row has no completion, or a list that is not as long as it.
         """
         ready = getattr(self.collator, "ready", None)
-        rows = rows if ready is None else ready(rows)
-        for place, row in enumerate(rows):
-            _check_row(row, place)
-        completions = [list(row["completion_ids"]) for row in rows]
-        prompts = [list(row.get("prompt_ids") or ()) for row in rows]
-        batch = padded_completions(prompts, completions, padding_token(self.collator))
-        width = batch["input_ids"].shape[1]
-        for name in _PER_TOKEN:
-            values = [row.get(name) for row in rows]
-            if any(value is None for value in values):
-                continue
-            if not _is_list(values[0]):
-                batch[name] = torch.tensor([float(value) for value in values])
-                continue
-            lists = [
-                torch.tensor([0.0] * len(p) + [float(v) for v in x]) for p, x in zip(prompts, values, strict=True)
-            ]
-            made = pad_sequence(lists, True, 0.0)
-            batch[name] = torch.nn.functional.pad(made, (0, width - made.shape[1]))
-        return batch
+        return _padded_rollouts(rows if ready is None else ready(rows), padding_token(self.collator))
+
+
+def _padded_rollouts(rows: Sequence[Any], fill: int) -> dict[str, Tensor]:
+    """Pad `prompt_ids`, `completion_ids`, and what rows have per token of the completion, on the right."""
+    for place, row in enumerate(rows):
+        _check_row(row, place)
+    completions = [list(row["completion_ids"]) for row in rows]
+    prompts = [list(row.get("prompt_ids") or ()) for row in rows]
+    batch = padded_completions(prompts, completions, fill)
+    width = batch["input_ids"].shape[1]
+    for name in _PER_TOKEN:
+        values: list[Any] = [row.get(name) for row in rows]
+        if any(value is None for value in values):
+            continue
+        if not _is_list(values[0]):
+            batch[name] = torch.tensor([float(value) for value in values])
+            continue
+        lists = [
+            torch.tensor([0.0] * len(prompt) + [float(entry) for entry in value])
+            for prompt, value in zip(prompts, values, strict=True)
+        ]
+        made = pad_sequence(lists, True, 0.0)
+        batch[name] = torch.nn.functional.pad(made, (0, width - made.shape[1]))
+    return batch
 
 
 def _is_list(value: Any) -> bool:
@@ -133,6 +138,8 @@ class PolicyModelOutput(CompletionModelOutput):
         self.temperature = checked_positive(temperature, "temperature")
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        if is_default(collator):
+            return RowPadding(_padded_rollouts, padding_token(collator))
         return RolloutCollator(collator)
 
     def weighted(self, values: Tensor, mask: Tensor) -> Tensor:
