@@ -46,7 +46,7 @@ class TrakConfig:
             with `proj_type="none"`.
         proj_nonzeros (`int`, *optional*, defaults to 1):
             Nonzero entries per gradient coordinate of the `"sjlt"` projection.
-        factored_dim (`int`, *optional*, defaults to 64):
+        factored_dim (`int`, *optional*, defaults to 128):
             Rows and columns p that the `"factored"` projection leaves of a large matrix.
         seed (`int`, *optional*, defaults to 0):
             Seed of the projection, of random rows and of simulated negatives.
@@ -145,7 +145,7 @@ class TrakConfig:
         metadata={"help": "Columns of the features, k: 4,096."},
     )
     proj_nonzeros: int = field(default=1, metadata={"help": "Nonzeros per coordinate of `sjlt`."})
-    factored_dim: int = field(default=64, metadata={"help": "Size p of `factored`."})
+    factored_dim: int = field(default=128, metadata={"help": "Size p of `factored`."})
     seed: int = field(default=0, metadata={"help": "Seed of projection, random rows and simulated negatives."})
     grad_wrt: list[str] | None = field(
         default=None,

@@ -148,7 +148,7 @@ def test_nothing_of_the_size_of_a_matrix_is_formed(monkeypatch: pytest.MonkeyPat
 
 
 def test_which_factors_are_taken() -> None:
-    one = FactoredProjector(1000 * 800 + 90 * 800 + 70**2, 64, shapes=[(1000, 800), (90, 800), (70, 70)])
+    one = FactoredProjector(1000 * 800 + 90 * 800 + 70**2, 64, shapes=[(1000, 800), (90, 800), (70, 70)], factored_dim=64)
 
     def taken(tokens: int, height: int, width: int) -> bool:
         return one.takes_outer(torch.empty(1, tokens, height), torch.empty(1, tokens, width))

@@ -20,7 +20,7 @@ from hf_trak.projectors.checks import check_factors, check_proj_type
 from hf_trak.projectors.sparse import SparseProjector
 from hf_trak.runtime.checks import checked_int
 
-DEFAULT_FACTORED_DIM = 64
+DEFAULT_FACTORED_DIM = 128
 MAX_FACTORED_DIM = 4096
 
 
@@ -127,7 +127,7 @@ class FactoredProjector(BlockProjector):
                 s, the number of entries per row of the sparse map, 1 ≤ s ≤ k.
             shapes (`Sequence[Sequence[int]]`):
                 Shapes of the parameters, in their order in the gradient vector.
-            factored_dim (`int`, *optional*, defaults to 64):
+            factored_dim (`int`, *optional*, defaults to 128):
                 p, 1 ≤ p ≤ 4096.
 
         Raises:

@@ -43,7 +43,7 @@ def make_projector(
             s, the number of entries per row of the `"sjlt"` map, also of the one that follows `"factored"`.
         shapes (`Sequence[Sequence[int]]`, *optional*):
             Shapes of the parameters, in their order in the gradient vector, which `"factored"` needs.
-        factored_dim (`int`, *optional*, defaults to 64):
+        factored_dim (`int`, *optional*, defaults to 128):
             p of the `"factored"` map.
 
     Returns:
