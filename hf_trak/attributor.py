@@ -29,6 +29,7 @@ from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fidelity import Fidelity, measure_fidelity
 from hf_trak.featurize.fitted import curvature_report, log_reports
+from hf_trak.featurize.predictions import predicted_rows
 from hf_trak.featurize.reranking import RerankRequest, check_breakdown, check_rerank, rerank_result
 from hf_trak.featurize.revising import revise
 from hf_trak.featurize.search import SearchIndex, build_search
@@ -774,6 +775,30 @@ class TrakAttributor(FeaturizedModel):
         if exact:
             return ExactScores(self).self_influence(None, model_ids)
         return self.scorer.self_influence(self.scorer.ensemble(model_ids))
+
+    def predict(self, dataset: HFDataset, **generation: Any) -> HFDataset:
+        """Put the model's own predictions in place of labels, to ask what made it say so.
+
+        Classifiers give the class with the highest logit. Language models continue each prompt, which is what comes
+        before the first label, or the whole row where no label is masked; the answer alone is then attributed.
+
+        Args:
+            dataset (`datasets.Dataset`):
+                Rows, with or without labels.
+            generation:
+                Arguments of `generate`, such as `max_new_tokens=32`. Without any, the answer is the likeliest next
+                token at each step, as far as the model's generation config says.
+
+        Returns:
+            `datasets.Dataset`: the rows with predicted labels, and `predicted`, these as text, ready for
+            [`~TrakAttributor.attribute`].
+
+        Raises:
+            TypeError: the dataset has a transform or is no `datasets.Dataset`, or the task has no prediction that
+                could be a label.
+            ValueError: there are arguments of `generate` for a classifier, or nothing is generated.
+        """
+        return predicted_rows(self, dataset, generation)
 
     def verify(
         self,

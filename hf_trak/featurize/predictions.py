@@ -1,0 +1,152 @@
+"""Rows with the model's own predictions in place of labels: what made the model say this, right or wrong?"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset, concatenate_datasets
+from torch import Tensor
+
+from hf_trak.data.rows import row_count
+from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.gradient_computers.environment import pass_settings
+from hf_trak.modelout_functions.base import call_model
+from hf_trak.modelout_functions.batches import LABEL_NAMES, find_logits
+from hf_trak.modelout_functions.causal_lm import CausalLMModelOutput
+from hf_trak.modelout_functions.classification import ClassificationModelOutput
+from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
+from hf_trak.modelout_functions.tokens import IGNORED, TARGET_MASK
+
+PREDICTED = "predicted"
+"""The column of predictions as texts or names of classes."""
+
+
+def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str, Any]) -> Dataset:
+    """Put predictions of the model, with the weights that it has now, in place of the labels of rows.
+
+    Args:
+        model: the model, its task and its collator.
+        dataset: rows, whose labels are not looked at, but for where an answer begins.
+        generation: arguments of `generate`, for language models.
+
+    Returns:
+        The rows with predicted labels, and [`PREDICTED`].
+
+    Raises:
+        TypeError: the dataset is no `datasets.Dataset`, or the task has no prediction that could be a label.
+        ValueError: there are arguments of `generate` for a classifier, or nothing is generated.
+    """
+    row_count(dataset, "dataset")
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
+        given = "one with a transform" if isinstance(dataset, Dataset) else f"a {type(dataset).__name__}"
+        raise TypeError(
+            f"`dataset` is {given}. Expected a `datasets.Dataset` without a transform, whose labels are replaced. "
+            "Apply the transform with `map`, or put the model's predictions into the rows yourself."
+        )
+    task = model.task
+    if isinstance(task, ClassificationModelOutput):
+        if generation:
+            raise ValueError(
+                f"The options {sorted(generation)} are given for a classifier, which generates nothing. Expected "
+                "none. Leave them out."
+            )
+        return _classified(model, dataset)
+    if isinstance(task, CausalLMModelOutput | Seq2SeqLMModelOutput) and hasattr(model.model, "generate"):
+        return _generated(model, dataset, generation)
+    raise TypeError(
+        f"The task is {type(task).__name__}. Expected one of images, texts or language models, whose predictions are "
+        "labels. Put predictions into the rows yourself."
+    )
+
+
+def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
+    """The class with the highest logit, for every row."""
+    featurizer = model.featurizer()
+    batches = featurizer.batches(_with_some_label(dataset), "target")
+    size, found = model.args.per_device_batch_size, list[int]()
+    for _, batch in batches.iterate(
+        [range(low, min(low + size, len(dataset))) for low in range(0, len(dataset), size)]
+    ):
+        args, kwargs = model.task.model_inputs(featurizer.in_dtype_of_model(batch))  # type: ignore[attr-defined]
+        with pass_settings(model.model), torch.no_grad():
+            found += find_logits(call_model(model.model, None, None, args, kwargs)).argmax(-1).tolist()
+    own = next((name for name in LABEL_NAMES if name in dataset.column_names), LABEL_NAMES[0])
+    names = getattr(getattr(model.model, "config", None), "id2label", None) or {}
+    kept = dataset.remove_columns([name for name in (own, PREDICTED) if name in dataset.column_names])
+    said = [str(names.get(label, label)) for label in found]
+    return _beside(kept, Dataset.from_dict({own: found, PREDICTED: said}))
+
+
+def _with_some_label(dataset: Dataset) -> Dataset:
+    """Give rows without labels one, which a batch needs and a forward pass does not read."""
+    if any(name in dataset.column_names for name in LABEL_NAMES):
+        return dataset
+    return dataset.add_column(LABEL_NAMES[0], [0] * len(dataset))
+
+
+def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str, Any]) -> Dataset:
+    """What the model writes after each prompt. Prompts go one at a time, so that none is padded."""
+    featurizer, causal = model.featurizer(), isinstance(model.task, CausalLMModelOutput)
+    batches, made = featurizer.batches(dataset, "target"), list[dict[str, Any]]()
+    for (row,), batch in batches.iterate([[row] for row in range(len(dataset))]):
+        if "pixel_values" in batch:
+            raise TypeError(
+                "The rows have images. Expected text alone for generated answers. Generate them with the processor of "
+                "the model, and put them into the rows as completions."
+            )
+        prompt = _prompt(batch, causal)
+        with pass_settings(model.model), torch.no_grad():
+            given = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+            written = model.model.generate(**{"do_sample": False, **given, **generation})[0].tolist()  # type: ignore[operator]
+        start = prompt.shape[1] if causal else 1  # a decoder begins with a token of its own
+        answer = written[start:]
+        if not answer:
+            raise ValueError(
+                f"The model generates nothing for row {row}. Expected at least one token. Raise `max_new_tokens`."
+            )
+        made.append(_causal_row(prompt[0].tolist(), answer) if causal else _seq2seq_row(prompt[0].tolist(), answer))
+        made[-1][PREDICTED] = _text(model, answer)
+    replaced = [name for name in made[0] if name in dataset.column_names]
+    tokens = [name for name in dataset.column_names if _is_per_token(dataset, name)]
+    kept = dataset.remove_columns(list(dict.fromkeys([*replaced, *tokens])))
+    return _beside(kept, Dataset.from_list(made))
+
+
+def _prompt(batch: Mapping[str, Any], causal: bool) -> Tensor:
+    """The tokens before the answer `(1, T)`: those before the first label, or all where none is masked."""
+    ids, mask, labels = batch["input_ids"], batch.get("attention_mask"), batch.get("labels")
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    if causal and isinstance(labels, Tensor) and labels.shape == ids.shape:
+        labelled = (labels != IGNORED) & real
+        first = int(labelled[0].int().argmax()) if bool(labelled.any()) else ids.shape[1]
+        if first > int(real[0].int().argmax()):  # something is masked before it: a prompt
+            real = real & (torch.arange(ids.shape[1], device=ids.device) < first)
+    return ids[real].unsqueeze(0)
+
+
+def _causal_row(prompt: Sequence[int], answer: Sequence[int]) -> dict[str, Any]:
+    return {
+        "input_ids": [*prompt, *answer],
+        "attention_mask": [1] * (len(prompt) + len(answer)),
+        "labels": [IGNORED] * len(prompt) + list(answer),
+        TARGET_MASK: [0] * len(prompt) + [1] * len(answer),
+    }
+
+
+def _seq2seq_row(prompt: Sequence[int], answer: Sequence[int]) -> dict[str, Any]:
+    return {"input_ids": list(prompt), "attention_mask": [1] * len(prompt), "labels": list(answer)}
+
+
+def _is_per_token(dataset: Dataset, name: str) -> bool:
+    """Tell whether a column has an entry for each token, so that it does not fit the new tokens."""
+    first, tokens = dataset[0][name], dataset[0].get("input_ids")
+    return isinstance(first, list) and isinstance(tokens, list) and len(first) == len(tokens)
+
+
+def _beside(dataset: Dataset, columns: Dataset) -> Dataset:
+    return concatenate_datasets([dataset, columns], axis=1) if dataset.column_names else columns
+
+
+def _text(model: FeaturizedModel, answer: Sequence[int]) -> str:
+    decode = getattr(model.processing_class, "decode", None)
+    return " ".join(map(str, answer)) if decode is None else str(decode(list(answer), skip_special_tokens=True))

@@ -1,0 +1,109 @@
+"""Targets that are the model's own predictions: classes, continuations, translations."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from digit_models import digits, make, trained_net
+from doc_examples import documents, tiny_gpt2, word_tokenizer
+from transformers import DataCollatorForSeq2Seq, T5Config, T5ForConditionalGeneration
+
+from hf_trak import TrakAttributor, TrakConfig
+
+QUICK: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True}
+
+
+def test_classes(tmp_path: Path) -> None:
+    """With a wrong label or none at all, the class with the highest logit is what is explained."""
+    net = trained_net(digits(0, 100), steps=60)
+    own = make(net, tmp_path, digits(0, 100), proj_dim=256).featurize()
+    rows = digits(1000, 1040)
+    with torch.no_grad():
+        expected = net(torch.tensor(np.array(rows["pixel_values"]), dtype=torch.float32)).logits.argmax(1).tolist()
+    wrong = rows.remove_columns("labels").add_column("labels", [(label + 1) % 10 for label in expected])
+    for given in (rows, wrong, rows.remove_columns("labels")):
+        found = own.predict(given)
+        assert found["labels"][:] == expected
+        assert found["predicted"][:] == [str(label) for label in expected]
+        assert found["source"][:] == rows["source"][:]
+    scored = own.attribute(own.predict(wrong), top_k=1, name="predicted")
+    same = own.attribute(rows.remove_columns("labels").add_column("labels", expected), top_k=1, name="expected")
+    assert scored["trak_indices"][:] == same["trak_indices"][:]
+    labels = np.array(digits(0, 100)["labels"][:])
+    share = np.mean([labels[one[0]] == label for one, label in zip(scored["trak_indices"], expected, strict=True)])
+    assert share > 0.8, "what speaks for a class are rows of this class"
+    with pytest.raises(ValueError, match="generates nothing"):
+        own.predict(rows, max_new_tokens=3)
+    with pytest.raises(TypeError, match="one with a transform"):
+        own.predict(rows.with_transform(lambda row: row))
+
+
+@pytest.fixture
+def language(tmp_path: Path) -> TrakAttributor:
+    torch.manual_seed(0)
+    tokenizer = word_tokenizer()
+    config = TrakConfig(str(tmp_path), proj_dim=64, **QUICK)
+    rows = documents(tokenizer, 12).remove_columns("text")
+    return TrakAttributor(tiny_gpt2(), config, train_dataset=rows, processing_class=tokenizer, task="causal_lm")
+
+
+def test_continuations(language: TrakAttributor) -> None:
+    prompts = Dataset.from_dict({"input_ids": [[3, 4, 5], [6, 7]], "mine": ["a", "b"]})
+    found = language.predict(prompts, max_new_tokens=4)
+    for row, prompt in zip(found, prompts["input_ids"], strict=True):
+        expected = language.model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0].tolist()
+        assert row["input_ids"] == expected
+        assert row["labels"] == [-100] * len(prompt) + expected[len(prompt) :]
+        assert row["target_mask"] == [0] * len(prompt) + [1] * (len(expected) - len(prompt))
+        said = language.processing_class.decode(expected[len(prompt) :], skip_special_tokens=True)
+        assert row["predicted"] == said
+    assert found["mine"][:] == ["a", "b"]
+    language.featurize()
+    scored = language.attribute(found, top_k=3)
+    assert all(np.isfinite(scored["trak_scores"][:]).flat)
+    alone = language.attribute(found.select([1]), top_k=3, name="alone")
+    assert scored["trak_indices"][1] == alone["trak_indices"][0], "padding of the other prompt has no part in it"
+
+
+def test_the_prompt_of_an_answered_row_is_what_is_masked(language: TrakAttributor) -> None:
+    answered = Dataset.from_dict({"input_ids": [[3, 4, 5, 8, 9]], "labels": [[-100, -100, -100, 8, 9]]})
+    found = language.predict(answered, max_new_tokens=3)
+    assert found["input_ids"][0][:3] == [3, 4, 5]
+    assert (
+        found[0]["input_ids"]
+        == language.predict(Dataset.from_dict({"input_ids": [[3, 4, 5]]}), max_new_tokens=3)[0]["input_ids"]
+    )
+    whole = Dataset.from_dict({"input_ids": [[3, 4, 5]], "labels": [[3, 4, 5]]})
+    assert language.predict(whole, max_new_tokens=3)[0]["input_ids"] == found[0]["input_ids"]
+
+
+def test_translations(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=30, decoder_start_token_id=0, pad_token_id=0, **sizes)
+    ).eval()
+    rows = Dataset.from_dict({"input_ids": [[3, 4, 5], [6, 7, 8, 9]], "labels": [[5, 6], [7, 8, 9]]})
+    config = TrakConfig(str(tmp_path), proj_dim=16, **QUICK)
+    collator = DataCollatorForSeq2Seq(word_tokenizer())
+    own = TrakAttributor(model, config, train_dataset=rows, data_collator=collator, task="seq2seq_lm").featurize()
+    found = own.predict(rows, max_new_tokens=3)
+    for row, given in zip(found, rows, strict=True):
+        written = model.generate(torch.tensor([given["input_ids"]]), max_new_tokens=3, do_sample=False)[0].tolist()
+        assert row["labels"] == written[1:]
+        assert row["input_ids"] == given["input_ids"]
+    assert len(own.attribute(found, top_k=2)) == 2
+
+
+def test_tasks_without_predictions(tmp_path: Path) -> None:
+    net = trained_net(digits(0, 20))
+    own = TrakAttributor(
+        net, TrakConfig(str(tmp_path), **QUICK), train_dataset=digits(0, 20), task=lambda output, batch: output.loss
+    )
+    with pytest.raises(TypeError, match="The task is FunctionModelOutput"):
+        own.predict(digits(0, 20))
+    with pytest.raises(TypeError, match="`dataset` is a list"):
+        make(net, tmp_path / "b", digits(0, 20)).predict([1])
