@@ -31,6 +31,7 @@ from hf_trak.modelout_functions.question_answering import QuestionAnsweringModel
 from hf_trak.modelout_functions.registry import TASK_TO_MODELOUT, get_task, infer_task
 from hf_trak.modelout_functions.regression import RegressionModelOutput
 from hf_trak.modelout_functions.reward import RewardModelOutput
+from hf_trak.modelout_functions.row_loss import RowLossModelOutput
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
 from hf_trak.modelout_functions.token_classification import TokenClassificationModelOutput
 
@@ -59,6 +60,7 @@ __all__ = [
     "QuestionAnsweringModelOutput",
     "RegressionModelOutput",
     "RewardModelOutput",
+    "RowLossModelOutput",
     "Seq2SeqLMModelOutput",
     "Side",
     "SigLIPModelOutput",

@@ -15,10 +15,12 @@ from hf_trak.modelout_functions.orpo import ORPOModelOutput
 from hf_trak.modelout_functions.policy import GRPOModelOutput, PPOModelOutput
 from hf_trak.modelout_functions.positions import unwrapped
 from hf_trak.modelout_functions.reward import RewardModelOutput
+from hf_trak.modelout_functions.row_loss import RowLossModelOutput
 
 TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
     **TASKS_OF_MODELS,
     "loss": LossModelOutput,
+    "row_loss": RowLossModelOutput,
     "gauss_newton": GaussNewtonModelOutput,
     "dpo": DPOModelOutput,
     "reward": RewardModelOutput,
