@@ -33,7 +33,7 @@ LAYERS = ((768, 768), (768, 3072), (2048, 2048), (4096, 4096))
 TOKENS = (1, 8, 32, 128, 512)
 EDGE = {64: (160, 288), 128: (312, 576), 256: (624, 1144)}
 """By p, widths of square layers whose factors take just as many multiplications, and half as many: the rule's."""
-WIDTHS, SEQUENCES = (512, 1024), (32, 128, 512)
+WIDTHS, SEQUENCES = (512, 1024), (32, 128)
 
 
 def medians(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
