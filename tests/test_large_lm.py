@@ -6,8 +6,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from datasets import Dataset
+from torch import nn
 from torch.func import grad, jvp, vmap
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
+from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.modelout_functions import sliced_margins
 from hf_trak.modelout_functions.causal_lm import CausalLMModelOutput
 from hf_trak.modelout_functions.margins import margin
@@ -105,3 +109,48 @@ def bound(case: dict, found: dict) -> int:
     """
     blocks = 1 if case.get("dtype", "float32") == "float32" else 3
     return 2 * found["logits"] + blocks * case["budget"] + 3 * 4 * sliced_margins.SLICE + 24 * MIB
+
+
+def test_checkpointing_of_long_rows_changes_no_feature(benchmark, monkeypatch):
+    """Recomputed activations are the same numbers: layers run again under the same hooks."""
+    case = {"vocabulary": 128, "width": 64, "rows": 2, "tokens": 1024, "layers": 2}
+    calls: list[int] = []
+    original = benchmark.llama
+
+    def counted(case: dict) -> nn.Module:
+        model = original(case)
+        calls.append(0)
+
+        def count(module: nn.Module, inputs: object) -> None:
+            calls[-1] += 1
+
+        model.model.layers[0].mlp.register_forward_pre_hook(count)
+        return model
+
+    monkeypatch.setattr(benchmark, "llama", counted)
+    found, expected = (
+        benchmark.featurize_batch({**case, "checkpointing": checkpointing}) for checkpointing in (True, False)
+    )
+    assert found["features"] == expected["features"] and any(map(any, found["features"]))
+    assert calls == [3, 2]  # one sample that is traced, the batch, and its layers again
+
+
+def test_long_documents_are_attributed_by_themselves_in_flattened_batches(tmp_path):
+    """Rows of hundreds of tokens: laid end to end, and each alone, they have the same features up to rounding."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=2048, **sizes)).eval()
+    lengths = [700, 1100, 900, 40]
+    ids = [torch.randint(0, 64, (length,)).tolist() for length in lengths]
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    found = []
+    for size, collator in ((2, DataCollatorWithFlattening()), (1, None)):
+        config = TrakConfig(
+            str(tmp_path / str(size)), proj_dim=64, per_device_batch_size=size, feature_dtype="float32", use_cpu=True,
+            disable_tqdm=True,
+        )  # fmt: skip
+        attributor = TrakAttributor(model, config, train_dataset=rows, task="causal_lm", data_collator=collator)
+        attributor.featurize()
+        found.append(torch.cat([shard.grads for shard in attributor.store.train(0)]))
+    error = (found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)
+    assert float(error.max()) < 1e-4  # float32 over 1,100 tokens and another kernel of attention
