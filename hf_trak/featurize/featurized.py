@@ -11,11 +11,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.maps import GradientMap
 from hf_trak.data.drawn_rows import RowDraws
+from hf_trak.data.loaders import rows_of_loader
 from hf_trak.data.rows import Collator, RowBatches, default_collator, row_count
 from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError, StoreError
 from hf_trak.featurize.checkpoint_arguments import as_list, check_part, checked_ids, sources_of
@@ -78,6 +79,7 @@ class FeaturizedModel:
         processing_class: Any = None,
         task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
         *,
+        dataloader: DataLoader[Any] | None = None,
         store: FeatureStore | None = None,
         sources: Mapping[int, Checkpoint | None] | None = None,
         recorded_rows: Mapping[str, Any] | None = None,
@@ -99,6 +101,9 @@ class FeaturizedModel:
             task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
                 The model output function: a name, an `AbstractModelOutput`, or a function
                 `output_fn(model_output, batch) -> (B,)`. By default it follows from the class of the model.
+            dataloader (`torch.utils.data.DataLoader`, *optional*):
+                The loader of a training loop, whose rows and `collate_fn` are taken in place of `train_dataset` and
+                `data_collator`.
             store (`FeatureStore`, *optional*):
                 An open store to use instead of the one in `args.output_dir`, such as a published index.
             sources (`dict`, *optional*):
@@ -111,7 +116,8 @@ class FeaturizedModel:
         Raises:
             ValueError: unknown task or parameter name, empty dataset, a model whose task cannot be inferred, or one
                 whose parameters are sharded over processes or offloaded.
-            TypeError: `model` is no module, `args` no `TrakConfig`, or `train_dataset` has no rows by index.
+            TypeError: `model` is no module, `args` no `TrakConfig`, or `train_dataset` or the dataset of `dataloader`
+                has no rows by index.
         """
         self.args = _with_storage_of_store(checked_args(args))
         model = without_wrappers(model)
@@ -124,6 +130,8 @@ class FeaturizedModel:
         self.task.use_seed(self.args.seed)
         self.row_draws = RowDraws(self.args.seed, self.args.num_draws)
         self.batch_done: Callable[[], None] = lambda: None
+        if dataloader is not None:
+            train_dataset, data_collator = rows_of_loader(dataloader, train_dataset, data_collator)
         self.train_dataset = train_dataset
         self.processing_class = processing_class
         self._train_size = row_count(train_dataset, "train_dataset")
