@@ -12,6 +12,7 @@ from torch.func import grad, jvp, vmap
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.gradient_computers.hooked import computer
 from hf_trak.modelout_functions import sliced_margins
 from hf_trak.modelout_functions.causal_lm import CausalLMModelOutput
 from hf_trak.modelout_functions.margins import margin
@@ -154,3 +155,33 @@ def test_long_documents_are_attributed_by_themselves_in_flattened_batches(tmp_pa
         found.append(torch.cat([shard.grads for shard in attributor.store.train(0)]))
     error = (found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)
     assert float(error.max()) < 1e-4  # float32 over 1,100 tokens and another kernel of attention
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_batch_of_one_of_a_large_model_is_handed_on_in_blocks(monkeypatch, tied):
+    """Plain autograd would hold the gradients of all parameters."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=tied, **sizes)).eval()
+    ids = torch.randint(0, 64, (3, 9))
+    batches = [ids[:1], ids[1:2], ids[:1, :5], ids[2:]]  # of two lengths
+
+    def streamed(limit: int) -> tuple[torch.Tensor, int]:
+        monkeypatch.setattr(computer, "WHOLE_GRADIENT_BYTES", limit)
+        engine = computer.HookedGradientComputer(
+            model, CausalLMModelOutput(), dtype=None, device="cpu", max_block_bytes=4096
+        )
+        gradients, widths = torch.zeros(len(batches), engine.layout.total), [0]
+        for row, chosen in zip(gradients, batches, strict=True):
+
+            def sink(start: int, block: torch.Tensor, row: torch.Tensor = row) -> None:
+                row[start : start + block.shape[1]] += block[0]
+                widths.append(block.shape[1])
+
+            batch = {"input_ids": chosen, "attention_mask": torch.ones_like(chosen), "labels": chosen}
+            engine.stream(batch, sink)
+        return gradients, max(widths)
+
+    (expected, whole), (given, largest) = streamed(2**30), streamed(0)
+    assert whole >= 64 * 32 and largest <= 1024  # elements of 4,096 bytes
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 MAX_RESTARTS = 200
 MAX_SAMPLE_TRACES = 256
 
+WHOLE_GRADIENT_BYTES = 2**30
+"""Bytes of all gradients of one sample up to which a batch of one goes through plain autograd, which holds them."""
+
 
 class HookedGradientComputer(AbstractGradientComputer):
     """Per-sample gradients at the price of one forward and one backward pass.
@@ -46,7 +49,8 @@ class HookedGradientComputer(AbstractGradientComputer):
     two into the layer's per-sample gradients, which go to the sink and are freed.
 
     Before the first batch of a new shape, one sample passes through the model alone. Comparing shapes tells which
-    dimension carries the batch in everything that follows, see `batch_axis`.
+    dimension carries the batch in everything that follows, see `batch_axis`. A batch of one goes through plain
+    autograd, unless its gradients take more than [`WHOLE_GRADIENT_BYTES`].
 
     Attributes:
         max_block_bytes (`int`, *optional*):
@@ -166,7 +170,7 @@ class HookedGradientComputer(AbstractGradientComputer):
             GradientEngineError: the engine cannot follow what the model does with its parameters.
         """
         split = SplitBatch.of(batch)
-        if split.size == 1:
+        if split.size == 1 and self._gradient_bytes() <= WHOLE_GRADIENT_BYTES:
             return self._single(split, emit, side)
         blocks = BlockOutput(emit, self._sized_workspace(), takes_outer)
         selected = self._selected()
@@ -240,6 +244,8 @@ class HookedGradientComputer(AbstractGradientComputer):
                 if sample_trace is None:
                     sample_trace = SampleTrace()
                     self._pass(split.rows(0, 1), 1, side, selected, sample_trace, None)
+                    if split.size == 1:  # only a larger batch shows which dimension carries it
+                        self._pass(split.rebuild(_doubled(split)), 2, side, selected, sample_trace, blocks)
                     self._keep(signature, sample_trace)
                 # 2. Capture the batch.
                 return self._pass(split.rows(0, split.size), split.size, side, selected, sample_trace, blocks)
@@ -254,6 +260,11 @@ class HookedGradientComputer(AbstractGradientComputer):
             f"The hooked engine cannot make out how {type(self.model).__name__} handles the batch: what it sees "
             "changes from pass to pass. Use the functional or the iterative engine."
         )
+
+    def _gradient_bytes(self) -> int:
+        """Count the bytes of all gradients of one sample in the dtypes of the parameters."""
+        parameters = dict(self.model.named_parameters())
+        return sum(slot.numel * parameters[slot.name].element_size() for slot in self.layout.slots)
 
     def _keep(self, signature: tuple[Any, ...], sample_trace: SampleTrace) -> None:
         """Keep the trace of one sample for batches of the same kind, and forget the oldest if there are too many."""
@@ -370,6 +381,11 @@ class HookedGradientComputer(AbstractGradientComputer):
                     if gradient is not None:
                         emit(slot.name, 0, gradient.reshape(1, -1))
         return BatchOutputs(output.detach(), task.out_to_loss_grad(result, batch, side).detach())
+
+
+def _doubled(split: SplitBatch) -> dict[Any, Tensor]:
+    """Put the sample of a batch of one beside itself."""
+    return {key: torch.cat([tensor, tensor]) for key, tensor in split.mapped.items()}
 
 
 def _around(error: UnsupportedError) -> str:
