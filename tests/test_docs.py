@@ -273,6 +273,30 @@ def test_vision_language(place: Path) -> None:
     assert namespace["scored"][0]["trak_indices"][0] == 1
 
 
+def test_preferences(place: Path) -> None:
+    trl = pytest.importorskip("trl")
+    words, options = word_tokenizer(), {"report_to": "none", "use_cpu": True, "bf16": False}
+    texts = [f" {word} film fox" for word in ("good", "bad", "dull", "great")]
+    pairs = Dataset.from_dict({"prompt": ["the"] * 4, "chosen": texts, "rejected": texts[1:] + texts[:1]})
+    given = {"train_dataset": pairs, "processing_class": words}
+    model, reference = tiny_gpt2(), tiny_gpt2()
+    trainer = trl.DPOTrainer(model, reference, trl.DPOConfig(output_dir="dpo", **options), **given)
+    policy_trainer = trl.GRPOTrainer(
+        tiny_gpt2(), [lambda completions, **_: [0.0] * len(completions)],
+        trl.GRPOConfig(output_dir="grpo", num_generations=2, per_device_train_batch_size=2, **options), **given,
+    )  # fmt: skip
+    tokens = trainer.train_dataset.map(lambda row: {"ref_chosen_logps": -9.0, "ref_rejected_logps": -9.0})
+    namespace = {
+        "trainer": trainer, "policy_trainer": policy_trainer, "held_out_pairs": pairs.select([2]),
+        "policy": tiny_gpt2(), "token_pairs": tokens,
+    }  # fmt: skip
+    run_page("docs/preferences.md", namespace, hf_trak_command)
+    assert sorted(namespace["scored"][0]["trak_indices"]) == [0, 1, 2, 3] and namespace["best"] != namespace["worst"]
+    assert len(namespace["why"][0]["trak_scores"]) == 3
+    assert namespace["plain"].store.train(0).unwritten() == []
+    assert_documented(place / "trak-dpo", "trak")
+
+
 def test_engines(place: Path) -> None:
     batch: dict[str, Tensor] = {"input_ids": torch.randint(1, 30, (4, 7)), "attention_mask": torch.ones(4, 7)}
     model = tiny_bert()
@@ -424,6 +448,7 @@ RUN_HERE = {
     "docs/tasks.md",
     "docs/randomness.md",
     "docs/packing.md",
+    "docs/preferences.md",
     "docs/vision_language.md",
     "docs/engines.md",
     "docs/projections.md",
