@@ -41,8 +41,12 @@ def die(*args: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def fail(*args: Any) -> None:
+    raise ValueError("no such luck.")
+
+
 def killed(directory: Path, mode: str, moment: str) -> None:
-    """The last process is killed as it writes its first shard, or in a layer of its second pass."""
+    """The last process is killed as it writes its first shard or in a layer of its second pass, or fails there."""
     Processes(True)
     model = divided(mode, directory)
     if int(os.environ["RANK"]) == MODES[mode][1] - 1:
@@ -56,7 +60,7 @@ def killed(directory: Path, mode: str, moment: str) -> None:
         def die_in_a_layer(self: Any, *args: Any) -> Any:
             passes.append(1)
             if len(passes) == 2:
-                layers[-1].register_forward_pre_hook(die)
+                layers[-1].register_forward_pre_hook(fail if moment == "failing" else die)
             return stream(self, *args)
 
         if moment == "writing":
@@ -136,3 +140,18 @@ def test_a_process_killed_in_a_pass_ends_the_others_and_every_rerun_finishes(mod
         if number > 1:
             rerun(directory, again, number)
         assert difference(of_store(directory, mode), expected) <= ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["tp", "tp-fsdp"])
+def test_a_process_that_fails_in_a_layer_ends_those_that_wait_for_its_slices(mode: str, tmp_path: Path) -> None:
+    count = MODES[mode][1]
+    jobs = start_group(tmp_path, count, killed, tmp_path, mode, "failing", timeout=_JOINING)
+    try:
+        last = jobs[-1].wait(300)
+        reports = [job.wait(60) for job in jobs[:-1]]
+    finally:
+        for job in jobs:
+            job.kill()
+    assert last is not None and last["error"] == "ValueError: no such luck."
+    assert all(said is not None and "lost contact" in said["error"] for said in reports), reports

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Literal, Protocol
 
 import torch
@@ -88,16 +88,23 @@ class BatchArrivals:
 
     takes_outer = staticmethod(every_factor)
 
-    def __init__(self, blocks: CurvatureBlocks, consumer: BlockConsumer) -> None:
+    def __init__(
+        self, blocks: CurvatureBlocks, consumer: BlockConsumer, kronecker: Collection[int] | None = None
+    ) -> None:
         """
         Args:
             blocks: the blocks.
             consumer: what takes their gradients.
+            kronecker: indices of the Kronecker blocks that count; `None` for all. Diagonal ones count where there are
+                none of them, or all.
         """
         self._blocks = blocks
         self._consumer = consumer
-        self._by_source = by_source(blocks)
-        self._ranges = BlockRanges(blocks, [index for index, one in enumerate(blocks.kronecker) if one.source is None])
+        self._takes_numbers = consumer.takes_numbers and not kronecker
+        counting = range(len(blocks.kronecker)) if kronecker is None else sorted(kronecker)
+        sources = {start: [i for i in indices if i in counting] for start, indices in by_source(blocks).items()}
+        self._by_source = {start: indices for start, indices in sources.items() if indices}
+        self._ranges = BlockRanges(blocks, [index for index in counting if blocks.kronecker[index].source is None])
         self._later: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._matrices: dict[int, Tensor] = {}
         self._numbers: dict[int, _Repeated] = defaultdict(_Repeated)
@@ -113,7 +120,7 @@ class BatchArrivals:
                     self._add_to_matrix(index, start, block)
                 whole.add(index)
                 continue
-            if not self._consumer.takes_numbers:
+            if not self._takes_numbers:
                 continue
             part = block[:, max(low - start, 0) : high - start]
             first = max(start, low) - low
@@ -136,7 +143,7 @@ class BatchArrivals:
                 for first, part in slices(left, right):
                     self(start + first, part)
                 return
-            if not self._consumer.takes_numbers:
+            if not self._takes_numbers:
                 continue
             if self._blocks.diagonal[index].start in self._blocks.repeated:
                 self._numbers[index].factors.append((start - low, left, right))
@@ -243,7 +250,7 @@ class ObservingSink:
 
     takes_outer = staticmethod(every_factor)
 
-    def __init__(self, observer: BatchObserver, sink: BatchArrivals | None = None) -> None:
+    def __init__(self, observer: BatchObserver, sink: Any = None) -> None:
         self._observer = observer
         self._sink = sink
 

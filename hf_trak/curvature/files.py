@@ -171,18 +171,35 @@ class CurvatureFiles:
         """Write the division that the fit has come to."""
         write_sealed(self.progress / "blocks.json", blocks.to_json())
 
-    def sums_path(self, stage: str, blocks: CurvatureBlocks, part: int) -> Path:
-        """File of the sums of one part of the sample. Sums of another division have another name."""
-        return self.progress / f"{stage}-{blocks.digest[:12]}-{part:03d}.safetensors"
+    def sums_path(self, stage: str, blocks: CurvatureBlocks, part: int, share: tuple[int, int] = (0, 1)) -> Path:
+        """File of the sums of one part of the sample. Sums of another division have another name.
+
+        Args:
+            stage, blocks, part: what the sums are of.
+            share: `(index, count)`: of the sums only share `index` of `count`, which processes have divided.
+        """
+        own = "" if share[1] == 1 else f"-{share[0]}of{share[1]}"
+        return self.progress / f"{stage}-{blocks.digest[:12]}-{part:03d}{own}.safetensors"
+
+    def sums_paths(self, stage: str, blocks: CurvatureBlocks, part: int) -> list[Path]:
+        """List the files that hold the sums of a part together; none if a share is missing."""
+        whole = self.sums_path(stage, blocks, part)
+        if whole.exists():
+            return [whole]
+        counts = {int(path.stem.rpartition("of")[2]) for path in self.progress.glob(f"{whole.stem}-*of*.safetensors")}
+        for count in sorted(counts):
+            paths = [self.sums_path(stage, blocks, part, (index, count)) for index in range(count)]
+            if all(path.exists() for path in paths):
+                return paths
+        return []
 
     def write_sums(self, path: Path, tensors: Mapping[str, Tensor], **extra: Any) -> None:
         """Write the sums of one part."""
         write_tensors(path, tensors, {**self._own, "kind": path.stem}, **extra)
 
-    def read_observed(self, path: Path) -> dict[str, Any]:
-        """Read what one part of a pass has shown. Raises as [`read_header`]."""
-        observed: dict[str, Any] = read_header(path, {**self._own, "kind": path.stem}, {})["observed"]
-        return observed
+    def read_extra(self, path: Path) -> dict[str, Any]:
+        """Read what was written beside the sums of a part. Raises as [`read_header`]."""
+        return read_header(path, {**self._own, "kind": path.stem}, {})
 
     def read_sums(self, path: Path, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         """Read some sums of one part. Raises as [`read_tensors`]."""

@@ -15,7 +15,7 @@ however it was divided. One part at a time is in memory.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -27,6 +27,7 @@ from hf_trak.curvature.arrivals import BatchArrivals, FirstRow, ObservingSink, U
 from hf_trak.curvature.blocks import CurvatureBlocks
 from hf_trak.curvature.curvature import Curvature
 from hf_trak.curvature.eigen import eigenbasis, even_in_null_spaces
+from hf_trak.curvature.exchange import BlockOwners, ExchangingSink
 from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.curvature.observation import BatchObserver, Observation, divide
 from hf_trak.curvature.plan import FitPlan, Rows, rows_needed
@@ -59,8 +60,15 @@ class BatchSource(Protocol):
         """Return a context in which processes may stream different numbers of batches. All of them enter it."""
 
     @property
+    def sharded(self) -> bool:
+        """Whether processes hold parts of one model, so that all make the same passes."""
+
+    @property
     def division(self) -> RowDivision:
         """Which processes work on the same rows. The first of them gets the gradients."""
+
+    def exchange(self, word: str) -> list[str]:
+        """Tell all processes that hold parts of one model a word, and hear theirs, by rank."""
 
     def computer(self, stage: Stage) -> AbstractGradientComputer:
         """Make the engine of a pass, checked on the batch that was yielded last.
@@ -120,8 +128,9 @@ class CurvatureFit:
     def _passes(self) -> CurvatureBlocks:
         """Make both passes, with the division that all batches of the sample ask for."""
         first: list[dict[str, Any]] = []
+        begun = self.processes.broadcast_from_main(lambda: self.files.read_blocks() is not None)
         with self.processes.all_or_none(), self.source.together():
-            if self.processes.process_index in self.source.division.ranks_of(0):
+            if self.processes.is_main_process or (self.source.sharded and not begun):
                 first.append(self._first_blocks())
         blocks = CurvatureBlocks.from_json(self.processes.broadcast_from_main(lambda: first[0]))
         for _ in range(_MAX_ROUNDS):
@@ -142,16 +151,17 @@ class CurvatureFit:
     def _first_blocks(self) -> dict[str, Any]:
         """Divide by what the first batch shows, unless an earlier run has come further.
 
-        The processes that work on the rows of the main process call this, which alone gets the gradients.
+        All processes of a sharded model call this, of which the main process gets the gradients.
         """
-        blocks = self.files.read_blocks()
+        main = self.processes.is_main_process
+        blocks = self.files.read_blocks() if main else None
         if blocks is None:
             seen = Observation()
             for rows, batch in self.source.iterate(self.plan.batches(self.plan.first_basis_parts[0])[:1]):
                 observer = BatchObserver(self._layout, seen)
-                self._stream("bases", rows, batch, ObservingSink(observer))
+                self._stream("bases", rows, batch, ObservingSink(observer) if main else Unwanted())
                 observer.finish()
-            if not self.processes.is_main_process:
+            if not main:
                 return {}
             blocks = self._divide(seen)
             self.files.write_blocks(blocks)
@@ -161,7 +171,8 @@ class CurvatureFit:
         """Divide by what all batches showed."""
         seen = Observation()
         for part in range(len(self.plan.parts)):
-            seen.merge(self.files.read_observed(self.files.sums_path("squares", blocks, part)))
+            for path in self.files.sums_paths("squares", blocks, part):
+                seen.merge(self.files.read_extra(path)["observed"])
         found = self._divide(seen)
         self.files.write_blocks(found)
         return found.to_json()
@@ -194,17 +205,20 @@ class CurvatureFit:
 
     def _pass(self, stage: Stage, blocks: CurvatureBlocks, parts: Sequence[Rows]) -> None:
         """Compute the sums of all parts, as far as they are missing, each process its share."""
-        paths = {part: self.files.sums_path(stage, blocks, part) for part in range(len(parts))}
-        missing = self.processes.broadcast_from_main(lambda: [i for i, path in paths.items() if not path.exists()])
-        mine = [missing[i] for i in self.source.division.share(len(missing))]
-        main = self.processes.is_main_process
+        missing = self.processes.broadcast_from_main(
+            lambda: [part for part in range(len(parts)) if not self.files.sums_paths(stage, blocks, part)]
+        )
         if not missing:
             return
+        together = self._together(blocks) if self.source.sharded else None
+        mine = missing if together else [missing[i] for i in self.processes.share(len(missing))]
+        main = self.processes.is_main_process
+        rows = sum(len(parts[part]) for part in mine)
         with (
             self.processes.all_or_none(),
             self.source.together(),
             RowProgress(
-                sum(len(parts[part]) for part in mine),
+                rows // self.processes.num_processes if together else rows,
                 f"{self.plan.description}, {stage}",
                 processes=self.processes.num_processes,
                 show=main and self.plan.show_progress,
@@ -212,50 +226,72 @@ class CurvatureFit:
             ) as progress,
         ):
             for part in mine:
-                if not self.source.division.is_leader:
-                    self._accompany(stage, parts[part], progress)
-                    continue
-                observed: dict[str, Any] = {}
                 if stage == "bases":
-                    tensors = self._sum_bases(blocks, parts[part], progress)
+                    tensors, seen = self._sum_bases(blocks, parts[part], progress, together), Observation()
                 else:
-                    tensors, observed["observed"] = self._sum_squares(blocks, parts[part], progress)
+                    tensors, seen = self._sum_squares(blocks, parts[part], progress, together)
                 self._check_finite(tensors, blocks, parts[part])
-                self.files.write_sums(paths[part], tensors, **observed)
+                share = (together.rank, together.count) if together else (0, 1)
+                path = self.files.sums_path(stage, blocks, part, share)
+                self.files.write_sums(path, tensors, observed=seen.to_json(), names=sorted(tensors))
 
-    def _accompany(self, stage: Stage, part: Rows, progress: RowProgress) -> None:
-        """Make the passes of a part whose gradients another process gets, which has other slices of the layers."""
-        for rows, batch in self.source.iterate(self.plan.batches(part)):
-            self._stream(stage, rows, batch, Unwanted())
-            progress.update(len(rows))
+    def _together(self, blocks: CurvatureBlocks) -> BlockOwners:
+        """Divide the blocks over the processes of a sharded model."""
+        group = torch.distributed.new_group(backend="gloo")
+        return BlockOwners(blocks, self.processes.process_index, self.processes.num_processes, group)
 
-    def _sum_bases(self, blocks: CurvatureBlocks, part: Rows, progress: RowProgress) -> dict[str, Tensor]:
+    def _batches(
+        self, stage: Stage, part: Rows, progress: RowProgress, sink: Callable[[], Any], seen: Observation | None
+    ) -> None:
+        """Stream the batches of a part that are this process' into sinks, one for each.
+
+        Processes that hold a sharded model take turns in batches. Where there is none left for one of them, it streams
+        the first one, and drops the result.
+        """
+        cuts, division = self.plan.batches(part), self.source.division
+        places = list(range(len(cuts)))
+        if self.source.sharded:
+            turns = -(-len(cuts) // division.count)
+            places = [turn * division.count + division.index for turn in range(turns)]
+        batches = self.source.iterate([cuts[place] if place < len(cuts) else cuts[0] for place in places])
+        for place, (rows, batch) in zip(places, batches, strict=True):
+            made = sink()
+            if place >= len(cuts) or not division.is_leader:
+                self._stream(stage, rows, batch, Unwanted())
+            elif seen is None:
+                self._stream(stage, rows, batch, made)
+            else:
+                observer = BatchObserver(self._layout, seen)
+                self._stream(stage, rows, batch, ObservingSink(observer, made))
+                observer.finish()
+            made.finish()
+            if place < len(cuts):
+                progress.update(len(rows))
+
+    def _sink(self, blocks: CurvatureBlocks, sums: Any, together: BlockOwners | None) -> Any:
+        if together is None:
+            return BatchArrivals(blocks, sums)
+        return ExchangingSink(blocks, sums, together, self.source.exchange)
+
+    def _sum_bases(
+        self, blocks: CurvatureBlocks, part: Rows, progress: RowProgress, together: BlockOwners | None
+    ) -> dict[str, Tensor]:
         kinds = {"shampoo": "gradients", "diagonal": "none"}
-        kind = kinds.get(self.plan.kind, "factors")
-        sums = BasisSums(blocks, kind, self.device)  # type: ignore[arg-type]
-        for rows, batch in self.source.iterate(self.plan.batches(part)):
-            sink = BatchArrivals(blocks, sums)
-            self._stream("bases", rows, batch, sink)
-            sink.finish()
-            progress.update(len(rows))
+        kind: Any = kinds.get(self.plan.kind, "factors")
+        sums = BasisSums(blocks, kind, self.device, None if together is None else together.mine)
+        self._batches("bases", part, progress, lambda: self._sink(blocks, sums, together), None)
         tensors = {"counts": torch.tensor(sums.counts, dtype=torch.int64)}
-        tensors |= _rounded("left-", sums.left) | _rounded("right-", sums.right)
-        return tensors
+        return tensors | _rounded("left-", sums.left) | _rounded("right-", sums.right)
 
     def _sum_squares(
-        self, blocks: CurvatureBlocks, part: Rows, progress: RowProgress
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        self, blocks: CurvatureBlocks, part: Rows, progress: RowProgress, together: BlockOwners | None
+    ) -> tuple[dict[str, Tensor], Observation]:
         """Return the sums, and what was observed."""
-        sums = SquareSums(blocks, self._bases(blocks), self.device)
+        owned = None if together is None else together.mine
+        sums = SquareSums(blocks, self._bases(blocks, owned), self.device, owned)
         seen = Observation()
-        for rows, batch in self.source.iterate(self.plan.batches(part)):
-            observer = BatchObserver(self._layout, seen)
-            sink = BatchArrivals(blocks, sums)
-            self._stream("squares", rows, batch, ObservingSink(observer, sink))
-            sink.finish()
-            observer.finish()
-            progress.update(len(rows))
-        return _rounded("", sums.kronecker) | _rounded("diagonal-", sums.diagonal), seen.to_json()
+        self._batches("squares", part, progress, lambda: self._sink(blocks, sums, together), seen)
+        return _rounded("", sums.kronecker) | _rounded("diagonal-", sums.diagonal), seen
 
     def _stream(self, stage: Stage, rows: Sequence[int], batch: Batch, sink: Any) -> None:
         """Stream the gradients of a batch. One row alone goes twice, so that its layers come as factors, too."""
@@ -326,8 +362,9 @@ class CurvatureFit:
         """Add one tensor over the first parts, in their order, in float64."""
         total = torch.zeros(shape, dtype=torch.float64)
         for part in range(parts):
-            path = self.files.sums_path(stage, blocks, part)
-            total += self.files.read_sums(path, {name: TensorSpec(shape, (torch.float32, torch.int64))})[name]
+            for path in self.files.sums_paths(stage, blocks, part):
+                if name in self.files.read_extra(path)["names"]:
+                    total += self.files.read_sums(path, {name: TensorSpec(shape, (torch.float32, torch.int64))})[name]
         return total
 
     def _squares(self, blocks: CurvatureBlocks, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -343,11 +380,16 @@ class CurvatureFit:
         }
         return self.files.read_sums(self.files.sums_path("basis", blocks, index), specs)
 
-    def _bases(self, blocks: CurvatureBlocks) -> list[tuple[Tensor, Tensor] | None]:
-        if self.plan.kind == "diagonal":
-            return [None] * len(blocks.kronecker)
-        found = (self._basis(blocks, index) for index in range(len(blocks.kronecker)))
-        return [(one["left_basis"].to(self.device), one["right_basis"].to(self.device)) for one in found]
+    def _bases(
+        self, blocks: CurvatureBlocks, owned: frozenset[int] | None = None
+    ) -> list[tuple[Tensor, Tensor] | None]:
+        """Read the bases of the blocks whose gradients come here."""
+        found: list[tuple[Tensor, Tensor] | None] = [None] * len(blocks.kronecker)
+        if self.plan.kind != "diagonal":
+            for index in range(len(found)) if owned is None else owned:
+                one = self._basis(blocks, index)
+                found[index] = one["left_basis"].to(self.device), one["right_basis"].to(self.device)
+        return found
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -384,8 +426,8 @@ class CurvatureFit:
         self.processes.broadcast_from_main(finish)
 
 
-def _rounded(prefix: str, sums: list[Tensor]) -> dict[str, Tensor]:
+def _rounded(prefix: str, sums: dict[int, Tensor]) -> dict[str, Tensor]:
     """Round sums to float32 for a file, and free those in float64 one by one. Names are prefix and index."""
-    for index, total in enumerate(sums):
+    for index, total in sums.items():
         sums[index] = total.float()
-    return {f"{prefix}{index:05d}": total for index, total in enumerate(sums)}
+    return {f"{prefix}{index:05d}": total for index, total in sums.items()}

@@ -11,6 +11,7 @@ G_b the gradient of row b (see `blocks`), over R rows:
 K-FAC: Martens & Grosse 2015, arXiv 1503.05671. Corrected eigenvalues: George et al. 2018, arXiv 1806.03884.
 """
 
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Literal
 
@@ -40,18 +41,21 @@ class BasisSums:
 
     takes_numbers = False
 
-    def __init__(self, blocks: CurvatureBlocks, kind: BasisKind, device: torch.device) -> None:
+    def __init__(
+        self, blocks: CurvatureBlocks, kind: BasisKind, device: torch.device, owned: Collection[int] | None = None
+    ) -> None:
         """
         Args:
             blocks: the blocks.
             kind: which bases.
             device: where gradients are.
+            owned: the Kronecker blocks whose gradients come here; `None` for all.
         """
         self.blocks = blocks
         self.kind = kind
-        summed = () if kind == "none" else blocks.kronecker
-        self.left = [_zeros(block.shape[0], block.shape[0], device=device) for block in summed]
-        self.right = [_zeros(block.shape[1], block.shape[1], device=device) for block in summed]
+        summed = {} if kind == "none" else _owned(blocks, owned)
+        self.left = {i: _zeros(shape[0], shape[0], device=device) for i, shape in summed.items()}
+        self.right = {i: _zeros(shape[1], shape[1], device=device) for i, shape in summed.items()}
         self.counts = [0] * len(blocks.kronecker)
         """Number of positions, or of rows where bases are those of whole gradients or where there are none."""
 
@@ -109,18 +113,23 @@ class SquareSums:
     takes_numbers = True
 
     def __init__(
-        self, blocks: CurvatureBlocks, bases: list[tuple[Tensor, Tensor] | None], device: torch.device
+        self,
+        blocks: CurvatureBlocks,
+        bases: list[tuple[Tensor, Tensor] | None],
+        device: torch.device,
+        owned: Collection[int] | None = None,
     ) -> None:
         """
         Args:
             blocks: the blocks.
             bases: Q_left and Q_right of every Kronecker block; `None` for one without a basis.
             device: where gradients are.
+            owned: the Kronecker blocks whose gradients come here; `None` for all.
         """
         self.blocks = blocks
         self.bases = bases
-        self.kronecker = [_zeros(*block.shape, device=device) for block in blocks.kronecker]
-        self.diagonal = [_zeros(block.numel, device=device) for block in blocks.diagonal]
+        self.kronecker = {i: _zeros(*shape, device=device) for i, shape in _owned(blocks, owned).items()}
+        self.diagonal = {i: _zeros(one.numel, device=device) for i, one in enumerate(blocks.diagonal)}
 
     def factors(self, index: int, left: Tensor, right: Tensor) -> None:
         bases = self.bases[index]
@@ -200,6 +209,10 @@ def add_sum_of_squares(total: Tensor, gradients: Tensor) -> None:
     for row in gradients:
         squares.addcmul_(row, row)
     total += squares
+
+
+def _owned(blocks: CurvatureBlocks, owned: Collection[int] | None) -> dict[int, tuple[int, int]]:
+    return {i: one.shape for i, one in enumerate(blocks.kronecker) if owned is None or i in owned}
 
 
 def _zeros(*shape: int, device: torch.device) -> Tensor:

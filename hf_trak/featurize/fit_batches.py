@@ -99,6 +99,15 @@ class FitBatches:
         return self._gathering(computer)
 
     @property
+    def sharded(self) -> bool:
+        """Whether processes hold parts of one model."""
+        return self._checked.sharded
+
+    def exchange(self, word: str) -> list[str]:
+        """Tell all processes that hold parts of one model a word, and hear theirs, by rank."""
+        return self._checked.lockstep.exchange(word)
+
+    @property
     def division(self) -> RowDivision:
         """Which processes work on the same rows."""
         return self._checked.division

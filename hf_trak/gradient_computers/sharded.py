@@ -35,7 +35,7 @@ from hf_trak.gradient_computers.tensor_parallel import (
     uncovered,
 )
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, Side
-from hf_trak.runtime.lockstep import STEP, Lockstep
+from hf_trak.runtime.lockstep import STEP, Lockstep, lost_contact
 from hf_trak.runtime.sharding import averaged_over, fsdp_modules, is_sharded_tensor, reshard
 
 CHECK = "check"
@@ -244,7 +244,11 @@ class ShardedGradientComputer(HookedGradientComputer):
             yield
         except (RestartError, UnsupportedError):  # raised at the end of a pass
             raise
-        except Exception:  # whatever a model may raise; it is raised again when no other process waits any more
+        except (
+            Exception
+        ) as error:  # whatever a model may raise; it is raised again when no other process waits any more
+            if lost_contact(error) or len(self.division.ranks) > 1:  # another process has ended, or this one has to
+                raise
             seen = {id(unit) for unit in entered}
             for unit in self._order:
                 if id(unit) not in seen:

@@ -7,6 +7,7 @@ it drops, until the others are through, and a process that fails says so where t
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch import Tensor
 
 from hf_trak.errors import PeerProcessError
@@ -15,6 +16,18 @@ from hf_trak.runtime.sharding import RowDivision
 
 STEP, DONE = "step", "done"
 _FAILED = "failed: "
+
+
+def lost_contact(error: BaseException | None) -> bool:
+    """Tell whether an error comes from a connection to a process that has ended.
+
+    torch 2.15: errors of gloo have no class of their own, and name the source file that they come from.
+    """
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class Lockstep:
@@ -57,6 +70,22 @@ class Lockstep:
                 )
         return words
 
+    def _lost(self, error: Exception) -> PeerProcessError:
+        one, count = self._processes.process_index, self._processes.num_processes
+        return PeerProcessError(
+            f"Process {one} of {count} lost contact with the others in its pass through the model ({error}). Expected "
+            "them to run to the end: look at the output of the process that was killed, failed, or ran out of memory. "
+            "Then run the same command again, with any number of processes; files that were written stay valid."
+        )
+
+    def _give_up(self, error: Exception) -> None:
+        """Exchange nothing with other processes any more: each attempt raises an error at once."""
+
+        def refuse(tensor: Tensor) -> list[Tensor]:
+            raise self._lost(error) from error
+
+        self._processes.gather_tensors = refuse  # type: ignore[method-assign]
+
     def add(self, tensor: Tensor) -> Tensor:
         """Sum a CPU tensor over all processes, in place. Raises as `exchange`."""
         return self._processes.add(tensor)
@@ -84,6 +113,13 @@ class Lockstep:
             while set(words := self.exchange(DONE)) != {DONE}:
                 accompany(words)
         except Exception as error:
+            gone = lost_contact(error)
+            if gone or (not self._told and len(self.division.ranks) > 1):
+                # Others may wait for this process within a layer, and do not listen to words: it has to end first.
+                self._give_up(error)
+                if gone and not isinstance(error, PeerProcessError):
+                    raise self._lost(error) from error
+                raise
             if not self._told:  # the others are waiting for a word
                 try:
                     self.exchange(f"{_FAILED}{type(error).__name__}: {error}")

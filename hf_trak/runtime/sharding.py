@@ -144,10 +144,6 @@ class RowDivision:
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.stack(parts).sum(0)
 
-    def ranks_of(self, rank: int) -> tuple[int, ...]:
-        """Return the processes that work on the same rows as a process."""
-        return tuple(one for one, group in enumerate(self.of_rank) if group == self.of_rank[rank])
-
     @property
     def is_leader(self) -> bool:
         """Whether this process writes what its group has computed."""
