@@ -106,7 +106,7 @@ def test_any_cut_gives_the_same_features() -> None:
 
 @pytest.mark.parametrize("through", ["sink", "accumulate"])
 @pytest.mark.parametrize(
-    ("start", "height", "width"), [(5, 13, 15), (35, 4, 15), (611, 13, 15), (595, 4, 4), (6, 3, 5)]
+    ("start", "height", "width"), [(5, 13, 15), (35, 4, 15), (611, 13, 15), (595, 4, 4), (6, 3, 5), (6, 3, 15)]
 )
 def test_factors_give_what_their_product_gives(through: str, start: int, height: int, width: int) -> None:
     """Of a whole matrix, of some rows of one, of one that is too small, and of what is no rows of a matrix."""
@@ -148,7 +148,9 @@ def test_nothing_of_the_size_of_a_matrix_is_formed(monkeypatch: pytest.MonkeyPat
 
 
 def test_which_factors_are_taken() -> None:
-    one = FactoredProjector(1000 * 800 + 90 * 800 + 70**2, 64, shapes=[(1000, 800), (90, 800), (70, 70)], factored_dim=64)
+    one = FactoredProjector(
+        1000 * 800 + 90 * 800 + 70**2, 64, shapes=[(1000, 800), (90, 800), (70, 70)], factored_dim=64
+    )
 
     def taken(tokens: int, height: int, width: int) -> bool:
         return one.takes_outer(torch.empty(1, tokens, height), torch.empty(1, tokens, width))
@@ -188,6 +190,14 @@ def test_a_subclass_that_overrides_accumulate_gets_every_block() -> None:
     sink.add_outer(5, torch.ones(4, 2, 13), torch.ones(4, 2, 15))
     sink.result()
     assert seen == [0, 5]
+
+
+def test_checkpoints_one_after_the_other() -> None:
+    """What is kept of one is not taken for another."""
+    grads = gradients()[:, :195]
+    one, *others = (FactoredProjector(195, K, shapes=[(13, 15)], factored_dim=SIZE) for _ in range(4))
+    for model_id, other in zip((0, 1, 0), others, strict=True):
+        assert torch.equal(one.project(grads, model_id), other.project(grads, model_id))
 
 
 def test_memory_is_freed_and_made_again() -> None:
