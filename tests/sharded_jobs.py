@@ -190,7 +190,7 @@ def compared(model: nn.Module, name: str, directory: Path, exact: bool = False) 
 
 def eigenvalues(one: TrakAttributor) -> torch.Tensor:
     """All of the curvature's blocks, each divided by their norm."""
-    values = [value.flatten() for _, value in ExactScores(one).fitted(0).items()]
+    values = [value.flatten() for _, value in ExactScores(one.fit_curvature()).fitted(0).items()]
     return torch.cat([value / value.norm().clamp_min(1e-30) for value in values])
 
 

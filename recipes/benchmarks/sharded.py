@@ -1,6 +1,7 @@
-"""Memory and time per process of featurizing a model that FSDP2 divides over processes.
+"""Memory and time per process of featurizing a model that FSDP2 divides over processes, or of fitting a curvature.
 
     python recipes/benchmarks/sharded.py
+    python recipes/benchmarks/sharded.py --curvature --layers 6 --width 256
 
 The model is GPT-2's architecture with random weights, initialized on the meta device, so that no process ever holds
 all of it. Peaks are those of resident memory above what the process had before the model was made; `parameters` is
@@ -61,8 +62,8 @@ def high_water() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def measure(layers: int, width: int, directory: Path) -> dict[str, Any]:
-    """What one process takes."""
+def measure(layers: int, width: int, directory: Path, curvature: bool) -> dict[str, Any]:
+    """What one process takes to compute features, or to fit EK-FAC to all rows."""
     from datasets import Dataset
 
     from hf_trak import TrakAttributor, TrakConfig
@@ -81,7 +82,7 @@ def measure(layers: int, width: int, directory: Path) -> dict[str, Any]:
     )
     attributor = TrakAttributor(model, config, train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}))
     start = time.perf_counter()
-    attributor.featurize()
+    attributor.fit_curvature() if curvature else attributor.featurize()
     return {
         "parameters": sum(p.numel() * p.element_size() for p in local),
         "after loading": loaded,
@@ -106,15 +107,16 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--curvature", action="store_true", help="fit EK-FAC instead of computing features")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.out:
-        found = measure(args.layers, args.width, Path(args.out))
+        found = measure(args.layers, args.width, Path(args.out), args.curvature)
         (Path(args.out) / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         return
-    options = ["--layers", str(args.layers), "--width", str(args.width)]
+    options = ["--layers", str(args.layers), "--width", str(args.width), *["--curvature"] * args.curvature]
     print("| processes | parameters, MB | after loading, MB | peak, MB | seconds per row |\n|---|---|---|---|---|")
     for count in args.processes:
         ranks = launched(count, options)
