@@ -84,14 +84,19 @@ def test_causal_lm_takes_its_margins_in_slices(short_slices, monkeypatch):
         task.unit_margins({"logits": logits}, batch)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_memory_of_a_large_vocabulary_follows_from_the_budget(benchmark, tied):
-    """The whole per-sample gradients of the head would take seven budgets, and of the embedding, untied, as many."""
-    case = {"vocabulary": 49152, "width": 160, "tokens": 256, "rows": 2, "tied": tied, "budget": 8 * MIB}
+@pytest.mark.parametrize(
+    ("width", "tokens", "tied"),
+    [
+        (64, 384, True),  # margins of all tokens at once would take four times the logits, 600 MB
+        (512, 32, True),  # the gradients of the head, 200 MB
+        (512, 32, False),  # and of the embedding
+    ],
+)
+def test_memory_of_a_large_vocabulary_follows_from_the_budget(benchmark, width, tokens, tied):
+    case = {"vocabulary": 49152, "width": width, "tokens": tokens, "rows": 2, "tied": tied, "budget": 8 * MIB}
     benchmark.featurize_batch({**case, "vocabulary": 512, "tokens": 8})  # what is allocated once
     found = benchmark.featurize_batch(case)
-    assert case["rows"] * found["weights"] > 7 * case["budget"]
-    assert found["peak"] < bound(case, found)
+    assert found["peak"] < bound(case, found) < max(4 * found["logits"], case["rows"] * found["weights"])
 
 
 @pytest.mark.slow
@@ -109,7 +114,7 @@ def bound(case: dict, found: dict) -> int:
     activations of one small layer.
     """
     blocks = 1 if case.get("dtype", "float32") == "float32" else 3
-    return 2 * found["logits"] + blocks * case["budget"] + 3 * 4 * sliced_margins.SLICE + 24 * MIB
+    return 2 * found["logits"] + blocks * case["budget"] + 3 * 4 * sliced_margins.SLICE + 48 * MIB
 
 
 def test_checkpointing_of_long_rows_changes_no_feature(benchmark, monkeypatch):
