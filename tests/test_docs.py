@@ -4,6 +4,7 @@ import ast
 import configparser
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -297,6 +298,32 @@ def test_preferences(place: Path) -> None:
     assert_documented(place / "trak-dpo", "trak")
 
 
+def test_diffusion(place: Path) -> None:
+    class Unet(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.Conv2d(4, 1, 3, padding=1)
+
+        def forward(self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor | None = None) -> Any:
+            shift = 0 if encoder_hidden_states is None else encoder_hidden_states.mean(dim=(1, 2))[:, None, None, None]
+            hidden = self.first(sample) + shift + timestep[:, None, None, None] / 100
+            return SimpleNamespace(sample=self.last(torch.nn.functional.silu(hidden)))
+
+    rows = Dataset.from_dict({"pixel_values": torch.randn(6, 1, 4, 4).tolist(), "prompt": [str(i) for i in range(6)]})
+    schedule = torch.linspace(0.999, 0.01, 50)
+    namespace = {
+        "unet": Unet(), "conditional_unet": Unet(), "images": rows, "samples": rows.select([1]), "captioned": rows,
+        "noise_scheduler": SimpleNamespace(
+            alphas_cumprod=schedule, config=SimpleNamespace(prediction_type="v_prediction")
+        ),
+        "encode_image": lambda pixels: [[[value[0][0] for value in pixels]]],
+        "encode_prompt": lambda text: [[float(text), 1.0]],
+    }  # fmt: skip
+    run_page("docs/diffusion.md", namespace, hf_trak_command)
+    assert len(namespace["scored"]) == 1 and len(namespace["scores"]) == 2
+    assert namespace["square"].function == "square"
+
+
 def test_engines(place: Path) -> None:
     batch: dict[str, Tensor] = {"input_ids": torch.randint(1, 30, (4, 7)), "attention_mask": torch.ones(4, 7)}
     model = tiny_bert()
@@ -449,6 +476,7 @@ RUN_HERE = {
     "docs/randomness.md",
     "docs/packing.md",
     "docs/preferences.md",
+    "docs/diffusion.md",
     "docs/vision_language.md",
     "docs/engines.md",
     "docs/projections.md",

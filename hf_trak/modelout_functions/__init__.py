@@ -19,6 +19,7 @@ from hf_trak.modelout_functions.classification import (
 )
 from hf_trak.modelout_functions.clip import CLIPModelOutput, MissingEmbeddingsError
 from hf_trak.modelout_functions.clip_sigmoid import SigLIPModelOutput
+from hf_trak.modelout_functions.diffusion import DiffusionModelOutput
 from hf_trak.modelout_functions.dpo import DPOModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
 from hf_trak.modelout_functions.kto import KTOModelOutput
@@ -45,6 +46,7 @@ __all__ = [
     "CausalLMModelOutput",
     "ClassificationModelOutput",
     "DPOModelOutput",
+    "DiffusionModelOutput",
     "FunctionModelOutput",
     "GRPOModelOutput",
     "GaussNewtonModelOutput",

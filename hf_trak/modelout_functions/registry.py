@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from hf_trak.modelout_functions.base import AbstractModelOutput
+from hf_trak.modelout_functions.diffusion import DiffusionModelOutput
 from hf_trak.modelout_functions.dpo import DPOModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
 from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
@@ -21,6 +22,7 @@ TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
     **TASKS_OF_MODELS,
     "loss": LossModelOutput,
     "row_loss": RowLossModelOutput,
+    "diffusion": DiffusionModelOutput,
     "gauss_newton": GaussNewtonModelOutput,
     "dpo": DPOModelOutput,
     "reward": RewardModelOutput,
