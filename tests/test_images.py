@@ -117,6 +117,15 @@ def test_images_are_told_apart_by_tokens_and_by_columns() -> None:
                 assert torch.equal(part["pixel_values"][position], alone["pixel_values"][0])
 
 
+def test_as_many_images_as_rows_need_not_be_one_each() -> None:
+    rows = image_rows("llava", (2, 0))
+    for given in (rows, [{"text": row["text"]} for row in rows]):
+        split = split_at_images(vlm_collator("llava")(rows), given, ImageTokens(IMAGE))
+        assert [part["pixel_values"].shape[1] if "pixel_values" in part else 0 for _, part in split] == [2, 0]
+    pairs = {"pixel_values": torch.rand(2, 3, 8, 8), "input_ids": torch.ones(2, 4, dtype=torch.long)}
+    assert split_at_images(pairs, [{"input_ids": [1] * 4}] * 2, ImageTokens()) is pairs, "a model like CLIP"
+
+
 def test_what_has_rows_already_is_left_alone() -> None:
     rows = image_rows("paligemma")
     batch = vlm_collator("paligemma")(rows)

@@ -125,8 +125,8 @@ def _cut(
     given = {name: batch[name] for name in names if isinstance(batch.get(name), Tensor)}
     if patches is not None and int(patches.sum()) != len(pixels):
         return {}
-    if patches is None and count == len(rows) and pixels.ndim == 5:
-        return {}  # one entry for each row, with its images in the second dimension
+    if patches is None and count == len(rows) and (pixels.ndim == 5 or _one_each(batch, rows, token)):
+        return {}  # an entry for each row, with its image, or with its images in the second dimension
     counts = _images_per_row(batch, rows, names[0], count, patches, token, merge)
     if patches is None and all(one == 1 for one in counts):
         return {}
@@ -140,6 +140,14 @@ def _cut(
             continue
         found[name] = list(value.split(sizes))
     return found
+
+
+def _one_each(batch: Mapping[str, Any], rows: Sequence[Any], token: int | None) -> bool:
+    """Tell whether as many images as rows are one for each, as far as texts and columns say."""
+    columns = [_in_columns(row) for row in rows]
+    if None not in columns:
+        return all(one == 1 for one in columns)
+    return token is None or bool((batch[_TOKENS] == token).any(1).all())
 
 
 def _images_per_row(
