@@ -86,10 +86,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=64)
     parser.add_argument("--longest", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--multiple", type=int, help="Pad batches to a multiple of so many tokens.")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     disable_progress_bars()
-    collator = DataCollatorForPreference(pad_token_id=0)
+    collator = DataCollatorForPreference(pad_token_id=0, pad_to_multiple_of=options.multiple)
     print(f"{options.pairs} pairs, {options.batch} in a batch")
     print(
         "| parameters | tokens per pair | step, ms per pair | features, ms per pair | ratio |\n|---|---|---|---|---|"
