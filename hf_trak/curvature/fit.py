@@ -253,8 +253,18 @@ class CurvatureFit:
         if self.source.sharded:
             turns = -(-len(cuts) // division.count)
             places = [turn * division.count + division.index for turn in range(turns)]
-        batches = self.source.iterate([cuts[place] if place < len(cuts) else cuts[0] for place in places])
-        for place, (rows, batch) in zip(places, batches, strict=True):
+        asked = [cuts[place] if place < len(cuts) else cuts[0] for place in places]
+        # A cut may come in several batches, if its rows have images of different sizes.
+        left = [place for place, cut in zip(places, asked, strict=True) for _ in cut]
+        for rows, batch in self.source.iterate(asked):
+            place = left[0]
+            del left[: len(rows)]
+            if self.source.sharded and place == (left[0] if left else None):
+                raise ValueError(
+                    f"The rows {rows[0]} to {rows[-1]} are part of a batch of rows with images of different sizes, "
+                    "for a model that is divided over processes. Expected batches that stay whole. Set "
+                    "`per_device_batch_size=1`."
+                )
             made = sink()
             if place >= len(cuts) or not division.is_leader:
                 self._stream(stage, rows, batch, Unwanted())
