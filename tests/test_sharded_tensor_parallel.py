@@ -69,7 +69,9 @@ def misplaced() -> list[str]:
 def refused(directory: Path) -> dict[str, str]:
     norms = parallelize_module(made("llama"), mesh()["tp"], {"model.norm": SequenceParallel()})
     without_plan = report_of(
-        lambda: type(made("gpt2")).from_pretrained(directory, distributed_config={"tp_size": 2, "tp_plan": "auto"})
+        lambda: type(made("gpt2")).from_pretrained(
+            directory, distributed_config={"tp_size": int(os.environ["WORLD_SIZE"]), "tp_plan": "auto"}
+        )
     )
     return {
         "sequence": report_of(lambda: attributor(norms, "llama", directory / "norm").featurize()),
