@@ -505,3 +505,44 @@ def test_what_a_row_is_alone() -> None:
     same_length = of(1, [3.0, 4.0, 5.0], 1)
     assert same_length is not None and not same_length.padded and same_length.changed == ("x",)
     assert RowAlone.of(split, 0, {"x": torch.ones(2, 2), "y": torch.ones(2)}) is None
+
+
+class Rounding(nn.Module):
+    """Adds what a kernel for batches might round otherwise, which turns one of many units on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (2e-7 if len(x) > 1 else 0.0)
+
+
+def kinked(units: int) -> tuple[nn.Module, tuple[Tensor]]:
+    """One unit has an input of −1e-7 for every sample, and all others are far from zero."""
+    torch.manual_seed(0)
+    layer = nn.Linear(6, units)
+    with torch.no_grad():
+        layer.weight[0], layer.bias[0] = 0.0, -1e-7
+        layer.bias[1:] = 5.0
+    head = nn.Linear(units, 4)
+    return nn.Sequential(layer, Rounding(), nn.ReLU(), head).eval(), (torch.randn(5, 6),)
+
+
+def test_a_unit_that_rounding_turns_on_is_no_error_of_the_engine() -> None:
+    """Gradients of a sample alone and within its batch differ by one unit, and plain autograd says the same."""
+    model, batch = kinked(20_000)
+    alone, found = truth(model, batch), per_sample_gradients(model, batch, output, "hooked")
+    error = (found["0.bias"] - alone["0.bias"]).norm(dim=1) / alone["0.bias"].norm(dim=1)
+    assert float(error.min()) > 1e-3, "more than the check allows"
+    assert float(error.max()) < 0.05
+
+
+def test_an_error_as_small_as_that_is_still_found(clean_registry: None) -> None:
+    register_layer_rule(Scale, parameters=("scale",))(lambda call: {"scale": 1.01 * right(call)["scale"]})
+    model, batch = scaled()
+    with pytest.raises(GradientEngineError, match=r"'1\.scale'.*relative error 9\.\de-03"):
+        per_sample_gradients(model, batch, output, "hooked")
+
+
+def test_a_unit_that_is_much_of_the_gradient_is_an_error() -> None:
+    """One of ten units: no rounding of the size that is explained."""
+    model, batch = kinked(10)
+    with pytest.raises(GradientEngineError, match=r"relative error [1-9]"):
+        per_sample_gradients(model, batch, output, "hooked")
