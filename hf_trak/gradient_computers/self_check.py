@@ -10,6 +10,7 @@ from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
+from hf_trak.gradient_computers.gradient_sketch import SKETCHED_FROM, GradientSketch, each_gradient
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.gradient_computers.outputs import gradients_of, one_per_sample, run_model
@@ -71,15 +72,19 @@ class Reference:
 
     Attributes:
         rows: positions of the samples in the batch.
-        gradients: `(rows, P)`.
+        gradients: `(rows, P)`, or sketches of them.
         output: f, `(rows,)`.
         tolerance: the errors that rounding explains.
+        layout: the places of the parameters in `gradients`.
+        sketch: makes the sketches; `None` for whole gradients.
     """
 
     rows: tuple[int, ...]
     gradients: Tensor
     output: Tensor
     tolerance: Tolerance
+    layout: ParameterLayout
+    sketch: GradientSketch | None = None
 
 
 def reference_of(plain: IterativeGradientComputer, samples: Samples) -> Reference | None:
@@ -102,9 +107,11 @@ def reference_of(plain: IterativeGradientComputer, samples: Samples) -> Referenc
     """
     _require_frozen_statistics(plain.model)
     pieces, outputs, finite = [], [], []
+    sketched = plain.layout.total >= SKETCHED_FROM and isinstance(plain.modelout_fn, BatchedModelOutput)
+    sketch = GradientSketch(plain.layout) if sketched else None
     with PrecisionObserver() as observer:
         for row in samples.rows:
-            gradient, output = _taken(plain, samples.alone(row), samples.side)
+            gradient, output = _taken(plain, samples.alone(row), samples.side, sketch)
             if bool(torch.isfinite(gradient).all()):
                 finite.append(row)
                 pieces.append(gradient)
@@ -112,14 +119,15 @@ def reference_of(plain: IterativeGradientComputer, samples: Samples) -> Referenc
     if not finite:
         return None
     tolerance = Tolerance.of(plain.model, outputs[0], observer.dtypes)
-    reference = Reference(tuple(finite), torch.cat(pieces), torch.cat(outputs), tolerance)
+    layout = plain.layout if sketch is None else sketch.layout
+    reference = Reference(tuple(finite), torch.cat(pieces), torch.cat(outputs), tolerance, layout, sketch)
     if any(module.training for module in plain.model.modules()):
         _require_repeatable(plain, samples, reference)
     within = _reference_within(plain, samples, reference)
     if tolerance.to_be_measured:
         reference = replace(reference, tolerance=_measured(plain, samples, within))
     if samples.apart is not None and samples.apart.row in reference.rows:
-        _check_apart(plain.layout, samples.apart, reference, within)
+        _check_apart(samples.apart, reference, within)
     return reference
 
 
@@ -181,12 +189,16 @@ def check_against(
     residual = reference.gradients.clone()
 
     def sink(start: int, block: Tensor) -> None:
-        residual[:, start : start + block.shape[1]] -= block[rows.to(block.device)].to(residual.device, residual.dtype)
+        picked = block[rows.to(block.device)]
+        if reference.sketch is not None:
+            reference.sketch.add(residual, start, -picked)
+        else:
+            residual[:, start : start + block.shape[1]] -= picked.to(residual.device, residual.dtype)
 
     computer.stream(batch, sink, side)
     if not (reference.gradients.isfinite().all() and reference.output.isfinite().all()):
         return  # nothing to compare; the consumer of the gradients names the sample that is not finite
-    worst = worst_parameter(computer.layout, residual, reference.gradients, reference.tolerance)
+    worst = worst_parameter(reference.layout, residual, reference.gradients, reference.tolerance)
     if worst is not None and not (worst.error <= _KINK and _is_in_batch(reference, residual, computer, batch, side)):
         owner = worst.name.rpartition(".")[0]
         module = dict(model.named_modules()).get(owner, model)
@@ -213,8 +225,10 @@ def _is_in_batch(
         side: whether its samples are training examples or targets.
     """
     task, model, layout = computer.modelout_fn, computer.model, computer.layout
-    if reference.tolerance.ceiling is not None or not isinstance(task, BatchedModelOutput):
-        return False  # half precision, whose rounding is measured
+    if reference.tolerance.ceiling is not None or reference.sketch is not None:
+        return False  # half precision, whose rounding is measured, or a model too large for whole gradients
+    if not isinstance(task, BatchedModelOutput):
+        return False
     parameters = dict(model.named_parameters())
     wanted = [parameters[name] for name in layout.names]
     errors = residual.clone()
@@ -289,9 +303,9 @@ def _require_frozen_statistics(model: torch.nn.Module) -> None:
 def _require_repeatable(plain: IterativeGradientComputer, samples: Samples, reference: Reference) -> None:
     """Raise `GradientEngineError` if a second pass gives a sample another gradient."""
     model = plain.model
-    again, _ = _taken(plain, samples.alone(reference.rows[0]), samples.side)
+    again, _ = _taken(plain, samples.alone(reference.rows[0]), samples.side, reference.sketch)
     first = reference.gradients[:1]
-    worst = worst_parameter(plain.layout, again - first, first, reference.tolerance.coarsest)
+    worst = worst_parameter(reference.layout, again - first, first, reference.tolerance.coarsest)
     if worst is not None:
         random = [n for n, m in model.named_modules() if type(m).__name__.lower().find("drop") >= 0 and m.training]
         raise GradientEngineError(
@@ -306,19 +320,19 @@ def _reference_within(plain: IterativeGradientComputer, samples: Samples, refere
         return reference
     index = reference.rows.index(samples.apart.row)
     gradients, output = reference.gradients.clone(), reference.output.clone()
-    gradient, f = _taken(plain, samples.within(samples.apart.row), samples.side)
+    gradient, f = _taken(plain, samples.within(samples.apart.row), samples.side, reference.sketch)
     gradients[index], output[index] = gradient[0], f[0]
     return replace(reference, gradients=gradients, output=output)
 
 
-def _check_apart(layout: ParameterLayout, apart: RowAlone, reference: Reference, within: Reference) -> None:
+def _check_apart(apart: RowAlone, reference: Reference, within: Reference) -> None:
     """Compare a sample collated alone with the same sample in its batch.
 
     Raises:
         SamplesMixedError: they differ.
     """
     residual = within.gradients - reference.gradients
-    worst = worst_parameter(layout, residual, reference.gradients, reference.tolerance)
+    worst = worst_parameter(reference.layout, residual, reference.gradients, reference.tolerance)
     if worst is None and not _outputs_differ(reference, within.output):
         return
     index = reference.rows.index(apart.row)
@@ -358,15 +372,17 @@ def _measured(plain: IterativeGradientComputer, samples: Samples, within: Refere
     """
     noise, output_noise = [], []
     for index, row in enumerate(within.rows):
-        gradient, output = _otherwise_rounded(plain, samples, row)
+        gradient, output = _otherwise_rounded(plain, samples, row, within.sketch)
         change = gradient.to(within.gradients) - within.gradients[index : index + 1]
-        noise.append(norms_of(plain.layout, change)[0])
+        noise.append(norms_of(within.layout, change)[0])
         output_noise.append((output.to(within.output) - within.output[index : index + 1]).abs())
     return replace(within.tolerance, noise=torch.cat(noise), output_noise=torch.cat(output_noise))
 
 
-def _otherwise_rounded(plain: IterativeGradientComputer, samples: Samples, row: int) -> tuple[Tensor, Tensor]:
-    """Take the gradient `(1, P)` and f `(1,)` of a sample with other rounding, see the module `tolerance`.
+def _otherwise_rounded(
+    plain: IterativeGradientComputer, samples: Samples, row: int, sketch: GradientSketch | None
+) -> tuple[Tensor, Tensor]:
+    """Take gradient `(1, P)`, or its sketch, and f `(1,)` of a sample with other rounding, see the module `tolerance`.
 
     The sample is put into a batch with a copy of itself: the batch has another size, but no other samples, on which
     the result must not depend.
@@ -376,6 +392,10 @@ def _otherwise_rounded(plain: IterativeGradientComputer, samples: Samples, row: 
         with rounded_at_random(model):
             return _taken(plain, samples.within(row), samples.side)
     pair = samples.within(row, row)
+    if sketch is not None:
+        with rounded_at_random(model):
+            sums, f = _sketched(plain, pair, samples.side, sketch, SCALE)
+        return sums / SCALE, f
     parameters = plain.model_params
     wanted = {id(p) for p in parameters}
     with only_differentiating(model, wanted), pass_settings(model), torch.enable_grad(), rounded_at_random(model):
@@ -387,11 +407,38 @@ def _otherwise_rounded(plain: IterativeGradientComputer, samples: Samples, row: 
     return torch.cat([piece.to(home) for piece in pieces])[None] / SCALE, f.detach()
 
 
-def _taken(plain: AbstractGradientComputer, single: Batch, side: Side) -> tuple[Tensor, Tensor]:
-    """Take the gradient `(1, P)` and f `(1,)` of a batch of one."""
+def _taken(
+    plain: IterativeGradientComputer, single: Batch, side: Side, sketch: GradientSketch | None = None
+) -> tuple[Tensor, Tensor]:
+    """Take the gradient `(1, P)`, or its sketch, and f `(1,)` of a batch of one."""
+    if sketch is not None:
+        return _sketched(plain, single, side, sketch)
     kept: list[Tensor] = []
     outputs: BatchOutputs = plain.stream(single, lambda start, block: kept.append(block), side)
     return kept[0], outputs.output
+
+
+def _sketched(
+    plain: IterativeGradientComputer, batch: Batch, side: Side, sketch: GradientSketch, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Take the sketch of the gradient of `scale` times f `(1,)` of the first sample, and f itself."""
+    task, model = plain.modelout_fn, plain.model
+    assert isinstance(task, BatchedModelOutput)
+    slots = {slot.name: slot for slot in plain.layout.slots}
+    parameters = {name: p for name, p in model.named_parameters() if name in slots}
+    sums = sketch.empty(1)
+    wanted = {id(p) for p in parameters.values()}
+    with only_differentiating(model, wanted), pass_settings(model), torch.enable_grad():
+        result = run_model(task, model, batch)
+        f = one_per_sample(task.output(result, batch, side), SplitBatch.of(batch).size, task)[:1]
+        del result  # logits would stay until the end of the backward pass
+        if f.requires_grad:
+            each_gradient(
+                f.sum() * scale,
+                parameters,
+                lambda name, gradient: sketch.add(sums, slots[name].offset, gradient.reshape(1, -1)),
+            )
+    return sums, f.detach()
 
 
 def _some(names: list[str]) -> str:
