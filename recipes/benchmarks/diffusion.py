@@ -5,6 +5,7 @@
 A small denoising network is trained on digits of scikit-learn without labels; targets are held-out digits, and the
 output of a target is minus its loss over all of a fixed set of timesteps and noise. The linear datamodeling score
 comes from random halves of the rows, tail removal from the rows that each method scores highest for each target.
+Outputs are means over the seeds of the attributed models, whose start, order, timesteps and noise they share.
 All trainings are kept in a `Bank`, so that the same command resumes.
 """
 
@@ -19,7 +20,7 @@ import torch
 from datasets import Dataset, disable_progress_bars
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss, silu
+from torch.nn.functional import silu
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.evaluation import Bank, evaluate_lds, evaluate_removal, random_subsets, removal_plan
@@ -53,16 +54,21 @@ def noised(clean: Tensor, steps: Tensor, noise: Tensor) -> Tensor:
     return alphas.sqrt() * clean + (1 - alphas).sqrt() * noise
 
 
-def trained(clean: Tensor, seed: int, steps: int) -> Denoiser:
-    """Train a network on some images."""
+def trained(clean: Tensor, seed: int, steps: int, kept: Tensor | None = None) -> Denoiser:
+    """Train a network on images; those that are not `kept` come in the same batches, with a loss of 0.
+
+    So trainings of one seed differ by the images alone, and not by start, order, timesteps and noise.
+    """
     torch.manual_seed(seed)
+    weights = torch.ones(len(clean)) if kept is None else kept.float()
     model = Denoiser()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
     for _ in range(steps):
-        batch = clean[torch.randint(0, len(clean), (64,))]
-        times, noise = torch.randint(0, TOTAL, (64,)), torch.randn_like(batch)
-        mse_loss(model(noised(batch, times, noise), times).sample, noise).backward()
+        rows = torch.randint(0, len(clean), (64,))
+        batch, times, noise = clean[rows], torch.randint(0, TOTAL, (64,)), torch.randn(64, *clean.shape[1:])
+        errors = (model(noised(batch, times, noise), times).sample - noise).square().flatten(1).mean(dim=1)
+        ((errors * weights[rows]).sum() / weights[rows].sum().clamp(min=1)).backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -83,13 +89,16 @@ def outputs(model: Denoiser, clean: Tensor, draws: int = 16) -> np.ndarray:
 
 
 class Retraining:
-    """What the bank calls for each subset."""
+    """What the bank calls for each subset: a mean over trainings with the same seeds each time."""
 
-    def __init__(self, train: Tensor, targets: Tensor, steps: int) -> None:
-        self.train, self.targets, self.steps = train, targets, steps
+    def __init__(self, train: Tensor, targets: Tensor, steps: int, seeds: range) -> None:
+        self.train, self.targets, self.steps, self.seeds = train, targets, steps, seeds
 
     def __call__(self, rows: np.ndarray, seed: int) -> np.ndarray:
-        return outputs(trained(self.train[torch.as_tensor(np.asarray(rows))], seed, self.steps), self.targets)
+        kept = torch.zeros(len(self.train), dtype=torch.bool)
+        kept[torch.as_tensor(np.asarray(rows))] = True
+        models = [trained(self.train, each, self.steps, kept) for each in self.seeds]
+        return np.mean([outputs(model, self.targets) for model in models], axis=0)
 
 
 def scores_of(
@@ -126,10 +135,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--targets", type=int, default=10)
     parser.add_argument("--subsets", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--models", type=int, default=3)
+    parser.add_argument("--models", type=int, default=2, help="seeds of trainings, for scores and for outputs")
     parser.add_argument("--training_steps", type=int, default=500)
-    parser.add_argument("--draws", type=int, default=4)
+    parser.add_argument("--draws", type=int, default=8)
     parser.add_argument("--proj_dim", type=int, default=1024)
     parser.add_argument("--lambda_relative", type=float, default=0.3)
     options = parser.parse_args()
@@ -139,10 +147,12 @@ def main() -> None:
     pixels = pixels[torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))]
     clean, held_out = pixels[: options.rows], pixels[options.rows : options.rows + options.targets]
     train, targets = (Dataset.from_dict({"pixel_values": part.tolist()}) for part in (clean, held_out))
-    retrain = Retraining(clean, held_out, options.training_steps)
-    bank = Bank.create(directory / "bank", train, targets, recipe={"training_steps": options.training_steps})
+    seeds = range(options.models)
+    retrain = Retraining(clean, held_out, options.training_steps, seeds)
+    protocol = {"training_steps": options.training_steps, "seeds": len(seeds), "drop": "mask"}
+    bank = Bank.create(directory / "bank", train, targets, recipe=protocol)
 
-    models = [trained(clean, 1000 + seed, options.training_steps) for seed in range(options.models)]
+    models = [trained(clean, seed, options.training_steps) for seed in seeds]
     scores: dict[str, np.ndarray] = {}
     for function in ("loss", "square"):
         scores |= scores_of(directory / "features", models, train, targets, function, options)
@@ -151,7 +161,7 @@ def main() -> None:
     print(f"scores: {time.perf_counter() - began:.0f} s", flush=True)
 
     masks = random_subsets(options.rows, options.subsets, 0.5, seed=0)
-    bank.add_part("halves", masks, repeats=options.repeats, protocol={"steps": options.training_steps})
+    bank.add_part("halves", masks, protocol=protocol)
     bank.build("halves", retrain)
     halves = bank.part("halves")
     print(f"halves: {time.perf_counter() - began:.0f} s", flush=True)
@@ -162,7 +172,7 @@ def main() -> None:
         print(f"| {name} | {mean.value:.3f} | {mean.low:.3f} … {mean.high:.3f} |", flush=True)
 
     plan = removal_plan(scores, (0.1,), controls={"cosine of pixels": similar}, random_draws=8)
-    bank.add_part("removals", plan.masks, repeats=options.repeats, protocol={"steps": options.training_steps})
+    bank.add_part("removals", plan.masks, protocol=protocol)
     bank.build("removals", retrain)
     removals = bank.part("removals")
     print(f"\n{evaluate_removal(plan, removals.masks, removals.truth)}\n\n{time.perf_counter() - began:.0f} s")
