@@ -61,7 +61,9 @@ class BatchLimits:
             items = {"image": batch[0], "text": batch[1]}
         for name in TOKEN_NAMES:
             tokens = items.get(name)
-            if isinstance(tokens, Tensor) and tokens.ndim == 2 and tokens.numel() and not tokens.is_floating_point():
+            if not isinstance(tokens, Tensor) or tokens.is_floating_point() or not tokens.numel():
+                continue
+            if tokens.ndim in (2, 3):  # pairs have two sequences each, `(B, 2, T)`
                 self._check_tokens(name, tokens, items.get("position_ids"))
         for name in IMAGE_NAMES:
             images = items.get(name)
@@ -70,11 +72,11 @@ class BatchLimits:
 
     def _check_tokens(self, name: str, tokens: Tensor, positions: Any) -> None:
         highest = int(tokens.max())
-        length = tokens.shape[1]
+        length = tokens.shape[-1]
         if isinstance(positions, Tensor) and positions.numel():  # of packed documents, which may be many
             length = min(length, int(positions.max()) + 1)
         if self.vocabulary is not None and highest >= self.vocabulary:
-            row = int((tokens >= self.vocabulary).any(dim=1).nonzero()[0])
+            row = int((tokens >= self.vocabulary).flatten(1).any(dim=1).nonzero()[0])
             raise ValueError(
                 f"`{name}` of sample {row} of the batch holds the token {highest}, but the token embedding of "
                 f"{self.model} has {self.vocabulary} rows. Expected tokens 0 … {self.vocabulary - 1}. Load tokenizer "
@@ -83,7 +85,7 @@ class BatchLimits:
             )
         if self.positions is not None and name != "decoder_input_ids" and length > self.positions:
             raise ValueError(
-                f"`{name}` has {tokens.shape[1]} tokens per sample, but {self.model} has {self.positions} positions. "
+                f"`{name}` has {tokens.shape[-1]} tokens per sample, but {self.model} has {self.positions} positions. "
                 "Expected at most as many tokens. Tokenize with `truncation=True` and "
                 f"`max_length={self.positions}`, as for the training."
             )
