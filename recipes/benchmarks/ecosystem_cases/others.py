@@ -59,8 +59,8 @@ def denoised(directory: Path, args: TrakConfig) -> TrakAttributor:
     torch.manual_seed(0)
     model = diffusers.UNet2DModel(
         sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(8, 16),
-        norm_num_groups=4, down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=4,
+        norm_num_groups=4, down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=4,
     ).eval()  # fmt: skip
     rows = [{"pixel_values": 2 * one - 1} for one in numbers(6, 1, 8, 8)]
     task = DiffusionModelOutput(diffusers.DDPMScheduler(), timesteps=4)
