@@ -78,14 +78,6 @@ class Lockstep:
             "Then run the same command again, with any number of processes; files that were written stay valid."
         )
 
-    def _give_up(self, error: Exception) -> None:
-        """Exchange nothing with other processes any more: each attempt raises an error at once."""
-
-        def refuse(tensor: Tensor) -> list[Tensor]:
-            raise self._lost(error) from error
-
-        self._processes.gather_tensors = refuse  # type: ignore[method-assign]
-
     def add(self, tensor: Tensor) -> Tensor:
         """Sum a CPU tensor over all processes, in place. Raises as `exchange`."""
         return self._processes.add(tensor)
@@ -116,15 +108,17 @@ class Lockstep:
             gone = lost_contact(error)
             if gone or (not self._told and len(self.division.ranks) > 1):
                 # Others may wait for this process within a layer, and do not listen to words: it has to end first.
-                self._give_up(error)
+                lost = self._lost(error)
+                lost.__cause__ = error
+                self._processes.give_up(lost)
                 if gone and not isinstance(error, PeerProcessError):
-                    raise self._lost(error) from error
+                    raise lost from error
                 raise
             if not self._told:  # the others are waiting for a word
                 try:
                     self.exchange(f"{_FAILED}{type(error).__name__}: {error}")
-                except PeerProcessError as lost:  # which is why the pass failed
-                    raise lost from error
+                except PeerProcessError as peer:  # which is why the pass failed
+                    raise peer from error
             raise
         finally:
             self._depth = 0

@@ -43,6 +43,7 @@ class Processes:
         """
         self._state = PartialState(cpu=use_cpu)
         self._group: Any = None
+        self._given_up: Exception | None = None
 
     @property
     def device(self) -> torch.device:
@@ -116,6 +117,14 @@ class Processes:
             with self._connection():
                 dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return tensor
+
+    def give_up(self, error: Exception) -> None:
+        """Exchange nothing with other processes any more, of which one is lost: every attempt raises an error at once.
+
+        Args:
+            error: the error.
+        """
+        self._given_up = error
 
     def broadcast_from_main(self, function: Callable[[], T]) -> T:
         """Call a function in the main process, and return its result in every process.
@@ -191,6 +200,8 @@ class Processes:
 
     @contextmanager
     def _connection(self) -> Iterator[None]:
+        if self._given_up is not None:
+            raise self._given_up
         try:
             if self._group is None:
                 # `new_group` notices the death of a process only after the whole timeout, gloo's barrier at once.
