@@ -8,8 +8,8 @@ from hf_trak.runtime.sharding import is_sharded_tensor
 _REMEDY = (
     "Supported: a copy of the model in every process; for a model too large for one device, FSDP2 (`fully_shard`), "
     "which is `fsdp_version: 2` of accelerate, or one process and `from_pretrained(..., device_map='auto')` over its "
-    "devices. Load the saved weights that way and pass that model (`accelerator.save_model`, or `accelerator.get_state_dict` "
-    "and `save_pretrained`, write the full weights)."
+    "devices. Load the saved weights that way and pass that model (`accelerator.save_model`, or "
+    "`accelerator.get_state_dict` and `save_pretrained`, write the full weights)."
 )
 
 
