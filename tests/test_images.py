@@ -11,7 +11,7 @@ from torch.utils.data import Dataset as TorchDataset
 from vlm_models import IMAGE, conversations, image_rows, processor_of_words, vlm, vlm_collator
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.data.images import ImageTokens, SplitRows, split_at_images
+from hf_trak.data.images import ImageTokens, SplitRows, image_sizes, split_at_images
 from hf_trak.modelout_functions import get_task
 from hf_trak.modelout_functions.base import STACKED
 
@@ -160,21 +160,33 @@ def test_images_that_cannot_be_told_apart(change: dict[str, Tensor], message: st
         split_at_images({**batch, **patches, **change}, rows, ImageTokens(IMAGE, merge=4))
 
 
-def test_random_draws_of_unequal_images_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [True, False])
+def test_images_that_are_drawn_at_random(columns: bool, tmp_path: Path) -> None:
+    """Rows of equal images share batches of draws; where sizes are not known beforehand, they go one by one."""
     collate = vlm_collator("qwen2_vl")
 
     def noisy(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = collate(rows)
+        batch = collate([{"images": row.get("images", row.get("pictures")), "text": row["text"]} for row in rows])
         if "pixel_values" in batch:
             batch["pixel_values"] = batch["pixel_values"] + torch.rand(()) / 10
         return batch
 
-    args = TrakConfig(str(tmp_path), per_device_batch_size=6, num_draws=2, proj_dim=64, **QUICK)
-    args.remove_unused_columns = False
-    rows = Rows(image_rows("qwen2_vl"))
-    own = TrakAttributor(vlm("qwen2_vl"), args, train_dataset=rows, data_collator=noisy, task="causal_lm")
-    with pytest.raises(ValueError, match="draws at random, and their batches have"):
-        own.featurize()
+    rows = image_rows("qwen2_vl")
+    if not columns:
+        rows = [{"pictures": row["images"], "text": row["text"]} for row in rows]
+    found = []
+    for size in (1, 2):
+        options = {"num_draws": 2, "proj_dim": 64, "feature_dtype": "float32", **QUICK}
+        args = TrakConfig(
+            str(tmp_path / str(size)), per_device_batch_size=size, remove_unused_columns=False, **options
+        )
+        own = TrakAttributor(vlm("qwen2_vl"), args, train_dataset=Rows(rows), data_collator=noisy, task="causal_lm")
+        if size > 1 and not columns:
+            with pytest.raises(ValueError, match=r"draws at random.*per_device_batch_size=1"):
+                own.featurize()
+            return
+        found.append(features(own))
+    assert float(((found[1] - found[0]).norm(dim=1) / found[0].norm(dim=1)).max()) < 1e-5
 
 
 def test_sft_of_a_vision_language_model(tmp_path: Path) -> None:
@@ -196,3 +208,24 @@ def test_sft_of_a_vision_language_model(tmp_path: Path) -> None:
         scored = own.attribute(rows.select(range(3)), top_k=3)
         assert [indices[0] for indices in scored["trak_indices"]] == [0, 1, 2], "a training row is its own proponent"
     assert float(((found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)).max()) < 1e-5
+
+
+def test_rows_of_equal_images_share_batches(tmp_path: Path) -> None:
+    """Sizes are read from the headers of encoded images, from images, and from arrays; rows keep their places."""
+    rows = conversations(8)
+    expected = {row: tuple(image.size[::-1] for image in rows[row]["images"]) for row in range(8)}
+    assert image_sizes(rows, range(8)) == expected
+    assert image_sizes(list(rows), range(8)) == expected
+    arrays = Rows(image_rows("qwen2_vl", (1, 1, 0)))
+    assert image_sizes(arrays, [0, 2]) == {0: ((3, 16, 16),), 2: ()}
+    assert image_sizes(rows.with_transform(lambda row: row), range(8)) is None
+    assert image_sizes(rows.remove_columns("images"), range(8)) is None
+
+    model = vlm("qwen2_vl")
+    one = attributor("qwen2_vl", model, tmp_path / "one", 1)
+    many = attributor("qwen2_vl", model, tmp_path / "many", 2)
+    batches = many.featurizer().batches(many.train_dataset)
+    taken = [list(numbers) for numbers, _ in batches.iterate(batches.cuts(range(6), 2))]
+    assert sorted(map(len, taken), reverse=True)[:2] == [2, 2], GROUPS
+    error = (features(many) - features(one)).norm(dim=1) / features(one).norm(dim=1)
+    assert float(error.max()) < 1e-5

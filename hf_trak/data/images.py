@@ -10,12 +10,17 @@ batches of their own, since no rectangular tensor holds them. Right before the m
 joined again (`modelout_functions.base.call_model`).
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
+from datasets import Dataset as HFDataset
+from datasets import Image, List
 from torch import Tensor
 
 from hf_trak.modelout_functions.base import STACKED
@@ -244,3 +249,55 @@ def _batch_of(batch: Mapping[str, Any], parts: Parts, joined: frozenset[str], pl
         else:
             made[name] = value
     return {**made, STACKED: tuple(stacked)} if stacked else made
+
+
+def image_sizes(dataset: Any, rows: Sequence[int]) -> dict[int, tuple[Any, ...]] | None:
+    """Read the sizes of the images in each row, so that rows of equal ones can share a batch.
+
+    Of encoded images, headers alone are read.
+
+    Args:
+        dataset: the rows.
+        rows: row numbers.
+
+    Returns:
+        By row number, something that is equal for rows whose images have the same sizes; `None` where the rows have no
+        column of images, or make them as they are read.
+    """
+    if isinstance(dataset, HFDataset):
+        names = [name for name in _COLUMNS if name in dataset.column_names]
+        if not names or dataset.format["type"] == "custom":
+            return None
+        kind = dataset.features[names[0]]
+        if isinstance(kind, Image):
+            dataset = dataset.cast_column(names[0], Image(decode=False))
+        elif isinstance(getattr(kind, "feature", None), Image):
+            dataset = dataset.cast_column(names[0], List(Image(decode=False)))
+        values = dataset.with_format(None).select_columns(names[:1]).select(rows)[names[0]]
+    else:
+        first = dataset[rows[0]]
+        names = [name for name in _COLUMNS if isinstance(first, Mapping) and name in first]
+        if not names:
+            return None
+        values = (dataset[row][names[0]] for row in rows)
+    return {row: _sizes(value) for row, value in zip(rows, values, strict=True)}
+
+
+def _sizes(value: Any) -> tuple[Any, ...]:
+    images = [] if value is None else value if isinstance(value, list | tuple) else [value]
+    return tuple(_size(image) for image in images)
+
+
+def _size(image: Any) -> tuple[Any, ...]:
+    """Height and width of an encoded image, of an image of PIL, or the shape of an array."""
+    if isinstance(image, Mapping) and ("bytes" in image or "path" in image):
+        content = image.get("bytes")
+        source = BytesIO(content) if content is not None else image.get("path")
+        if source is None or (isinstance(source, str) and not os.path.isfile(source)):
+            return ()
+        with PIL.Image.open(source) as opened:
+            return opened.size[::-1]
+    if hasattr(image, "shape"):
+        return tuple(image.shape)
+    size = getattr(image, "size", None)
+    return size[::-1] if isinstance(size, tuple) else ()

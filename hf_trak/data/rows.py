@@ -17,7 +17,7 @@ from transformers.utils.generic import find_labels
 from hf_trak.data.batch_limits import BatchLimits
 from hf_trak.data.drawn_rows import DrawnRows, RowDraws
 from hf_trak.data.generators import generators_kept
-from hf_trak.data.images import ImageTokens, SplitRows, split_at_images
+from hf_trak.data.images import ImageTokens, SplitRows, image_sizes, split_at_images
 from hf_trak.data.model_inputs import check_rows, stored_columns
 from hf_trak.data.packing import TOKENS, cut_at_rows
 from hf_trak.identity.collation import Collate, drawn_at_random, probe_rows
@@ -249,7 +249,9 @@ class RowBatches:
         """Divide rows into batches. The division depends on these rows, the size and the collator alone.
 
         Rows that the collator lays end to end come in the order of their lengths, since they are padded here: in
-        another order, most of a batch of short and long rows would be padding, which the training does not have.
+        another order, most of a batch of short and long rows would be padding, which the training does not have. Rows
+        of images, for models of images and text, are grouped by the sizes of these, since rows of different sizes
+        cannot share a batch.
 
         Args:
             rows: consecutive row numbers.
@@ -257,11 +259,17 @@ class RowBatches:
         """
         if self._end_to_end is None:
             self._end_to_end = self._lays_end_to_end(rows)
-        if not self._end_to_end:
-            return list(batch_rows(rows.start, rows.stop, batch_size))
-        lengths = {row: len(self._row(row)[TOKENS]) for row in rows}
-        ordered = sorted(rows, key=lambda row: (lengths[row], row))
-        return [ordered[first : first + batch_size] for first in range(0, len(ordered), batch_size)]
+        if self._end_to_end:
+            lengths = {row: len(self._row(row)[TOKENS]) for row in rows}
+            return _cut(sorted(rows, key=lambda row: (lengths[row], row)), batch_size)
+        if self._images is not None and self._images.image is not None and batch_size > 1:
+            sizes = None if getattr(self.dataset, "sequential", False) else image_sizes(self.dataset, rows)
+            if sizes is not None:
+                alike: dict[Any, list[int]] = {}
+                for row in rows:
+                    alike.setdefault(sizes[row], []).append(row)
+                return [cut for group in alike.values() for cut in _cut(group, batch_size)]
+        return list(batch_rows(rows.start, rows.stop, batch_size))
 
     def _lays_end_to_end(self, rows: range) -> bool | None:
         """Tell whether the collator makes one sequence of several rows, by the first two; `None` for a single one."""
@@ -314,6 +322,10 @@ class RowBatches:
                 continue
             for places, part in batch:
                 yield [rows[place] for place in places], send_to_device(part, self.device)
+
+
+def _cut(rows: Sequence[int], batch_size: int) -> list[Sequence[int]]:
+    return [rows[first : first + batch_size] for first in range(0, len(rows), batch_size)]
 
 
 def _as_it_is(batch: Any) -> Any:

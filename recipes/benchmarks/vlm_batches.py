@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python recipes/benchmarks/vlm_batches.py
 
-A small Qwen2-VL on rows of one image each: all of one size, or of three sizes in turn, whose rows the features take in
-batches of their own, while a training step takes them together. A step is forward and backward of the loss of the
+A small Qwen2-VL on rows of one image each: all of one size, or of three sizes in turn, which features take in batches
+of one size each, while a training step takes them as they come. A step is forward and backward of the loss of the
 batch, without the optimizer. Features are those of `TrakAttributor.featurize` with k = 512. Times are CPU time of the
 process, best of a few rounds, without the first batch.
 """
