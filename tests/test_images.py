@@ -12,6 +12,7 @@ from vlm_models import IMAGE, conversations, image_rows, processor_of_words, vlm
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.data.images import ImageTokens, SplitRows, image_sizes, split_at_images
+from hf_trak.evaluation.similar_rows import SimilarRows
 from hf_trak.modelout_functions import get_task
 from hf_trak.modelout_functions.base import STACKED
 
@@ -229,3 +230,16 @@ def test_rows_of_equal_images_share_batches(tmp_path: Path) -> None:
     assert sorted(map(len, taken), reverse=True)[:2] == [2, 2], GROUPS
     error = (features(many) - features(one)).norm(dim=1) / features(one).norm(dim=1)
     assert float(error.max()) < 1e-5
+
+
+def test_similar_rows_keep_their_numbers(tmp_path: Path) -> None:
+    """Embeddings of rows whose batch is divided by sizes of images belong to the same rows as one by one."""
+    model, found = vlm("qwen2_vl"), []
+    target = Rows(image_rows("qwen2_vl", (1,), seed=3))
+    for size in (1, 6):
+        own = attributor("qwen2_vl", model, tmp_path / str(size), size)
+        featurizer = own.featurizer()
+        looked = SimilarRows(featurizer, lambda batch: batch, own.train_dataset, target, size)
+        found.append(looked.most_similar("embeddings", range(6), 6))
+    assert found[0] == found[1]
+    assert found[0] != sorted(found[0]), "an order that no accident makes"

@@ -171,13 +171,16 @@ def _images_per_row(
     """
     if len(rows) == 1:
         return [count]
+    of_rows = None if token is None else (batch[_TOKENS] == token).sum(1).tolist()
+    if of_rows is not None and patches is not None:
+        counts = _walk((patches // merge**2).tolist(), of_rows)
+        if counts is not None:
+            return counts
     columns = [_in_columns(row) for row in rows]
     if name == _OF_IMAGES[0] and None not in columns and sum(one or 0 for one in columns) == count:
         return [one or 0 for one in columns]
-    of_rows = None if token is None else (batch[_TOKENS] == token).sum(1).tolist()
-    if of_rows is not None and (patches is not None or "image_sizes" not in batch):
-        each = [sum(of_rows) / count] * count if patches is None else (patches // merge**2).tolist()
-        counts = _walk(each, of_rows)
+    if of_rows is not None and patches is None and "image_sizes" not in batch:
+        counts = _walk([sum(of_rows) / count] * count, of_rows)
         if counts is not None:
             return counts
     raise ValueError(

@@ -74,7 +74,7 @@ class SimilarRows:
             if given and isinstance(given[0], Tensor) and given[0].ndim >= 2:
                 last[:] = [given[0]]
 
-        found = []
+        found: dict[int, Tensor] = {}
         matrices = [one for one in model.modules() if isinstance(one, nn.Linear | Conv1D)]
         hooks = [one.register_forward_pre_hook(keep) for one in matrices]
         try:
@@ -89,11 +89,11 @@ class SimilarRows:
                             "one input per row, which would be the embedding. Expected one. Set `similar=None`, or "
                             "pass rows of your own."
                         )
-                    found.append(_pooled(last[0].float(), batch).cpu())
+                    found |= dict(zip(numbers, _pooled(last[0].float(), batch).cpu(), strict=True))
         finally:
             for hook in hooks:
                 hook.remove()
-        vectors = torch.cat(found)
+        vectors = torch.stack([found[row] for row in rows])  # batches may come in another order, by sizes of images
         return vectors / vectors.norm(dim=1, keepdim=True).clamp_min(torch.finfo(vectors.dtype).tiny)
 
 

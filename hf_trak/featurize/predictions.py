@@ -63,18 +63,20 @@ def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
     """The class with the highest logit, for every row."""
     featurizer = model.featurizer()
     batches = featurizer.batches(_with_some_label(dataset), "target")
-    size, found = model.args.per_device_batch_size, list[int]()
-    for _, batch in batches.iterate(
+    size, found = model.args.per_device_batch_size, dict[int, int]()
+    for rows, batch in batches.iterate(
         [range(low, min(low + size, len(dataset))) for low in range(0, len(dataset), size)]
     ):
         args, kwargs = model.task.model_inputs(featurizer.in_dtype_of_model(batch))  # type: ignore[attr-defined]
         with pass_settings(model.model), torch.no_grad():
-            found += find_logits(call_model(model.model, None, None, args, kwargs)).argmax(-1).tolist()
+            classes = find_logits(call_model(model.model, None, None, args, kwargs)).argmax(-1).tolist()
+        found |= dict(zip(rows, classes, strict=True))
+    labels = [found[row] for row in range(len(dataset))]  # batches may come in another order, by sizes of images
     own = next((name for name in LABEL_NAMES if name in dataset.column_names), LABEL_NAMES[0])
     names = getattr(getattr(model.model, "config", None), "id2label", None) or {}
     kept = dataset.remove_columns([name for name in (own, PREDICTED) if name in dataset.column_names])
-    said = [str(names.get(label, label)) for label in found]
-    return _beside(kept, Dataset.from_dict({own: found, PREDICTED: said}))
+    said = [str(names.get(label, label)) for label in labels]
+    return _beside(kept, Dataset.from_dict({own: labels, PREDICTED: said}))
 
 
 def _with_some_label(dataset: Dataset) -> Dataset:
