@@ -17,7 +17,6 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import torch
 from datasets import Dataset as HFDataset
 from datasets import Image, List
@@ -298,7 +297,9 @@ def _size(image: Any) -> tuple[Any, ...]:
         source = BytesIO(content) if content is not None else image.get("path")
         if source is None or (isinstance(source, str) and not os.path.isfile(source)):
             return ()
-        with PIL.Image.open(source) as opened:
+        from PIL import Image as Pictures  # who has rows of encoded images has Pillow, and nobody else needs it
+
+        with Pictures.open(source) as opened:
             return opened.size[::-1]
     if hasattr(image, "shape"):
         return tuple(image.shape)

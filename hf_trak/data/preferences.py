@@ -3,13 +3,12 @@
 Nothing of TRL is imported: a trainer is known by the name of its class, and asked for its own settings and methods.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from datasets import Dataset, disable_progress_bars, enable_progress_bars
-from datasets.utils import are_progress_bars_disabled
+from datasets import Dataset
 
+from hf_trak.data.progress_bars import no_progress_bars
 from hf_trak.data.trainer_columns import ColumnsCollator, signature_columns
 from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.modelout_functions.dpo import DPOModelOutput
@@ -143,7 +142,7 @@ class PreparingCollator(ColumnsCollator):
                 "cannot prepare them alone. Expected prepared rows with several processes. Call "
                 "`hf_trak.data.preferences.prepared_rows(trainer, rows)` in all of them first."
             )
-        with _no_progress_bars():
+        with no_progress_bars():
             return list(prepared_rows(self.trainer, Dataset.from_list([dict(row) for row in rows])))
 
 
@@ -151,17 +150,6 @@ def _is_prepared(trainer: Any, columns: Any) -> bool:
     if getattr(trainer, "_is_vision_dataset", False):
         return True  # its collator makes tokens and pixels of rows as they are
     return set(PREPARED[str(kind_of(trainer))]) <= set(columns)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    silent = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not silent:
-            enable_progress_bars()
 
 
 def prepared_rows(trainer: Any, rows: Any) -> Any:

@@ -7,9 +7,9 @@ here: its chat template, its `formatting_func`, its limit of tokens, and what of
 from collections.abc import Mapping
 from typing import Any
 
-from datasets import Dataset, disable_progress_bars, enable_progress_bars
-from datasets.utils import are_progress_bars_disabled
+from datasets import Dataset
 
+from hf_trak.data.progress_bars import no_progress_bars
 from hf_trak.data.rows import Collator
 from hf_trak.data.trainer_columns import ColumnsCollator, signature_columns, trainer_collator
 
@@ -49,16 +49,11 @@ class SFTCollator(ColumnsCollator):
                 "processes cannot prepare them alone. Expected rows with `input_ids`. Give the trainer these rows as "
                 "`eval_dataset`, and pass `trainer.eval_dataset`."
             )
-        silent = are_progress_bars_disabled()
-        disable_progress_bars()
-        try:
+        with no_progress_bars():
             given = Dataset.from_list([dict(row) for row in rows])
             made = trainer._prepare_dataset(
                 given, trainer.processing_class, trainer.args, False, trainer._formatting_func, "eval"
             )
-        finally:
-            if not silent:
-                enable_progress_bars()
         if len(made) != len(rows):
             raise ValueError(
                 f"The {type(trainer).__name__} makes {len(made)} rows of {len(rows)}. Expected one for each. Leave "
