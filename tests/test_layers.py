@@ -71,3 +71,29 @@ def test_importing_the_library_loads_nothing_heavy() -> None:
     code = "import sys, hf_trak; print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert found.stdout.strip() == "[]", found.stdout + found.stderr
+
+
+OPTIONAL = {
+    "PIL", "bitsandbytes", "bm25s", "diffusers", "faiss", "matplotlib", "open_clip", "peft", "scipy",
+    "sklearn", "timm", "torchvision", "trl",
+}  # fmt: skip
+"""Packages that an installation without extras need not have."""
+
+
+def test_a_plain_installation_needs_no_optional_package() -> None:
+    """No module that `hf_trak`, its attributor and its command line load imports one of these at its top."""
+    code = (
+        "import sys, hf_trak, hf_trak.cli.main, hf_trak.featurize.exact, hf_trak.featurize.reranking;"
+        "hf_trak.TrakAttributor; print(*(m.__file__ for n, m in list(sys.modules.items()) "
+        "if n.partition('.')[0] == 'hf_trak' and getattr(m, '__file__', None)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert len(loaded) > 100
+    wrong = []
+    for file in loaded:
+        for statement in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+            names = [one.name for one in statement.names] if isinstance(statement, ast.Import) else []
+            names += [statement.module or ""] if isinstance(statement, ast.ImportFrom) else []
+            wrong += [f"{file}: {name}" for name in names if name.partition(".")[0] in OPTIONAL]
+    assert not wrong
