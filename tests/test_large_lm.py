@@ -16,7 +16,10 @@ from hf_trak.gradient_computers.hooked import computer
 from hf_trak.modelout_functions import sliced_margins
 from hf_trak.modelout_functions.causal_lm import CausalLMModelOutput
 from hf_trak.modelout_functions.margins import margin
+from hf_trak.modelout_functions.masked_lm import MaskedLMModelOutput
+from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
 from hf_trak.modelout_functions.sliced_margins import sliced_margin
+from hf_trak.modelout_functions.token_classification import TokenClassificationModelOutput
 
 REPOSITORY = Path(__file__).parents[1]
 MIB = 2**20
@@ -82,6 +85,16 @@ def test_causal_lm_takes_its_margins_in_slices(short_slices, monkeypatch):
     monkeypatch.setattr(sliced_margins._SlicedMargin, "apply", lambda *args: pytest.fail("in slices"))
     with pytest.raises(pytest.fail.Exception, match="in slices"):
         task.unit_margins({"logits": logits}, batch)
+
+
+@pytest.mark.parametrize("task", [MaskedLMModelOutput, TokenClassificationModelOutput, Seq2SeqLMModelOutput])
+def test_other_tasks_of_tokens_take_the_same_margins_in_slices(short_slices, monkeypatch, task):
+    logits, labels = torch.randn(2, 8, 200), torch.randint(0, 200, (2, 8))
+    batch = {"input_ids": labels, "decoder_input_ids": labels, "labels": labels}
+    assert torch.equal(task().unit_margins({"logits": logits}, batch), margin(logits, labels))
+    monkeypatch.setattr(sliced_margins._SlicedMargin, "apply", lambda *args: pytest.fail("in slices"))
+    with pytest.raises(pytest.fail.Exception, match="in slices"):
+        task().unit_margins({"logits": logits}, batch)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,19 @@ def gradients_of(f: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
+    return accumulated_gradients(f, parameters)
+
+
+def accumulated_gradients(f: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """Take the gradients of a scalar as [`gradients_of`] does, in one backward pass under any kind of checkpointing.
+
+    Args:
+        f: the scalar.
+        parameters: what to differentiate with respect to, all leaves that require a gradient.
+
+    Returns:
+        One gradient per parameter, `None` for one that `f` does not depend on.
+    """
     before = [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:

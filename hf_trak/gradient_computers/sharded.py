@@ -58,6 +58,7 @@ class ShardedGradientComputer(HookedGradientComputer):
     """
 
     postpones = True
+    defers = False
     engine = "hooked"
     half_precision: bool | None = None
     gathers = False

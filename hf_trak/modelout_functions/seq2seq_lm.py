@@ -9,8 +9,8 @@ from torch import Tensor
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput, Aggregation, UnitOutput
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.modelout_functions.draws import Draws
-from hf_trak.modelout_functions.margins import margin
 from hf_trak.modelout_functions.positions import unwrapped
+from hf_trak.modelout_functions.sliced_margins import sliced_margin
 from hf_trak.modelout_functions.token_collator import TokenColumnsCollator
 from hf_trak.modelout_functions.tokens import (
     IGNORED,
@@ -78,7 +78,7 @@ class Seq2SeqLMModelOutput(AggregatedModelOutput):
 
     def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
         labels = self._labels(as_mapping(batch, SEQUENCE_NAMES))[0]
-        return margin(token_logits(model_output, labels, self.head), labels)
+        return sliced_margin(token_logits(model_output, labels, self.head), labels)
 
     def sampled_log_likelihood(self, model_output: Any, batch: Batch, draws: Draws) -> Tensor:
         """Compute Σ_t √w_t log p(ŷ_t) for tokens ŷ_t drawn from the predictions at the labels, `(B,)`."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_trak.modelout_functions.deferred_logits import DeferredLogits, margins_of
 from hf_trak.modelout_functions.margins import margin
 
 SLICE, SLICE_OF_GPUS = 2**22, 2**25
@@ -23,12 +24,15 @@ def sliced_margin(logits: Tensor, labels: Tensor) -> Tensor:
     """Compute log(p_y / (1 − p_y)) at every place, as [`margin`] does.
 
     Args:
-        logits: `(B, T, C)`, floating point, C ≥ 2.
+        logits: `(B, T, C)`, floating point, C ≥ 2; also deferred ones.
         labels: `(B, T)`, integers. The result is some finite number where one is outside of [0, C).
 
     Returns:
-        `(B, T)`, float32 (float64 for float64 logits), differentiable, in forward mode and twice as well.
+        `(B, T)`, float32 (float64 for float64 logits), differentiable, in forward mode and twice as well; once for
+        deferred logits.
     """
+    if isinstance(logits, DeferredLogits):
+        return margins_of(logits, labels)
     if logits.numel() <= _slice_of(logits):
         return margin(logits, labels)
     return _SlicedMargin.apply(logits, labels)[0]

@@ -9,8 +9,8 @@ from torch import Tensor
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput, Aggregation, UnitOutput
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.modelout_functions.draws import Draws
-from hf_trak.modelout_functions.margins import margin
 from hf_trak.modelout_functions.positions import takes_positions, unwrapped, with_positions
+from hf_trak.modelout_functions.sliced_margins import sliced_margin
 from hf_trak.modelout_functions.token_collator import TokenColumnsCollator
 from hf_trak.modelout_functions.tokens import (
     TOKEN_COLUMNS,
@@ -76,7 +76,7 @@ class TokenModelOutput(AggregatedModelOutput):
         labels = self.labels(as_mapping(batch, SEQUENCE_NAMES))[0]
         logits = self.predictions(model_output, labels)
         first = labels.shape[1] - logits.shape[1]
-        return _with_zeros(margin(logits, labels[:, first:]), first)
+        return _with_zeros(sliced_margin(logits, labels[:, first:]), first)
 
     def sampled_log_likelihood(self, model_output: Any, batch: Batch, draws: Draws) -> Tensor:
         """Compute Σ_t √w_t log p(ŷ_t) for tokens ŷ_t drawn from the predictions at the labels, `(B,)`."""

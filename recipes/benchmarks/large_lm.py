@@ -90,9 +90,13 @@ def token_ids(vocabulary: int, case: dict[str, Any]) -> Tensor:
 def featurize_batch(case: dict[str, Any]) -> dict[str, Any]:
     """Project the gradients of one batch, without check and store."""
     from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
-    from hf_trak.modelout_functions import CausalLMModelOutput
+    from hf_trak.modelout_functions import CausalLMModelOutput, deferred_logits
     from hf_trak.projectors.sparse import SparseProjector
 
+    if "deferred" in case:
+        deferred_logits.DEFERRED_FROM = 0 if case["deferred"] else 2**60
+    if "slice" in case:
+        deferred_logits.SLICE = case["slice"]
     model = llama(case)
     if case.get("checkpointing"):
         model.train()  # transformers checkpoints in training mode alone; a Llama has no dropout

@@ -4,7 +4,8 @@ back."""
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -17,9 +18,10 @@ from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutpu
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
 from hf_trak.gradient_computers.hooked.batch_axis import UnsupportedError
+from hf_trak.gradient_computers.hooked.deferred_head import emit_slice
 from hf_trak.gradient_computers.hooked.hooked_pass import BlockOutput, Emit, HookedPass
 from hf_trak.gradient_computers.hooked.hooks import LayerHooks
-from hf_trak.gradient_computers.hooked.outer import OuterBlock, OuterSink, TakesOuter
+from hf_trak.gradient_computers.hooked.outer import OuterBlock, OuterSink, TakesOuter, every_factor
 from hf_trak.gradient_computers.hooked.traces import (
     ModelTrace,
     ModuleUnsupportedError,
@@ -29,8 +31,9 @@ from hf_trak.gradient_computers.hooked.traces import (
 )
 from hf_trak.gradient_computers.hooked.tracker import ParameterTracker
 from hf_trak.gradient_computers.hooked.workspace import Workspace, default_block_bytes
-from hf_trak.gradient_computers.outputs import gradients_of, one_per_sample, run_model
+from hf_trak.gradient_computers.outputs import accumulated_gradients, gradients_of, one_per_sample, run_model
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.deferred_logits import NotDeferrableError, ReceiveHead, deferrable_head, deferring
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,9 @@ class HookedGradientComputer(AbstractGradientComputer):
 
     postpones = False
     """Whether a forward pass runs to its end before an error of the engine is raised, see [`HookedPass`]."""
+
+    defers = True
+    """Whether logits of large vocabularies may be deferred, see `deferred_logits`."""
 
     def __init__(
         self,
@@ -104,12 +110,15 @@ class HookedGradientComputer(AbstractGradientComputer):
         self._workspace = Workspace() if max_block_bytes is None else Workspace(max_block_bytes)
         self._model_trace = ModelTrace()
         self._sample_traces: OrderedDict[Any, SampleTrace] = OrderedDict()
+        self._head: torch.nn.Linear | None = None
+        self._head_rows = 0
         self.load_model_params(model)
 
     def load_model_params(self, model: torch.nn.Module) -> None:
         if model is not self.model:
             self._sample_traces.clear()
             self._model_trace = ModelTrace()
+            self.defers = type(self).defers
         self.model = model
 
     def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
@@ -170,9 +179,12 @@ class HookedGradientComputer(AbstractGradientComputer):
             GradientEngineError: the engine cannot follow what the model does with its parameters.
         """
         split = SplitBatch.of(batch)
-        if split.size == 1 and self._gradient_bytes() <= WHOLE_GRADIENT_BYTES:
-            return self._single(split, emit, side)
         blocks = BlockOutput(emit, self._sized_workspace(), takes_outer)
+        # sinks of whole factors need those of a head at once
+        self._head = deferrable_head(self.model) if self.defers and takes_outer is not every_factor else None
+        self._head_rows = split.size
+        if split.size == 1 and self._gradient_bytes() <= WHOLE_GRADIENT_BYTES:
+            return self._single(split, blocks, side)
         selected = self._selected()
         with only_differentiating(self.model, ()), pass_settings(self.model), torch.enable_grad():
             hooked_pass, output, q = self._forward(split, side, selected, blocks)
@@ -252,6 +264,9 @@ class HookedGradientComputer(AbstractGradientComputer):
             # 3. What the pass has found out is in the model trace now: start again.
             except RestartError:
                 self._sample_traces.pop(signature, None)
+            except NotDeferrableError as error:
+                self._compute_logits(error)
+                self._sample_traces.clear()
             except UnsupportedError as error:
                 self._sample_traces.pop(signature, None)
                 if fresh:  # otherwise another sample may just take another way through the model: look again
@@ -260,6 +275,15 @@ class HookedGradientComputer(AbstractGradientComputer):
             f"The hooked engine cannot make out how {type(self.model).__name__} handles the batch: what it sees "
             "changes from pass to pass. Use the functional or the iterative engine."
         )
+
+    def _deferring(self, receive: ReceiveHead | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which the logits of large batches are deferred, where the model allows that."""
+        return nullcontext() if self._head is None else deferring(self._head, self._head_rows, receive)
+
+    def _compute_logits(self, reason: NotDeferrableError) -> None:
+        """Have logits computed from now on, because model or task needs them whole."""
+        logger.info("The logits of %s are computed whole: %s.", type(self.model).__name__, reason)
+        self.defers, self._head = False, None
 
     def _gradient_bytes(self) -> int:
         """Count the bytes of all gradients of one sample in the dtypes of the parameters."""
@@ -304,7 +328,7 @@ class HookedGradientComputer(AbstractGradientComputer):
         if hooked_pass.tracing:
             batch = hooked_pass.marked(batch)
         try:
-            with self.watching(hooked_pass, selected):
+            with self.watching(hooked_pass, selected), self._deferring():
                 result = run_model(task, self.model, batch)
                 output = one_per_sample(task.output(result, batch, side), size, task)
         except (torch.OutOfMemoryError, GradientEngineError):
@@ -361,26 +385,41 @@ class HookedGradientComputer(AbstractGradientComputer):
             raise GradientEngineError(message) from error
         self._model_trace.trapped[error.operation] = message
 
-    def _single(self, split: SplitBatch, emit: Emit, side: Side) -> BatchOutputs:
+    def _single(self, split: SplitBatch, blocks: BlockOutput, side: Side) -> BatchOutputs:
         """Take the gradient of a batch of one by plain autograd: the sum over the batch is the sample's own."""
-        task = self.modelout_fn
-        assert isinstance(task, BatchedModelOutput)
         parameters = dict(self.model.named_parameters())
         wanted = [parameters[name] for name in self.layout.names]
-        batch = split.rows(0, 1)
         with (
             only_differentiating(self.model, {id(p) for p in wanted}),
             pass_settings(self.model),
             torch.enable_grad(),
         ):
-            result = run_model(task, self.model, batch)
-            output = one_per_sample(task.output(result, batch, side), 1, task)
+            try:
+                output, q, deferred = self._single_outputs(split, blocks, side)
+            except NotDeferrableError as error:
+                self._compute_logits(error)
+                output, q, deferred = self._single_outputs(split, blocks, side)
             if output.requires_grad:
-                gradients = gradients_of(output.sum(), wanted)
+                # a head emits in every backward pass, so that there must be exactly one
+                gradients = (accumulated_gradients if deferred else gradients_of)(output.sum(), wanted)
                 for slot, gradient in zip(self.layout.slots, gradients, strict=True):
                     if gradient is not None:
-                        emit(slot.name, 0, gradient.reshape(1, -1))
-        return BatchOutputs(output.detach(), task.out_to_loss_grad(result, batch, side).detach())
+                        blocks.emit(slot.name, 0, gradient.reshape(1, -1))
+        return BatchOutputs(output.detach(), q)
+
+    def _single_outputs(self, split: SplitBatch, blocks: BlockOutput, side: Side) -> tuple[Tensor, Tensor, bool]:
+        """Compute f, with its graph, and q of a batch of one, and tell whether a head will emit its gradients."""
+        task, batch, receive = self.modelout_fn, split.rows(0, 1), None
+        assert isinstance(task, BatchedModelOutput)
+        selected = self._selected()
+        found = {} if self._head is None else own_parameters(self._head)
+        own = {name: selected[id(p)] for name, p in found.items() if id(p) in selected}
+        if own:
+            receive = partial(emit_slice, own, blocks)
+        with self._deferring(receive) as calls:
+            result = run_model(task, self.model, batch)
+            output = one_per_sample(task.output(result, batch, side), 1, task)
+        return output, task.out_to_loss_grad(result, batch, side).detach(), bool(calls)
 
 
 def _doubled(split: SplitBatch) -> dict[Any, Tensor]:

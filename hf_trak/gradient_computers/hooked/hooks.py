@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_trak._compat import own_parameters, unseen_by_modes
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.hooked.batch_axis import BatchAxis, UnsupportedError
+from hf_trak.gradient_computers.hooked.deferred_head import receive_deferred
 from hf_trak.gradient_computers.hooked.folded_rows import aligned_rows, sum_rows
 from hf_trak.gradient_computers.hooked.hooked_pass import HookedPass
 from hf_trak.gradient_computers.hooked.replay import Replay
@@ -18,6 +19,7 @@ from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, Register
 from hf_trak.gradient_computers.hooked.rules.tensor_parallel import tensor_parallel_rule
 from hf_trak.gradient_computers.hooked.tensors import is_data, mark_data, tensors_in
 from hf_trak.gradient_computers.hooked.traces import LayerCallId, ModuleUnsupportedError, OpTrace, RestartError
+from hf_trak.modelout_functions.deferred_logits import DeferredLogits
 
 
 class LayerHooks:
@@ -181,6 +183,10 @@ class _RuleHandler(_Handler):
             (known.unbatched_calls if unbatched else known.batched_calls).discard(call)
             raise RestartError
         if out_axis is None or x_axis is None:
+            return None
+
+        if isinstance(result, DeferredLogits):
+            receive_deferred(hooked_pass, self.rule, self.own, result, (x_axis, out_axis))
             return None
 
         # 4. Keep the input until the gradient of the output arrives.

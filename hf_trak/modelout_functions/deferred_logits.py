@@ -1,0 +1,391 @@
+"""Logits that are not computed until a margin is taken of them, and then for some of the vocabulary at a time.
+
+B · T positions under a vocabulary of V have B · T · V logits, and a gradient of the same size. Inside of
+[`deferring`], a language model's head returns a [`DeferredLogits`] instead: a tensor with shape and dtype, and no
+memory, that notes what is done with it (scaling, soft caps, biases, casts, a choice of positions). [`margins_of`] then
+goes through the vocabulary in slices, twice: once for log Σ exp of the logits, and in the backward pass, where each
+slice is computed again, for the gradients of the hidden states and of the head:
+
+    m_t = z_{t,y} − log Σ_{c ≠ y} exp z_{t,c},        ∂m_t/∂z_{t,c} = −exp(z_{t,c} − log Σ …) for c ≠ y, 1 for c = y
+
+Anything else that is done with such logits raises [`NotDeferrableError`], so that a model or a task that this module
+does not follow is run again as it is, and never gets other numbers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils import parametrize
+
+from hf_trak._compat import unseen_by_modes
+from hf_trak.modelout_functions.positions import unwrapped
+from hf_trak.runtime.sharding import is_sharded_tensor
+
+SLICE, SLICE_OF_GPUS = 2**20, 2**26
+"""Logits in a slice. About four tensors of that size in float32 exist at a time: 16 MiB, and 1 GiB on a GPU."""
+
+LEAST_SLICE = 64
+"""Words in a slice, however many positions there are: products with fewer columns are slow."""
+
+DEFERRED_FROM = 2**27
+"""Bytes of the logits of a batch from which they are deferred."""
+
+Step = Callable[[Tensor, int, int], Tensor]
+"""`step(z, first, last)`: what a model does with its logits, for those of the words `first … last`, `(N, words)`."""
+
+ReceiveHead = Callable[[int, Tensor, Tensor], None]
+"""`receive(first, grad, hidden)`: takes the gradient `(B, T, words)` of the head's results for the words from `first`
+on, and the hidden states `(B, T, d)`. The gradient of their weights is Σ_t grad[b, t] ⊗ hidden[b, t]."""
+
+
+class NotDeferrableError(Exception):
+    """Logits that were deferred are used in a way that needs all of them."""
+
+
+@dataclass
+class LinearHead:
+    """The head of one forward pass.
+
+    Attributes:
+        weight: `(V, d)`, without a graph.
+        bias: `(V,)`, if there is one.
+        dtype: in which autocast has it compute; `None` for that of the weight.
+        receive: takes the gradients of weight and bias in the backward pass; `None` where they are not wanted.
+        taken: margins that were taken: hidden states, labels, and the values without their graph.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype | None
+    receive: ReceiveHead | None = None
+    taken: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def inputs(self, hidden: Tensor) -> Tensor:
+        """Return hidden states in the dtype in which the head computes."""
+        return hidden if self.dtype is None else hidden.to(self.dtype)
+
+    def words(self, first: int, last: int) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of some words, in the dtype in which the head computes."""
+        bias = None if self.bias is None else self.inputs(self.bias[first:last])
+        return self.inputs(self.weight[first:last]), bias
+
+    def slices(self, positions: int) -> Iterator[tuple[int, int]]:
+        """Cut the vocabulary, for a number of positions."""
+        limit = SLICE_OF_GPUS if self.weight.is_cuda else SLICE
+        step = max(LEAST_SLICE, limit // max(1, positions))
+        size = self.weight.shape[0]
+        for first in range(0, size, step):
+            yield first, min(size, first + step)
+
+
+class DeferredLogits(Tensor):
+    """Logits `(B, T, V)` without memory, see the module.
+
+    Attributes:
+        hidden: all hidden states, `(B, all positions, d)`, with their graph.
+        first: the first position.
+        head: makes logits of them.
+        steps: what was done with them, in order.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    hidden: Tensor
+    first: int
+    head: LinearHead
+    steps: tuple[Step, ...]
+
+    @staticmethod
+    def of(hidden: Tensor, head: LinearHead) -> "DeferredLogits":
+        """Defer the logits of hidden states `(B, T, d)`."""
+        return _deferred(hidden, 0, hidden.shape[1], head, (), head.dtype or hidden.dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = _RULES.get(func)
+        found = None if rule is None else rule(*args, **(kwargs or {}))
+        if found is None:
+            raise NotDeferrableError(f"{func} is applied to the logits")
+        return found
+
+
+def _deferred(
+    hidden: Tensor, first: int, positions: int, head: LinearHead, steps: tuple[Step, ...], dtype: torch.dtype
+) -> DeferredLogits:
+    shape = (hidden.shape[0], positions, head.weight.shape[0])
+    made = Tensor._make_wrapper_subclass(DeferredLogits, shape, dtype=dtype, device=hidden.device)
+    made.hidden, made.first, made.head, made.steps = hidden, first, head, steps
+    return made
+
+
+def _after(logits: DeferredLogits, step: Step | None, dtype: torch.dtype | None = None) -> DeferredLogits:
+    steps = logits.steps if step is None else (*logits.steps, step)
+    return _deferred(logits.hidden, logits.first, logits.shape[1], logits.head, steps, dtype or logits.dtype)
+
+
+# -- what may be done with deferred logits: each returns `None` for arguments that it does not follow -----------------
+
+
+def _binary(function: Callable[..., Tensor], swapped: bool) -> Callable[..., DeferredLogits | None]:
+    def rule(left: Any, right: Any, **options: Any) -> DeferredLogits | None:
+        if isinstance(left, DeferredLogits) == isinstance(right, DeferredLogits):
+            return None
+        logits, other = (left, right) if isinstance(left, DeferredLogits) else (right, left)
+        if logits is right and not swapped:
+            return None
+        dtype = logits.dtype
+        if isinstance(other, Tensor):
+            if other.requires_grad or other.numel() not in (1, logits.shape[-1]) or other.ndim > logits.ndim:
+                return None
+            if other.numel() > 1 and other.shape[-1] != logits.shape[-1]:
+                return None
+            dtype = torch.result_type(torch.empty(1, 1, 1, dtype=dtype, device="meta"), other.to("meta"))
+        elif not isinstance(other, int | float):
+            return None
+
+        def step(z: Tensor, first: int, last: int) -> Tensor:
+            value = other
+            if isinstance(value, Tensor) and value.ndim:
+                value = value.reshape(-1) if value.numel() == 1 else value.reshape(-1)[first:last]
+            return function(z, value, **options)
+
+        return _after(logits, step, dtype)
+
+    return rule
+
+
+def _tanh(logits: DeferredLogits) -> DeferredLogits:
+    return _after(logits, lambda z, first, last: torch.tanh(z))
+
+
+def _same(logits: DeferredLogits, **options: Any) -> DeferredLogits:
+    return _after(logits, None)
+
+
+def _copied(logits: DeferredLogits, **options: Any) -> DeferredLogits | None:
+    dtype, device = options.get("dtype") or logits.dtype, options.get("device")
+    if not dtype.is_floating_point or (device is not None and torch.device(device) != logits.device):
+        return None
+    return _after(logits, lambda z, first, last: z.to(dtype), dtype)
+
+
+def _sliced(
+    logits: DeferredLogits, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> DeferredLogits | None:
+    first, last, step = slice(start, end, step).indices(logits.shape[dim])
+    if (first, last, step) == (0, logits.shape[dim], 1):
+        return _after(logits, None)
+    if dim % logits.ndim != 1 or step != 1:
+        return None
+    positions = max(0, last - first)
+    return _deferred(logits.hidden, logits.first + first, positions, logits.head, logits.steps, logits.dtype)
+
+
+_aten = torch.ops.aten
+_RULES: dict[Any, Callable[..., DeferredLogits | None]] = {
+    _aten.mul.Tensor: _binary(torch.mul, True),
+    _aten.div.Tensor: _binary(torch.div, False),
+    _aten.add.Tensor: _binary(torch.add, True),
+    _aten.sub.Tensor: _binary(torch.sub, False),
+    _aten.tanh.default: _tanh,
+    _aten._to_copy.default: _copied,
+    _aten.clone.default: _same,
+    _aten.detach.default: _same,
+    _aten.alias.default: _same,
+    _aten.slice.Tensor: _sliced,
+}
+
+
+# -- margins ----------------------------------------------------------------------------------------------------------
+
+
+def margins_of(logits: DeferredLogits, labels: Tensor) -> Tensor:
+    """Compute log(p_y / (1 − p_y)) at every position, as [`margin`] does of whole logits.
+
+    Margins of the same positions and labels are computed once: a second call gets the values, without a graph.
+
+    Args:
+        logits: `(B, T, V)`.
+        labels: `(B, T)`, integers. The result is some finite number where one is outside of [0, V).
+
+    Returns:
+        `(B, T)`, float32 (float64 for float64 logits), differentiable once.
+    """
+    hidden = logits.hidden[:, logits.first : logits.first + logits.shape[1]]
+    head = logits.head
+    with unseen_by_modes():
+        if not torch.is_grad_enabled():
+            for other, given, values in head.taken:
+                if _same_memory(other, hidden) and torch.equal(given, labels):
+                    return values
+        anchor = torch.zeros((), device=hidden.device, requires_grad=head.receive is not None)
+        found: Tensor = _DeferredMargin.apply(anchor, hidden, labels, head, logits.steps)
+        head.taken.append((hidden.detach(), labels, found.detach()))
+    return found
+
+
+class _DeferredMargin(torch.autograd.Function):
+    """Margins `(B, T)` of hidden states `(B, T, d)`. `anchor` has a gradient where the head is differentiated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, hidden: Tensor, labels: Tensor, head: LinearHead, steps: tuple[Step, ...]
+    ) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            margins, others = _summed(head.inputs(hidden).flatten(0, 1), labels.flatten(), head, steps)
+        ctx.save_for_backward(hidden, labels, others)
+        ctx.head, ctx.steps = head, steps
+        return margins.view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None, None, None]:
+        hidden, labels, others = ctx.saved_tensors
+        head: LinearHead = ctx.head
+        slopes, rows, targets = gradients[0].reshape(-1, 1), head.inputs(hidden), labels.flatten()
+        flat = rows.flatten(0, 1)
+        total = torch.zeros(flat.shape, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
+        with unseen_by_modes(), torch.autocast(hidden.device.type, enabled=False):
+            for first, last in head.slices(len(flat)):
+                weight, bias = head.words(first, last)
+                grad = _gradient_of_slice(flat, weight, bias, (first, last), ctx.steps, targets, others, slopes)
+                if ctx.needs_input_grad[1]:
+                    _add_product(total, grad, weight)
+                if head.receive is not None:
+                    head.receive(first, grad.view(*rows.shape[:2], -1), rows)
+        return None, total.view(hidden.shape).to(hidden.dtype), None, None, None
+
+
+def _summed(hidden: Tensor, labels: Tensor, head: LinearHead, steps: tuple[Step, ...]) -> tuple[Tensor, Tensor]:
+    """Compute margins of `(N, d)` and labels `(N,)`, and log Σ exp of the other logits, both `(N,)`."""
+    correct = others = None
+    for first, last in head.slices(len(hidden)):
+        z = _logits_of_slice(hidden, *head.words(first, last), (first, last), steps)
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        place, inside = _places(labels, first, last)
+        picked = z.gather(-1, place)
+        z = z.scatter_(-1, place, torch.where(inside, -torch.inf, picked))
+        here, sums = torch.where(inside, picked, 0.0).squeeze(-1), z.logsumexp(dim=-1)
+        correct = here if correct is None else correct + here
+        others = sums if others is None else torch.logaddexp(others, sums)
+    assert correct is not None and others is not None
+    return correct - others, others
+
+
+def _logits_of_slice(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, words: tuple[int, int], steps: tuple[Step, ...]
+) -> Tensor:
+    z = F.linear(hidden, weight, bias)
+    for step in steps:
+        z = step(z, *words)
+    return z
+
+
+def _gradient_of_slice(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    words: tuple[int, int],
+    steps: tuple[Step, ...],
+    labels: Tensor,
+    others: Tensor,
+    slopes: Tensor,
+) -> Tensor:
+    """Compute the gradient `(N, words)` of Σ slopes · margins with respect to what the head returns for some words."""
+    raw = F.linear(hidden, weight, bias)
+    z = raw
+    if steps:
+        raw.requires_grad_()
+        with torch.enable_grad():
+            for step in steps:
+                z = step(z, *words)
+    place, inside = _places(labels, *words)
+    in_place = not steps and z.dtype == others.dtype
+    values = z.sub_(others.unsqueeze(-1)) if in_place else z.detach() - others.unsqueeze(-1)
+    values.exp_().mul_(-slopes)
+    values.scatter_(-1, place, torch.where(inside, slopes, values.gather(-1, place)))
+    grad = values.to(z.dtype)
+    return torch.autograd.grad(z, raw, grad)[0] if steps else grad
+
+
+def _places(labels: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Return where labels `(N,)` are among the words of a slice, `(N, 1)`, and a mask of those that are."""
+    inside = (labels >= first) & (labels < last)
+    return torch.where(inside, labels - first, 0).unsqueeze(-1), inside.unsqueeze(-1)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right`; half precision is added up in float32."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _same_memory(left: Tensor, right: Tensor) -> bool:
+    return left.data_ptr() == right.data_ptr() and left.shape == right.shape and left.stride() == right.stride()
+
+
+# -- heads ------------------------------------------------------------------------------------------------------------
+
+
+def deferrable_head(model: nn.Module) -> nn.Linear | None:
+    """Find the head of a language model whose logits can be deferred, `None` if there is none.
+
+    It is the output embedding, if that is a linear layer as torch has it: not one that is divided over processes,
+    moved between devices, quantized, wrapped (LoRA), parametrized, or has hooks.
+    """
+    getter = getattr(unwrapped(model)[1], "get_output_embeddings", None)
+    try:
+        head = None if getter is None else getter()
+    except (AttributeError, NotImplementedError):
+        return None
+    if type(head) is not nn.Linear or "forward" in vars(head) or parametrize.is_parametrized(head):
+        return None
+    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
+        return None
+    weight: Tensor = head.weight
+    plain = type(weight) in (Tensor, nn.Parameter) and not is_sharded_tensor(weight)
+    return head if plain and weight.is_floating_point() and weight.device.type != "meta" else None
+
+
+@contextmanager
+def deferring(
+    head: nn.Linear, rows: int | None = None, receive: ReceiveHead | None = None
+) -> Iterator[list[LinearHead]]:
+    """Have a head return [`DeferredLogits`] where the logits of a batch take more than [`DEFERRED_FROM`].
+
+    Args:
+        head: see [`deferrable_head`].
+        rows: samples of the batch that this is about, where the head is called with fewer of them; `None` for as many.
+        receive: see [`LinearHead`].
+
+    Yields:
+        The calls of the head that were deferred so far.
+    """
+    calls: list[LinearHead] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        weight, kind = head.weight, hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        fits = type(hidden) in (Tensor, nn.Parameter) and hidden.ndim == 3 and hidden.device == weight.device
+        if not fits or (dtype is None and hidden.dtype != weight.dtype) or hidden.numel() == 0:
+            return nn.Linear.forward(head, hidden)
+        size = (rows or hidden.shape[0]) * hidden.shape[1] * weight.shape[0] * (dtype or hidden.dtype).itemsize
+        if size < DEFERRED_FROM:
+            return nn.Linear.forward(head, hidden)
+        bias = None if head.bias is None else head.bias.detach()
+        calls.append(LinearHead(weight.detach(), bias, dtype, receive))
+        return DeferredLogits.of(hidden, calls[-1])
+
+    vars(head)["forward"] = forward
+    try:
+        yield calls
+    finally:
+        del vars(head)["forward"]
