@@ -18,6 +18,7 @@ chunk with at most 1/k: for every x and y, outer products or not, the variance i
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.kernels.philox import Stream, packed_words, philox_words, sign_tensor
+from hf_trak.runtime.operator_threads import one_core, over_samples
 
 RUN = 512
 RUNS_PER_CHUNK = 16
@@ -37,7 +39,7 @@ ACCUMULATORS = RUNS_PER_CHUNK * (RUN + STEPS)
 _SPAN = (RUNS_PER_CHUNK - 1) * (RUN + STEPS - 1) + RUN  # the longest stretch of accumulators that a chunk touches
 _REGION = 2**23  # coordinates whose bits are generated and cached together
 _CACHE_BYTES = 2**26
-_SLICE = 2**18  # coordinates whose signs are expanded to floats together; on a CPU they stay in the L2 cache
+_SLICE = 2**17  # coordinates whose signs are expanded to floats together; on a CPU they stay in the L2 cache
 _LOOP_FOLD_GROUPS = 64
 
 
@@ -154,10 +156,18 @@ class SparseMap:
     def add_to_sums(self, sums: Tensor, block: Tensor, start: int, model_id: int, copy: int) -> None:
         """Do step 1 of the map: add a block to the accumulators of [`~SparseMap.empty_sums`]."""
         for first, last, region in self._slices(start, block.shape[1], model_id, copy, block.device):
-            _add_slice(sums, block[:, first - start : last - start], _signs(region, first, last), first, region)
+            columns = block[:, first - start : last - start]
+            if block.device.type == "cpu":
+                _add_slice_in_threads(sums, columns, first, last, region)
+            else:
+                _add_slice(sums, columns, _signs(region, first, last), first, region)
 
     def fold(self, out: Tensor, sums: Tensor, model_id: int, copy: int) -> None:
         """Do step 2 of the map: wrap at K, rotate every group of accumulators, and add them all to a segment."""
+        with one_core() if sums.device.type == "cpu" else nullcontext():
+            self._fold(out, sums, model_id, copy)
+
+    def _fold(self, out: Tensor, sums: Tensor, model_id: int, copy: int) -> None:
         outputs = out.shape[1]
         rotations = self._rotations(model_id, copy)
         size = outputs * len(rotations)
@@ -263,6 +273,17 @@ def _signs(region: _Region, first: int, last: int) -> Tensor:
     word = offset // 32
     signs = sign_tensor(region.signs[word : -(-(last - region.origin) // 32)])
     return signs[offset - 32 * word : last - region.origin - 32 * word]
+
+
+def _add_slice_in_threads(sums: Tensor, block: Tensor, first: int, last: int, region: _Region) -> None:
+    """Do what [`_add_slice`] does on a CPU, where threads take samples of their own and meet once."""
+    with one_core():
+        signs = _signs(region, first, last)
+
+    def add(low: int, high: int) -> None:
+        _add_slice(sums[low:high], block[low:high], signs, first, region)
+
+    over_samples(add, block.shape[0])
 
 
 def _add_slice(sums: Tensor, block: Tensor, signs: Tensor, first: int, region: _Region) -> None:

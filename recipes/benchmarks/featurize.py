@@ -1,8 +1,10 @@
 """Costs of features: hooked gradients and the sparse projection to k = 4096, against a plain training step.
 
     python recipes/benchmarks/featurize.py
+    python recipes/benchmarks/featurize.py --busy 1
 
-The models are those of gradients.py. Steps are interleaved in one process; printed are medians and their ratios.
+The models are those of gradients.py. Steps are interleaved in one process; printed are medians and their ratios. With
+`--busy N` everything is measured a second time beside N other processes that compute without a pause.
 Peak memory is measured for three batch sizes, each in a process of its own, beside what a plain step of that batch
 takes: it must not grow with B × P.
 """
@@ -17,6 +19,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
+from busy import competing
 from gradients import MODELS, high_water, step_of
 from torch import Tensor, nn
 
@@ -47,8 +50,8 @@ def resized(batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
     return {name: value[torch.arange(size) % len(value)] for name, value in batch.items()}
 
 
-def timed(name: str, k: int, repeats: int) -> tuple[int, dict[str, list[float]]]:
-    """P, and seconds of every repetition of every step."""
+def timed(name: str, k: int, repeats: int, busy: tuple[int, ...]) -> tuple[int, list[dict[str, list[float]]]]:
+    """P, and seconds of every repetition of every step, beside each number of competing processes."""
     torch.manual_seed(0)
     model, batch, output_fn = MODELS[name]()
     model.eval()
@@ -60,14 +63,18 @@ def timed(name: str, k: int, repeats: int) -> tuple[int, dict[str, list[float]]]
     for step in steps.values():
         step()
         step()
-    seconds: dict[str, list[float]] = {key: [] for key in steps}
-    for _ in range(repeats):
-        for key, step in steps.items():
-            begun = time.perf_counter()
-            step()
-            seconds[key].append(time.perf_counter() - begun)
-            model.zero_grad(set_to_none=True)
-    return sum(parameter.numel() for parameter in model.parameters()), seconds
+    measured = []
+    for processes in busy:
+        seconds: dict[str, list[float]] = {key: [] for key in steps}
+        with competing(processes):
+            for _ in range(repeats):
+                for key, step in steps.items():
+                    begun = time.perf_counter()
+                    step()
+                    seconds[key].append(time.perf_counter() - begun)
+                    model.zero_grad(set_to_none=True)
+        measured.append(seconds)
+    return sum(parameter.numel() for parameter in model.parameters()), measured
 
 
 def peak(name: str, kind: str, size: int, k: int) -> float:
@@ -95,6 +102,7 @@ def main() -> None:
     parser.add_argument("--proj-dim", type=int, default=4096, help="k")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--busy", type=int, default=0, help="measure again beside so many competing processes")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 16, 32])
     parser.add_argument("--peak", nargs=3, metavar=("MODEL", "KIND", "SIZE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -105,15 +113,18 @@ def main() -> None:
         print(json.dumps(peak(name, kind, int(size), arguments.proj_dim)))
         return
     for name in arguments.models:
-        parameters, seconds = timed(name, arguments.proj_dim, arguments.repeats)
-        median = {key: statistics.median(values) for key, values in seconds.items()}
-        ratios = statistics.median(a / b for a, b in zip(seconds["sjlt"], seconds["plain"], strict=True))
-        print(
-            f"{name}: P = {parameters / 1e6:.1f} M, k = {arguments.proj_dim}, plain {median['plain'] * 1e3:.0f} ms, "
-            f"gradients {median['hooked'] / median['plain']:.2f} ×, gradients and sjlt "
-            f"{median['sjlt'] / median['plain']:.2f} × (median of pairs {ratios:.2f})",
-            flush=True,
-        )
+        busy = (0, arguments.busy) if arguments.busy else (0,)
+        parameters, measured = timed(name, arguments.proj_dim, arguments.repeats, busy)
+        print(f"{name}: P = {parameters / 1e6:.1f} M, k = {arguments.proj_dim}", flush=True)
+        for processes, seconds in zip(busy, measured, strict=True):
+            median = {key: statistics.median(values) for key, values in seconds.items()}
+            ratios = statistics.median(a / b for a, b in zip(seconds["sjlt"], seconds["plain"], strict=True))
+            print(
+                f"  beside {processes} other processes: plain {median['plain'] * 1e3:.0f} ms, "
+                f"gradients {median['hooked'] / median['plain']:.2f} ×, gradients and sjlt "
+                f"{median['sjlt'] / median['plain']:.2f} × (median of pairs {ratios:.2f})",
+                flush=True,
+            )
         for size in arguments.batch_sizes:
             memory = {}
             for kind in ("plain", "sjlt"):
