@@ -23,6 +23,7 @@ from hf_trak.gradient_computers import (
     per_sample_gradients,
 )
 from hf_trak.gradient_computers.hooked.rules import LayerCall, register_layer_rule, unregister_layer_rule
+from hf_trak.gradient_computers.hooked.rules.linear import outer_pieces
 from hf_trak.gradient_computers.hooked.workspace import Workspace, default_block_bytes
 from hf_trak.gradient_computers.memory import saved_activation_bytes
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
@@ -302,6 +303,31 @@ def test_the_size_of_blocks_can_be_chosen(built_blocks: list[int]) -> None:
             per_sample_gradients(model, batch, lambda r, b: Margin().output(r, b), max_block_bytes=wrong)
         with pytest.raises(ValueError, match=f"`max_block_bytes` is {wrong}; expected a positive"):
             HookedGradientComputer(model, Margin(), max_block_bytes=wrong)
+
+
+@pytest.mark.parametrize(("terms", "most"), [(1, 2**23), (32, 2**23), (33, 2**25), (500, 2**25)])
+def test_sums_of_few_products_come_in_blocks_that_fit_a_cache(terms: int, most: int) -> None:
+    """`Workspace.rows_of_products`: never more than one block's bytes, nor more than were asked for."""
+    size, width, like = 4, 1024, torch.empty(0)
+    rows = Workspace(default_block_bytes(torch.device("cpu"))).rows_of_products(terms, size, width, like, 10**6)
+    assert rows * size * width * 4 == most
+    assert Workspace(2**20).rows_of_products(terms, size, width, like, 10**6) == 2**20 // (size * width * 4)
+    assert Workspace(1).rows_of_products(terms, size, width, like, 10**6) == 1
+    assert Workspace(2**25).rows_of_products(terms, size, width, like, 7) == 7
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_outer_products_of_one_term_are_the_exact_products(terms: int, dtype: torch.dtype) -> None:
+    left, right = torch.randn(3, terms, 5, dtype=dtype), torch.randn(3, terms, 7, dtype=dtype)
+    ((name, start, block),) = outer_pieces("weight", left, right, Workspace())
+    assert (name, start, block.dtype) == ("weight", 0, dtype)
+    expected = torch.einsum("bti,btj->bij", left.double(), right.double()).flatten(1)
+    if terms == 1:
+        torch.testing.assert_close(block, expected.to(dtype), rtol=0, atol=0)
+    else:
+        magnitudes = torch.einsum("bti,btj->bij", left.double().abs(), right.double().abs()).flatten(1)
+        assert ((block.double() - expected).abs() <= 3 * torch.finfo(dtype).eps * magnitudes).all()
 
 
 def test_the_size_of_blocks_is_a_setting_that_defines_no_features(built_blocks: list[int], tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 _BLOCK_BYTES, _BLOCK_BYTES_OF_GPUS = 2**25, 2**28
+_CACHED_BYTES = 2**23
+_FEW_TERMS = 32
 
 
 def default_block_bytes(device: torch.device) -> int:
@@ -38,8 +40,22 @@ class Workspace:
 
     def rows(self, size: int, row_elements: int, dtype: torch.dtype, total: int) -> int:
         """Count the rows of `row_elements` elements that fit into one block for `size` samples: 1 to `total`."""
-        row_bytes = max(size * row_elements * dtype.itemsize, 1)
-        return max(1, min(total, self.max_block_bytes // row_bytes))
+        return self._rows(size * row_elements * dtype.itemsize, total, self.max_block_bytes)
+
+    def rows_of_products(self, terms: int, size: int, row_elements: int, like: Tensor, total: int) -> int:
+        """Count them for a sum of `terms` outer products.
+
+        A sum of few terms takes as long as writing it. On a CPU it gets blocks of at most 8 MiB, which stay in the
+        cache until they have been projected: with 1, 4, 16 and 32 terms these took 2.5, 3.5, 1.4 and 1.0 times less
+        than blocks of 32 MiB. From 64 terms on, larger blocks are the faster ones, since their products are.
+        """
+        cached = like.device.type == "cpu" and terms <= _FEW_TERMS
+        most = min(self.max_block_bytes, _CACHED_BYTES) if cached else self.max_block_bytes
+        return self._rows(size * row_elements * like.dtype.itemsize, total, most)
+
+    @staticmethod
+    def _rows(row_bytes: int, total: int, most_bytes: int) -> int:
+        return max(1, min(total, most_bytes // max(row_bytes, 1)))
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return uninitialized memory of a shape, with dtype and device of `like`, valid until the next call."""
