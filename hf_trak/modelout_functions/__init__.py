@@ -21,6 +21,8 @@ from hf_trak.modelout_functions.clip import CLIPModelOutput, MissingEmbeddingsEr
 from hf_trak.modelout_functions.clip_sigmoid import SigLIPModelOutput
 from hf_trak.modelout_functions.diffusion import DiffusionModelOutput
 from hf_trak.modelout_functions.dpo import DPOModelOutput
+from hf_trak.modelout_functions.embedding_losses import EmbeddingLossModelOutput
+from hf_trak.modelout_functions.embedding_pairs import EmbeddingPairsModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
 from hf_trak.modelout_functions.kto import KTOModelOutput
 from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, LossModelOutput
@@ -47,6 +49,8 @@ __all__ = [
     "ClassificationModelOutput",
     "DPOModelOutput",
     "DiffusionModelOutput",
+    "EmbeddingLossModelOutput",
+    "EmbeddingPairsModelOutput",
     "FunctionModelOutput",
     "GRPOModelOutput",
     "GaussNewtonModelOutput",

@@ -43,8 +43,8 @@ def draw_rows(total: int, count: int, seed: int) -> list[int]:
     if total < count:
         raise ValueError(
             f"`simulated_batch_size` is {count}, but there are only {total} pair(s) to draw simulated negatives from. "
-            f"Expected at least {count}: embed more pairs, or construct the task with "
-            f"`CLIPModelOutput(simulated_batch_size=…)` of at most {total}."
+            f"Expected at least {count}: embed more pairs, or construct the task with `simulated_batch_size=…` of at "
+            f"most {total}."
         )
     # Floyd's algorithm on `random()`, the one method whose sequence Python promises to keep from version to version.
     generator = random.Random(seed)

@@ -8,6 +8,7 @@ import torch
 from hf_trak.modelout_functions.base import AbstractModelOutput
 from hf_trak.modelout_functions.diffusion import DiffusionModelOutput
 from hf_trak.modelout_functions.dpo import DPOModelOutput
+from hf_trak.modelout_functions.embedding_pairs import EmbeddingPairsModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
 from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
 from hf_trak.modelout_functions.kto import KTOModelOutput
@@ -24,6 +25,7 @@ TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
     "row_loss": RowLossModelOutput,
     "diffusion": DiffusionModelOutput,
     "gauss_newton": GaussNewtonModelOutput,
+    "embedding_pairs": EmbeddingPairsModelOutput,
     "dpo": DPOModelOutput,
     "reward": RewardModelOutput,
     "kto": KTOModelOutput,
