@@ -26,6 +26,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from hf_trak.errors import GradientEngineError
+from hf_trak.gradient_computers import self_check
+from hf_trak.gradient_computers.auto import AutoGradientComputer
 from hf_trak.gradient_computers.hooked import computer as engine
 from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
 from hf_trak.modelout_functions import deferred_logits
@@ -35,6 +38,7 @@ from hf_trak.modelout_functions.deferred_logits import (
     NotDeferrableError,
     deferrable_head,
     deferring,
+    in_chunks,
     margins_of,
 )
 from hf_trak.modelout_functions.loss import LossModelOutput
@@ -300,3 +304,60 @@ def test_margins_of_labels_outside_and_of_other_labels(small):
             logits = head(hidden)
         for given in (labels, labels.flip(1), labels):
             torch.testing.assert_close(margins_of(logits, given), margin(whole, given))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_first_batch_is_checked_against_plain_autograd(small, whole, wrong):
+    """Against whole logits, or, where those of one sample are too large, against some positions at a time."""
+    small.setattr(deferred_logits, "CHUNKED_FROM", 2**60 if whole else 0)
+    small.setattr(deferred_logits, "CHUNK", 400)
+    chunks: list[Any] = []
+    original, right = deferred_logits.checkpoint, deferred_logits._gradient_of_slice
+    small.setattr(deferred_logits, "checkpoint", lambda *args, **kw: chunks.append(0) or original(*args, **kw))
+    if wrong:  # one word in 151
+        small.setattr(
+            deferred_logits,
+            "_gradient_of_slice",
+            lambda *args: right(*args) * (torch.arange(args[3][1] - args[3][0]) != 0),
+        )
+    model = made("gemma 2, soft caps")
+    task = CausalLMModelOutput()
+    task.bind(model)
+    computer = AutoGradientComputer(model, task, dtype=None, device="cpu", engines=("hooked",))
+    if wrong:
+        with pytest.raises(GradientEngineError, match="relative error"):
+            computer.stream(batch_of(3), lambda start, block: None)
+    else:
+        computer.stream(batch_of(3), lambda start, block: None)
+    assert bool(chunks) != whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_in_chunks_is_the_reference(small, dtype):
+    small.setattr(deferred_logits, "CHUNK", 400)
+    model, batch = made("gemma 2, soft caps").to(dtype), batch_of(3)
+    task = CausalLMModelOutput()
+    task.bind(model)
+    found = []
+    for limit in (0, 2**60):
+        small.setattr(deferred_logits, "CHUNKED_FROM", limit)
+        computer = AutoGradientComputer(model, task, dtype=None, device="cpu")
+        found.append(computer._reference(self_check.Samples.of(batch, "train")))
+    assert found[0] is not None and found[1] is not None
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert_same((found[0].gradients, found[0].output), (found[1].gradients, found[1].output), tolerance)
+
+
+def test_whole_logits_where_chunks_do_not_do(small):
+    small.setattr(deferred_logits, "CHUNKED_FROM", 0)
+    model, batch = made("llama"), batch_of(3)
+    kinds: list[type] = []
+
+    def compute() -> Tensor:
+        logits = model(batch["input_ids"]).logits
+        kinds.append(type(logits))
+        return logits.softmax(dim=-1)
+
+    assert in_chunks(model, compute).shape == (3, 9, 151) and kinds == [DeferredLogits, Tensor]
+    assert "forward" not in vars(model.get_submodule("lm_head"))

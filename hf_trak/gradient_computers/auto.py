@@ -24,6 +24,7 @@ from hf_trak.gradient_computers.self_check import (
     reference_of,
 )
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.deferred_logits import in_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -226,6 +227,9 @@ class AutoGradientComputer(AbstractGradientComputer):
 
         An error here is about the model or the batch, and no other engine is tried.
         """
+        return in_chunks(self.model, lambda: self._plain_reference(samples))
+
+    def _plain_reference(self, samples: Samples) -> Reference | None:
         plain = self._make("iterative", dtype=None)
         assert isinstance(plain, IterativeGradientComputer)
         reference = reference_of(plain, samples)

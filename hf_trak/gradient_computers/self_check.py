@@ -17,6 +17,7 @@ from hf_trak.gradient_computers.outputs import gradients_of, one_per_sample, run
 from hf_trak.gradient_computers.padding import RowAlone
 from hf_trak.gradient_computers.tolerance import SCALE, PrecisionObserver, Tolerance, norms_of, rounded_at_random
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.deferred_logits import in_chunks
 
 REMEDY = (
     "Remedies: call model.eval() (train-mode BatchNorm and dropout mix samples or are random), use a task without "
@@ -234,7 +235,9 @@ def _is_in_batch(
     errors = residual.clone()
     with only_differentiating(model, {id(one) for one in wanted}), pass_settings(model), torch.enable_grad():
         size = SplitBatch.of(batch).size
-        output = one_per_sample(task.output(run_model(task, model, batch), batch, side), size, task)
+        output = in_chunks(
+            model, lambda: one_per_sample(task.output(run_model(task, model, batch), batch, side), size, task)
+        )
         for place, row in enumerate(reference.rows):
             errors[place] -= reference.gradients[place]
             gradients = gradients_of(output[row], wanted)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hf_trak.gradient_computers.layout import ParameterLayout
+from hf_trak.modelout_functions.deferred_logits import DeferredLogits
 
 SCALE = 1.37
 """Factor on f which makes every rounding of the backward pass fall differently."""
@@ -150,7 +151,7 @@ def rounded_at_random(model: torch.nn.Module) -> Iterator[None]:
     generators: dict[torch.device, torch.Generator] = {}
 
     def hook(module: torch.nn.Module, args: Any, result: Any) -> Any:
-        if not isinstance(result, Tensor) or not _is_half(result):
+        if not isinstance(result, Tensor) or isinstance(result, DeferredLogits) or not _is_half(result):
             return None
         if result.device not in generators:
             generators[result.device] = torch.Generator(result.device).manual_seed(0)

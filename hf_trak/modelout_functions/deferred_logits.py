@@ -8,6 +8,8 @@ slice is computed again, for the gradients of the hidden states and of the head:
 
     m_t = z_{t,y} − log Σ_{c ≠ y} exp z_{t,c},        ∂m_t/∂z_{t,c} = −exp(z_{t,c} − log Σ …) for c ≠ y, 1 for c = y
 
+[`in_chunks`] has them taken by plain autograd instead, of some positions at a time, for what engines are checked with.
+
 Anything else that is done with such logits raises [`NotDeferrableError`], so that a model or a task that this module
 does not follow is run again as it is, and never gets other numbers.
 """
@@ -15,14 +17,16 @@ does not follow is run again as it is, and never gets other numbers.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from hf_trak._compat import unseen_by_modes
+from hf_trak.modelout_functions.margins import margin
 from hf_trak.modelout_functions.positions import unwrapped
 from hf_trak.runtime.sharding import is_sharded_tensor
 
@@ -32,8 +36,14 @@ SLICE, SLICE_OF_GPUS = 2**20, 2**26
 LEAST_SLICE = 64
 """Words in a slice, however many positions there are: products with fewer columns are slow."""
 
-DEFERRED_FROM = 2**27
-"""Bytes of the logits of a batch from which they are deferred."""
+DEFERRED_FROM, DEFERRED_FROM_OF_GPUS = 2**26, 2**31
+"""Bytes of the logits of a batch from which they are deferred. On CPUs that takes no more time from a tenth of that
+on; on GPUs the head makes four products instead of three, and memory is what is gained."""
+
+CHUNK, CHUNKED_FROM, CHUNKED_FROM_OF_GPUS = 2**24, 2**29, 2**32
+"""Logits in a chunk of positions, and bytes of logits from which [`in_chunks`] cuts them."""
+
+T = TypeVar("T")
 
 Step = Callable[[Tensor, int, int], Tensor]
 """`step(z, first, last)`: what a model does with its logits, for those of the words `first … last`, `(N, words)`."""
@@ -56,6 +66,7 @@ class LinearHead:
         bias: `(V,)`, if there is one.
         dtype: in which autocast has it compute; `None` for that of the weight.
         receive: takes the gradients of weight and bias in the backward pass; `None` where they are not wanted.
+        chunked: whether margins are taken by plain autograd, of some positions at a time.
         taken: margins that were taken: hidden states, labels, and the values without their graph.
     """
 
@@ -63,6 +74,7 @@ class LinearHead:
     bias: Tensor | None
     dtype: torch.dtype | None
     receive: ReceiveHead | None = None
+    chunked: bool = False
     taken: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def inputs(self, hidden: Tensor) -> Tensor:
@@ -220,6 +232,8 @@ def margins_of(logits: DeferredLogits, labels: Tensor) -> Tensor:
     """
     hidden = logits.hidden[:, logits.first : logits.first + logits.shape[1]]
     head = logits.head
+    if head.chunked:
+        return _margins_of_chunks(hidden, labels, head, logits.steps)
     with unseen_by_modes():
         if not torch.is_grad_enabled():
             for other, given, values in head.taken:
@@ -229,6 +243,19 @@ def margins_of(logits: DeferredLogits, labels: Tensor) -> Tensor:
         found: Tensor = _DeferredMargin.apply(anchor, hidden, labels, head, logits.steps)
         head.taken.append((hidden.detach(), labels, found.detach()))
     return found
+
+
+def _margins_of_chunks(hidden: Tensor, labels: Tensor, head: LinearHead, steps: tuple[Step, ...]) -> Tensor:
+    """Compute margins by plain autograd, where the logits of a chunk are computed again for the backward pass."""
+    size = head.weight.shape[0]
+
+    def of(hidden: Tensor, labels: Tensor) -> Tensor:
+        return margin(_logits_of_slice(hidden, head.weight, head.bias, (0, size), steps), labels)
+
+    count = max(1, CHUNK // size)
+    rows = zip(hidden.flatten(0, 1).split(count), labels.flatten().split(count), strict=True)
+    chunks = [checkpoint(of, *chunk, use_reentrant=False) for chunk in rows]
+    return torch.cat(chunks).view(labels.shape)
 
 
 class _DeferredMargin(torch.autograd.Function):
@@ -359,7 +386,7 @@ def deferrable_head(model: nn.Module) -> nn.Linear | None:
 def deferring(
     head: nn.Linear, rows: int | None = None, receive: ReceiveHead | None = None
 ) -> Iterator[list[LinearHead]]:
-    """Have a head return [`DeferredLogits`] where the logits of a batch take more than [`DEFERRED_FROM`].
+    """Have a head return [`DeferredLogits`] where the logits of a batch take at least [`DEFERRED_FROM`].
 
     Args:
         head: see [`deferrable_head`].
@@ -369,6 +396,47 @@ def deferring(
     Yields:
         The calls of the head that were deferred so far.
     """
+
+    def made(dtype: torch.dtype | None) -> LinearHead:
+        return LinearHead(head.weight.detach(), None if head.bias is None else head.bias.detach(), dtype, receive)
+
+    limit = DEFERRED_FROM_OF_GPUS if head.weight.is_cuda else DEFERRED_FROM
+    with _replaced(head, rows, limit, made) as calls:
+        yield calls
+
+
+def in_chunks(model: nn.Module, compute: Callable[[], T]) -> T:
+    """Call a function that takes margins of a model's logits by plain autograd, with bounded memory.
+
+    Where the logits take at least [`CHUNKED_FROM`], their margins are computed for some positions at a time, by the
+    formula that is used for whole logits, and once more in the backward pass.
+
+    Args:
+        model: the model.
+        compute: calls model and task. It is called again, with whole logits, where these are needed.
+
+    Returns:
+        What it returned.
+    """
+    head = deferrable_head(model)
+    if head is None:
+        return compute()
+
+    def made(dtype: torch.dtype | None) -> LinearHead:
+        return LinearHead(head.weight, head.bias, dtype, chunked=True)
+
+    limit = CHUNKED_FROM_OF_GPUS if head.weight.is_cuda else CHUNKED_FROM
+    try:
+        with _replaced(head, None, limit, made):
+            return compute()
+    except NotDeferrableError:
+        return compute()
+
+
+@contextmanager
+def _replaced(
+    head: nn.Linear, rows: int | None, limit: int, made: Callable[[torch.dtype | None], LinearHead]
+) -> Iterator[list[LinearHead]]:
     calls: list[LinearHead] = []
 
     def forward(hidden: Tensor) -> Tensor:
@@ -378,10 +446,9 @@ def deferring(
         if not fits or (dtype is None and hidden.dtype != weight.dtype) or hidden.numel() == 0:
             return nn.Linear.forward(head, hidden)
         size = (rows or hidden.shape[0]) * hidden.shape[1] * weight.shape[0] * (dtype or hidden.dtype).itemsize
-        if size < DEFERRED_FROM:
+        if size < limit:
             return nn.Linear.forward(head, hidden)
-        bias = None if head.bias is None else head.bias.detach()
-        calls.append(LinearHead(weight.detach(), bias, dtype, receive))
+        calls.append(made(dtype))
         return DeferredLogits.of(hidden, calls[-1])
 
     vars(head)["forward"] = forward

@@ -1,18 +1,20 @@
 """Memory and time of featurizing language models with large vocabularies, long sequences, or a billion parameters.
 
-    python recipes/benchmarks/large_lm.py --cases vocabulary long
+    python recipes/benchmarks/large_lm.py --cases vocabulary small long
     python recipes/benchmarks/large_lm.py --cases 1b
 
 Models are Llamas from a configuration with random weights. Every figure is taken in a process of its own: the highest
-resident memory above what the process had once the model was made. `vocabulary` and `long` time the gradients and
-their projection (k = 4096) of one batch, the trace of one sample included; `1b` calls `TrakAttributor.featurize` on
-one batch, the check of the first batch included, and prints what `estimate` says.
+resident memory above what the process had once the model was made. `vocabulary`, `small` and `long` time the gradients
+and their projection (k = 4096) of one batch, the trace of one sample included; `deferred` tells whether logits are
+never formed. `1b` calls `TrakAttributor.featurize` on one batch, the check of the first batch included, and prints
+what `estimate` says.
 """
 
 import argparse
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,10 +29,15 @@ K = 4096
 BUDGET = 2**25
 
 VOCABULARY: list[dict[str, Any]] = [
-    {"vocabulary": 262144, "width": 512, "tokens": 1024, "rows": 2, "dtype": "float32", "tied": False},
-    {"vocabulary": 262144, "width": 512, "tokens": 1024, "rows": 2, "dtype": "float32", "tied": True},
-    {"vocabulary": 262144, "width": 2048, "tokens": 1024, "rows": 1, "dtype": "bfloat16", "tied": True},
-    {"vocabulary": 262144, "width": 2048, "tokens": 1024, "rows": 2, "dtype": "bfloat16", "tied": True},
+    {"vocabulary": 262144, "width": width, "tokens": tokens, "rows": 2, "dtype": dtype, "deferred": deferred}
+    for width, dtype in ((512, "float32"), (2048, "bfloat16"))
+    for tokens in (512, 2048)
+    for deferred in (False, True)
+]
+SMALL: list[dict[str, Any]] = [
+    {"vocabulary": vocabulary, "width": 256, "tokens": 256, "rows": 4, "deferred": deferred}
+    for vocabulary in (4096, 32768)
+    for deferred in (False, True)
 ]
 LONG: list[dict[str, Any]] = [
     {"vocabulary": 1024, "width": 128, "tokens": tokens, "rows": 2, "layers": 4, "checkpointing": checkpointing}
@@ -38,7 +45,7 @@ LONG: list[dict[str, Any]] = [
     for checkpointing in (False, True)
 ]
 BILLION: list[dict[str, Any]] = [{"size": "1b", "tokens": 64, "rows": 2, "dtype": "bfloat16", "layers": 16}]
-CASES = {"vocabulary": VOCABULARY, "long": LONG, "1b": BILLION}
+CASES = {"vocabulary": VOCABULARY, "small": SMALL, "long": LONG, "1b": BILLION}
 
 
 def llama(case: dict[str, Any]) -> nn.Module:
@@ -93,10 +100,8 @@ def featurize_batch(case: dict[str, Any]) -> dict[str, Any]:
     from hf_trak.modelout_functions import CausalLMModelOutput, deferred_logits
     from hf_trak.projectors.sparse import SparseProjector
 
-    if "deferred" in case:
+    if "deferred" in case:  # otherwise as the engine chooses
         deferred_logits.DEFERRED_FROM = 0 if case["deferred"] else 2**60
-    if "slice" in case:
-        deferred_logits.SLICE = case["slice"]
     model = llama(case)
     if case.get("checkpointing"):
         model.train()  # transformers checkpoints in training mode alone; a Llama has no dropout
@@ -174,7 +179,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=["vocabulary", "long"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, help="layers of the model of `1b`, 16 by default")
-    parser.add_argument("--tokens", type=int, nargs="+", help="lengths of `long`, 2048, 8192 and 32768 by default")
+    parser.add_argument("--tokens", type=int, nargs="+", help="lengths of `long` and `vocabulary`, all by default")
+    parser.add_argument("--widths", type=int, nargs="+", help="widths of `vocabulary`, 512 and 2048 by default")
+    parser.add_argument("--repeats", type=int, default=1, help="measure cases in turn so often, and take medians")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.child:
@@ -182,17 +189,27 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_num_threads(case.pop("threads"))
         print(json.dumps((featurize_billion if name == "1b" else featurize_batch)(case)))
         return
+    if args.layers:
+        BILLION[0]["layers"] = args.layers
     for name in args.cases:
         print("\n| case | weights, MB | logits, MB | peak above the model, MB | seconds |\n|---|---|---|---|---|")
-        for case in CASES[name]:
-            if name == "long" and args.tokens and case["tokens"] not in args.tokens:
-                continue
-            if name == "1b" and args.layers:
-                case = {**case, "layers": args.layers}
-            found = measured(name, {**case, "threads": args.threads})
-            print(row_of(name, case, found), flush=True)
+        cases = [case for case in CASES[name] if wanted(name, case, args)]
+        found = [measured(name, {**case, "threads": args.threads}) for _ in range(args.repeats) for case in cases]
+        for index, case in enumerate(cases):
+            runs = found[index :: len(cases)]
+            middle = {key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "features"}
+            print(row_of(name, case, middle), flush=True)
             if name == "1b":
-                print("\n".join(f"{key}: {value:,}" for key, value in found.items() if key not in ("peak", "seconds")))
+                print(
+                    "\n".join(f"{key}: {value:,}" for key, value in middle.items() if key not in ("peak", "seconds"))
+                )
+
+
+def wanted(name: str, case: dict[str, Any], args: argparse.Namespace) -> bool:
+    """Tell whether the arguments leave a case in."""
+    chosen = args.tokens if name in ("vocabulary", "long") else None
+    widths = args.widths if name == "vocabulary" else None
+    return (not chosen or case["tokens"] in chosen) and (not widths or case["width"] in widths)
 
 
 if __name__ == "__main__":
