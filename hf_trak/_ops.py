@@ -216,7 +216,7 @@ def project_transposed(y: Tensor, n: int, name: str, seed: int, model_id: int, n
 
     Args:
         y (`torch.Tensor` of shape `(B, k)`):
-            Rows, float32.
+            Rows, float32, bfloat16 or float16.
         n (`int`):
             Number of rows of R.
         name, seed, model_id, nonzeros:
@@ -225,6 +225,8 @@ def project_transposed(y: Tensor, n: int, name: str, seed: int, model_id: int, n
     Returns:
         `torch.Tensor` of shape `(B, n)`, float32.
     """
+    if not n or not y.numel():
+        return y.new_zeros(y.shape[0], n, dtype=torch.float32)
     return _map(name, n, y.shape[1], seed, nonzeros).transposed(y.float(), 0, n, model_id)
 
 

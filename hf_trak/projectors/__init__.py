@@ -17,7 +17,14 @@ from hf_trak.projectors.cuda_fast_jl import FastJlProjector
 from hf_trak.projectors.dense import NormalProjector, RademacherProjector
 from hf_trak.projectors.factored import FactoredProjector
 from hf_trak.projectors.factory import MapName, make_projector
-from hf_trak.projectors.functional import normal, rademacher, sjlt
+from hf_trak.projectors.functional import (
+    normal,
+    normal_transposed,
+    rademacher,
+    rademacher_transposed,
+    sjlt,
+    sjlt_transposed,
+)
 from hf_trak.projectors.noop import NoOpProjector
 from hf_trak.projectors.sparse import SparseProjector
 
@@ -39,7 +46,10 @@ __all__ = [
     "SparseProjector",
     "make_projector",
     "normal",
+    "normal_transposed",
     "rademacher",
+    "rademacher_transposed",
     "require_finite",
     "sjlt",
+    "sjlt_transposed",
 ]

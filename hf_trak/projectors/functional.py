@@ -1,21 +1,21 @@
 """Random projections as functions of tensors: `sjlt(x, k)`, `rademacher(x, k)` and `normal(x, k)`.
 
 They compute `x @ R · scale` with the same maps as the projectors, for sketching anything: R is never stored, and it is
-the same on every device. Gradients of any order flow through them, forward and backward, and they work under
+the same on every device. `sjlt_transposed(y, n)`, `rademacher_transposed(y, n)` and `normal_transposed(y, n)` compute
+`y @ Rᵀ · scale`. Gradients of any order flow through all of them, forward and backward, and they work under
 `torch.func.vmap`, with FakeTensors and in `torch.compile`.
 """
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_trak import _ops
-from hf_trak.projectors.checks import check_model_id, check_proj_dim, check_seed
+from hf_trak.projectors.checks import BLOCK_DTYPES, MAX_GRAD_DIM, MAX_PROJ_DIM, check_model_id, check_seed
 from hf_trak.runtime.checks import checked_int
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sjlt(x: Tensor, k: int, seed: int = 0, nonzeros: int = 1, model_id: int = 0, scaled: bool = True) -> Tensor:
@@ -45,7 +45,7 @@ def sjlt(x: Tensor, k: int, seed: int = 0, nonzeros: int = 1, model_id: int = 0,
         TypeError: a number is not an integer, or `x` no tensor.
         ValueError: a number is outside its range, or `x` has no dimension or another dtype.
     """
-    k = check_proj_dim(k)
+    k = checked_int(k, "k", 1, MAX_PROJ_DIM)
     nonzeros = checked_int(nonzeros, "nonzeros", 1, k)
     return _projected(x, k, "sjlt", seed, model_id, nonzeros, 1 / math.sqrt(nonzeros) if scaled else 1.0)
 
@@ -74,7 +74,7 @@ def rademacher(x: Tensor, k: int, seed: int = 0, model_id: int = 0, scaled: bool
         TypeError: a number is not an integer, or `x` no tensor.
         ValueError: a number is outside its range, or `x` has no dimension or another dtype.
     """
-    k = check_proj_dim(k)
+    k = checked_int(k, "k", 1, MAX_PROJ_DIM)
     return _projected(x, k, "rademacher", seed, model_id, 1, 1 / math.sqrt(k) if scaled else 1.0)
 
 
@@ -100,29 +100,140 @@ def normal(x: Tensor, k: int, seed: int = 0, model_id: int = 0, scaled: bool = T
         TypeError: a number is not an integer, or `x` no tensor.
         ValueError: a number is outside its range, or `x` has no dimension or another dtype.
     """
-    k = check_proj_dim(k)
+    k = checked_int(k, "k", 1, MAX_PROJ_DIM)
     return _projected(x, k, "normal", seed, model_id, 1, 1 / math.sqrt(k) if scaled else 1.0)
 
 
+def sjlt_transposed(
+    y: Tensor, n: int, seed: int = 0, nonzeros: int = 1, model_id: int = 0, scaled: bool = True
+) -> Tensor:
+    """Multiply the last dimension by the transpose of a sparse Johnson–Lindenstrauss map, from k sums to n numbers.
+
+    `sjlt_transposed(sjlt(x, k), n)` is an unbiased estimate of x: E[R Rᵀ] · scale² = I.
+
+    Args:
+        y (`torch.Tensor` of shape `(..., k)`):
+            What to multiply, float32, bfloat16 or float16, k ≤ 2²⁴.
+        n (`int`):
+            Number of coordinates, that of the last dimension of the `x` that `sjlt` takes, 0 ≤ n < 2⁶³.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the random matrix, 0 ≤ seed < 2⁶³.
+        nonzeros (`int`, *optional*, defaults to 1):
+            s, the number of entries ±1 per row of R, 1 ≤ s ≤ k.
+        model_id (`int`, *optional*, defaults to 0):
+            A second number to draw independent matrices with, 0 ≤ model_id < 2³².
+        scaled (`bool`, *optional*, defaults to `True`):
+            Whether to divide by √s, as `sjlt` does.
+
+    Returns:
+        `torch.Tensor` of shape `(..., n)`: float32.
+
+    Raises:
+        TypeError: a number is not an integer, or `y` no tensor.
+        ValueError: a number is outside its range, or `y` has no dimension or another dtype.
+    """
+    k = checked_int(_outputs(y), "y.shape[-1]", 1, MAX_PROJ_DIM)
+    nonzeros = checked_int(nonzeros, "nonzeros", 1, k)
+    return _transposed(y, n, "sjlt", seed, model_id, nonzeros, 1 / math.sqrt(nonzeros) if scaled else 1.0)
+
+
+def rademacher_transposed(y: Tensor, n: int, seed: int = 0, model_id: int = 0, scaled: bool = True) -> Tensor:
+    """Multiply the last dimension by the transpose of a dense matrix of independent ±1.
+
+    `rademacher_transposed(rademacher(x, k), n)` is an unbiased estimate of x: E[R Rᵀ] · scale² = I.
+
+    Args:
+        y (`torch.Tensor` of shape `(..., k)`):
+            What to multiply, float32, bfloat16 or float16, k ≤ 2²⁴.
+        n (`int`):
+            Number of coordinates, that of the last dimension of the `x` that `rademacher` takes, 0 ≤ n < 2⁶³.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the random matrix, 0 ≤ seed < 2⁶³.
+        model_id (`int`, *optional*, defaults to 0):
+            A second number to draw independent matrices with, 0 ≤ model_id < 2³².
+        scaled (`bool`, *optional*, defaults to `True`):
+            Whether to divide by √k, as `rademacher` does.
+
+    Returns:
+        `torch.Tensor` of shape `(..., n)`: float32.
+
+    Raises:
+        TypeError: a number is not an integer, or `y` no tensor.
+        ValueError: a number is outside its range, or `y` has no dimension or another dtype.
+    """
+    k = checked_int(_outputs(y), "y.shape[-1]", 1, MAX_PROJ_DIM)
+    return _transposed(y, n, "rademacher", seed, model_id, 1, 1 / math.sqrt(k) if scaled else 1.0)
+
+
+def normal_transposed(y: Tensor, n: int, seed: int = 0, model_id: int = 0, scaled: bool = True) -> Tensor:
+    """Multiply the last dimension by the transpose of a dense matrix of independent standard normal entries.
+
+    `normal_transposed(normal(x, k), n)` is an unbiased estimate of x: E[R Rᵀ] · scale² = I.
+
+    Args:
+        y (`torch.Tensor` of shape `(..., k)`):
+            What to multiply, float32, bfloat16 or float16, k ≤ 2²⁴.
+        n (`int`):
+            Number of coordinates, that of the last dimension of the `x` that `normal` takes, 0 ≤ n < 2⁶³.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the random matrix, 0 ≤ seed < 2⁶³.
+        model_id (`int`, *optional*, defaults to 0):
+            A second number to draw independent matrices with, 0 ≤ model_id < 2³².
+        scaled (`bool`, *optional*, defaults to `True`):
+            Whether to divide by √k, as `normal` does.
+
+    Returns:
+        `torch.Tensor` of shape `(..., n)`: float32.
+
+    Raises:
+        TypeError: a number is not an integer, or `y` no tensor.
+        ValueError: a number is outside its range, or `y` has no dimension or another dtype.
+    """
+    k = checked_int(_outputs(y), "y.shape[-1]", 1, MAX_PROJ_DIM)
+    return _transposed(y, n, "normal", seed, model_id, 1, 1 / math.sqrt(k) if scaled else 1.0)
+
+
 def _projected(x: Tensor, k: int, name: str, seed: int, model_id: int, nonzeros: int, scale: float) -> Tensor:
-    """Check the arguments, and call the operator on rows `(B, n)`."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"`x` is a {type(x).__name__}. Expected a `torch.Tensor`. Convert it with `torch.as_tensor`.")
-    if x.ndim == 0 or x.dtype not in _DTYPES:
-        raise ValueError(
-            f"`x` has shape {tuple(x.shape)} and dtype {x.dtype}. Expected at least one dimension, and one of "
-            f"{', '.join(map(str, _DTYPES))}. Convert it, for example with `x.float()`."
+    """Check the arguments, and multiply by R."""
+    _check_tensor(x, "x")
+    return _multiplied(x, k, (name, check_seed(seed), check_model_id(model_id), nonzeros), False, scale)
+
+
+def _transposed(y: Tensor, n: int, name: str, seed: int, model_id: int, nonzeros: int, scale: float) -> Tensor:
+    """Check the arguments, and multiply by Rᵀ."""
+    n = checked_int(n, "n", 0, MAX_GRAD_DIM)
+    return _multiplied(y, n, (name, check_seed(seed), check_model_id(model_id), nonzeros), True, scale)
+
+
+def _outputs(y: Tensor) -> int:
+    """Check the tensor, and return k, the size of its last dimension."""
+    _check_tensor(y, "y")
+    return y.shape[-1]
+
+
+def _check_tensor(tensor: Tensor, name: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"`{name}` is a {type(tensor).__name__}. Expected a `torch.Tensor`. Convert it with `torch.as_tensor`."
         )
-    rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
-    settings = (name, check_seed(seed), check_model_id(model_id), nonzeros)
+    if tensor.ndim == 0 or tensor.dtype not in BLOCK_DTYPES:
+        raise ValueError(
+            f"`{name}` has shape {tuple(tensor.shape)} and dtype {tensor.dtype}. Expected at least one dimension, and "
+            f"one of {', '.join(map(str, BLOCK_DTYPES))}. Convert it, for example with `{name}.float()`."
+        )
+
+
+def _multiplied(x: Tensor, size: int, of_map: tuple[str, int, int, int], transposed: bool, scale: float) -> Tensor:
+    """Call the operator on rows `(B, last)`, where its output has `size` columns."""
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     # Inside somebody's autocast region products would silently be rounded to bf16.
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(x.device.type, enabled=False) if x.device.type != "meta" else nullcontext():
         # A registered operator has no forward-mode derivative, and a compiler takes no function that has one.
         if torch.compiler.is_compiling():
-            found = _ops.project(rows, k, *settings)
+            found = (_ops.project_transposed if transposed else _ops.project)(rows, size, *of_map)
         else:
-            found = _Projection.apply(rows, k, *settings, False)
-        return (found if scale == 1 else found * scale).reshape(*x.shape[:-1], k)
+            found = _Projection.apply(rows, size, *of_map, transposed)
+        return (found if scale == 1 else found * scale).reshape(*x.shape[:-1], size)
 
 
 class _Projection(torch.autograd.Function):
