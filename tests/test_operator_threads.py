@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hf_trak.gradient_computers.hooked.rules.conv import ConvGeometry, conv_pieces
+from hf_trak.gradient_computers.hooked.workspace import Workspace
 from hf_trak.kernels import torch_sparse
 from hf_trak.projectors import SparseProjector
 from hf_trak.runtime.operator_threads import one_core, over_samples
@@ -21,8 +23,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("tiny", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 3, 8, 16, 37])
-def test_every_sample_is_in_one_stretch_whose_operators_use_one_core(threads: int, size: int) -> None:
+def test_every_sample_is_in_one_stretch_whose_operators_use_one_core(threads: int, size: int, tiny: bool) -> None:
     seen = torch.zeros(size)
     used, stretches = set(), []
 
@@ -31,13 +34,13 @@ def test_every_sample_is_in_one_stretch_whose_operators_use_one_core(threads: in
         used.add(torch.get_num_threads())
         stretches.append((threading.get_ident(), last - first))
 
-    over_samples(loop, size)
+    over_samples(loop, size, tiny)
     assert seen.tolist() == [1] * size
     assert used == {1}
     assert torch.get_num_threads() == threads
-    assert len(stretches) == max(1, min(threads // 2, size // 4))
+    assert len(stretches) == max(1, min(threads // 2, size // 4) if tiny else min(threads, size))
     if len(stretches) > 1:
-        assert min(length for _, length in stretches) >= 4
+        assert min(length for _, length in stretches) >= (4 if tiny else 1)
         assert threading.get_ident() in {thread for thread, _ in stretches}
 
 
@@ -62,7 +65,7 @@ def test_an_error_of_any_thread_is_raised_after_all_have_ended(threads: int) -> 
 
     with pytest.raises(KeyError, match="the last stretch"):
         over_samples(loop, 16)
-    assert len(ended) == max(1, min(threads // 2, 4))
+    assert len(ended) == threads
     assert torch.get_num_threads() == threads
 
 
@@ -131,3 +134,24 @@ def test_the_sparse_map_has_the_same_bits_for_any_number_of_threads(
     torch.set_num_threads(threads)
     assert torch.equal(*results)
     assert used == {1}
+
+
+def test_convolutions_have_the_same_bits_for_any_number_of_threads(threads: int) -> None:
+    """Their weight gradients are contracted sample by sample, each on one core."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 4, 20, 20, generator=generator)
+    grad = torch.randn(8, 6, 20, 20, generator=generator)
+    geometry = ConvGeometry([1, 1], [1, 1], [1, 1], 1)
+    found = []
+    for count in (threads, 1):
+        torch.set_num_threads(count)
+        ((_, _, block),) = conv_pieces(x, grad, (6, 4, 3, 3), geometry, Workspace())
+        found.append(block.clone())
+    torch.set_num_threads(threads)
+    assert torch.equal(*found)
+    weight = torch.zeros(6, 4, 3, 3, dtype=torch.float64, requires_grad=True)
+    for row in range(8):
+        output = torch.nn.functional.conv2d(x[row : row + 1].double(), weight, padding=1)
+        (expected,) = torch.autograd.grad(output, weight, grad[row : row + 1].double())
+        # 400 positions: rounding of their sum, whatever the order
+        torch.testing.assert_close(found[0][row].double(), expected.flatten(), rtol=0, atol=400 * 2**-24 * 20)

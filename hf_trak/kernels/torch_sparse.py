@@ -283,7 +283,7 @@ def _add_slice_in_threads(sums: Tensor, block: Tensor, first: int, last: int, re
     def add(low: int, high: int) -> None:
         _add_slice(sums[low:high], block[low:high], signs, first, region)
 
-    over_samples(add, block.shape[0])
+    over_samples(add, block.shape[0], tiny=True)
 
 
 def _add_slice(sums: Tensor, block: Tensor, signs: Tensor, first: int, region: _Region) -> None:

@@ -14,9 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-_SMALLEST_PART = (
-    4  # samples: for fewer, starting an operator takes about as long as running it, in one thread at a time
-)
+_SMALLEST_PART = 4  # samples of tiny operators: with fewer, threads would wait for Python's lock most of the time
 
 
 class _Pool:
@@ -68,22 +66,22 @@ def one_core() -> Iterator[int]:
         torch.set_num_threads(threads)
 
 
-def over_samples(loop: Callable[[int, int], None], size: int) -> None:
-    """Run a loop of small operators for all samples of a batch, divided among threads.
-
-    There are half as many threads as torch has (those that torch's own last operator used are still spinning), with at
-    least four samples each: one, the calling thread, where torch has up to three or the batch has up to seven samples.
+def over_samples(loop: Callable[[int, int], None], size: int, tiny: bool = False) -> None:
+    """Run a loop of small operators for all samples of a batch, divided among as many threads as torch has.
 
     Args:
         loop: called with `(first, last)` for consecutive stretches of the samples. What it does for a sample must not
             depend on the stretch that the sample is in.
         size: B, number of samples.
+        tiny: whether an operator takes microseconds for one sample. Then a thread has at least four samples, and there
+            are half as many threads, since those of torch's own last operator are still spinning for a while: the
+            calling thread alone where torch has up to three, or the batch up to seven samples.
 
     Raises:
         Exception: the first error of `loop`, after every thread has ended.
     """
     with one_core() as threads:
-        parts = max(1, min(threads // 2, size // _SMALLEST_PART))
+        parts = max(1, min(threads // 2, size // _SMALLEST_PART) if tiny else min(threads, size))
         if parts == 1:
             loop(0, size)
             return

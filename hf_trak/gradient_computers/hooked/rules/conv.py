@@ -12,6 +12,7 @@ from hf_trak.gradient_computers.hooked.outer import OuterBlock, TakesOuter, ever
 from hf_trak.gradient_computers.hooked.rules.linear import outer_pieces
 from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, Piece, common, register_layer_rule
 from hf_trak.gradient_computers.hooked.workspace import Workspace
+from hf_trak.runtime.operator_threads import over_samples
 
 Sizes = Sequence[int]
 
@@ -61,8 +62,9 @@ def conv_pieces(
       materializing the unfolded input `(N, in · kernel, L)` for one batched product is up to six times as fast as
       convolving;
     * many positions: unfolding would multiply the activations by the kernel's size and cost up to four times as much
-      as contracting over positions first. On CPUs that is one backward convolution per sample; with channel groups,
-      and on GPUs, where launches count, a single one in which every sample is a group of channels of its own.
+      as contracting over positions first. On CPUs that is one backward convolution per sample, on one core each; with
+      channel groups, and on GPUs, where launches count, a single one in which every sample is a group of channels of
+      its own.
     """
     x, grad = common(x, grad)
     outs, kernel, groups = shape[0], list(shape[2:]), geometry.groups
@@ -146,8 +148,12 @@ def _one_by_one(x: Tensor, grad: Tensor, row_shape: list[int], geometry: ConvGeo
     """Compute the weight gradients by one backward convolution per sample: `(N, rows · row)`."""
     size, rows = grad.shape[:2]
     block = workspace.empty((size, rows, *row_shape), grad)
-    for i in range(size):
-        block[i] = _weight_gradient(x[i : i + 1], grad[i : i + 1], [rows, *row_shape], geometry)
+
+    def contract(first: int, last: int) -> None:
+        for i in range(first, last):
+            block[i] = _weight_gradient(x[i : i + 1], grad[i : i + 1], [rows, *row_shape], geometry)
+
+    over_samples(contract, size)
     return block.view(size, -1)
 
 
