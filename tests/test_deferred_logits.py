@@ -26,6 +26,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from hf_trak.curvature.arrivals import ObservingSink
+from hf_trak.curvature.observation import BatchObserver, Observation, divide
+from hf_trak.curvature.plan import LARGEST_SIDE
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers import self_check
 from hf_trak.gradient_computers.auto import AutoGradientComputer
@@ -361,3 +364,37 @@ def test_whole_logits_where_chunks_do_not_do(small):
 
     assert in_chunks(model, compute).shape == (3, 9, 151) and kinds == [DeferredLogits, Tensor]
     assert "forward" not in vars(model.get_submodule("lm_head"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_curvature_of_a_head_is_cut_or_diagonal(small, tied):
+    """Its blocks need the factors of a layer at once. No basis is as long as a vocabulary of 32,768."""
+    sizes = {**SIZES, "vocab_size": 32768, "tie_word_embeddings": tied}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    calls, seen = count_deferred(small), Observation()
+    computer = computer_of(model, CausalLMModelOutput())
+    observer = BatchObserver(computer.layout, seen)
+    computer.stream(batch_of(2), ObservingSink(observer))
+    observer.finish()
+    blocks = divide(computer.layout, seen, frozenset(["model.embed_tokens.weight"]), LARGEST_SIDE)
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    heads = [block for block in blocks.kronecker if block.name == name]
+    assert not calls and [(block.left, block.right) for block in heads] == ([] if tied else [(8192, 16)] * 4)
+    assert [block.numel for block in blocks.diagonal if "embed_tokens" in block.name] == [32768 * 16]
+
+
+def test_positions_without_labels_are_left_out(small):
+    """Of masked words, one in seven is predicted."""
+    model, batch = made("bert, head with bias"), batch_of(3)
+    batch["labels"] = torch.where(
+        torch.rand(3, 9, generator=torch.Generator().manual_seed(2)) < 0.2, batch["labels"], -100
+    )
+    batch["labels"][1] = -100
+    results = []
+    for limit in (0, 2**60):
+        small.setattr(deferred_logits, "DEFERRED_FROM", limit)
+        calls = count_deferred(small)
+        results.append(taken(computer_of(model, MaskedLMModelOutput()), batch))
+        if not limit:
+            assert max(calls)[0] == 3 * int((batch["labels"] >= 0).sum(dim=1).max()) < 27
+    assert_same(results[0], results[1])

@@ -240,9 +240,24 @@ def margins_of(logits: DeferredLogits, labels: Tensor) -> Tensor:
                 if _same_memory(other, hidden) and torch.equal(given, labels):
                     return values
         anchor = torch.zeros((), device=hidden.device, requires_grad=head.receive is not None)
-        found: Tensor = _DeferredMargin.apply(anchor, hidden, labels, head, logits.steps)
+        places = _labelled_places(labels, logits.shape[2])
+        rows = hidden.gather(1, places.unsqueeze(-1).expand(-1, -1, hidden.shape[2]))
+        taken: Tensor = _DeferredMargin.apply(anchor, rows, labels.gather(1, places), head, logits.steps)
+        found = taken.new_zeros(labels.shape).scatter(1, places, taken)
         head.taken.append((hidden.detach(), labels, found.detach()))
     return found
+
+
+def _labelled_places(labels: Tensor, classes: int) -> Tensor:
+    """Return the positions of labels `(B, T)` that are classes, and of as many others as make rows equally long.
+
+    Prompts, padding and words that are not masked need no logits.
+    """
+    known = (labels >= 0) & (labels < classes)
+    longest = max(1, int(known.sum(dim=1).max()))
+    if longest == labels.shape[1]:
+        return torch.arange(longest, device=labels.device).expand_as(labels)
+    return known.int().argsort(dim=1, descending=True, stable=True)[:, :longest]
 
 
 def _margins_of_chunks(hidden: Tensor, labels: Tensor, head: LinearHead, steps: tuple[Step, ...]) -> Tensor:

@@ -40,8 +40,8 @@ SMALL: list[dict[str, Any]] = [
     for deferred in (False, True)
 ]
 LONG: list[dict[str, Any]] = [
-    {"vocabulary": 1024, "width": 128, "tokens": tokens, "rows": 2, "layers": 4, "checkpointing": checkpointing}
-    for tokens in (2048, 8192, 32768)
+    {"vocabulary": 1024, "width": 128, "tokens": tokens, "rows": rows, "layers": 4, "checkpointing": checkpointing}
+    for tokens, rows in ((2048, 2), (8192, 2), (32768, 1))
     for checkpointing in (False, True)
 ]
 BILLION: list[dict[str, Any]] = [{"size": "1b", "tokens": 64, "rows": 2, "dtype": "bfloat16", "layers": 16}]
