@@ -151,13 +151,13 @@ class Handler(BaseHTTPRequestHandler):
                     return self.error(400, "", "wrong hash")
                 self.hub.blobs[match["oid"]] = data
             return self.answer({})
-        repo_path = r"(?P<kind>dataset|model)?s?/?(?P<name>[^/]+/[^/]+)"
+        repo_path = r"(?P<kind>dataset|model|space)?s?/?(?P<name>[^/]+/[^/]+)"
         if match := re.fullmatch(rf"/{repo_path}\.git/info/lfs/objects/batch", path):
             return self._batch(json.loads(data))
         if match := re.fullmatch(rf"/{repo_path}/resolve/(?P<rev>[^/]+)/(?P<file>.+)", path):
             repo = self._repo(match["kind"] or "model", match["name"])
             return None if repo is None else self._resolve(repo, unquote(match["rev"]), unquote(match["file"]))
-        if match := re.fullmatch(r"/api/(?P<kind>dataset|model)s/(?P<name>[^/]+/[^/]+)(?:/(?P<rest>.*))?", path):
+        if match := re.fullmatch(r"/api/(?P<kind>dataset|model|space)s/(?P<name>[^/]+/[^/]+)(?:/(?P<rest>.*))?", path):
             repo = self._repo(match["kind"], match["name"])
             if repo is not None:
                 self._api(repo, match["kind"], match["name"], match["rest"] or "", data)

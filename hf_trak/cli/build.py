@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,10 @@ def build_from_index(
     model_args: ModelArguments,
     data: DataArguments,
     trak: TrakConfig,
-    rows: Dataset,
+    rows: Dataset | Callable[[TrakAttributor, str], Dataset],
     with_rows: bool = False,
     rerank: bool = False,
+    revision: str | None = None,
 ) -> Built:
     """Load a published index, or a copy of one.
 
@@ -97,9 +99,11 @@ def build_from_index(
         model_args: the model, if it is another one than the index names.
         data: names of columns.
         trak: settings; the index replaces those that have their default values.
-        rows: targets as stored, whose columns determine how they are prepared.
+        rows: targets as stored, whose columns determine how they are prepared; or a function that makes them, of the
+            attributor and the name of its task.
         with_rows: load the training rows, too, which exact scores need. They then determine how rows are prepared.
         rerank: some training rows will be needed: those of a local dataset, or single rows of a dataset repo.
+        revision: branch, tag or commit of the index.
 
     Raises:
         ValueError: the index names a model repo, and a directory of the same name exists here.
@@ -109,7 +113,12 @@ def build_from_index(
     names = [field.name for field in dataclasses.fields(TrakConfig)]
     options = {name: v for name in names if (v := getattr(trak, name)) != getattr(defaults, name)}
     attributor = TrakAttributor.from_pretrained(
-        index, model_args.model_name_or_path, task=model_args.task, checkpoints=model_args.checkpoints, **options
+        index,
+        model_args.model_name_or_path,
+        revision=revision,
+        task=model_args.task,
+        checkpoints=model_args.checkpoints,
+        **options,
     )
     config = getattr(attributor.model, "config", None)
     name = model_args.model_name_or_path or getattr(config, "_name_or_path", None) or ""
@@ -120,12 +129,13 @@ def build_from_index(
             "or choose with `--model`."
         )
     task = model_args.task or infer_task(attributor.model)
-    revision = getattr(config, "_commit_hash", None) or model_args.model_revision
+    model_revision = getattr(config, "_commit_hash", None) or model_args.model_revision
     local = data.dataset_name is not None and Path(data.dataset_name).exists()
     if not with_rows and not (rerank and local):
-        how = preparation(attributor.model, task, rows, data, name, revision)
+        rows = rows(attributor, task) if callable(rows) else rows
+        how = preparation(attributor.model, task, rows, data, name, model_revision)
         if rerank:
-            attributor = _with_remote_rows(index, attributor, model_args, data, how, options)
+            attributor = _with_remote_rows(index, attributor, model_args, data, how, {**options, "revision": revision})
         attributor.processing_class = how.processing_class
         attributor.data_collator = how.collator or default_collator(rows, how.processing_class)
         return Built(attributor, how)
@@ -133,10 +143,11 @@ def build_from_index(
     train = load_rows(
         data.dataset_name, data.dataset_config_name, data.train_split, ("train",), data.max_train_samples
     )
-    how = preparation(attributor.model, task, train, data, name, revision)
+    how = preparation(attributor.model, task, train, data, name, model_revision)
     attributor = TrakAttributor.from_pretrained(
         index,
         attributor.model,
+        revision=revision,
         train_dataset=how.prepare(train),
         data_collator=how.collator,
         processing_class=how.processing_class,

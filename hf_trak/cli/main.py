@@ -30,6 +30,7 @@ COMMANDS = {
     "attribute": Command("attribute", "score the training set against targets and save the run"),
     "verify": Command("verify", "take a training step on the rows found for a target, and see what it does"),
     "report": Command("report", "write a run as one HTML file", "run"),
+    "serve": Command("serve", "answer questions about an index or a run on a page in the browser", "index"),
     "evaluate": Command(
         "evaluate", "compute linear datamodeling scores, of one run or of several methods on a bank", "run"
     ),

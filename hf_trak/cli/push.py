@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.build import is_copy, remembered
@@ -31,6 +32,7 @@ class PushArguments:
     lds: float | None = field(
         default=None, metadata={"help": "Linear datamodeling score of the index, if it was measured."}
     )
+    space: bool = field(default=False, metadata={"help": "Publish the viewer, too, as a Space of the same name."})
 
 
 def run(argv: Sequence[str]) -> None:
@@ -46,10 +48,11 @@ def run(argv: Sequence[str]) -> None:
         description="Publish an attribution index as a dataset repo. The same command again resumes.",
     )
     from hf_trak.hub import push_index, push_scores
+    from hf_trak.hub.space import push_space
     from hf_trak.store.store import FeatureStore
 
     store = FeatureStore.load(args.output_dir)
-    settings = None  # a copy of an index comes with its own
+    settings, saved = None, dict[str, Any]()  # a copy of an index comes with its own
     if not is_copy(args.output_dir):
         saved = remembered(args.output_dir)
         names = {name: value for name, value in saved.items() if name in TrakConfig.__dataclass_fields__}
@@ -79,4 +82,10 @@ def run(argv: Sequence[str]) -> None:
             model_name=args.model_name,
         )  # fmt: skip
         content["scores_commit"] = pushed.oid
-    answer(content, [f"Published: {commit.commit_url}"], output.json)
+    lines = [f"Published: {commit.commit_url}"]
+    if args.space:
+        columns = {name: saved.get(name) for name in ("text_columns", "image_column", "label_column", "max_length")}
+        viewer = push_space(args.repo_id, private=args.private or None, task=saved.get("task"), **columns)
+        content["space_url"] = viewer.repo_url.url
+        lines.append(f"Viewer: {viewer.repo_url.url}")
+    answer(content, lines, output.json)

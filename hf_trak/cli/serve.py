@@ -1,0 +1,180 @@
+"""`hf-trak serve`: answer questions about an index or a run on a page in the browser."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Features
+
+from hf_trak.attributor import TrakAttributor
+from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments
+from hf_trak.cli.build import RECORD, Built, build, build_from_index, is_copy, quiet, remembered
+from hf_trak.cli.output import answer
+from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.cli.rows import load_rows
+from hf_trak.config import TrakConfig
+from hf_trak.errors import HubAccessError
+from hf_trak.featurize.fetching import row_source
+from hf_trak.hub.remote_rows import RemoteRows
+from hf_trak.modelout_functions import infer_task
+from hf_trak.report.run import AttributionRun, find_run
+from hf_trak.store.store import FeatureStore
+from hf_trak.viewer.index_session import IndexSession
+from hf_trak.viewer.run_session import RunSession
+from hf_trak.viewer.server import serve
+from hf_trak.viewer.session import Session
+from hf_trak.viewer.target_form import TargetForm
+
+
+@dataclass
+class ServeArguments:
+    """The index or run, and where the page is served. With HF_TRAK_VIEWER_AUTH=user:password visitors log in."""
+
+    index: str = field(
+        metadata={
+            "help": "Output directory of `hf-trak featurize`, published index or copy of one, or directory of a run; "
+            "may stand first."
+        }
+    )
+    index_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a published index."})
+    host: str = field(
+        default="127.0.0.1",
+        metadata={"help": "Address to listen at; 0.0.0.0 opens the page to everyone who can reach this machine."},
+    )
+    port: int = field(
+        default=7860, metadata={"help": "Port to listen at. The environment variable GRADIO_SERVER_PORT goes first."}
+    )
+    public_rows: bool = field(
+        default=False,
+        metadata={"help": "Read training rows of the Hub without a token, so that private ones are never shown."},
+    )
+    title: str | None = field(default=None, metadata={"help": "Heading of the page."})
+
+    def __post_init__(self) -> None:
+        if not 0 < self.port < 65536:
+            raise ValueError(f"`port` is {self.port}. Expected a number from 1 to 65535.")
+
+
+def run(argv: Sequence[str]) -> None:
+    """Serve the page until the process is interrupted."""
+    session, args, as_json = opened(argv)
+    port = int(os.environ.get("GRADIO_SERVER_PORT") or args.port)
+    app = serve(session, args.host, port, block=False)
+    content = {"url": app.local_url, "train_rows": session.rows.count}
+    answer(content, [f"The viewer is at {app.local_url} (Ctrl-C ends it)."], as_json)
+    app.block_thread()
+
+
+def opened(argv: Sequence[str]) -> tuple[Session, ServeArguments, bool]:
+    """Parse arguments, and open what they name.
+
+    Returns:
+        The session, the arguments, and whether output is JSON.
+
+    Raises:
+        Exception: any error of loading the index, the model and the rows, or the run.
+    """
+    kinds = (ServeArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments)
+    parse = partial(
+        parse_yaml_and_args,
+        kinds,
+        argv,
+        prog="hf-trak serve",
+        description="Answer questions about an index on a page in the browser: type or upload a target, and see the "
+        "training rows that helped and harmed it. Of a saved run, the page shows its targets.",
+    )
+    args, model_args, data, trak, output = parse()
+    directory = Path(args.index)
+    if directory.is_dir() and not (directory / FeatureStore.CONFIG_FILE).exists():
+        return _of_run(args, data), args, output.json
+    own = directory.is_dir() and not is_copy(args.index) and (directory / RECORD).is_file()
+    if own:
+        _, model_args, data, trak, _ = parse(defaults={**remembered(args.index), "output_dir": args.index})
+    quiet(trak)
+    return (_of_directory if own else _of_index)(args, model_args, data, trak), args, output.json
+
+
+def _of_run(args: ServeArguments, data: DataArguments) -> RunSession:
+    train = None
+    if data.dataset_name is not None:
+        train = load_rows(data.dataset_name, data.dataset_config_name, data.train_split, ("train",), None)
+    directory = find_run(args.index)
+    title = args.title or f"Which training rows did this? {directory.name}"
+    return RunSession(AttributionRun.load(directory, train), title, [directory, *_roots(data)])
+
+
+def _of_directory(
+    args: ServeArguments, model_args: ModelArguments, data: DataArguments, trak: TrakConfig
+) -> IndexSession:
+    """Open the output directory of `hf-trak featurize`, with its training rows."""
+    built = build(model_args, data, trak)
+    rows = load_rows(data.dataset_name or "", data.dataset_config_name, data.train_split, ("train",), 1)
+    task = model_args.task or infer_task(built.attributor.model)
+    return _session(args, data, built, _form(built.attributor, task, data, rows.features))
+
+
+def _of_index(args: ServeArguments, model_args: ModelArguments, data: DataArguments, trak: TrakConfig) -> IndexSession:
+    """Open a published index, or a directory without a record."""
+    local = data.dataset_name is not None and Path(data.dataset_name).exists()
+    forms = list[TargetForm]()
+
+    def example(attributor: TrakAttributor, task: str) -> Dataset:
+        found = _first_row(args, attributor, data)
+        forms.append(_form(attributor, task, data, None if found is None else found.features))
+        return found if forms[0].as_json and found is not None else forms[0].example()
+
+    built = build_from_index(
+        args.index, model_args, data, trak, example, with_rows=local, rerank=True, revision=args.index_revision
+    )
+    if local:
+        rows = load_rows(data.dataset_name or "", data.dataset_config_name, data.train_split, ("train",), 1)
+        task = model_args.task or infer_task(built.attributor.model)
+        forms.append(_form(built.attributor, task, data, rows.features))
+    return _session(args, data, built, forms[0])
+
+
+def _first_row(args: ServeArguments, attributor: TrakAttributor, data: DataArguments) -> Dataset | None:
+    """Read a row of the repo of the training rows, as it is stored. Rows that cannot be read are not shown later."""
+    known = row_source(attributor)
+    if isinstance(known, RemoteRows):
+        known.token = False if args.public_rows else known.token
+        rows = RemoteRows(known.repo_id, known.config, known.split, known.revision, token=known.token)
+    elif data.dataset_name is not None:
+        token = False if args.public_rows else None
+        rows = RemoteRows(data.dataset_name, data.dataset_config_name, data.train_split or "train", token=token)
+    else:
+        return None
+    rows.show = False
+    try:
+        return rows.select([0])
+    except HubAccessError:
+        if data.dataset_name is not None:
+            raise
+        attributor.train_dataset.remote = None
+        return None
+
+
+def _form(attributor: TrakAttributor, task: str, data: DataArguments, features: Features | None) -> TargetForm:
+    names = getattr(getattr(attributor.model, "config", None), "id2label", None)
+    columns: dict[str, Any] = {
+        "text_columns": data.text_columns, "image_column": data.image_column, "label_column": data.label_column
+    }  # fmt: skip
+    return TargetForm.find(task, features, names, **columns)
+
+
+def _session(args: ServeArguments, data: DataArguments, built: Built, form: TargetForm) -> IndexSession:
+    title = args.title or f"Which training rows did this? {Path(args.index).name}"
+    session = IndexSession(built.attributor, form, built.preparation.prepare, title=title, roots=_roots(data))
+    session.warm_up()
+    return session
+
+
+def _roots(data: DataArguments) -> list[Path]:
+    """Directories of local training rows, below which image files of rows may be read."""
+    if data.dataset_name is None or not Path(data.dataset_name).exists():
+        return []
+    path = Path(data.dataset_name)
+    return [path if path.is_dir() else path.parent]

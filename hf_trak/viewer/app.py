@@ -1,0 +1,302 @@
+"""The layout of the page, with Gradio. What its controls do is in `handlers.py`."""
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_trak.viewer.export import FORMATS
+from hf_trak.viewer.handlers import (
+    ANY_LABEL,
+    BY_INFLUENCE,
+    BY_NUMBER,
+    EXPECTED_ERRORS,
+    MOST_ROWS,
+    PREDICTION,
+    Handlers,
+    Listing,
+    message_of,
+)
+from hf_trak.viewer.index_session import IndexSession
+from hf_trak.viewer.run_session import RunSession
+from hf_trak.viewer.session import Answer, Session
+from hf_trak.viewer.target_form import IMAGES, MOST_CHARACTERS
+
+if TYPE_CHECKING:
+    import gradio
+
+Control = tuple[str, Any]
+"""Name of a value, and the component that it comes from."""
+
+CSS = """
+.trak-frame { width: 100%; min-height: 8rem; border: 1px solid var(--border-color-primary); border-radius: .5rem; }
+.gradio-container { max-width: 76rem !important; margin: 0 auto !important; }
+"""
+
+_FIT = """
+const fit = () => {
+  const frame = element.querySelector("iframe");
+  if (!frame) return;
+  const size = () => {
+    const page = frame.contentDocument && frame.contentDocument.body;
+    if (page && page.scrollHeight) frame.style.height = (page.scrollHeight + 6) + "px";
+  };
+  frame.onload = size;
+  size();
+};
+watch("value", fit);
+fit();
+new ResizeObserver(fit).observe(element);
+"""
+"""Makes a frame as high as what it shows. The frame itself runs no script."""
+
+_SECONDS_OF_STATE = 3600
+_SECONDS_OF_FILES = 3600
+
+
+def import_gradio() -> Any:
+    """Import Gradio with its analytics switched off.
+
+    Raises:
+        ImportError: it is not installed (extra `viewer`).
+    """
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    try:
+        import gradio
+    except ImportError as error:
+        raise ImportError(
+            "The viewer needs Gradio, which is not installed. Install it with `pip install 'hf_trak[viewer]'`."
+        ) from error
+    return gradio
+
+
+def make_app(session: Session) -> "gradio.Blocks":
+    """Lay out the page of a session.
+
+    Args:
+        session (`Session`):
+            An index with its model, or a saved run.
+
+    Returns:
+        `gradio.Blocks`: the page, which [`~hf_trak.viewer.server.serve`] serves.
+
+    Raises:
+        ImportError: Gradio is not installed (extra `viewer`).
+    """
+    gr = import_gradio()
+    directory = tempfile.TemporaryDirectory(prefix="hf_trak-exports-")
+    page = _Page(gr, Handlers(session, Path(directory.name)))
+    with gr.Blocks(
+        title=session.title, analytics_enabled=False, delete_cache=(_SECONDS_OF_FILES, _SECONDS_OF_FILES)
+    ) as blocks:
+        page.lay_out()
+    blocks.queue(default_concurrency_limit=1, max_size=32)
+    blocks.exports = directory  # removed with the page
+    return blocks
+
+
+class _Page:
+    """Builds the tabs of a page, whose events wait for each other."""
+
+    def __init__(self, gr: Any, handlers: Handlers) -> None:
+        self.gr = gr
+        self.handlers = handlers
+        self.session = handlers.session
+
+    def lay_out(self) -> None:
+        gr, rows = self.gr, self.session.rows
+        gr.HTML(f"<h1>{message_of(ValueError(self.session.title))}</h1>")
+        answer = gr.State(None, time_to_live=_SECONDS_OF_STATE)
+        if isinstance(self.session, IndexSession):
+            with gr.Tab("Ask", id="ask"):
+                self._ask(self.session, answer)
+            self._api(self.session)
+        elif isinstance(self.session, RunSession):
+            with gr.Tab("Targets", id="targets"):
+                self._targets(self.session, answer)
+        with gr.Tab("Rows", id="rows"):
+            self._rows()
+        if rows.searchable and rows.group_columns():
+            with gr.Tab("Groups", id="groups"):
+                self._groups(answer)
+        with gr.Tab("About", id="about"):
+            gr.HTML(self.handlers.facts(), js_on_load=_FIT)
+
+    def _ask(self, session: IndexSession, answer: Any) -> None:
+        gr = self.gr
+        controls, submitting = self._fields(session)
+        with gr.Accordion("Options", open=False):
+            controls += self._options(session)
+        button = gr.Button("Find training rows", variant="primary", elem_id="ask-button")
+        listing = self._listing("answer")
+        view = gr.HTML(js_on_load=_FIT, elem_id="answer-view")
+        names = [name for name, _ in controls]
+
+        def asked(*values: Any) -> tuple[Answer, str]:
+            given, wanted = values[: len(names)], Listing.of(*values[len(names) :])
+            found = self.handlers.ask(dict(zip(names, given, strict=True)))
+            return found, self.handlers.answer(found, wanted)
+
+        inputs = [*(component for _, component in controls), *listing]
+        self._on([button.click, *(one.submit for one in submitting)], asked, inputs, [answer, view])
+        self._after(answer, listing, view)
+
+    def _targets(self, session: RunSession, answer: Any) -> None:
+        gr = self.gr
+        number = gr.Number(0, label=f"Target, 0 to {len(session) - 1}", precision=0, minimum=0, elem_id="target")
+        button = gr.Button("Show", variant="primary", elem_id="ask-button")
+        listing = self._listing("answer")
+        view = gr.HTML(js_on_load=_FIT, elem_id="answer-view")
+
+        def shown(chosen: Any, *values: Any) -> tuple[Answer, str]:
+            found = self.handlers.target(chosen)
+            return found, self.handlers.answer(found, Listing.of(*values))
+
+        self._on([button.click, number.submit], shown, [number, *listing], [answer, view])
+        self._after(answer, listing, view)
+
+    def _fields(self, session: IndexSession) -> tuple[list[Control], list[Any]]:
+        """Make the fields of the form; also return those in which Enter asks."""
+        gr, form = self.gr, session.form
+        controls, submitting = list[Control](), list[Any]()
+        texts = ["json"] if form.as_json else form.texts
+        for place, name in enumerate(texts):
+            label = "Target, one row as JSON" if form.as_json else f"Target: {name}"
+            box = gr.Textbox(label=label, lines=2, max_lines=8, max_length=MOST_CHARACTERS, elem_id=f"field-{place}")
+            controls.append((f"text.{name}", box))
+            submitting.append(box)
+        if form.upload is not None:
+            upload = gr.File(label="Target: an image", file_types=list(IMAGES), type="binary", elem_id="upload")
+            controls.append(("upload", upload))
+        if form.label_names:
+            choices = [PREDICTION, *form.label_names]
+            controls.append(("label", gr.Dropdown(choices, value=PREDICTION, label="Label", elem_id="label")))
+        elif form.label is not None:
+            controls.append(("label", gr.Textbox(label="Label, a number", max_length=40, elem_id="label")))
+        if form.generates:
+            box = gr.Checkbox(False, label="Attribute what the model writes next", elem_id="predicted")
+            controls.append(("predicted", box))
+        return controls, submitting
+
+    def _options(self, session: IndexSession) -> list[Control]:
+        gr, ids = self.gr, [str(one) for one in session.model_ids]
+        controls: list[Control] = [
+            ("ridge", gr.Number(None, label="λ, relative; empty for that of the index", elem_id="ridge")),
+        ]
+        if len(ids) > 1:
+            controls.append(("checkpoints", gr.CheckboxGroup(ids, value=ids, label="Checkpoints", elem_id="ids")))
+        if session.reranks:
+            label = "Rows of the shortlist to score exactly; 0 for the scores of the index"
+            controls.append(("rerank", gr.Number(0, label=label, precision=0, minimum=0, elem_id="rerank")))
+        if not session.form.label_names and session.form.upload is None:
+            controls.append(("tokens", gr.Checkbox(True, label="Mark the tokens that matter", elem_id="tokens")))
+        return controls
+
+    def _listing(self, name: str, count: bool = True) -> list[Any]:
+        """Make the controls that filter rows: number, text, label."""
+        gr, rows = self.gr, self.session.rows
+        with gr.Row():
+            number = gr.Number(10, label="Rows of each end", precision=0, minimum=1, maximum=MOST_ROWS, visible=count)
+            text = gr.Textbox(
+                label="Search in rows", max_length=200, elem_id=f"{name}-search", visible=rows.searchable
+            )
+            labels = rows.labels() if rows.searchable else []
+            label = gr.Dropdown(
+                [ANY_LABEL, *labels], value=ANY_LABEL, label="Label of rows", elem_id=f"{name}-label",
+                visible=bool(labels),
+            )  # fmt: skip
+        return [number, text, label]
+
+    def _after(self, answer: Any, listing: Sequence[Any], view: Any) -> None:
+        """Filter and export an answer that is there."""
+
+        def filtered(found: Answer | None, *values: Any) -> str:
+            return "" if found is None else self.handlers.answer(found, Listing.of(*values))
+
+        number, text, label = listing
+        self._on([number.submit, text.submit, label.input], filtered, [answer, *listing], [view])
+
+        def exported(found: Answer | None, form: str, *values: Any) -> str:
+            return self.handlers.export_answer(found, Listing.of(*values), form)
+
+        self._export("answer", exported, [answer], listing)
+
+    def _export(self, name: str, fn: Callable[..., str], before: Sequence[Any], after: Sequence[Any]) -> None:
+        gr = self.gr
+        with gr.Row():
+            form = gr.Dropdown(list(FORMATS), value=FORMATS[0], label="Export as", elem_id=f"{name}-form")
+            button = gr.Button("Export what is shown", elem_id=f"{name}-export")
+            file = gr.File(label="Exported file", interactive=False, elem_id=f"{name}-file")
+        self._on([button.click], fn, [*before, form, *after], [file])
+
+    def _rows(self) -> None:
+        gr = self.gr
+        listing = self._listing("rows", count=False)
+        with gr.Row():
+            order = gr.Radio([BY_NUMBER, BY_INFLUENCE], value=BY_NUMBER, label="Sort by", elem_id="rows-order")
+            page = gr.Number(1, label="Page", precision=0, minimum=1, elem_id="rows-page")
+        button = gr.Button("List rows", variant="primary", elem_id="rows-button")
+        view = gr.HTML(js_on_load=_FIT, elem_id="rows-view")
+        inputs = [*listing, order, page]
+
+        def shown(count: Any, text: Any, label: Any, by: str, number: Any) -> str:
+            return self.handlers.rows(Listing.of(count, text, label), by, number)
+
+        self._on([button.click, listing[1].submit, page.submit], shown, inputs, [view])
+
+        def exported(form: str, count: Any, text: Any, label: Any, by: str, number: Any) -> str:
+            return self.handlers.export_rows(Listing.of(count, text, label), by, number, form)
+
+        self._export("rows", exported, [], inputs)
+
+    def _groups(self, answer: Any) -> None:
+        gr = self.gr
+        columns = self.session.rows.group_columns()
+        column = gr.Dropdown(columns, value=columns[-1], label="Groups by column", elem_id="groups-column")
+        button = gr.Button("Add up scores", variant="primary", elem_id="groups-button")
+        view = gr.HTML(js_on_load=_FIT, elem_id="groups-view")
+        self._on([button.click], self.handlers.groups, [answer, column], [view])
+
+    def _on(
+        self, events: Sequence[Any], fn: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]
+    ) -> None:
+        """Call a function on events, one call of the page at a time, with its errors as messages."""
+        for event in events:
+            event(
+                self._told(fn), inputs=list(inputs), outputs=list(outputs), api_visibility="private",
+                concurrency_limit=1, concurrency_id="session",
+            )  # fmt: skip
+
+    def _told(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*values: Any) -> Any:
+            try:
+                return fn(*values)
+            except EXPECTED_ERRORS as error:
+                raise self.gr.Error(message_of(error), print_exception=False) from error
+
+        return told
+
+    def _api(self, session: IndexSession) -> None:
+        """Offer the same question to programs, as `/attribute`."""
+
+        def attribute(
+            texts: dict[str, str],
+            label: str | None = None,
+            count: int = 10,
+            search: str = "",
+            ridge: float | None = None,
+            rerank: int = 0,
+            predicted: bool = False,
+        ) -> list[dict[str, Any]]:
+            """Find the training rows that helped and harmed a target."""
+            values = {f"text.{name}": text for name, text in texts.items()}
+            options = {"label": label, "ridge": ridge, "rerank": rerank, "predicted": predicted}
+            try:
+                found = self.handlers.ask({**values, **options})
+                return self.handlers.answer_rows(found, Listing.of(count, search, None))
+            except EXPECTED_ERRORS as error:
+                raise self.gr.Error(message_of(error), print_exception=False) from error
+
+        if session.form.upload is None:
+            self.gr.api(attribute, api_name="attribute", concurrency_limit=1, concurrency_id="session")

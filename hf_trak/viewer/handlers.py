@@ -1,0 +1,198 @@
+"""What the controls of the page do: plain values in, documents and files out. Nothing here knows Gradio."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_trak.errors import HfTrakError
+from hf_trak.report.text import visible
+from hf_trak.viewer.export import answer_rows, listed_rows, write_rows
+from hf_trak.viewer.index_session import IndexSession, Question
+from hf_trak.viewer.page import ShownAnswer, answer_page, facts_page, frame, groups_page, rows_page
+from hf_trak.viewer.run_session import RunSession
+from hf_trak.viewer.session import Answer, Session
+from hf_trak.viewer.train_rows import RowFilter
+
+ROWS_PER_PAGE = 20
+MOST_ROWS = 100
+"""Most rows of each end that are shown or exported."""
+
+ANY_LABEL = "any"
+PREDICTION = "the model’s prediction"
+BY_NUMBER, BY_INFLUENCE = "row number", "self-influence"
+
+EXPECTED_ERRORS = (HfTrakError, ValueError, TypeError, OSError, ImportError, RuntimeError)
+"""Errors whose text says what to do, as on the command line. Of others the page says only that something failed."""
+
+_LONGEST_MESSAGE = 1500
+_LONGEST_SEARCH = 200
+
+
+def message_of(error: Exception) -> str:
+    """Return the text of an error as HTML, since the page shows messages as such."""
+    return escape(visible(f"{error}"[:_LONGEST_MESSAGE]) or type(error).__name__)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The filter of a list of rows, and how many are shown of each end."""
+
+    count: int = 10
+    text: str = ""
+    label: str | None = None
+
+    @classmethod
+    def of(cls, count: Any, text: Any, label: Any) -> "Listing":
+        """Read the values of the controls.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        number = int(count or 0)
+        if not 1 <= number <= MOST_ROWS:
+            raise ValueError(f"The number of rows is {count!r:.40}. Expected 1 to {MOST_ROWS}. Change it.")
+        wanted = str(text or "")
+        if len(wanted) > _LONGEST_SEARCH:
+            raise ValueError(
+                f"The text to search has {len(wanted)} characters. Expected at most {_LONGEST_SEARCH}. Shorten it."
+            )
+        return cls(number, wanted, None if label in (None, ANY_LABEL, "") else str(label))
+
+    @property
+    def filter(self) -> RowFilter:
+        """What rows have to match."""
+        return RowFilter(self.text, self.label)
+
+
+class Handlers:
+    """Answers what the page asks of one session."""
+
+    def __init__(self, session: Session, directory: Path) -> None:
+        """
+        Args:
+            session: the index or run.
+            directory: where exported files are written, each in a directory of its own.
+        """
+        self.session = session
+        self._directory = directory
+
+    def ask(self, values: Mapping[str, Any]) -> Answer:
+        """Answer a question about a new target.
+
+        Args:
+            values: values of the controls, by name: `text.<column>`, `upload`, `label`, `predicted`, `checkpoints`,
+                `ridge`, `rerank` and `tokens`.
+
+        Raises:
+            ValueError: a value is out of range.
+            HfTrakError: the question cannot be answered.
+        """
+        session = self.session
+        if not isinstance(session, IndexSession):
+            raise ValueError("This is a saved run, without its model. Expected an index. Start the viewer with one.")
+        texts = {name[5:]: str(value or "") for name, value in values.items() if name.startswith("text.")}
+        label = values.get("label")
+        chosen = values.get("checkpoints")
+        return session.ask(
+            Question(
+                texts=texts,
+                upload=values.get("upload"),
+                label=None if label in (None, PREDICTION, "") else str(label),
+                predicted=bool(values.get("predicted")),
+                model_ids=None if chosen is None else [int(one) for one in chosen],
+                lambda_relative=_ridge(values.get("ridge")),
+                rerank=int(values["rerank"]) if values.get("rerank") else None,
+                tokens=bool(values.get("tokens")),
+            )
+        )
+
+    def target(self, number: Any) -> Answer:
+        """Read a target of a saved run.
+
+        Raises:
+            ValueError: there is none of this number, or this is no saved run.
+        """
+        if not isinstance(self.session, RunSession):
+            raise ValueError("This is an index. Expected a saved run, whose targets have numbers.")
+        return self.session.answer(-1 if number is None else int(number))
+
+    def answer(self, answer: Answer, listing: Listing) -> str:
+        """Show an answer."""
+        return frame(answer_page(self.session, answer, listing.count, listing.filter)[0], "Answer")
+
+    def rows(self, listing: Listing, order: str, page: Any) -> str:
+        """Show training rows.
+
+        Args:
+            listing: what they have to match.
+            order: by number, or by self-influence, the highest first.
+            page: number of the page, from 1.
+        """
+        numbers, values = self._listed(listing, order)
+        first = ROWS_PER_PAGE * max(0, int(page or 1) - 1)
+        shown = numbers[first : first + ROWS_PER_PAGE]
+        return frame(rows_page(self.session, shown.tolist(), values, first, len(numbers)), "Training rows")
+
+    def groups(self, answer: Answer | None, column: str | None) -> str:
+        """Show the summed scores of groups of training rows.
+
+        Raises:
+            ValueError: there is no answer yet, or no such column.
+        """
+        found = self.session.groups(_given(answer), str(column or ""))
+        return frame(groups_page(self.session, found, str(column), _given(answer).whole), "Groups")
+
+    def facts(self) -> str:
+        """Show what is known of the index or run."""
+        return frame(facts_page(self.session), "About")
+
+    def export_answer(self, answer: Answer | None, listing: Listing, form: str) -> str:
+        """Write the rows that are shown of an answer, and return the path of the file."""
+        return self._written(self.answer_rows(_given(answer), listing), form)
+
+    def answer_rows(self, answer: Answer, listing: Listing) -> list[dict[str, Any]]:
+        """List the rows that are shown of an answer."""
+        helped, harmed = answer.ends(listing.count, self.session.matching(listing.filter))
+        return answer_rows(self.session, answer, ShownAnswer(helped, harmed))
+
+    def export_rows(self, listing: Listing, order: str, page: Any, form: str) -> str:
+        """Write the training rows of a page, and return the path of the file."""
+        numbers, values = self._listed(listing, order)
+        first = ROWS_PER_PAGE * max(0, int(page or 1) - 1)
+        return self._written(listed_rows(self.session, numbers[first : first + ROWS_PER_PAGE].tolist(), values), form)
+
+    def _listed(self, listing: Listing, order: str) -> tuple[np.ndarray, np.ndarray | None]:
+        matching = self.session.matching(listing.filter)
+        numbers = self.session.rows.numbers() if matching is None else matching
+        if order != BY_INFLUENCE:
+            return numbers, None
+        values = self.session.self_influence()
+        if values is None:
+            raise ValueError(
+                "The run has no self-influence. Expected it, to sort by. Attribute again without "
+                "`--no_self_influence`, or sort by row number."
+            )
+        return numbers[np.argsort(-values[numbers], kind="stable")], values
+
+    def _written(self, rows: Sequence[Mapping[str, Any]], form: str) -> str:
+        return str(write_rows(rows, Path(tempfile.mkdtemp(dir=self._directory)), form))
+
+
+def _given(answer: Answer | None) -> Answer:
+    if answer is None:
+        raise ValueError("There is no answer yet. Expected one to look at. Ask about a target first.")
+    return answer
+
+
+def _ridge(value: Any) -> float | None:
+    if value in (None, ""):
+        return None
+    ridge = float(value)
+    if not 0 < ridge <= 1e6:
+        raise ValueError(f"λ is {value!r:.40}. Expected a number above 0, at most 1,000,000. Change it.")
+    return ridge

@@ -1,0 +1,284 @@
+"""An index and its model: new targets in, scores of all training rows out."""
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from hf_trak.attributor import TrakAttributor
+from hf_trak.errors import HfTrakError
+from hf_trak.featurize.exact import ExactScores
+from hf_trak.featurize.featurizer import StoredRows
+from hf_trak.featurize.fetching import row_source
+from hf_trak.identity.row_digest import fingerprint_dataset
+from hf_trak.report.content import Columns, content_of
+from hf_trak.report.page import facts_shown
+from hf_trak.report.run_facts import known_facts
+from hf_trak.report.stored_rows import stored
+from hf_trak.report.views import index_ranks
+from hf_trak.scores.rerank_columns import without_rerank_columns
+from hf_trak.scores.scored_dataset import RANK_COLUMNS, STAGE_COLUMN, TOP_K_COLUMNS
+from hf_trak.scores.streaming import ScaledRows
+from hf_trak.store.shards import ShardPlan
+from hf_trak.viewer.kept_solvers import KeptSolvers
+from hf_trak.viewer.session import Answer, Session
+from hf_trak.viewer.target_form import TargetForm
+from hf_trak.viewer.token_parts import TokenScores, label_rows
+from hf_trak.viewer.train_rows import TrainRows
+
+logger = logging.getLogger(__name__)
+
+MOST_RERANKED = 2000
+GENERATED_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question about one target.
+
+    Attributes:
+        texts (`Mapping[str, str]`): typed texts, by the fields of the form.
+        upload (`bytes`, *optional*): content of the uploaded file.
+        label (`str`, *optional*): the label; `None` leaves it to the model.
+        predicted (`bool`): attribute what a language model writes next, in place of the text as it stands.
+        model_ids (`Sequence[int]`, *optional*): checkpoints to average over; `None` takes all.
+        lambda_relative (`float`, *optional*): relative ridge; `None` takes that of the index.
+        rerank (`int`, *optional*): score so many of the best rows of either end exactly.
+        tokens (`bool`): break the scores down by the tokens of the target.
+    """
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+    upload: bytes | None = None
+    label: str | None = None
+    predicted: bool = False
+    model_ids: Sequence[int] | None = None
+    lambda_relative: float | None = None
+    rerank: int | None = None
+    tokens: bool = False
+
+
+class IndexSession(Session):
+    """Answers questions about new targets with an index and its model.
+
+    Factors of ridge systems are kept between questions. Features of targets are computed in a directory that is
+    removed with each answer, so that nothing of what users type stays on disk; reranked answers keep theirs in the
+    output directory, as `attribute` does. One process answers one question at a time.
+    """
+
+    def __init__(
+        self,
+        attributor: TrakAttributor,
+        form: TargetForm | None = None,
+        prepare: Callable[[Dataset], Any] = lambda rows: rows,
+        shown_rows: Any = None,
+        title: str = "Which training rows did this?",
+        roots: Sequence[Path] = (),
+    ) -> None:
+        """
+        Args:
+            attributor (`TrakAttributor`):
+                The model and its features.
+            form (`TargetForm`, *optional*):
+                What users type. By default a row as JSON.
+            prepare (`Callable`, *optional*):
+                Turns a row as it is stored into one that the model accepts, as it did with the training rows.
+            shown_rows (`Dataset`, *optional*):
+                Training rows to show. By default those of the attributor.
+            title (`str`, *optional*):
+                Heading of the page.
+            roots (`Sequence[Path]`, *optional*):
+                Directories below which image files of rows may be read.
+
+        Raises:
+            IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
+            ConfigMismatchError: model, task, rows or settings are not those of the features.
+        """
+        attributor.prepare_store()
+        self.attributor = attributor
+        self.form = form or TargetForm()
+        self.title = title
+        self.roots = list(roots)
+        self.model_ids = attributor.scorer.ensemble(None)
+        self.tokenizer = attributor.processing_class
+        source = row_source(attributor) if shown_rows is None else shown_rows
+        self.rows = TrainRows(source, attributor.store.train_size)
+        self.reranks = row_source(attributor) is not None and self._has_curvature()
+        self._prepare = prepare
+        self._solvers = KeptSolvers(attributor)
+        self._compared: set[int] = set()
+        self._influence: np.ndarray | None = None
+
+    def facts(self) -> list[tuple[str, str]]:
+        return facts_shown(known_facts(self.attributor))
+
+    def self_influence(self) -> np.ndarray:
+        """Compute τ(z_i, z_i) of every training row, once.
+
+        Raises:
+            HfTrakError: a shard is missing or damaged, or λ is too small.
+        """
+        if self._influence is None:
+            self._influence = self.attributor.self_influence().numpy()
+        return self._influence
+
+    def warm_up(self) -> None:
+        """Do once what the first question would have to wait for: factors, the choice of an engine and its check.
+
+        Raises:
+            HfTrakError: questions cannot be answered, since weights, files or λ do not allow it.
+        """
+        for model_id in self.model_ids:
+            self._solvers.solve(model_id, None, torch.zeros(1, self.attributor.proj_dim))
+        if self.form.as_json:
+            return
+        try:
+            self._answer(self.form.example(), Question(tokens=not self.form.predicts))
+        except HfTrakError:
+            raise
+        except ValueError as error:  # of the example, which may have no tokens that this tokenizer knows
+            logger.info("The first question will take longer than others: %s", error)
+
+    def ask(self, question: Question) -> Answer:
+        """Score all training rows against a target.
+
+        Raises:
+            ValueError: the target cannot be read, or an option is out of range.
+            HfTrakError: the model has other weights than the index, λ is too small, or a file is damaged.
+            TypeError: the task has no prediction.
+        """
+        return self._answer(self.form.row(question.texts, question.upload, question.label), question)
+
+    def _answer(self, given: Dataset, question: Question) -> Answer:
+        model, ids = self.attributor, self._checked_ids(question.model_ids)
+        rows = without_transform(self._prepare(given))
+        generates = self.form.generates and question.predicted
+        if generates or (self.form.predicts and question.label is None):
+            rows = model.predict(rows, **({"max_new_tokens": GENERATED_TOKENS} if generates else {}))
+        target = self._shown_target(given, rows, generates)
+        if question.rerank is not None:
+            return replace(self._reranked(rows, question, ids), target=target)
+        batches = model.featurizer().batches(rows, "target")
+        singles = label_rows(model.task, batches, rows, self.rows.count) if question.tokens else None
+        asked = self._preconditioned(rows, ids, question.lambda_relative)
+        if singles is None:
+            return Answer(target, np.arange(self.rows.count), self._scores(ids, asked)[:, 0])
+        parts = self._preconditioned(singles, ids, question.lambda_relative)
+        both = [_stacked(one, part) for one, part in zip(asked, parts, strict=True)]
+        scores = self._scores(ids, both)
+        positions = [int(place) for place in singles.with_format(None)["trak_position"][:]]
+        tokens = TokenScores(positions, np.ascontiguousarray(scores[:, 1:]))
+        whole = np.ascontiguousarray(scores[:, 0])
+        return Answer(target, np.arange(self.rows.count), whole, tokens=tokens, prepared=dict(rows[0]))
+
+    def _shown_target(self, given: Dataset, rows: Dataset, generates: bool) -> Any:
+        """Read what is shown of a target: what was typed, and what the model predicted."""
+        kept = (
+            given
+            if self.form.label is None or "predicted" not in rows.column_names
+            else given.remove_columns([self.form.label])
+        )
+        content = content_of(stored(kept)[0], Columns.find(stored(kept)))
+        if "predicted" not in rows.column_names:
+            return content
+        said = str(rows.with_format(None)[0]["predicted"])
+        if generates:
+            return replace(content, texts=(*content.texts, ("the model’s answer", said)))
+        return replace(content, prediction=said)
+
+    def _preconditioned(self, rows: Dataset, ids: Sequence[int], lam: float | None) -> list[Tensor]:
+        """Compute t (XᵀX + λI)⁻¹, `(m, k)` float64, for every checkpoint."""
+        return [self._solvers.solve(model_id, lam, self._features(rows, model_id)) for model_id in ids]
+
+    def _features(self, rows: Dataset, model_id: int) -> Tensor:
+        """Compute features of targets, `(m, k)`, under one checkpoint. The first time, stored rows are compared."""
+        model, store = self.attributor, self.attributor.store
+        train = store.train(model_id)
+        known = None if model_id in self._compared else StoredRows.find(train, model.train_dataset, "train")
+        plan = ShardPlan(len(rows), store.config["shard_size"])
+        identity = {**store.identity(model_id), "kind": "targets", "dataset_fingerprint": fingerprint_dataset(rows)}
+        with tempfile.TemporaryDirectory(prefix="hf_trak-viewer-") as directory:
+            place = Path(directory)
+            shards = store.shard_set(place, "targets", plan, identity, store.rotation(model_id))
+            with model.weights(model_id, model.source_of(model_id, {})):
+                featurizer = model.featurizer(projector=model.feature_map(model_id))
+                featurizer.fill(shards, rows, model_id, "target", "the target", stored=known)
+            self._compared.add(model_id)
+            return torch.cat([shard.grads.float().clone() for shard in shards])
+
+    def _scores(self, ids: Sequence[int], targets: Sequence[Tensor]) -> np.ndarray:
+        """Compute the scores of all training rows for m preconditioned targets, `(n, m)`."""
+        device = self.attributor.scorer.device
+        scaled = [ScaledRows.of(one) for one in targets]
+        on_device = [ScaledRows(one.values.to(device), one.exponents) for one in scaled]
+        blocks = self.attributor.scorer.blocks(ids, on_device, everywhere=True)
+        return torch.cat([block.cpu() for _, _, block in blocks]).numpy()
+
+    def _reranked(self, rows: Dataset, question: Question, ids: Sequence[int]) -> Answer:
+        if not self.reranks:
+            raise ValueError(
+                "Exact scores are asked for, and this index has no fitted curvature or no training rows at hand. "
+                "Expected both. Fit one with `hf-trak curvature`, or choose the scores of the index."
+            )
+        count = min(int(question.rerank or 0), MOST_RERANKED, self.rows.count)
+        with self._ridge(question.lambda_relative):
+            scored = self.attributor.attribute(rows, top_k=count, rerank=count, model_ids=list(ids))
+        row = scored.with_format(None)[0]
+        found, ranks = dict[int, float](), dict[int, str]()
+        for place in (0, 2):
+            found |= dict(zip(row[TOP_K_COLUMNS[place]], row[TOP_K_COLUMNS[place + 1]], strict=True))
+            ranks |= index_ranks(row, TOP_K_COLUMNS[place], RANK_COLUMNS[place // 2])
+        numbers = np.array(sorted(found))
+        scores = np.array([found[number] for number in numbers.tolist()], dtype=np.float32)
+        note = f"{len(numbers):,} rows of the shortlist have exact scores; no other row has one."
+        return Answer(content_of({}, Columns()), numbers, scores, str(row[STAGE_COLUMN]), False, ranks, note)
+
+    @contextmanager
+    def _ridge(self, lam: float | None) -> Iterator[None]:
+        """Let the attributor use another λ for a while."""
+        args = self.attributor.args
+        if lam is not None:
+            self.attributor.args = replace(args, lambda_reg=None, lambda_relative=lam)
+        try:
+            yield
+        finally:
+            self.attributor.args = args
+
+    def _has_curvature(self) -> bool:
+        """Whether a curvature is fitted under every checkpoint, so that reranking need not fit one."""
+        exact = ExactScores(self.attributor)
+        if self.attributor.args.curvature == "hybrid":
+            return False
+        try:
+            return all(exact.directory(model_id).is_dir() for model_id in self.model_ids)
+        except HfTrakError:
+            return False
+
+    def _checked_ids(self, ids: Sequence[int] | None) -> list[int]:
+        chosen = self.model_ids if ids is None else list(ids)
+        if not chosen or set(chosen) - set(self.model_ids):
+            raise ValueError(f"The checkpoints are {chosen}. Expected one or more of {self.model_ids}. Choose some.")
+        return chosen
+
+
+def without_transform(rows: Any) -> Dataset:
+    """Return prepared rows with the values that a transform makes of them, as columns.
+
+    Args:
+        rows: one prepared row.
+    """
+    if not isinstance(rows, Dataset) or rows.format["type"] != "custom":
+        return without_rerank_columns(rows)
+    made = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in dict(rows[0]).items()}
+    return Dataset.from_list([made])
+
+
+def _stacked(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat([first, second])

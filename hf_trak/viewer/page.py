@@ -1,0 +1,209 @@
+"""The pages of the viewer: one HTML document for each view, which a frame without scripts shows.
+
+The template escapes everything that comes from a dataset or a user. The policy of the document forbids all requests
+and scripts, and the frame forbids scripts once more.
+"""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hf_trak.report.distributions import Histogram, ScoreDistributions
+from hf_trak.report.text import visible
+from hf_trak.report.views import number, sign_of, signed
+from hf_trak.viewer.session import Answer, GroupScore, Session
+from hf_trak.viewer.shown import RowReader, ShownRow
+from hf_trak.viewer.token_parts import Token
+from hf_trak.viewer.train_rows import RowFilter
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_NO_TEMPLATE = str.maketrans({"$": "&#36;", "{": "&#123;", "}": "&#125;", "`": "&#96;"})
+"""Gradio reads what a frame holds as a template; as character references these letters are none."""
+
+_MOST_GROUPS_SHOWN = 100
+_STAGES = {"index": "scores of the index", "exact": "exact scores", "refined": "exact scores, refined"}
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """A training row with its score. `bar` is its size in percent of the largest on the page."""
+
+    row: ShownRow
+    score: str
+    sign: str
+    bar: float
+    rank: str | None = None
+    differs: bool = False
+
+
+@dataclass(frozen=True)
+class ShownAnswer:
+    """What a page and an export show of an answer: positions of rows in it, from both ends."""
+
+    helped: list[int]
+    harmed: list[int]
+
+
+def answer_page(
+    session: Session, answer: Answer, count: int, wanted: RowFilter | None = None
+) -> tuple[str, ShownAnswer]:
+    """Show a target with its tokens, the distribution of its scores, and the rows of either end.
+
+    Args:
+        session: the index or run.
+        answer: the scores.
+        count: rows of each end, at most.
+        wanted: what these rows have to match.
+
+    Returns:
+        The document, and which rows it shows.
+
+    Raises:
+        ValueError: rows that are not at hand are filtered.
+    """
+    matching = session.matching(wanted or RowFilter())
+    helped, harmed = answer.ends(count, matching)
+    reader = RowReader(session.rows, session.roots)
+    target = reader.shown(answer.target, None)
+    largest = max((abs(float(answer.scores[place])) for place in (*helped, *harmed)), default=0.0)
+    sides = [
+        [_scored(reader, answer, place, largest, target.label) for place in places] for places in (helped, harmed)
+    ]
+    context = {
+        "target": target,
+        "tokens": _tokens(answer.shares(helped, session.tokenizer)),
+        "helped": sides[0],
+        "harmed": sides[1],
+        "histogram": _histogram(answer, (*helped, *harmed)) if answer.whole and len(answer.scores) else None,
+        "stage": _STAGES.get(answer.stage, visible(answer.stage)),
+        "note": answer.note,
+        "absent": not session.rows.at_hand,
+        "matching": None if matching is None else len(matching),
+        "count": session.rows.count,
+        "title": "The answer",
+    }
+    return _page("answer", reader, context), ShownAnswer(helped, harmed)
+
+
+def rows_page(session: Session, numbers: Sequence[int], values: np.ndarray | None, first: int, total: int) -> str:
+    """Show training rows, with their self-influence if it is known.
+
+    Args:
+        session: the index or run.
+        numbers: numbers of the rows on this page.
+        values: self-influence of all training rows.
+        first: position of the first of them among those that match, from 0.
+        total: number of rows that match.
+    """
+    reader = RowReader(session.rows, session.roots)
+    largest = max((abs(float(values[n])) for n in numbers), default=0.0) if values is not None else 0.0
+    items = []
+    for one in numbers:
+        value = None if values is None else float(values[one])
+        score = "" if value is None else number(value)
+        bar = 0.0 if value is None or not largest else round(100 * abs(value) / largest, 1)
+        items.append(ScoredRow(reader.row(int(one)), score, "positive", bar))
+    context = {"items": items, "first": first, "total": total, "absent": not session.rows.at_hand, "title": "Rows"}
+    return _page("rows", reader, context)
+
+
+def groups_page(session: Session, groups: Sequence[GroupScore], column: str, whole: bool) -> str:
+    """Show summed scores of groups of training rows.
+
+    Args:
+        session: the index or run.
+        groups: the groups, from the highest sum down.
+        column: the column that they come from.
+        whole: whether all training rows have a score.
+    """
+    largest = max((abs(group.total) for group in groups), default=0.0)
+    shown = [
+        {
+            "name": visible(group.name[:200]),
+            "rows": group.rows,
+            "total": signed(group.total),
+            "mean": signed(group.total / group.rows),
+            "sign": sign_of(group.total),
+            "bar": round(100 * abs(group.total) / largest, 1) if largest else 0.0,
+        }
+        for group in groups[:_MOST_GROUPS_SHOWN]
+    ]
+    left_out = max(0, len(groups) - _MOST_GROUPS_SHOWN)
+    context = {"groups": shown, "column": visible(column), "whole": whole, "left_out": left_out, "title": "Groups"}
+    return _page("groups", RowReader(session.rows), context)
+
+
+def facts_page(session: Session) -> str:
+    """Show what is known of the index or run."""
+    return _page("facts", RowReader(session.rows), {"facts": session.facts(), "title": "About"})
+
+
+def frame(document: str, title: str) -> str:
+    """Put a document into a frame in which no script runs.
+
+    Args:
+        document: the document.
+        title: what the frame holds, for screen readers.
+    """
+    content = escape(document, quote=True).translate(_NO_TEMPLATE)
+    return (
+        f'<iframe class="trak-frame" sandbox="allow-same-origin" srcdoc="{content}" title="{escape(title)}"></iframe>'
+    )
+
+
+def _scored(reader: RowReader, answer: Answer, place: int, largest: float, label: str | None) -> ScoredRow:
+    index, score = int(answer.rows[place]), float(answer.scores[place])
+    row = reader.row(index)
+    bar = round(100 * abs(score) / largest, 1) if largest else 0.0
+    differs = label is not None and row.label is not None and row.label != label
+    return ScoredRow(row, signed(score), sign_of(score), bar, answer.ranks.get(index), differs)
+
+
+def _tokens(tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    """Give every token one of nine classes, from its share: n4 … z … p4."""
+    found = []
+    for token in tokens:
+        level = 0 if token.share is None else round(4 * abs(token.share))
+        kind = "" if not level else f"{'p' if (token.share or 0) > 0 else 'n'}{level}"
+        found.append({"text": token.text, "kind": kind})
+    return found
+
+
+def _histogram(answer: Answer, shown: Sequence[int]) -> Histogram:
+    scores = torch.from_numpy(answer.scores.reshape(-1, 1))
+    ends = answer.scores.min(keepdims=True), answer.scores.max(keepdims=True)
+    counted = ScoreDistributions.from_blocks([(0, len(scores), scores)], *ends)
+    return Histogram.of(counted, 0, [float(answer.scores[place]) for place in shown])
+
+
+def _page(view: str, reader: RowReader, context: dict[str, Any]) -> str:
+    from markupsafe import Markup
+
+    style = _file("page.css")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; media-src data:; style-src 'sha256-{digest}'; base-uri 'none'"
+    return _template().render(view=view, pictures=reader.book.pictures, policy=policy, style=Markup(style), **context)
+
+
+@cache
+def _file(name: str) -> str:
+    return (files("hf_trak.viewer") / name).read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> "Template":
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"signed": signed, "number": number}
+    return environment.from_string(_file("page.html.jinja"))
