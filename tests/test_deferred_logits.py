@@ -34,7 +34,7 @@ from hf_trak.gradient_computers import self_check
 from hf_trak.gradient_computers.auto import AutoGradientComputer
 from hf_trak.gradient_computers.hooked import computer as engine
 from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
-from hf_trak.modelout_functions import deferred_logits
+from hf_trak.modelout_functions import deferred_logits, deferred_margins
 from hf_trak.modelout_functions.causal_lm import CausalLMModelOutput
 from hf_trak.modelout_functions.deferred_logits import (
     DeferredLogits,
@@ -42,8 +42,8 @@ from hf_trak.modelout_functions.deferred_logits import (
     deferrable_head,
     deferring,
     in_chunks,
-    margins_of,
 )
+from hf_trak.modelout_functions.deferred_margins import margins_of
 from hf_trak.modelout_functions.loss import LossModelOutput
 from hf_trak.modelout_functions.margins import margin
 from hf_trak.modelout_functions.masked_lm import MaskedLMModelOutput
@@ -129,13 +129,13 @@ def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], toleran
 
 def count_deferred(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     shapes: list[torch.Size] = []
-    original = deferred_logits._summed
+    original = deferred_margins._summed
 
     def counted(hidden: Tensor, *args: Any) -> Any:
         shapes.append(hidden.shape)
         return original(hidden, *args)
 
-    monkeypatch.setattr(deferred_logits, "_summed", counted)
+    monkeypatch.setattr(deferred_margins, "_summed", counted)
     return shapes
 
 
@@ -314,13 +314,13 @@ def test_margins_of_labels_outside_and_of_other_labels(small):
 def test_first_batch_is_checked_against_plain_autograd(small, whole, wrong):
     """Against whole logits, or, where those of one sample are too large, against some positions at a time."""
     small.setattr(deferred_logits, "CHUNKED_FROM", 2**60 if whole else 0)
-    small.setattr(deferred_logits, "CHUNK", 400)
+    small.setattr(deferred_margins, "CHUNK", 400)
     chunks: list[Any] = []
-    original, right = deferred_logits.checkpoint, deferred_logits._gradient_of_slice
-    small.setattr(deferred_logits, "checkpoint", lambda *args, **kw: chunks.append(0) or original(*args, **kw))
+    original, right = deferred_margins.checkpoint, deferred_margins._gradient_of_slice
+    small.setattr(deferred_margins, "checkpoint", lambda *args, **kw: chunks.append(0) or original(*args, **kw))
     if wrong:  # one word in 151
         small.setattr(
-            deferred_logits,
+            deferred_margins,
             "_gradient_of_slice",
             lambda *args: right(*args) * (torch.arange(args[3][1] - args[3][0]) != 0),
         )
@@ -338,7 +338,7 @@ def test_first_batch_is_checked_against_plain_autograd(small, whole, wrong):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reference_in_chunks_is_the_reference(small, dtype):
-    small.setattr(deferred_logits, "CHUNK", 400)
+    small.setattr(deferred_margins, "CHUNK", 400)
     model, batch = made("gemma 2, soft caps").to(dtype), batch_of(3)
     task = CausalLMModelOutput()
     task.bind(model)

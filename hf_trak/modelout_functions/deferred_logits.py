@@ -2,13 +2,9 @@
 
 B · T positions under a vocabulary of V have B · T · V logits, and a gradient of the same size. Inside of
 [`deferring`], a language model's head returns a [`DeferredLogits`] instead: a tensor with shape and dtype, and no
-memory, that notes what is done with it (scaling, soft caps, biases, casts, a choice of positions). [`margins_of`] then
-goes through the vocabulary in slices, twice: once for log Σ exp of the logits, and in the backward pass, where each
-slice is computed again, for the gradients of the hidden states and of the head:
-
-    m_t = z_{t,y} − log Σ_{c ≠ y} exp z_{t,c},        ∂m_t/∂z_{t,c} = −exp(z_{t,c} − log Σ …) for c ≠ y, 1 for c = y
-
-[`in_chunks`] has them taken by plain autograd instead, of some positions at a time, for what engines are checked with.
+memory, that notes what is done with it (scaling, soft caps, biases, casts, a choice of positions). `deferred_margins`
+then goes through the vocabulary in slices, twice. Inside of [`in_chunks`], it takes margins by plain autograd instead,
+of some positions at a time, for what engines are checked with.
 
 Anything else that is done with such logits raises [`NotDeferrableError`], so that a model or a task that this module
 does not follow is run again as it is, and never gets other numbers.
@@ -21,12 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
 
-from hf_trak._compat import unseen_by_modes
-from hf_trak.modelout_functions.margins import margin
 from hf_trak.modelout_functions.positions import unwrapped
 from hf_trak.runtime.sharding import is_sharded_tensor
 
@@ -40,8 +32,8 @@ DEFERRED_FROM, DEFERRED_FROM_OF_GPUS = 2**26, 2**31
 """Bytes of the logits of a batch from which they are deferred. On CPUs that takes no more time from a tenth of that
 on; on GPUs the head makes four products instead of three, and memory is what is gained."""
 
-CHUNK, CHUNKED_FROM, CHUNKED_FROM_OF_GPUS = 2**24, 2**29, 2**32
-"""Logits in a chunk of positions, and bytes of logits from which [`in_chunks`] cuts them."""
+CHUNKED_FROM, CHUNKED_FROM_OF_GPUS = 2**29, 2**32
+"""Bytes of logits from which [`in_chunks`] has margins computed for some positions at a time."""
 
 T = TypeVar("T")
 
@@ -213,165 +205,6 @@ _RULES: dict[Any, Callable[..., DeferredLogits | None]] = {
     _aten.alias.default: _same,
     _aten.slice.Tensor: _sliced,
 }
-
-
-# -- margins ----------------------------------------------------------------------------------------------------------
-
-
-def margins_of(logits: DeferredLogits, labels: Tensor) -> Tensor:
-    """Compute log(p_y / (1 − p_y)) at every position, as [`margin`] does of whole logits.
-
-    Margins of the same positions and labels are computed once: a second call gets the values, without a graph.
-
-    Args:
-        logits: `(B, T, V)`.
-        labels: `(B, T)`, integers. The result is some finite number where one is outside of [0, V).
-
-    Returns:
-        `(B, T)`, float32 (float64 for float64 logits), differentiable once.
-    """
-    hidden = logits.hidden[:, logits.first : logits.first + logits.shape[1]]
-    head = logits.head
-    if head.chunked:
-        return _margins_of_chunks(hidden, labels, head, logits.steps)
-    with unseen_by_modes():
-        if not torch.is_grad_enabled():
-            for other, given, values in head.taken:
-                if _same_memory(other, hidden) and torch.equal(given, labels):
-                    return values
-        anchor = torch.zeros((), device=hidden.device, requires_grad=head.receive is not None)
-        places = _labelled_places(labels, logits.shape[2])
-        rows = hidden.gather(1, places.unsqueeze(-1).expand(-1, -1, hidden.shape[2]))
-        taken: Tensor = _DeferredMargin.apply(anchor, rows, labels.gather(1, places), head, logits.steps)
-        found = taken.new_zeros(labels.shape).scatter(1, places, taken)
-        head.taken.append((hidden.detach(), labels, found.detach()))
-    return found
-
-
-def _labelled_places(labels: Tensor, classes: int) -> Tensor:
-    """Return the positions of labels `(B, T)` that are classes, and of as many others as make rows equally long.
-
-    Prompts, padding and words that are not masked need no logits.
-    """
-    known = (labels >= 0) & (labels < classes)
-    longest = max(1, int(known.sum(dim=1).max()))
-    if longest == labels.shape[1]:
-        return torch.arange(longest, device=labels.device).expand_as(labels)
-    return known.int().argsort(dim=1, descending=True, stable=True)[:, :longest]
-
-
-def _margins_of_chunks(hidden: Tensor, labels: Tensor, head: LinearHead, steps: tuple[Step, ...]) -> Tensor:
-    """Compute margins by plain autograd, where the logits of a chunk are computed again for the backward pass."""
-    size = head.weight.shape[0]
-
-    def of(hidden: Tensor, labels: Tensor) -> Tensor:
-        return margin(_logits_of_slice(hidden, head.weight, head.bias, (0, size), steps), labels)
-
-    count = max(1, CHUNK // size)
-    rows = zip(hidden.flatten(0, 1).split(count), labels.flatten().split(count), strict=True)
-    chunks = [checkpoint(of, *chunk, use_reentrant=False) for chunk in rows]
-    return torch.cat(chunks).view(labels.shape)
-
-
-class _DeferredMargin(torch.autograd.Function):
-    """Margins `(B, T)` of hidden states `(B, T, d)`. `anchor` has a gradient where the head is differentiated."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, hidden: Tensor, labels: Tensor, head: LinearHead, steps: tuple[Step, ...]
-    ) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            margins, others = _summed(head.inputs(hidden).flatten(0, 1), labels.flatten(), head, steps)
-        ctx.save_for_backward(hidden, labels, others)
-        ctx.head, ctx.steps = head, steps
-        return margins.view(labels.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None, None, None]:
-        hidden, labels, others = ctx.saved_tensors
-        head: LinearHead = ctx.head
-        slopes, rows, targets = gradients[0].reshape(-1, 1), head.inputs(hidden), labels.flatten()
-        flat = rows.flatten(0, 1)
-        total = torch.zeros(flat.shape, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
-        with unseen_by_modes(), torch.autocast(hidden.device.type, enabled=False):
-            for first, last in head.slices(len(flat)):
-                weight, bias = head.words(first, last)
-                grad = _gradient_of_slice(flat, weight, bias, (first, last), ctx.steps, targets, others, slopes)
-                if ctx.needs_input_grad[1]:
-                    _add_product(total, grad, weight)
-                if head.receive is not None:
-                    head.receive(first, grad.view(*rows.shape[:2], -1), rows)
-        return None, total.view(hidden.shape).to(hidden.dtype), None, None, None
-
-
-def _summed(hidden: Tensor, labels: Tensor, head: LinearHead, steps: tuple[Step, ...]) -> tuple[Tensor, Tensor]:
-    """Compute margins of `(N, d)` and labels `(N,)`, and log Σ exp of the other logits, both `(N,)`."""
-    correct = others = None
-    for first, last in head.slices(len(hidden)):
-        z = _logits_of_slice(hidden, *head.words(first, last), (first, last), steps)
-        z = z.to(torch.promote_types(z.dtype, torch.float32))
-        place, inside = _places(labels, first, last)
-        picked = z.gather(-1, place)
-        z = z.scatter_(-1, place, torch.where(inside, -torch.inf, picked))
-        here, sums = torch.where(inside, picked, 0.0).squeeze(-1), z.logsumexp(dim=-1)
-        correct = here if correct is None else correct + here
-        others = sums if others is None else torch.logaddexp(others, sums)
-    assert correct is not None and others is not None
-    return correct - others, others
-
-
-def _logits_of_slice(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, words: tuple[int, int], steps: tuple[Step, ...]
-) -> Tensor:
-    z = F.linear(hidden, weight, bias)
-    for step in steps:
-        z = step(z, *words)
-    return z
-
-
-def _gradient_of_slice(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    words: tuple[int, int],
-    steps: tuple[Step, ...],
-    labels: Tensor,
-    others: Tensor,
-    slopes: Tensor,
-) -> Tensor:
-    """Compute the gradient `(N, words)` of Σ slopes · margins with respect to what the head returns for some words."""
-    raw = F.linear(hidden, weight, bias)
-    z = raw
-    if steps:
-        raw.requires_grad_()
-        with torch.enable_grad():
-            for step in steps:
-                z = step(z, *words)
-    place, inside = _places(labels, *words)
-    in_place = not steps and z.dtype == others.dtype
-    values = z.sub_(others.unsqueeze(-1)) if in_place else z.detach() - others.unsqueeze(-1)
-    values.exp_().mul_(-slopes)
-    values.scatter_(-1, place, torch.where(inside, slopes, values.gather(-1, place)))
-    grad = values.to(z.dtype)
-    return torch.autograd.grad(z, raw, grad)[0] if steps else grad
-
-
-def _places(labels: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """Return where labels `(N,)` are among the words of a slice, `(N, 1)`, and a mask of those that are."""
-    inside = (labels >= first) & (labels < last)
-    return torch.where(inside, labels - first, 0).unsqueeze(-1), inside.unsqueeze(-1)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right`; half precision is added up in float32."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
-
-
-def _same_memory(left: Tensor, right: Tensor) -> bool:
-    return left.data_ptr() == right.data_ptr() and left.shape == right.shape and left.stride() == right.stride()
 
 
 # -- heads ------------------------------------------------------------------------------------------------------------

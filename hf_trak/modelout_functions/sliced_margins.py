@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.deferred_logits import DeferredLogits, margins_of
+from hf_trak.modelout_functions.deferred_logits import DeferredLogits
+from hf_trak.modelout_functions.deferred_margins import margins_of
 from hf_trak.modelout_functions.margins import margin
 
 SLICE, SLICE_OF_GPUS = 2**22, 2**25
