@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--busy", type=int, default=0, help="measure again beside so many competing processes")
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 16, 32])
+    parser.add_argument("--batch-sizes", nargs="*", type=int, default=[8, 16, 32])
     parser.add_argument("--peak", nargs=3, metavar=("MODEL", "KIND", "SIZE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")

@@ -5,7 +5,7 @@
 
 Every round measures everything once, in turn, so that all medians come from the same stretch of time. Without
 `--traker` the peer is left out. Close other programs: with as many threads as cores, a busy core makes every number
-worse.
+worse. `--busy N` shows by how much: it measures everything again beside N processes that compute without a pause.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from busy import competing
 
 from hf_trak.projectors import NormalProjector, RademacherProjector, SparseProjector
 
@@ -38,6 +39,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peer-rounds", type=int, default=1, help="the same for traker, which takes minutes each time"
     )
+    parser.add_argument("--busy", type=int, default=0, help="measure again beside so many competing processes")
     parser.add_argument("--normal", action="store_true", help="measure the `normal` map too")
     parser.add_argument("--traker", type=Path, help="directory that holds the `trak` package")
     parser.add_argument("--json", type=Path, help="file to write the medians to, in seconds")
@@ -97,19 +99,29 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     grads = torch.randn(args.batch_size, args.grad_dim)
-    medians = measure(methods(args, grads))
+    table = methods(args, grads)
     print(
         f"torch {torch.__version__}, {args.threads} threads, P = {args.grad_dim:,}, B = {args.batch_size}, float32; "
         f"medians of {args.rounds} rounds (dense: {args.dense_rounds}, peer: {args.peer_rounds})"
     )
+    results = {}
+    for processes in (0, args.busy) if args.busy else (0,):
+        with competing(processes):
+            results[processes] = measure(table)
+        report(results[processes], processes, args)
+    if args.json is not None:
+        args.json.write_text(json.dumps(results[0], indent=2) + "\n")
+
+
+def report(medians: dict[str, float], processes: int, args: argparse.Namespace) -> None:
+    """Print a table of medians, beside so many competing processes."""
+    print(f"beside {processes} other processes")
     print(f"{'':40}{'seconds':>10}{'of bandwidth':>14}{'vs peer':>10}")
     for name, seconds in medians.items():
         versus = f"{medians[PEER] / seconds:.1f}x" if PEER in medians else "-"
         print(f"{name:40}{seconds:10.4f}{medians[READ] / seconds:14.1%}{versus:>10}")
     sparse = [medians[f"sjlt k={k}"] for k in args.sjlt_dims]
     print(f"sjlt, slowest k ÷ fastest k: {max(sparse) / min(sparse):.2f}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(medians, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Scores larger than memory: a million training rows against a hundred targets, beside one plain matrix product.
 
     python recipes/benchmarks/scoring.py --dir /path/with/5/GB
+    python recipes/benchmarks/scoring.py --dir /path/with/5/GB --busy 1
 
 A synthetic index (2 GB of float32 features at the defaults, twice) is written to a temporary directory and deleted
 afterwards.
@@ -27,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from busy import competing
 from datasets import disable_progress_bars
 
 from hf_trak.runtime.processes import Processes
@@ -44,6 +46,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shard-size", type=int, default=1024, help="rows per file")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--busy", type=int, default=0, help="measure again beside so many competing processes")
     parser.add_argument("--steps", nargs="+", default=["matmul", "top k", "all scores", "Gram"], choices=list(STEPS))
     parser.add_argument("--dir", help="where the temporary directory goes")
     parser.add_argument("--step", nargs=2, metavar=("STEP", "DIRECTORY"), help=argparse.SUPPRESS)
@@ -119,18 +122,27 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(one_step(args.step[0], Path(args.step[1]), args)))
         return
     given = sys.argv[1:] if arguments is None else arguments
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in args.steps}
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="hf_trak-scoring-") as directory:
-        write_index(Path(directory), args)
-        for _ in range(args.rounds):
-            for name in args.steps:
-                command = [sys.executable, __file__, *given, "--step", name, directory]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
-                results[name].append(json.loads(done.stdout))
     print(
         f"n = {args.rows:,}, k = {args.proj_dim}, m = {args.targets}, top_k = {args.top_k}, {args.threads} threads, "
-        f"{args.rows * args.proj_dim * 4 / 1e9:.1f} GB of features; medians of {args.rounds} rounds"
+        f"{args.rows * args.proj_dim * 4 / 1e9:.1f} GB of features; medians of {args.rounds} rounds",
+        flush=True,
     )
+    with tempfile.TemporaryDirectory(dir=args.dir, prefix="hf_trak-scoring-") as directory:
+        write_index(Path(directory), args)
+        for processes in (0, args.busy) if args.busy else (0,):
+            results: dict[str, list[dict[str, Any]]] = {name: [] for name in args.steps}
+            with competing(processes):
+                for _ in range(args.rounds):
+                    for name in args.steps:
+                        command = [sys.executable, __file__, *given, "--step", name, directory]
+                        done = subprocess.run(command, check=True, capture_output=True, text=True)
+                        results[name].append(json.loads(done.stdout))
+            report(results, processes)
+
+
+def report(results: dict[str, list[dict[str, Any]]], processes: int) -> None:
+    """Print a table of medians, beside so many competing processes."""
+    print(f"beside {processes} other processes")
     plain = statistics.median(run["seconds"] for run in results["matmul"]) if "matmul" in results else None
     print(f"{'':12}{'seconds':>10}{'peak MiB':>10}{'speed of matmul':>17}")
     for name, runs in results.items():
