@@ -30,6 +30,7 @@ from hf_trak.gradient_computers.hooked.traces import (
     SampleTrace,
 )
 from hf_trak.gradient_computers.hooked.tracker import ParameterTracker
+from hf_trak.gradient_computers.hooked.width_traces import Steps, WidthTraces
 from hf_trak.gradient_computers.hooked.workspace import Workspace, default_block_bytes
 from hf_trak.gradient_computers.outputs import accumulated_gradients, gradients_of, one_per_sample, run_model
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
@@ -52,7 +53,8 @@ class HookedGradientComputer(AbstractGradientComputer):
     two into the layer's per-sample gradients, which go to the sink and are freed.
 
     Before the first batch of a new shape, one sample passes through the model alone. Comparing shapes tells which
-    dimension carries the batch in everything that follows, see `batch_axis`. A batch of one goes through plain
+    dimension carries the batch in everything that follows, see `batch_axis`. What samples of a few widths have shown
+    is computed for others, and confirmed by their batches, see `width_traces`. A batch of one goes through plain
     autograd, unless its gradients take more than [`WHOLE_GRADIENT_BYTES`].
 
     Attributes:
@@ -110,6 +112,7 @@ class HookedGradientComputer(AbstractGradientComputer):
         self._workspace = Workspace() if max_block_bytes is None else Workspace(max_block_bytes)
         self._model_trace = ModelTrace()
         self._sample_traces: OrderedDict[Any, SampleTrace] = OrderedDict()
+        self._width_traces = WidthTraces()
         self._head: torch.nn.Linear | None = None
         self._head_rows = 0
         self.load_model_params(model)
@@ -117,6 +120,7 @@ class HookedGradientComputer(AbstractGradientComputer):
     def load_model_params(self, model: torch.nn.Module) -> None:
         if model is not self.model:
             self._sample_traces.clear()
+            self._width_traces.clear()
             self._model_trace = ModelTrace()
             self.defers = type(self).defers
         self.model = model
@@ -248,6 +252,9 @@ class HookedGradientComputer(AbstractGradientComputer):
             GradientEngineError: the model cannot be understood.
         """
         signature = self._signature(split, side)
+        found = self._forward_as_foretold(signature, split, side, selected, blocks)
+        if found is not None:
+            return found
         for _ in range(MAX_RESTARTS):
             sample_trace = self._sample_traces.get(signature)
             fresh = sample_trace is None
@@ -260,21 +267,71 @@ class HookedGradientComputer(AbstractGradientComputer):
                         self._pass(split.rebuild(_doubled(split)), 2, side, selected, sample_trace, blocks)
                     self._keep(signature, sample_trace)
                 # 2. Capture the batch.
-                return self._pass(split.rows(0, split.size), split.size, side, selected, sample_trace, blocks)
+                found = self._pass(split.rows(0, split.size), split.size, side, selected, sample_trace, blocks)
+                self._learn(signature, split.size, sample_trace, found[0])
+                return found
             # 3. What the pass has found out is in the model trace now: start again.
             except RestartError:
-                self._sample_traces.pop(signature, None)
+                self._forget(signature)
             except NotDeferrableError as error:
                 self._compute_logits(error)
                 self._sample_traces.clear()
+                self._width_traces.clear()
             except UnsupportedError as error:
-                self._sample_traces.pop(signature, None)
+                self._forget(signature)
                 if fresh:  # otherwise another sample may just take another way through the model: look again
                     self._fall_back(error, selected)
         raise GradientEngineError(
             f"The hooked engine cannot make out how {type(self.model).__name__} handles the batch: what it sees "
             "changes from pass to pass. Use the functional or the iterative engine."
         )
+
+    def _forward_as_foretold(
+        self, signature: tuple[Any, ...], split: SplitBatch, side: Side, selected: dict[int, str], blocks: BlockOutput
+    ) -> tuple[HookedPass, Tensor, Tensor] | None:
+        """Run the captured forward pass of a batch at whose width no sample was traced.
+
+        Returns:
+            The results of [`_forward`]; `None` if samples of other widths do not determine the trace, or if the batch
+            does not confirm it. Then all is as it was before.
+        """
+        sample_trace = self._sample_traces.get(signature)
+        if split.size == 1 or (sample_trace is not None and not sample_trace.foretold):
+            return None
+        family, sizes = self._width_traces.family(signature)
+        sample_trace = sample_trace or family.foretell(sizes)
+        if sample_trace is None:
+            return None
+        known = self._model_trace.copy()
+        try:
+            found = self._pass(split.rows(0, split.size), split.size, side, selected, sample_trace, blocks)
+            if _taken_steps(found[0]) in family.orders:
+                self._keep(signature, sample_trace)
+                return found
+            reason = "the batch takes another way through the model"
+        except (RestartError, UnsupportedError, NotDeferrableError, GradientEngineError) as error:
+            reason = str(error)
+        logger.debug("A sample is traced at sizes %s: %s", sizes, reason)
+        family.fail()
+        self._model_trace = known
+        self._sample_traces.pop(signature, None)
+        return None
+
+    def _learn(
+        self, signature: tuple[Any, ...], size: int, sample_trace: SampleTrace, hooked_pass: HookedPass
+    ) -> None:
+        """Note what a traced sample and its batch say about other widths."""
+        # a batch of one does not show where the batch is; blocks that run again see other calls than in this pass
+        if sample_trace.learned or size == 1 or hooked_pass.checkpointed:
+            return
+        family, sizes = self._width_traces.family(signature)
+        family.learn(sizes, sample_trace, _taken_steps(hooked_pass))
+        sample_trace.learned = True
+
+    def _forget(self, signature: tuple[Any, ...]) -> None:
+        """Drop a trace that does not fit, and with it what was learned before more became known about the model."""
+        self._sample_traces.pop(signature, None)
+        self._width_traces.clear()
 
     def _deferring(self, receive: ReceiveHead | None = None) -> AbstractContextManager[Any]:
         """Return a context in which the logits of large batches are deferred, where the model allows that."""
@@ -327,6 +384,8 @@ class HookedGradientComputer(AbstractGradientComputer):
         hooked_pass.postpones = self.postpones
         if hooked_pass.tracing:
             batch = hooked_pass.marked(batch)
+        elif not sample_trace.learned:
+            hooked_pass.steps = []
         try:
             with self.watching(hooked_pass, selected), self._deferring():
                 result = run_model(task, self.model, batch)
@@ -420,6 +479,12 @@ class HookedGradientComputer(AbstractGradientComputer):
             result = run_model(task, self.model, batch)
             output = one_per_sample(task.output(result, batch, side), 1, task)
         return output, task.out_to_loss_grad(result, batch, side).detach(), bool(calls)
+
+
+def _taken_steps(hooked_pass: HookedPass) -> Steps:
+    """Return the steps of a forward pass, of which no more are noted."""
+    steps, hooked_pass.steps = hooked_pass.steps, None
+    return tuple(steps or ())
 
 
 def _doubled(split: SplitBatch) -> dict[Any, Tensor]:

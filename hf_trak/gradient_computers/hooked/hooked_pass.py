@@ -56,8 +56,10 @@ class HookedPass:
         tracing: whether this is the pass of one sample.
         bypass_depth: hooks and the tracker do nothing while it is above zero.
         counters: how many calls there were, by name of the layer or key of the operation.
+        steps: layers and torch functions in order, see `width_traces`; `None` where nobody will ask.
         tracked: the parameter values of the pass, by `id` of the tensor.
         stand_ins: a leaf of the small graphs of parameter values for each attributed parameter.
+        checkpointed: whether blocks of the model may run again in the backward pass.
         postpones: whether the pass runs to its end when the engine does not understand it, because other processes
             make the same pass.
         postponed: the error that the end of the pass is to raise.
@@ -87,12 +89,13 @@ class HookedPass:
         self.tracing = blocks is None
         self.bypass_depth = 0
         self.counters: dict[Any, int] = defaultdict(int)
+        self.steps: list[Any] | None = None
         self.tracked: dict[int, Tracked] = {}
         self.stand_ins: dict[str, Tensor] = {}
         self.postpones = False
         self.postponed: Exception | None = None
         self._blocks = blocks
-        self._checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        self.checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         self._anchors: dict[torch.device, Tensor] = {}
         self._expanded: dict[tuple[int, BatchAxis, int], Tensor] = {}
         self._kept_alive: list[Tensor] = []  # an `id` stays that of one tensor as long as the tensor lives
@@ -133,12 +136,14 @@ class HookedPass:
         Reentrant checkpointing runs its blocks first without a graph, then with one: one sample alone is traced the
         first time, a batch is captured the second time.
         """
-        return torch.is_grad_enabled() or (self.tracing and self._checkpointed)
+        return torch.is_grad_enabled() or (self.tracing and self.checkpointed)
 
     def next_index(self, key: Any) -> int:
         """Count a call, and return how many came before it in this pass."""
         index = self.counters[key]
         self.counters[key] += 1
+        if self.steps is not None:
+            self.steps.append(key)
         return index
 
     def marked(self, batch: Batch) -> Batch:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from hf_trak._compat import unseen_by_modes
 from hf_trak.gradient_computers.hooked.batch_axis import BatchAxis, TensorTrace, UnsupportedError, batch_axis
 
 OpKey = tuple[tuple[str, ...], str]
@@ -67,7 +68,8 @@ class TracedTensor:
                 than in earlier batches.
         """
         if not self.resolved:
-            self.axis = batch_axis(self.trace, tensor, size)
+            with unseen_by_modes():  # the tracker takes it for the model's own operations otherwise
+                self.axis = batch_axis(self.trace, tensor, size)
             self.trace = TensorTrace(self.trace.shape, None)
             self.resolved = True
         expected = list(self.trace.shape)
@@ -100,10 +102,14 @@ class SampleTrace:
     Attributes:
         calls: the calls of hooked modules, by name of the module, in order.
         ops: the operations on parameter values, by key, in order.
+        foretold: whether no sample was traced, see `width_traces`.
+        learned: whether a batch has shown where it is in all tensors, and traces at other widths may be computed.
     """
 
     calls: dict[str, list[OpTrace]] = field(default_factory=lambda: defaultdict(list))
     ops: dict[OpKey, list[OpTrace]] = field(default_factory=lambda: defaultdict(list))
+    foretold: bool = False
+    learned: bool = False
 
     def op(self, key: OpKey, index: int) -> OpTrace:
         """Return the trace of one operation.
@@ -141,6 +147,10 @@ class ModelTrace:
     replayed: dict[str, str] = field(default_factory=dict)
     trapped: dict[OpCallId, str] = field(default_factory=dict)
     unvectorizable: set[tuple[str, ...]] = field(default_factory=set)
+
+    def copy(self) -> "ModelTrace":
+        """Return a copy that stays as it is."""
+        return ModelTrace(**{name: value.copy() for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)

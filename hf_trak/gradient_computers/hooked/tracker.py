@@ -23,6 +23,7 @@ from hf_trak.gradient_computers.hooked.batched_op import HANDLERS, BatchedOp, Op
 from hf_trak.gradient_computers.hooked.hooked_pass import HookedPass
 from hf_trak.gradient_computers.hooked.tensors import is_data, mark_data, outputs_of, tensors_in
 from hf_trak.gradient_computers.hooked.traces import OpKey, OpTrace, ParameterUnsupportedError, RestartError
+from hf_trak.gradient_computers.hooked.width_traces import step_of
 
 
 class ParameterTracker(TorchFunctionMode):
@@ -43,6 +44,8 @@ class ParameterTracker(TorchFunctionMode):
         hooked_pass = self.hooked_pass
         if hooked_pass.bypass_depth or not hooked_pass.recording():
             return func(*args, **kwargs)
+        if hooked_pass.steps is not None:
+            hooked_pass.steps.append(step_of(func, args, kwargs))
         if func is F.multi_head_attention_forward:
             with self:  # its projections are seen one by one
                 return opened_attention(*args, **kwargs)
