@@ -216,7 +216,7 @@ class Loops(Sequenced):
 
 
 class Expanded(Sequenced):
-    """A value of parameters alone, of a size that is not linear in the width, by an operation that may make a batch."""
+    """Expands a parameter to a size that is not linear in the width, by an operation that may as well make a batch."""
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale.expand(x.shape[1] // 4 + 1, 6).sum(0)
