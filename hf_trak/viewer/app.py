@@ -31,7 +31,8 @@ Control = tuple[str, Any]
 
 CSS = """
 .trak-frame { width: 100%; min-height: 8rem; border: 1px solid var(--border-color-primary); border-radius: .5rem; }
-.gradio-container { max-width: 76rem !important; margin: 0 auto !important; }
+.gradio-container { width: 100%; max-width: 76rem !important; margin: 0 auto !important; }
+#answer-file, #rows-file { max-height: 6.5rem; overflow: hidden; }
 """
 
 _FIT = """
@@ -88,7 +89,10 @@ def make_app(session: Session) -> "gradio.Blocks":
     directory = tempfile.TemporaryDirectory(prefix="hf_trak-exports-")
     page = _Page(gr, Handlers(session, Path(directory.name)))
     with gr.Blocks(
-        title=session.title, analytics_enabled=False, delete_cache=(_SECONDS_OF_FILES, _SECONDS_OF_FILES)
+        title=session.title,
+        analytics_enabled=False,
+        fill_width=True,
+        delete_cache=(_SECONDS_OF_FILES, _SECONDS_OF_FILES),
     ) as blocks:
         page.lay_out()
     blocks.queue(default_concurrency_limit=1, max_size=32)
@@ -108,20 +112,22 @@ class _Page:
         gr, rows = self.gr, self.session.rows
         gr.HTML(f"<h1>{message_of(ValueError(self.session.title))}</h1>")
         answer = gr.State(None, time_to_live=_SECONDS_OF_STATE)
+        with gr.Tabs():
+            if isinstance(self.session, IndexSession):
+                with gr.Tab("Ask", id="ask"):
+                    self._ask(self.session, answer)
+            elif isinstance(self.session, RunSession):
+                with gr.Tab("Targets", id="targets"):
+                    self._targets(self.session, answer)
+            with gr.Tab("Rows", id="rows"):
+                self._rows()
+            if rows.searchable and rows.group_columns():
+                with gr.Tab("Groups", id="groups"):
+                    self._groups(answer)
+            with gr.Tab("About", id="about"):
+                gr.HTML(self.handlers.facts(), js_on_load=_FIT, elem_id="about-view")
         if isinstance(self.session, IndexSession):
-            with gr.Tab("Ask", id="ask"):
-                self._ask(self.session, answer)
             self._api(self.session)
-        elif isinstance(self.session, RunSession):
-            with gr.Tab("Targets", id="targets"):
-                self._targets(self.session, answer)
-        with gr.Tab("Rows", id="rows"):
-            self._rows()
-        if rows.searchable and rows.group_columns():
-            with gr.Tab("Groups", id="groups"):
-                self._groups(answer)
-        with gr.Tab("About", id="about"):
-            gr.HTML(self.handlers.facts(), js_on_load=_FIT)
 
     def _ask(self, session: IndexSession, answer: Any) -> None:
         gr = self.gr
@@ -227,7 +233,7 @@ class _Page:
         with gr.Row():
             form = gr.Dropdown(list(FORMATS), value=FORMATS[0], label="Export as", elem_id=f"{name}-form")
             button = gr.Button("Export what is shown", elem_id=f"{name}-export")
-            file = gr.File(label="Exported file", interactive=False, elem_id=f"{name}-file")
+            file = gr.File(label="Exported file", interactive=False, height=90, elem_id=f"{name}-file")
         self._on([button.click], fn, [*before, form, *after], [file])
 
     def _rows(self) -> None:

@@ -161,7 +161,7 @@ class IndexSession(Session):
         rows = without_transform(self._prepare(given))
         generates = self.form.generates and question.predicted
         if generates or (self.form.predicts and question.label is None):
-            rows = model.predict(rows, **({"max_new_tokens": GENERATED_TOKENS} if generates else {}))
+            rows = model.predict(rows, **({"max_new_tokens": self._room(rows)} if generates else {}))
         target = self._shown_target(given, rows, generates)
         if question.rerank is not None:
             return replace(self._reranked(rows, question, ids), target=target)
@@ -177,6 +177,18 @@ class IndexSession(Session):
         tokens = TokenScores(positions, np.ascontiguousarray(scores[:, 1:]))
         whole = np.ascontiguousarray(scores[:, 0])
         return Answer(target, np.arange(self.rows.count), whole, tokens=tokens, prepared=dict(rows[0]))
+
+    def _room(self, rows: Dataset) -> int:
+        """Count the tokens that the model may write after a target. Raises `ValueError` if there is no room."""
+        limit = getattr(getattr(self.attributor.model, "config", None), "max_position_embeddings", None)
+        taken = len(rows.with_format(None)[0]["input_ids"])
+        room = GENERATED_TOKENS if not isinstance(limit, int) else min(GENERATED_TOKENS, limit - taken)
+        if room < 1:
+            raise ValueError(
+                f"The target has {taken:,} tokens, and the model takes {limit:,}. Expected room for an answer. "
+                "Shorten the target."
+            )
+        return room
 
     def _shown_target(self, given: Dataset, rows: Dataset, generates: bool) -> Any:
         """Read what is shown of a target: what was typed, and what the model predicted."""
