@@ -173,6 +173,26 @@ def test_digests_know_tokens_and_not_padding():
     assert int(text_digests(left)) == int(together[0])
 
 
+def test_targets_can_be_asked_of_their_own_negatives_alone():
+    encoder, rows = model(), text_rows(5, ("anchor", "positive", "negative_1", "negative_2"))
+    task = EmbeddingPairsModelOutput(3.0, "dot", target="negatives")
+    batch = prepared(task, encoder, rows)
+    output = encoder(*task.model_inputs(batch)[0])
+    anchor, positive, *others = (torch.stack(one) for one in zip(*(embedded(encoder, r) for r in rows), strict=True))
+    negatives = torch.stack([3.0 * (anchor * other).sum(-1) for other in others])
+    expected = 3.0 * (anchor * positive).sum(-1) - negatives.logsumexp(0)
+    torch.testing.assert_close(task.output(output, batch, "target"), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        task.out_to_loss_grad(output, batch, "target"), (-expected).sigmoid(), rtol=1e-4, atol=1e-6
+    )
+    same = EmbeddingPairsModelOutput(3.0, "dot")
+    prepared(same, encoder, rows)
+    torch.testing.assert_close(task.output(output, batch), same.output(output, batch, "target"))
+    pairs = TextsCollator(collate)(text_rows(3))
+    with pytest.raises(ValueError, match="a column `negative`"):
+        task.output(encoder(*task.model_inputs(pairs)[0]), pairs, "target")
+
+
 def test_labels_drawn_from_the_model_have_its_probabilities():
     encoder, rows = model(), text_rows(4)
     task = EmbeddingPairsModelOutput(3.0)
@@ -290,6 +310,7 @@ def test_columns_that_cannot_share_a_pass_are_refused(entries, message):
         ({"directions": ("doc_to_query",)}, "query_to_doc"),
         ({"directions": ("query_to_doc", "doc_to_doc"), "partition": "per_direction"}, "positive of their own"),
         ({"partition": "both"}, "`partition`"),
+        ({"target": "hard"}, "`target`"),
     ],
 )
 def test_arguments_are_checked(arguments, message):
@@ -355,6 +376,8 @@ def test_features_of_a_trainer_are_gradients_of_single_rows(tmp_path):
         assert (features[place] - expected).norm() < 1e-5 * expected.norm()
     scored = own.attribute([{"id": 1, "positive": rows[2]["positive"], "anchor": rows[2]["anchor"]}], top_k=3)
     assert scored[0]["trak_indices"][0] == 2
+    third = {"negative": "1 2 3", **rows[2]}
+    assert own.featurizer().batches([third]).collated([0])["input_ids"].shape[1] == 3
     with pytest.raises(ValueError, match=r"not \['positive'\]"):
         own.attribute([{"anchor": "1 2"}])
 

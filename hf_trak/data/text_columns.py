@@ -117,7 +117,7 @@ class TextColumns(ColumnsCollator):
     """The collator of a trainer of embeddings, which is given the columns of the training rows in their order.
 
     It takes every column for a text, and their order for their meaning: rows of targets may be dictionaries in another
-    order, and with other columns beside.
+    order, and with other columns beside. Of these, only such as `negative` and `negative_1` are texts, too.
     """
 
     every_column = True
@@ -142,7 +142,8 @@ class TextColumns(ColumnsCollator):
         """
         if not rows or not isinstance(rows[0], Mapping) or not self.texts:
             return self.collator(rows)
-        kept = [name for name in (*self.texts, *self.labels) if name in rows[0]]
+        negatives = sorted(name for name in rows[0] if name.startswith("negative") and name not in self.texts)
+        kept = [name for name in (*self.texts, *negatives, *self.labels) if name in rows[0]]
         if missing := [name for name in self.texts[:2] if name not in kept]:
             raise ValueError(
                 f"A row has the columns {list(rows[0])}, and not {missing}. Expected the texts of the training rows, "

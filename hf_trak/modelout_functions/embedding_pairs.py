@@ -38,6 +38,7 @@ DEFAULT_SIMULATED_BATCH_SIZE = 300
 Similarity = Literal["cosine", "dot"]
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 Partition = Literal["joint", "per_direction"]
+Contrast = Literal["simulated", "negatives"]
 
 _LEFT_OUT = -1e30
 """Logit of candidates that do not count: finite, so that draws and gradients stay so."""
@@ -66,6 +67,7 @@ class EmbeddingPairsModelOutput(EmbeddingModelOutput):
         simulated_batch_size: int | None = None,
         directions: Sequence[Direction] = ("query_to_doc",),
         partition: Partition = "joint",
+        target: Contrast = "simulated",
         seed: int | None = None,
     ) -> None:
         """
@@ -85,6 +87,9 @@ class EmbeddingPairsModelOutput(EmbeddingModelOutput):
             partition (`str`, *optional*, defaults to `"joint"`):
                 `"joint"` has one softmax over the candidates of all directions, `"per_direction"` one for each; f is
                 then the sum of their logits, and q the mean of their error probabilities.
+            target (`str`, *optional*, defaults to `"simulated"`):
+                f on the target side: `"simulated"` as for training rows, `"negatives"` for s ⟨a, p⟩ − log Σ_h e^{s
+                ⟨a, n_h⟩}, which asks why a target's own negatives are ranked above or below its positive.
             seed (`int`, *optional*):
                 Seed of the draw, at least 0. `None` takes the seed of the run, or 0 outside of one.
 
@@ -95,6 +100,8 @@ class EmbeddingPairsModelOutput(EmbeddingModelOutput):
         super().__init__()
         if similarity not in get_args(Similarity):
             raise ValueError(f"`similarity` is {similarity!r}. Expected one of {list(get_args(Similarity))}.")
+        if target not in get_args(Contrast):
+            raise ValueError(f"`target` is {target!r}. Expected one of {list(get_args(Contrast))}.")
         if partition not in get_args(Partition):
             raise ValueError(f"`partition` is {partition!r}. Expected one of {list(get_args(Partition))}.")
         unknown = [each for each in directions if each not in get_args(Direction)]
@@ -116,6 +123,7 @@ class EmbeddingPairsModelOutput(EmbeddingModelOutput):
         )
         self.directions = tuple(directions)
         self.partition = partition
+        self.target = target
         self.seed = None if seed is None else checked_int(seed, "seed", 0)
         self._own_seed = seed is not None
         self._bank: _Bank | None = None
@@ -192,12 +200,16 @@ class EmbeddingPairsModelOutput(EmbeddingModelOutput):
     # -- f and q -----------------------------------------------------------------------------------------------------
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        if side == "target" and self.target == "negatives":
+            return _logit(self._own_candidates(model_output, batch))
         logits = [_logit(candidates) for candidates in self._softmaxes(model_output, batch)]
         return logits[0] if len(logits) == 1 else torch.stack(logits).sum(dim=0)
 
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         with torch.no_grad():
             self._check_weights()
+            if side == "target" and self.target == "negatives":
+                return torch.sigmoid(-_logit(self._own_candidates(model_output, batch)))
             errors = [torch.sigmoid(-_logit(each)) for each in self._softmaxes(model_output, batch, check=True)]
             return torch.stack(errors).mean(dim=0)
 
@@ -220,6 +232,19 @@ class EmbeddingPairsModelOutput(EmbeddingModelOutput):
             )
         logits = softmaxes[0].unsqueeze(1)
         return draws.log_likelihoods(logits, torch.ones_like(logits[..., 0], dtype=torch.bool)).squeeze(1)
+
+    def _own_candidates(self, model_output: Any, batch: Batch) -> Tensor:
+        """Compute the logits of every row's own texts, `(B, C - 1)`, the positive first."""
+        embeddings = self.embeddings(model_output, batch)
+        if embeddings.shape[1] < 3:
+            raise ValueError(
+                f"`target` is 'negatives', and the rows have {embeddings.shape[1]} column(s) of texts. Expected "
+                "anchor, positive, and one negative or more. Give targets a column `negative`."
+            )
+        with torch.autocast(embeddings.device.type, enabled=False):
+            if self.similarity == "cosine":
+                embeddings = normalize(embeddings, dim=-1)
+            return self.scale * (embeddings[:, 1:] @ embeddings[:, 0].unsqueeze(-1)).squeeze(-1)
 
     def _softmaxes(self, model_output: Any, batch: Batch, check: bool = False) -> list[Tensor]:
         """Compute the logits of all candidates, one tensor `(B, 1 + …)` for each softmax, the positive first.
