@@ -19,6 +19,7 @@ from transformers import (
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.data.packing import cut_at_rows, split_documents
+from hf_trak.data.row_lengths import row_lengths
 
 
 def qwen() -> Qwen3ForCausalLM:
@@ -205,22 +206,40 @@ def test_long_packed_rows_are_not_taken_for_long_documents(tmp_path: Path) -> No
         attributed(tmp_path / "b", model, long, DataCollatorWithFlattening()).featurize()
 
 
-def test_rows_laid_end_to_end_are_sorted_by_length(tmp_path: Path) -> None:
-    """Within a shard, so that little of a batch is padding; other rows stay in their order."""
+def test_rows_are_sorted_by_length(tmp_path: Path) -> None:
+    """Within a shard, longest first, so that little of a batch is padding; where no length is stored, they are not."""
     rows, model = documents(), llama()
     free = attributed(
         tmp_path / "free", model, rows, DataCollatorWithFlattening(), shard_size=8, per_device_batch_size=2
     )
     batches = free.featurizer().batches(rows)
     lengths = [len(row["input_ids"]) for row in rows]
-    for shard in (range(8), range(8, 11)):
-        cut = batches.cuts(shard, 2)
-        assert sorted(row for part in cut for row in part) == list(shard)
-        assert [lengths[row] for part in cut for row in part] == sorted(lengths[row] for row in shard)
     padded = attributed(tmp_path / "padded", model, rows, DataCollatorForTokenClassification(tokenizer()))
+    for divided in (batches, padded.featurizer().batches(rows)):
+        for shard in (range(8), range(8, 11)):
+            cut = divided.cuts(shard, 2)
+            assert sorted(row for part in cut for row in part) == list(shard)
+            assert [lengths[row] for part in cut for row in part] == sorted(lengths[row] for row in shard)[::-1]
     expected = features(padded)
-    assert padded.featurizer().batches(rows).cuts(range(3, 8), 2) == [range(3, 5), range(5, 7), range(7, 8)]
     assert_same(features(free), expected)
+    unknown = padded.featurizer().batches([rows[row] for row in range(len(rows))])
+    assert unknown.cuts(range(3, 8), 2) == [range(3, 5), range(5, 7), range(7, 8)]
+    in_order = attributed(tmp_path / "order", model, list(rows), DataCollatorForTokenClassification(tokenizer()))
+    assert_same(features(in_order), expected)
+
+
+def test_lengths_of_rows_are_read_without_the_rows() -> None:
+    """Of the columns that collators pad; `None` where nothing is stored, or a transform makes the rows."""
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [], [4]], "labels": [0, 1, 2], "note": ["a", "bb", "ccc"]})
+    assert row_lengths(rows, range(3)) == [3, 0, 1]
+    assert row_lengths(rows.select([2, 0]), range(2)) == [1, 3]
+    assert row_lengths(rows.with_format("torch"), range(1, 3)) == [0, 1]
+    pairs = rows.add_column("chosen_ids", [[1], [2, 3], None])
+    assert row_lengths(pairs, range(3)) == [4, 2, 1]
+    assert row_lengths(rows.with_transform(lambda batch: batch), range(3)) is None
+    assert row_lengths(rows.remove_columns("input_ids"), range(3)) is None
+    assert row_lengths(list(rows), range(3)) is None
+    assert row_lengths(Dataset.from_dict({"input_ids": ["text", "not tokens"]}), range(2)) is None
 
 
 def test_what_is_cut_and_what_is_not() -> None:

@@ -20,6 +20,7 @@ from hf_trak.data.generators import generators_kept
 from hf_trak.data.images import ImageTokens, SplitRows, image_sizes, split_at_images
 from hf_trak.data.model_inputs import check_rows, stored_columns
 from hf_trak.data.packing import TOKENS, cut_at_rows
+from hf_trak.data.row_lengths import row_lengths
 from hf_trak.identity.collation import Collate, drawn_at_random, probe_rows
 from hf_trak.identity.row_digest import fingerprint_dataset as fingerprint_dataset
 from hf_trak.identity.row_digest import update_digest as update_digest
@@ -248,10 +249,10 @@ class RowBatches:
     def cuts(self, rows: range, batch_size: int) -> list[Sequence[int]]:
         """Divide rows into batches. The division depends on these rows, the size and the collator alone.
 
-        Rows that the collator lays end to end come in the order of their lengths, since they are padded here: in
-        another order, most of a batch of short and long rows would be padding, which the training does not have. Rows
-        of images, for models of images and text, are grouped by the sizes of these, since rows of different sizes
-        cannot share a batch.
+        Rows of tokens come in the order of their lengths, longest first, where these are stored or the collator lays
+        rows end to end: in another order, most of a batch of short and long rows would be padding. Rows of images, for
+        models of images and text, are grouped by the sizes of these, since rows of different sizes cannot share a
+        batch.
 
         Args:
             rows: consecutive row numbers.
@@ -260,8 +261,7 @@ class RowBatches:
         if self._end_to_end is None:
             self._end_to_end = self._lays_end_to_end(rows)
         if self._end_to_end:
-            lengths = {row: len(self._row(row)[TOKENS]) for row in rows}
-            return _cut(sorted(rows, key=lambda row: (lengths[row], row)), batch_size)
+            return _cut_by_length(rows, [len(self._row(row)[TOKENS]) for row in rows], batch_size)
         if self._images is not None and self._images.image is not None and batch_size > 1:
             sizes = None if getattr(self.dataset, "sequential", False) else image_sizes(self.dataset, rows)
             if sizes is not None:
@@ -269,6 +269,10 @@ class RowBatches:
                 for row in rows:
                     alike.setdefault(sizes[row], []).append(row)
                 return [cut for group in alike.values() for cut in _cut(group, batch_size)]
+        elif 1 < batch_size < len(rows):
+            lengths = row_lengths(self.dataset, rows)
+            if lengths is not None and len(set(lengths)) > 1 and not self.drawn:
+                return _cut_by_length(rows, lengths, batch_size)
         return list(batch_rows(rows.start, rows.stop, batch_size))
 
     def _lays_end_to_end(self, rows: range) -> bool | None:
@@ -326,6 +330,15 @@ class RowBatches:
 
 def _cut(rows: Sequence[int], batch_size: int) -> list[Sequence[int]]:
     return [rows[first : first + batch_size] for first in range(0, len(rows), batch_size)]
+
+
+def _cut_by_length(rows: range, lengths: Sequence[int], batch_size: int) -> list[Sequence[int]]:
+    """Divide rows into batches of similar lengths, and keep the order of rows of one length.
+
+    The longest come first, so that a batch that is too large for the memory, and an engine that is wrong for a model,
+    are noticed at once.
+    """
+    return _cut(sorted(rows, key=lambda row: -lengths[row - rows.start]), batch_size)
 
 
 def _as_it_is(batch: Any) -> Any:
