@@ -19,7 +19,7 @@ import pytest
 import yaml
 from datasets import Dataset
 from hub_server import TOKEN, Hub, client, hub
-from viewer_runs import QUICK, child_environment, language_index
+from viewer_runs import QUICK, child_environment, language_rows
 
 from hf_trak.cli.main import main
 from hf_trak.hub.space import push_space
@@ -33,7 +33,7 @@ INDEX = "tester/index"
 def pushed(hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """An index whose rows come from the dataset repo `tester/rows`, pushed with its viewer."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    language_index(tmp_path)
+    language_rows(tmp_path)
     weights = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     hub.put("model", "tester/model", weights)
     rows = Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
@@ -122,7 +122,8 @@ def started(space: Path, hub: Hub) -> Iterator[str]:
 
 def ask(url: str, texts: dict[str, str]) -> list[dict[str, Any]]:
     """Ask over HTTP, as any program can."""
-    request = urllib.request.Request(f"{url}gradio_api/call/attribute", json.dumps({"data": [texts]}).encode())
+    data = [texts, None, 10, "", None, 0, False]
+    request = urllib.request.Request(f"{url}gradio_api/call/attribute", json.dumps({"data": data}).encode())
     request.add_header("Content-Type", "application/json")
     with urllib.request.urlopen(request, timeout=60) as answer:
         event = json.load(answer)["event_id"]

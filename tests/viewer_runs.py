@@ -37,8 +37,8 @@ def texts(n: int = N) -> list[str]:
     return [f"{text} {BAD[i // 2 % len(BAD)]}" if i % 2 else text for i, text in enumerate(plain)]
 
 
-def language_index(directory: Path, n: int = N) -> Path:
-    """Featurize texts with a tiny GPT-2 from the command line. Returns the output directory."""
+def language_rows(directory: Path, n: int = N) -> None:
+    """Write a tiny GPT-2 to `model/`, and texts to `rows.jsonl`."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=30, n_embd=8, n_layer=1, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2)
     GPT2LMHeadModel(config).save_pretrained(directory / "model")
@@ -47,6 +47,11 @@ def language_index(directory: Path, n: int = N) -> Path:
     tokenizer.save_pretrained(directory / "model")
     rows = {"text": texts(n), "topic": [f"<b>{'ab'[i % 2]}</b>" for i in range(n)]}
     Dataset.from_dict(rows).to_json(directory / "rows.jsonl")
+
+
+def language_index(directory: Path) -> Path:
+    """Featurize texts with a tiny GPT-2 from the command line. Returns the output directory."""
+    language_rows(directory)
     arguments = ("--model", str(directory / "model"), "--train_dataset", str(directory / "rows.jsonl"))
     more = ("--text_columns", "text", "--output_dir", str(directory / "trak"), "--max_length", "32")
     assert main(["featurize", *arguments, *more, *QUICK, "--json"]) == 0

@@ -171,6 +171,8 @@ class TrainRows:
 
     def _containing(self, text: str) -> np.ndarray:
         names = [name for name in self.columns.texts if name in self._rows.features]
+        if not names:
+            return np.zeros(len(self._rows), dtype=bool)
         found = []
         for table in self._tables(names):
             mask = np.zeros(len(table), dtype=bool)
