@@ -112,6 +112,7 @@ def test_uploaded_images_are_predicted_or_labelled(images: IndexSession) -> None
     assert predicted.target.prediction in ("dark", "light") and predicted.target.label is None
     same = images.ask(Question(upload=data, label=predicted.target.prediction))
     assert np.allclose(predicted.scores, same.scores, rtol=1e-4, atol=1e-6 * np.abs(same.scores).max())
+    assert len(images.rows.matching(RowFilter("a"))) == 0, "there is no text to search"
     html, shown = answer_page(images, same, 3, RowFilter(label="dark"))
     assert {images.rows.content(int(same.rows[place])).label for place in (*shown.helped, *shown.harmed)} == {"dark"}
     assert html.count('class="picture"') == 1 + len(shown.helped) + len(shown.harmed)

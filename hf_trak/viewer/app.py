@@ -205,7 +205,10 @@ class _Page:
         with gr.Row():
             number = gr.Number(10, label="Rows of each end", precision=0, minimum=1, maximum=MOST_ROWS, visible=count)
             text = gr.Textbox(
-                label="Search in rows", max_length=200, elem_id=f"{name}-search", visible=rows.searchable
+                label="Search in rows",
+                max_length=200,
+                elem_id=f"{name}-search",
+                visible=rows.searchable and bool(rows.columns.texts),
             )
             labels = rows.labels() if rows.searchable else []
             label = gr.Dropdown(

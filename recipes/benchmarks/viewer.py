@@ -112,7 +112,8 @@ def others(title: str, handlers: Handlers, values: dict[str, Any]) -> None:
     show(title, "another λ, first question", timed(partial(asked, handlers, other)))
     show(title, "another λ, second question", timed(partial(asked, handlers, other)))
     found = handlers.ask(other)
-    show(title, "another filter of the same answer", timed(lambda: handlers.answer(found, Listing(10, "word7"))))
+    keep = {"label": "7"} if handlers.session.rows.labels() else {"text": "word7"}
+    show(title, "another filter of the same answer", timed(lambda: handlers.answer(found, Listing(10, **keep))))
     show(title, "self-influence of all rows, once", timed(handlers.session.self_influence))
 
 
@@ -180,7 +181,8 @@ def digit_rows(place: Path, count: int) -> tuple[Path, Path, int]:
     names = [str(number) for number in range(10)]
     config = ViTConfig(
         image_size=32, patch_size=8, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
-        intermediate_size=256, id2label=dict(enumerate(names)), label2id={name: number for number, name in enumerate(names)},
+        intermediate_size=256, id2label=dict(enumerate(names)),
+        label2id={name: number for number, name in enumerate(names)},
     )  # fmt: skip
     model = ViTForImageClassification(config)
     model.save_pretrained(place / "vit")
