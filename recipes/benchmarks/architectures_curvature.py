@@ -36,9 +36,13 @@ Row = dict[str, Any]
 class Findings:
     """What was found, one architecture a line, in a file from which an interrupted run goes on."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
+        """
+        Args:
+            path: the file; with `None`, nothing is kept.
+        """
         self._path = path
-        lines = path.read_text().splitlines() if path.is_file() else []
+        lines = path.read_text().splitlines() if path is not None and path.is_file() else []
         self._found = {(one["head"], one["architecture"]): one for one in map(json.loads, lines)}
 
     def __contains__(self, key: tuple[str, str]) -> bool:
@@ -50,8 +54,9 @@ class Findings:
     def add(self, head: str, architecture: str, found: Row) -> Row:
         """Write what was found, and return it."""
         row = {"head": head, "architecture": architecture, **found}
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
         self._found[head, architecture] = row
         return row
 
