@@ -298,6 +298,34 @@ def test_preferences(place: Path) -> None:
     assert_documented(place / "trak-dpo", "trak")
 
 
+def test_embeddings(place: Path) -> None:
+    st = pytest.importorskip("sentence_transformers")
+    from sentence_transformers.sentence_transformer import losses, modules
+    from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
+
+    words = word_tokenizer()
+    tiny_bert().base_model.save_pretrained("encoder")
+    words.save_pretrained("encoder")
+    tower = modules.Transformer("encoder")
+    model = st.SentenceTransformer(modules=[tower, modules.Pooling(8)], device="cpu")
+    texts = [f"the {word} film" for word in ("good", "bad", "dull", "great")]
+    pairs = Dataset.from_dict({"anchor": texts, "positive": [f"a {text.split()[1]} fox" for text in texts]})
+    args = st.SentenceTransformerTrainingArguments("training", use_cpu=True, report_to=[])
+    trainer = st.SentenceTransformerTrainer(
+        model, args, train_dataset=pairs, loss=losses.MultipleNegativesRankingLoss(model)
+    )
+    labelled = Dataset.from_dict({"one": texts, "other": texts[::-1], "labels": [0, 1, 1, 0]})
+    namespace = {
+        "trainer": trainer, "model": model, "pairs": pairs, "pairs_with_labels": labelled, "tokenizer": words,
+        "collator": SentenceTransformerDataCollator(model.preprocess), "classifier": tiny_bert(),
+    }  # fmt: skip
+    run_page("docs/embeddings.md", namespace, hf_trak_command)
+    assert len(namespace["scored"][0]["trak_indices"]) == len(namespace["why"][0]["trak_indices"]) == 3
+    assert namespace["plain"].featurize().store.train(0).unwritten() == []
+    assert namespace["reranker"].featurize().store.train(0).unwritten() == []
+    assert_documented(place / "trak-embeddings", "trak")
+
+
 def test_diffusion(place: Path) -> None:
     class Unet(torch.nn.Module):
         def __init__(self) -> None:
@@ -476,6 +504,7 @@ RUN_HERE = {
     "docs/randomness.md",
     "docs/packing.md",
     "docs/preferences.md",
+    "docs/embeddings.md",
     "docs/diffusion.md",
     "docs/vision_language.md",
     "docs/engines.md",

@@ -15,7 +15,11 @@ import ecosystem
 
 FIRST = [(cases[0], group) for group, cases in ecosystem.GROUPS.items()]
 REST = [(case, group) for group, cases in ecosystem.GROUPS.items() for case in cases[1:]]
-PACKAGES = {"diffusers: `UNet2DModel`": "diffusers", "the model inside of a LightningModule": "lightning"}
+PACKAGES = {
+    "diffusers: `UNet2DModel`": "diffusers",
+    "the model inside of a LightningModule": "lightning",
+    **{case.title: "sentence_transformers" for case in ecosystem.GROUPS["sentence-transformers"]},
+}
 
 
 @pytest.fixture(autouse=True)

@@ -166,20 +166,24 @@ def test_a_router_is_refused(tmp_path):
         stacked_texts({"a_input_ids": torch.ones(1, 1, dtype=torch.long), "a_task": "query"})
 
 
-def test_a_cross_encoder_is_a_classifier_of_pairs(tmp_path):
+@pytest.mark.parametrize("classes", [2, 1])
+def test_a_cross_encoder_is_a_classifier_of_pairs(tmp_path, classes):
     torch.manual_seed(0)
-    BertForSequenceClassification(bert(num_labels=2)).save_pretrained(tmp_path / "model")
+    BertForSequenceClassification(bert(num_labels=classes)).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     cross = CrossEncoder(str(tmp_path / "model"), device="cpu")
     rows = columns(5, "one", "two")
     pairs = list(zip(*rows.values(), strict=True))
     tokens = cross.tokenizer(*rows.values(), truncation=True)
-    dataset = Dataset.from_dict({**tokens, "labels": [0, 1, 1, 0, 1]})
+    labels = [0, 1, 1, 0, 1]
+    dataset = Dataset.from_dict({**tokens, "labels": labels if classes == 2 else [[label] for label in labels]})
     trak = TrakConfig(str(tmp_path / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True)
-    own = TrakAttributor(cross[0].model, trak, dataset, processing_class=cross.tokenizer).featurize()
+    task = None if classes == 2 else "multi_label_classification"
+    own = TrakAttributor(cross[0].model, trak, dataset, processing_class=cross.tokenizer, task=task).featurize()
     features = torch.cat([shard.grads for shard in own.store.train(0)])
-    for row, (pair, label) in enumerate(zip(pairs, dataset["labels"], strict=True)):
+    for row, (pair, label) in enumerate(zip(pairs, labels, strict=True)):
         scores = cross[0].model(**cross.tokenizer(*pair, return_tensors="pt")).logits[0]
-        gradients = torch.autograd.grad(scores[label] - scores[1 - label], list(cross[0].model.parameters()))
+        margin = scores[label] - scores[1 - label] if classes == 2 else scores[0] * (2 * label - 1)
+        gradients = torch.autograd.grad(margin, list(cross[0].model.parameters()))
         expected = torch.cat([one.flatten() for one in gradients])
         assert (features[row] - expected).norm() < 1e-5 * expected.norm()

@@ -2,6 +2,7 @@
 
 from ecosystem_cases.adapters import ADAPTERS
 from ecosystem_cases.case import EcosystemCase
+from ecosystem_cases.embeddings import EMBEDDINGS
 from ecosystem_cases.images import IMAGES
 from ecosystem_cases.language import LANGUAGE
 from ecosystem_cases.others import OTHERS
@@ -13,6 +14,7 @@ from ecosystem_cases.wrapped import WRAPPED
 GROUPS: dict[str, tuple[EcosystemCase, ...]] = {
     "Trainer and its collators": TASKS,
     "TRL": (*SFT, *PREFERENCES),
+    "sentence-transformers": EMBEDDINGS,
     "PEFT": ADAPTERS,
     "Families of models": LANGUAGE,
     "Images": IMAGES,

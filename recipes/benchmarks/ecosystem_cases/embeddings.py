@@ -1,0 +1,85 @@
+"""sentence-transformers, and what is built on it."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from datasets import Dataset
+
+from ecosystem_cases.case import VOCABULARY, EcosystemCase, texts, tokenizer
+from hf_trak import TrakAttributor, TrakConfig
+
+LABELS = [0, 1, 1, 0, 1, 0]
+
+
+def bert(**options: Any) -> hf.BertConfig:
+    return hf.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=64, pad_token_id=0, **options,
+    )  # fmt: skip
+
+
+def encoder(directory: Path) -> Any:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+    torch.manual_seed(0)
+    hf.BertModel(bert()).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    words = Transformer(str(directory))
+    return SentenceTransformer(
+        modules=[words, Pooling(words.get_embedding_dimension()), Normalize()], device="cpu"
+    ).eval()
+
+
+def columns(*names: str) -> dict[str, Any]:
+    return {name: texts(6, place) for place, name in enumerate(names)}
+
+
+def trained(directory: Path, args: TrakConfig, *, loss: str, names: tuple[str, ...], labels: bool = False) -> Any:
+    import sentence_transformers as st
+    from sentence_transformers.sentence_transformer import losses
+
+    model = encoder(directory / "model")
+    own = st.SentenceTransformerTrainingArguments(str(directory / "out"), use_cpu=True, report_to=[])
+    rows = Dataset.from_dict({**columns(*names), **({"label": LABELS} if labels else {})})
+    trainer = st.SentenceTransformerTrainer(model, own, train_dataset=rows, loss=getattr(losses, loss)(model))
+    return TrakAttributor.from_trainer(trainer, args)
+
+
+def cross_encoder(directory: Path, args: TrakConfig) -> TrakAttributor:
+    from sentence_transformers.cross_encoder import CrossEncoder
+
+    torch.manual_seed(0)
+    hf.BertForSequenceClassification(bert(num_labels=2)).save_pretrained(directory / "model")
+    tokenizer().save_pretrained(directory / "model")
+    made = CrossEncoder(str(directory / "model"), device="cpu")
+    rows = Dataset.from_dict({**made.tokenizer(texts(6), texts(6, 1)), "labels": LABELS})
+    return TrakAttributor(made[0].model, args, rows, processing_class=made.tokenizer)
+
+
+EMBEDDINGS = (
+    EcosystemCase(
+        "`SentenceTransformerTrainer`: `MultipleNegativesRankingLoss`, pairs",
+        partial(trained, loss="MultipleNegativesRankingLoss", names=("anchor", "positive")),
+    ),
+    EcosystemCase(
+        "`SentenceTransformerTrainer`: `MultipleNegativesRankingLoss`, hard negatives",
+        partial(trained, loss="MultipleNegativesRankingLoss", names=("anchor", "positive", "negative")),
+    ),
+    EcosystemCase(
+        "`SentenceTransformerTrainer`: `CosineSimilarityLoss`",
+        partial(trained, loss="CosineSimilarityLoss", names=("one", "other"), labels=True),
+    ),
+    EcosystemCase(
+        "`SentenceTransformerTrainer`: `ContrastiveLoss`",
+        partial(trained, loss="ContrastiveLoss", names=("one", "other"), labels=True),
+    ),
+    EcosystemCase(
+        "`SentenceTransformerTrainer`: `TripletLoss`",
+        partial(trained, loss="TripletLoss", names=("anchor", "positive", "negative")),
+    ),
+    EcosystemCase("`CrossEncoder`", cross_encoder, "its `[0].model`, tokenized pairs"),
+)
