@@ -10,19 +10,15 @@ from torch import Tensor
 from hf_trak.errors import GradientEngineError, NonFiniteError, PeerProcessError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.engine_check import BatchIndependence, check_against
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.gradient_computers.functional import FunctionalGradientComputer
 from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
+from hf_trak.gradient_computers.kept_pass import KEPT_BYTES, KeptPass
 from hf_trak.gradient_computers.memory import is_out_of_memory
 from hf_trak.gradient_computers.padding import CollatedAlone, PaddingSearch, RowAlone
-from hf_trak.gradient_computers.self_check import (
-    Reference,
-    Samples,
-    check_against,
-    check_batch_independence,
-    reference_of,
-)
+from hf_trak.gradient_computers.self_check import Reference, Samples, reference_of
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 from hf_trak.modelout_functions.deferred_logits import in_chunks
 
@@ -53,8 +49,9 @@ class AutoGradientComputer(AbstractGradientComputer):
     """Tries engines in order, and keeps the first whose gradients are those of plain autograd on each sample alone.
 
     The check takes two samples of the first batch (and of the first batch of another kind: another side, other keys).
-    It costs one extra pass over that batch and one forward and backward pass of each of the two samples; in half
-    precision, another two of each, to measure what rounding does.
+    It costs one forward and backward pass of each of the two samples; in half precision, another two of each, to
+    measure what rounding does. Where all gradients of the batch take more than [`KEPT_BYTES`], the batch is passed
+    through the model once more.
 
     A batch that is already padded does not show what padding does to a sample. Callers that can collate a row alone
     set `collated_alone` before each batch: then the first padded row that is found (see `padding`) is compared with
@@ -129,6 +126,7 @@ class AutoGradientComputer(AbstractGradientComputer):
         self._checked: set[tuple[object, ...]] = set()
         self._padding: dict[tuple[object, ...], PaddingSearch] = defaultdict(PaddingSearch)
         self._refusals: list[str] = []
+        self._kept: KeptPass | None = None
 
     def use(self, engine: str | None) -> None:
         """Take an engine that has been checked on another task of the same model, and check it no more.
@@ -158,10 +156,13 @@ class AutoGradientComputer(AbstractGradientComputer):
             return self.modelout_fn.get_out_to_loss_grad(self.model, weights, buffers, batch)
 
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
-        return self._ready(batch, side).stream(batch, sink, side)
+        computer = self._ready(batch, side, sink)
+        kept, self._kept = self._kept, None
+        outputs = None if kept is None else kept.hand_on(sink, self.device)
+        return computer.stream(batch, sink, side) if outputs is None else outputs
 
-    def _ready(self, batch: Batch, side: Side) -> AbstractGradientComputer:
-        """Choose and check the engine for this batch."""
+    def _ready(self, batch: Batch, side: Side, sink: GradientSink | None = None) -> AbstractGradientComputer:
+        """Choose and check the engine for this batch, and keep the checked pass for the sink if it is small."""
         split = SplitBatch.of(batch)
         # a batch of one cannot show that samples mix, so a larger one is checked again
         kind = (side, split.keys, split.size > 1)
@@ -173,7 +174,7 @@ class AutoGradientComputer(AbstractGradientComputer):
             return self._computer
         samples = Samples.of(batch, side, apart)
         reference = self._reference(samples) if self.self_check else None
-        computer = self._chosen(reference, samples)
+        computer = self._chosen(reference, samples, self._if_small(sink, split.size))
         if reference is not None:
             self._checked.add(kind)
             search.finished |= apart is not None and apart.padded and apart.row in reference.rows
@@ -182,16 +183,33 @@ class AutoGradientComputer(AbstractGradientComputer):
             self._announce()
         return computer
 
-    def _chosen(self, reference: Reference | None, samples: Samples) -> AbstractGradientComputer:
+    def _if_small(self, sink: GradientSink | None, size: int) -> GradientSink | None:
+        """Return the sink if the gradients of a batch are as it wants them, and few enough to be kept."""
+        if sink is None or self.dtype is not None:
+            return None
+        parameters = dict(self.model.named_parameters())
+        row_bytes = sum(slot.numel * parameters[slot.name].element_size() for slot in self.layout.slots)
+        return sink if size * row_bytes <= KEPT_BYTES else None
+
+    def _chosen(
+        self, reference: Reference | None, samples: Samples, sink: GradientSink | None
+    ) -> AbstractGradientComputer:
         """Return the engine in use, or the next one, that has the gradients of the reference."""
+        if reference is None:
+            return self._computer or self._next()
+        independence = BatchIndependence(reference, samples, self.modelout_fn, self.model)
         while True:
             try:
                 computer = self._computer or self._next()
-                if reference is not None:
-                    self._check(computer, reference, samples.batch, samples.side)
+                if not isinstance(computer, HookedGradientComputer):  # they may take samples one at a time
+                    independence.require()
+                self._kept = self._check(computer, reference, samples, independence, sink)
                 return computer
             except Exception as error:  # an engine may fail in any way; plain autograd has just not failed
-                self._refuse(error)
+                failure = error
+            if not (is_out_of_memory(failure) or isinstance(failure, _NOT_OF_ENGINES)):
+                independence.require()  # is it the batch that is wrong?
+            self._refuse(failure)
 
     def _refuse(self, error: Exception) -> None:
         """Go on to the next engine, and keep the reason for the log.
@@ -223,7 +241,7 @@ class AutoGradientComputer(AbstractGradientComputer):
             ) from error
 
     def _reference(self, samples: Samples) -> Reference | None:
-        """Take the gradients by plain autograd, and make sure that samples do not mix.
+        """Take the gradients by plain autograd.
 
         An error here is about the model or the batch, and no other engine is tried.
         """
@@ -235,10 +253,6 @@ class AutoGradientComputer(AbstractGradientComputer):
         reference = reference_of(plain, samples)
         if reference is not None:
             self.half_precision = reference.tolerance.ceiling is not None
-        if reference is None or SplitBatch.of(samples.batch).size == 1:
-            return reference
-        if isinstance(self.modelout_fn, BatchedModelOutput):
-            check_batch_independence(reference, self.modelout_fn, samples.batch, samples.side, self.model)
         return reference
 
     def _announce(self) -> None:
@@ -256,12 +270,19 @@ class AutoGradientComputer(AbstractGradientComputer):
             " | ".join(self._refusals),
         )
 
-    def _check(self, computer: AbstractGradientComputer, reference: Reference, batch: Batch, side: Side) -> None:
+    def _check(
+        self,
+        computer: AbstractGradientComputer,
+        reference: Reference,
+        samples: Samples,
+        independence: BatchIndependence,
+        sink: GradientSink | None,
+    ) -> KeptPass | None:
         """Run [`check_against`] at the precision of the parameters rather than that of the features."""
         kept = computer.dtype, computer.device
         computer.dtype = computer.device = None
         try:
-            check_against(reference, computer, batch, side, self.model, self.engine or "")
+            return check_against(reference, computer, samples, self.engine or "", independence, sink)
         finally:
             computer.dtype, computer.device = kept
 

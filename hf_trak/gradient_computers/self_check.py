@@ -1,4 +1,7 @@
-"""The check on the first batch: the gradients of two samples of the batch must be those of each sample alone."""
+"""The self-check, first half: the gradients of two samples of the first batch, each taken alone by plain autograd.
+
+The second half, in `engine_check`, compares an engine with them.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +10,7 @@ from torch import Tensor
 
 from hf_trak._compat import BatchNormBase
 from hf_trak.errors import GradientEngineError
-from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs
+from hf_trak.gradient_computers.base import BatchOutputs
 from hf_trak.gradient_computers.batches import SplitBatch
 from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
 from hf_trak.gradient_computers.gradient_sketch import SKETCHED_FROM, GradientSketch, each_gradient
@@ -17,16 +20,12 @@ from hf_trak.gradient_computers.outputs import gradients_of, one_per_sample, run
 from hf_trak.gradient_computers.padding import RowAlone
 from hf_trak.gradient_computers.tolerance import SCALE, PrecisionObserver, Tolerance, norms_of, rounded_at_random
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
-from hf_trak.modelout_functions.deferred_logits import in_chunks
 
 REMEDY = (
     "Remedies: call model.eval() (train-mode BatchNorm and dropout mix samples or are random), use a task without "
     "terms that mix samples (in-batch negatives), register or correct the layer rule of that module, or choose "
     'engine="iterative".'
 )
-
-_KINK = 0.05
-"""Relative error of a parameter's gradient that the slopes of single units may explain, see [`_is_in_batch`]."""
 
 
 class SamplesMixedError(GradientEngineError):
@@ -132,122 +131,6 @@ def reference_of(plain: IterativeGradientComputer, samples: Samples) -> Referenc
     return reference
 
 
-def check_batch_independence(
-    reference: Reference, task: BatchedModelOutput, batch: Batch, side: Side, model: torch.nn.Module
-) -> None:
-    """Compare f of the samples within the batch with f of each of them alone.
-
-    An error in the batch itself (labels that are no classes) shows here, in an ordinary forward pass, and not while an
-    engine is tried.
-
-    Args:
-        reference: f of samples alone.
-        task: the task.
-        batch: the whole batch.
-        side: whether its samples are training examples or targets.
-        model: the model.
-
-    Raises:
-        SamplesMixedError: they differ, so that no engine can help.
-    """
-    size = SplitBatch.of(batch).size
-    with torch.no_grad(), pass_settings(model):
-        result = run_model(task, model, batch)
-        together = one_per_sample(task.output(result, batch, side), size, task)
-        task.out_to_loss_grad(result, batch, side)
-    picked = together[torch.tensor(reference.rows, device=together.device)].to(reference.output)
-    if _outputs_differ(reference, picked):
-        raise SamplesMixedError(
-            f"The model output of a sample depends on the other samples of its batch: {picked.tolist()} in the batch, "
-            f"{reference.output.tolist()} alone. {REMEDY}"
-        )
-
-
-def check_against(
-    reference: Reference,
-    computer: AbstractGradientComputer,
-    batch: Batch,
-    side: Side,
-    model: torch.nn.Module,
-    engine: str,
-) -> None:
-    """Compare an engine's gradients on the whole batch with the reference.
-
-    The comparison subtracts block by block in place, so that it needs no memory beyond the reference.
-
-    Args:
-        reference: gradients of samples alone.
-        computer: the engine.
-        batch: the whole batch.
-        side: whether its samples are training examples or targets.
-        model: the model.
-        engine: name of the engine, for the error message.
-
-    Raises:
-        GradientEngineError: they differ; names the worst parameter, its module, and the remedies.
-    """
-    rows = torch.tensor(reference.rows)
-    residual = reference.gradients.clone()
-
-    def sink(start: int, block: Tensor) -> None:
-        picked = block[rows.to(block.device)]
-        if reference.sketch is not None:
-            reference.sketch.add(residual, start, -picked)
-        else:
-            residual[:, start : start + block.shape[1]] -= picked.to(residual.device, residual.dtype)
-
-    computer.stream(batch, sink, side)
-    if not (reference.gradients.isfinite().all() and reference.output.isfinite().all()):
-        return  # nothing to compare; the consumer of the gradients names the sample that is not finite
-    worst = worst_parameter(reference.layout, residual, reference.gradients, reference.tolerance)
-    if worst is not None and not (worst.error <= _KINK and _is_in_batch(reference, residual, computer, batch, side)):
-        owner = worst.name.rpartition(".")[0]
-        module = dict(model.named_modules()).get(owner, model)
-        raise GradientEngineError(
-            f"The {engine} engine gives another gradient for parameter {worst.name!r} of module {owner!r} "
-            f"({type(module).__name__}) than plain autograd on the sample alone: relative error {worst.error:.1e}, "
-            f"allowed {worst.allowed:.0e}. {REMEDY}"
-        )
-
-
-def _is_in_batch(
-    reference: Reference, residual: Tensor, computer: AbstractGradientComputer, batch: Batch, side: Side
-) -> bool:
-    """Tell whether plain autograd, on single outputs of the whole batch, has the gradients of the engine.
-
-    Kernels round otherwise for a batch than for a sample alone. Where the input of a ReLU is about zero, this decides
-    its slope, and changes the gradient by as much as one unit has of it. That samples do not mix was checked before.
-
-    Args:
-        reference: gradients of samples alone.
-        residual: what is missing from them to those of the engine, `(rows, P)`.
-        computer: the engine.
-        batch: the whole batch.
-        side: whether its samples are training examples or targets.
-    """
-    task, model, layout = computer.modelout_fn, computer.model, computer.layout
-    if reference.tolerance.ceiling is not None or reference.sketch is not None:
-        return False  # half precision, whose rounding is measured, or a model too large for whole gradients
-    if not isinstance(task, BatchedModelOutput):
-        return False
-    parameters = dict(model.named_parameters())
-    wanted = [parameters[name] for name in layout.names]
-    errors = residual.clone()
-    with only_differentiating(model, {id(one) for one in wanted}), pass_settings(model), torch.enable_grad():
-        size = SplitBatch.of(batch).size
-        output = in_chunks(
-            model, lambda: one_per_sample(task.output(run_model(task, model, batch), batch, side), size, task)
-        )
-        for place, row in enumerate(reference.rows):
-            errors[place] -= reference.gradients[place]
-            gradients = gradients_of(output[row], wanted)
-            for slot, gradient in zip(layout.slots, gradients, strict=True):
-                if gradient is not None:
-                    part = slice(slot.offset, slot.offset + slot.numel)
-                    errors[place, part] += gradient.flatten().to(errors.device, errors.dtype)
-    return worst_parameter(layout, errors, reference.gradients, reference.tolerance) is None
-
-
 @dataclass(frozen=True)
 class Deviation:
     """A parameter whose gradient is wrong.
@@ -336,7 +219,7 @@ def _check_apart(apart: RowAlone, reference: Reference, within: Reference) -> No
     """
     residual = within.gradients - reference.gradients
     worst = worst_parameter(reference.layout, residual, reference.gradients, reference.tolerance)
-    if worst is None and not _outputs_differ(reference, within.output):
+    if worst is None and not outputs_differ(reference, within.output):
         return
     index = reference.rows.index(apart.row)
     what = f"f is {float(within.output[index]):.6g} in the batch and {float(reference.output[index]):.6g} alone"
@@ -357,7 +240,7 @@ def _check_apart(apart: RowAlone, reference: Reference, within: Reference) -> No
     )
 
 
-def _outputs_differ(reference: Reference, output: Tensor) -> bool:
+def outputs_differ(reference: Reference, output: Tensor) -> bool:
     """Tell whether f differs by more than rounding explains; a NaN equals a NaN."""
     limits = reference.tolerance.output_limits(reference.output)
     within = (output - reference.output).abs() <= limits

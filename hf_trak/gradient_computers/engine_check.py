@@ -1,0 +1,228 @@
+"""The self-check, second half: an engine's gradients of the first batch beside those of two samples taken alone."""
+
+import torch
+from torch import Tensor
+
+from hf_trak.errors import GradientEngineError
+from hf_trak.gradient_computers.base import AbstractGradientComputer, GradientSink
+from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
+from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
+from hf_trak.gradient_computers.hooked.outer import OuterBlock, OuterSink, TakesOuter
+from hf_trak.gradient_computers.kept_pass import KeptPass
+from hf_trak.gradient_computers.outputs import gradients_of, one_per_sample, run_model
+from hf_trak.gradient_computers.self_check import (
+    REMEDY,
+    Reference,
+    Samples,
+    SamplesMixedError,
+    outputs_differ,
+    worst_parameter,
+)
+from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.deferred_logits import in_chunks
+
+_KINK = 0.05
+"""Relative error of a parameter's gradient that the slopes of single units may explain, see [`_is_in_batch`]."""
+
+
+def check_batch_independence(
+    reference: Reference, task: BatchedModelOutput, batch: Batch, side: Side, model: torch.nn.Module
+) -> None:
+    """Compare f of the samples within the batch with f of each of them alone.
+
+    An error in the batch itself (labels that are no classes) shows here, in an ordinary forward pass, and not while an
+    engine is tried.
+
+    Args:
+        reference: f of samples alone.
+        task: the task.
+        batch: the whole batch.
+        side: whether its samples are training examples or targets.
+        model: the model.
+
+    Raises:
+        SamplesMixedError: they differ, so that no engine can help.
+    """
+    size = SplitBatch.of(batch).size
+    with torch.no_grad(), pass_settings(model):
+        result = run_model(task, model, batch)
+        together = one_per_sample(task.output(result, batch, side), size, task)
+        task.out_to_loss_grad(result, batch, side)
+    picked = together[torch.tensor(reference.rows, device=together.device)].to(reference.output)
+    if outputs_differ(reference, picked):
+        raise SamplesMixedError(
+            f"The model output of a sample depends on the other samples of its batch: {picked.tolist()} in the batch, "
+            f"{reference.output.tolist()} alone. {REMEDY}"
+        )
+
+
+class BatchIndependence:
+    """[`check_batch_independence`], made at most once for a batch, and only where it is needed.
+
+    An engine that passes the whole batch through the model shows the same by its own f.
+    """
+
+    def __init__(
+        self, reference: Reference, samples: Samples, task: AbstractModelOutput, model: torch.nn.Module
+    ) -> None:
+        """
+        Args:
+            reference: f of samples alone.
+            samples: the samples, and their batch.
+            task: the task; one without a batched form takes samples one at a time, and cannot mix them.
+            model: the model.
+        """
+        self._reference = reference
+        self._samples = samples
+        self._task = task
+        self._model = model
+        self._known = SplitBatch.of(samples.batch).size == 1
+
+    def require(self) -> None:
+        """Make the check, unless it was made.
+
+        Raises:
+            SamplesMixedError: f of a sample depends on the others.
+        """
+        if not self._known and isinstance(self._task, BatchedModelOutput):
+            task, batch, side = self._task, self._samples.batch, self._samples.side
+            in_chunks(self._model, lambda: check_batch_independence(self._reference, task, batch, side, self._model))
+        self._known = True
+
+    def shown_by(self, output: Tensor) -> None:
+        """Take f `(B,)` of a pass of the whole batch in place of the check; where it differs, make the check.
+
+        Raises:
+            SamplesMixedError: f of a sample depends on the others.
+        """
+        rows = torch.tensor(self._reference.rows, device=output.device)
+        if self._known or outputs_differ(self._reference, output[rows].to(self._reference.output)):
+            self.require()
+        self._known = True
+
+
+class _CheckingSink:
+    """Subtracts an engine's gradients from the reference, block by block in place, and keeps them if asked to."""
+
+    def __init__(self, reference: Reference, kept: KeptPass | None) -> None:
+        self.reference = reference
+        self.kept = kept
+        self.residual = reference.gradients.clone()
+        self._rows = torch.tensor(reference.rows)
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        if self.kept is not None:
+            self.kept.keep(start, block)
+        picked = block[self._rows.to(block.device)]
+        if self.reference.sketch is not None:
+            self.reference.sketch.add(self.residual, start, -picked)
+        else:
+            self.residual[:, start : start + block.shape[1]] -= picked.to(self.residual.device, self.residual.dtype)
+
+
+class _CheckingOuterSink(_CheckingSink):
+    """One that takes factors where the sink does that the gradients are meant for."""
+
+    def __init__(self, reference: Reference, kept: KeptPass, takes_outer: TakesOuter) -> None:
+        super().__init__(reference, kept)
+        self.takes_outer = takes_outer
+
+    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        assert self.kept is not None
+        self.kept.keep(start, OuterBlock(left, right))
+        rows = self._rows.to(left.device)
+        block = OuterBlock(left[rows], right[rows]).dense()
+        self.residual[:, start : start + block.shape[1]] -= block.to(self.residual.device, self.residual.dtype)
+
+
+def check_against(
+    reference: Reference,
+    computer: AbstractGradientComputer,
+    samples: Samples,
+    engine: str,
+    independence: BatchIndependence,
+    sink: GradientSink | None = None,
+) -> KeptPass | None:
+    """Compare an engine's gradients on the whole batch with the reference.
+
+    Args:
+        reference: gradients of samples alone.
+        computer: the engine.
+        samples: the samples, and their batch.
+        engine: name of the engine, for the error message.
+        independence: the check that samples do not mix.
+        sink: where the gradients of the batch are meant to go, if the pass is to be kept. Otherwise the comparison
+            needs no memory beyond the reference.
+
+    Returns:
+        [`KeptPass`] or `None`: the pass, if it was to be kept.
+
+    Raises:
+        GradientEngineError: they differ; names the worst parameter, its module, and the remedies.
+        SamplesMixedError: f of a sample depends on the others.
+    """
+    kept = None if sink is None or reference.sketch is not None else KeptPass()
+    checking = _CheckingSink(reference, kept)
+    if kept is not None and isinstance(sink, OuterSink):
+        checking = _CheckingOuterSink(reference, kept, sink.takes_outer)
+    batch, side, model = samples.batch, samples.side, computer.model
+    outputs = computer.stream(batch, checking, side)
+    if isinstance(computer, HookedGradientComputer):
+        independence.shown_by(outputs.output)
+    if kept is not None:
+        kept.outputs = outputs
+    if not (reference.gradients.isfinite().all() and reference.output.isfinite().all()):
+        return kept  # nothing to compare; the consumer of the gradients names the sample that is not finite
+    residual = checking.residual
+    worst = worst_parameter(reference.layout, residual, reference.gradients, reference.tolerance)
+    if worst is None:
+        return kept
+    independence.require()
+    if not (worst.error <= _KINK and _is_in_batch(reference, residual, computer, batch, side)):
+        owner = worst.name.rpartition(".")[0]
+        module = dict(model.named_modules()).get(owner, model)
+        raise GradientEngineError(
+            f"The {engine} engine gives another gradient for parameter {worst.name!r} of module {owner!r} "
+            f"({type(module).__name__}) than plain autograd on the sample alone: relative error {worst.error:.1e}, "
+            f"allowed {worst.allowed:.0e}. {REMEDY}"
+        )
+    return kept
+
+
+def _is_in_batch(
+    reference: Reference, residual: Tensor, computer: AbstractGradientComputer, batch: Batch, side: Side
+) -> bool:
+    """Tell whether plain autograd, on single outputs of the whole batch, has the gradients of the engine.
+
+    Kernels round otherwise for a batch than for a sample alone. Where the input of a ReLU is about zero, this decides
+    its slope, and changes the gradient by as much as one unit has of it. That samples do not mix was checked before.
+
+    Args:
+        reference: gradients of samples alone.
+        residual: what is missing from them to those of the engine, `(rows, P)`.
+        computer: the engine.
+        batch: the whole batch.
+        side: whether its samples are training examples or targets.
+    """
+    task, model, layout = computer.modelout_fn, computer.model, computer.layout
+    if reference.tolerance.ceiling is not None or reference.sketch is not None:
+        return False  # half precision, whose rounding is measured, or a model too large for whole gradients
+    if not isinstance(task, BatchedModelOutput):
+        return False
+    parameters = dict(model.named_parameters())
+    wanted = [parameters[name] for name in layout.names]
+    errors = residual.clone()
+    with only_differentiating(model, {id(one) for one in wanted}), pass_settings(model), torch.enable_grad():
+        size = SplitBatch.of(batch).size
+        output = in_chunks(
+            model, lambda: one_per_sample(task.output(run_model(task, model, batch), batch, side), size, task)
+        )
+        for place, row in enumerate(reference.rows):
+            errors[place] -= reference.gradients[place]
+            gradients = gradients_of(output[row], wanted)
+            for slot, gradient in zip(layout.slots, gradients, strict=True):
+                if gradient is not None:
+                    part = slice(slot.offset, slot.offset + slot.numel)
+                    errors[place, part] += gradient.flatten().to(errors.device, errors.dtype)
+    return worst_parameter(layout, errors, reference.gradients, reference.tolerance) is None
