@@ -410,3 +410,14 @@ def test_the_task_loss_takes_the_loss_of_a_preference() -> None:
     for name, gradient in plain.items():
         weights = q.view(-1, *[1] * (gradient.ndim - 1))
         torch.testing.assert_close(loss[name], weights * gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_of_a_plain_trainer_may_be_of_any_kind(tmp_path):
+    config = tf.BertConfig(
+        vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    rows = [{"input_ids": [1, 2, 3], "labels": place % 2} for place in range(4)]
+    args = tf.TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[])
+    trainer = tf.Trainer(tf.BertForSequenceClassification(config), args, train_dataset=rows)
+    own = TrakAttributor.from_trainer(trainer, TrakConfig(str(tmp_path / "trak"), use_cpu=True))
+    assert own.train_dataset is rows

@@ -255,6 +255,8 @@ def training_rows(trainer: Any, given: Any = None) -> Any:
     kind = kind_of(trainer)
     if given is not None:
         return given if kind is None else prepared_rows(trainer, given)
+    if kind is None:  # whose rows may be of any kind
+        return trainer.train_dataset
     names = trainer.train_dataset.column_names
     if kind in ("GRPOTrainer", "RLOOTrainer") and not {"completion", "completion_ids"} & set(names):
         raise ValueError(
@@ -262,4 +264,4 @@ def training_rows(trainer: Any, given: Any = None) -> Any:
             "`prompt`, `completion` and `advantage` of every rollout. Store them during the training, and pass "
             "`train_dataset=rollouts`."
         )
-    return trainer.train_dataset if kind is None else prepared_rows(trainer, trainer.train_dataset)
+    return prepared_rows(trainer, trainer.train_dataset)
