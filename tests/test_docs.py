@@ -200,6 +200,19 @@ def test_verify(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "16 draws" in capsys.readouterr().out
 
 
+def test_viewer(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = word_tokenizer()
+    rows = documents(tokenizer, 12)
+    attributor = TrakAttributor(tiny_gpt2(), small("trak"), rows, processing_class=tokenizer).featurize()
+
+    def tokenize(rows: Dataset) -> Dataset:
+        return rows.map(lambda row: (ids := tokenizer(row["text"])["input_ids"]) and {"input_ids": ids, "labels": ids})
+
+    namespace = run_page("docs/viewer.md", {"attributor": attributor, "tokenize": tokenize}, hf_trak_command)
+    assert len(namespace["answer"].rows) == 12 and namespace["answer"].tokens is not None
+    assert capsys.readouterr().out.startswith("[(")
+
+
 def test_rerank(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_reviews(place)
     trainer = make_trainer(sentences(40), 0)
@@ -406,7 +419,7 @@ def test_command_line(
     elsewhere.mkdir()
     (elsewhere / "mine.jsonl").write_bytes((place / "mine.jsonl").read_bytes())
     run_page("docs/command_line.md", {}, command)
-    assert set(COMMANDS) - set(done) == {"selftest"}
+    assert set(COMMANDS) - set(done) == {"selftest", "serve"}
     assert (place / "trak/scores/mine/report.html").is_file()
     assert (elsewhere / "copy/trak_index.json").is_file()
     assert_documented(place / "trak", "trak")
@@ -497,6 +510,7 @@ RUN_HERE = {
     "docs/codes.md",
     "docs/rerank.md",
     "docs/verify.md",
+    "docs/viewer.md",
     "docs/concepts.md",
     "docs/curvature.md",
     "docs/refine.md",

@@ -17,6 +17,7 @@ from datasets import Audio, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 from viewer_runs import BAD, N, hostile_run, image_index, language_index, picture
 
+from hf_trak.cli.main import main
 from hf_trak.cli.serve import opened
 from hf_trak.report.run import AttributionRun
 from hf_trak.viewer import IndexSession, Question, RunSession, TargetForm
@@ -103,6 +104,24 @@ def test_what_cannot_be_asked_is_said(session: IndexSession) -> None:
     assert not session.reranks
     with pytest.raises(ValueError, match="no fitted curvature"):
         session.ask(Question(TARGET, rerank=5))
+
+
+@pytest.mark.slow
+def test_reranked_answers_have_exact_scores_and_ranks(tmp_path: Path) -> None:
+    directory = str(language_index(tmp_path))
+    options = ("--curvature", "ekfac", "--curvature_rows", "20", "--json")
+    assert main(["curvature", "--output_dir", directory, *options]) == 0
+    session = opened(["--index", directory, "--disable_tqdm"])[0]
+    assert isinstance(session, IndexSession) and session.reranks
+    found = session.ask(Question(TARGET, rerank=5, lambda_relative=0.5))
+    assert found.stage == "exact" and not found.whole and set(found.ranks) == set(found.rows.tolist())
+    rows = session._prepare(session.form.row(TARGET))
+    exact = np.array(session.attributor.attribute(rows, top_k=None, exact=True)[0]["trak_scores"])
+    assert np.allclose(found.scores, exact[found.rows], rtol=1e-3, atol=1e-5 * np.abs(exact).max())
+    assert session.attributor.args.lambda_relative != 0.5, "another λ counts for one question"
+    document = answer_page(session, found, 3)[0]
+    assert "exact scores" in document and "index rank" in document
+    assert "rows of the shortlist have exact scores" in document
 
 
 def test_uploaded_images_are_predicted_or_labelled(images: IndexSession) -> None:
