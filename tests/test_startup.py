@@ -17,6 +17,7 @@ from hf_trak.gradient_computers import (
     unregister_layer_rule,
 )
 from hf_trak.gradient_computers.per_sample import function_task
+from hf_trak.modelout_functions.base import AbstractModelOutput
 from hf_trak.projectors import make_projector
 
 
@@ -165,3 +166,18 @@ def test_samples_that_mix_are_found_by_the_pass_of_the_engine(monkeypatch: pytes
     with pytest.raises(engine_check.SamplesMixedError, match="depends on the other samples"):
         whole(made(Mixing()), batch_of(6, 5))
     assert made_checks
+
+
+def test_an_engine_that_cannot_be_made_is_passed_over_without_a_check() -> None:
+    """The hooked engine takes no task without a batched form."""
+
+    class PerSample(AbstractModelOutput):
+        def get_output(self, model: Any, weights: Any, buffers: Any, x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, (weights, buffers), (x[None],))[0, 0]
+
+        def get_out_to_loss_grad(self, model: Any, weights: Any, buffers: Any, batch: Any) -> Tensor:
+            return torch.ones(len(batch[0]))
+
+    computer = AutoGradientComputer(Net(), PerSample(), dtype=None, device=None, self_check=False)
+    computer.stream((batch_of(6, 5)["x"],), lambda start, block: None)
+    assert computer.engine == "functional"

@@ -195,19 +195,21 @@ class AutoGradientComputer(AbstractGradientComputer):
         self, reference: Reference | None, samples: Samples, sink: GradientSink | None
     ) -> AbstractGradientComputer:
         """Return the engine in use, or the next one, that has the gradients of the reference."""
-        if reference is None:
-            return self._computer or self._next()
-        independence = BatchIndependence(reference, samples, self.modelout_fn, self.model)
+        independence = None
+        if reference is not None:
+            independence = BatchIndependence(reference, samples, self.modelout_fn, self.model)
         while True:
             try:
                 computer = self._computer or self._next()
+                if reference is None or independence is None:
+                    return computer
                 if not isinstance(computer, HookedGradientComputer):  # they may take samples one at a time
                     independence.require()
                 self._kept = self._check(computer, reference, samples, independence, sink)
                 return computer
             except Exception as error:  # an engine may fail in any way; plain autograd has just not failed
                 failure = error
-            if not (is_out_of_memory(failure) or isinstance(failure, _NOT_OF_ENGINES)):
+            if independence is not None and not (is_out_of_memory(failure) or isinstance(failure, _NOT_OF_ENGINES)):
                 independence.require()  # is it the batch that is wrong?
             self._refuse(failure)
 
