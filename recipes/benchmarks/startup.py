@@ -107,8 +107,10 @@ def fresh(case: str, checkout: Path) -> dict[str, float]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"`{' '.join(command)}` failed:\n{done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    package, found = json.loads(done.stdout.splitlines()[-1])
+    if Path(package).parent != checkout / "hf_trak":
+        raise SystemExit(f"`import hf_trak` found {package} instead of the package in {checkout}.")
+    return dict(found)
 
 
 def main() -> None:
@@ -120,7 +122,8 @@ def main() -> None:
     parser.add_argument("--run", choices=list(CASES), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        print(json.dumps(run(options.run)))
+        found = run(options.run)
+        print(json.dumps([sys.modules["hf_trak"].__file__, found]))
         return
     checkouts = {"this": ROOT} | ({"other": options.against.resolve()} if options.against else {})
     print("| case | version | import of the libraries, CPU | of hf_trak after it, CPU | first score | CPU | ratio |")
