@@ -18,7 +18,10 @@ REST = [(case, group) for group, cases in ecosystem.GROUPS.items() for case in c
 PACKAGES = {
     "diffusers: `UNet2DModel`": "diffusers",
     "the model inside of a LightningModule": "lightning",
-    **{case.title: "sentence_transformers" for case in ecosystem.GROUPS["sentence-transformers"]},
+    **{
+        case.title: "setfit" if "setfit" in case.title else "sentence_transformers"
+        for case in ecosystem.GROUPS["sentence-transformers"]
+    },
 }
 
 

@@ -6,8 +6,8 @@ Features are whole gradients of batches of all rows, as `from_trainer` or `TrakA
 `autograd.grad` for each row, collated alone. The error is the largest of a row, relative to the norm of its gradient.
 Where that is above 1e-5, rows are compared with `autograd.grad` of their outputs within the whole batch, too: the
 slope of a ReLU whose input is about zero follows rounding, which is not the same for a batch. A case that is refused
-is listed with the message. Cases of `lightning`, `diffusers` and
-`sentence_transformers` need these packages.
+is listed with the message. Cases of `lightning`, `diffusers`,
+`sentence_transformers` and `setfit` need these packages.
 """
 
 import argparse

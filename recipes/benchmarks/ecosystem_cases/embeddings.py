@@ -60,6 +60,35 @@ def cross_encoder(directory: Path, args: TrakConfig) -> TrakAttributor:
     return TrakAttributor(made[0].model, args, rows, processing_class=made.tokenizer)
 
 
+def few_shot(directory: Path) -> Any:
+    """A trained model of setfit with a head of torch, its trainer, and its rows."""
+    import setfit
+
+    head = setfit.SetFitHead(in_features=16, out_features=2, device="cpu")
+    model = setfit.SetFitModel(model_body=encoder(directory / "model"), model_head=head)
+    rows = Dataset.from_dict({"text": texts(6), "label": LABELS})
+    own = setfit.TrainingArguments(str(directory / "out"), max_steps=1, batch_size=4, report_to="none")
+    trainer = setfit.Trainer(model, own, train_dataset=rows)
+    trainer.train()
+    model.model_body.eval()
+    return model, trainer, rows
+
+
+def few_shot_body(directory: Path, args: TrakConfig) -> TrakAttributor:
+    _, trainer, _ = few_shot(directory)
+    pairs = trainer.st_trainer.train_dataset
+    # Pairs of a text with itself are exact already: their gradient is zero, of which no error can be taken.
+    distinct = pairs.filter(lambda row: row["sentence_1"] != row["sentence_2"])
+    return TrakAttributor.from_trainer(trainer.st_trainer, args, train_dataset=distinct)
+
+
+def few_shot_head(directory: Path, args: TrakConfig) -> TrakAttributor:
+    model, _, rows = few_shot(directory)
+    embedded = model.model_body.encode(rows["text"][:], show_progress_bar=False)
+    given = Dataset.from_dict({"features": embedded.tolist(), "labels": LABELS})
+    return TrakAttributor(model.model_head, args, given, task="text_classification")
+
+
 EMBEDDINGS = (
     EcosystemCase(
         "`SentenceTransformerTrainer`: `MultipleNegativesRankingLoss`, pairs",
@@ -82,4 +111,8 @@ EMBEDDINGS = (
         partial(trained, loss="TripletLoss", names=("anchor", "positive", "negative")),
     ),
     EcosystemCase("`CrossEncoder`", cross_encoder, "its `[0].model`, tokenized pairs"),
+    EcosystemCase("setfit: the body, on its pairs", few_shot_body, "`from_trainer(trainer.st_trainer)`"),
+    EcosystemCase(
+        "setfit: a differentiable head", few_shot_head, 'rows of embeddings `features`, `task="text_classification"`'
+    ),
 )
