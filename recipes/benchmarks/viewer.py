@@ -41,7 +41,7 @@ from hf_trak.cli.serve import opened
 from hf_trak.viewer import IndexSession, serve
 from hf_trak.viewer.handlers import Handlers, Listing
 
-WORDS = [f"word{i}" for i in range(2000)]
+WORDS = [f"word{i}" for i in range(1000)]
 
 
 def main() -> None:
@@ -141,7 +141,7 @@ def text_rows(place: Path, count: int) -> tuple[Path, Path, int]:
     )
     tokenizer.model_max_length = 128
     config = GPT2Config(
-        vocab_size=len(vocabulary), n_positions=128, n_embd=128, n_layer=4, n_head=4, bos_token_id=1, eos_token_id=1
+        vocab_size=len(vocabulary), n_positions=128, n_embd=64, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1
     )
     model = GPT2LMHeadModel(config)
     model.save_pretrained(place / "gpt2")
@@ -180,13 +180,13 @@ def digit_rows(place: Path, count: int) -> tuple[Path, Path, int]:
     torch.manual_seed(0)
     names = [str(number) for number in range(10)]
     config = ViTConfig(
-        image_size=32, patch_size=8, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
-        intermediate_size=256, id2label=dict(enumerate(names)),
+        image_size=16, patch_size=8, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=128, id2label=dict(enumerate(names)),
         label2id={name: number for number, name in enumerate(names)},
     )  # fmt: skip
     model = ViTForImageClassification(config)
     model.save_pretrained(place / "vit")
-    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(place / "vit")
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(place / "vit")
     digits, rng = load_digits(), np.random.default_rng(0)
     chosen = np.arange(count) % len(digits.images)
     shifted = [np.roll(digits.images[i], rng.integers(2), 1) + rng.normal(0, 1, (8, 8)) for i in chosen]
