@@ -81,7 +81,7 @@ def test_command_compares(
 
 def test_nothing_stored_is_wrong(table: ModuleType) -> None:
     rows = table.read(table.STORED)
-    # torch's own gradients of this model for a batch differ from those for its samples.
+    # Here autograd of a sample alone is wrong in torch: finite differences agree with the engine, and with a batch.
     assert [key for key, found in rows.items() if table.is_wrong(found)] == [("image-classification", "cvt")]
     engines = {"hooked", "functional", "iterative"}
     assert all((found["engine"] in engines) == (found["error"] is not None) for found in rows.values())
