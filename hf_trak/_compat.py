@@ -22,6 +22,7 @@ __all__ = [
     "InstanceNormBase",
     "accelerate_state_set_aside",
     "class_before_fsdp",
+    "class_if_imported",
     "collator_of_used_columns",
     "fsdp_mesh",
     "has_foreign_forward",
@@ -46,6 +47,23 @@ __all__ = [
 # as well. They can go when torch gives them a public name.
 BatchNormBase = nn.modules.batchnorm._BatchNorm
 InstanceNormBase = nn.modules.instancenorm._InstanceNorm
+
+
+def class_if_imported(module: str, name: str) -> Any:
+    """Return a class if its module has been imported.
+
+    `transformers.modeling_utils` and `transformers.generation` take seconds to import, for which an `isinstance` of
+    somebody's own model need not wait: whatever is of a class has imported the class's module.
+
+    Args:
+        module: full name of the module.
+        name: name of the class in it.
+
+    Returns:
+        The class or `None`.
+    """
+    imported = sys.modules.get(module)
+    return None if imported is None else getattr(imported, name)
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

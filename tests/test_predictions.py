@@ -80,6 +80,15 @@ def test_the_prompt_of_an_answered_row_is_what_is_masked(language: TrakAttributo
     assert language.predict(whole, max_new_tokens=3)[0]["input_ids"] == found[0]["input_ids"]
 
 
+def test_more_than_the_positions_of_the_model(language: TrakAttributor) -> None:
+    """Refused before the model looks up a position that it does not have."""
+    positions = language.model.config.max_position_embeddings
+    prompts = Dataset.from_dict({"input_ids": [[3, 4, 5]]})
+    with pytest.raises(ValueError, match=rf"Row 0 has a prompt of 3 tokens.*at most {positions - 3} new tokens"):
+        language.predict(prompts, max_new_tokens=positions - 2)
+    assert len(language.predict(prompts, max_new_tokens=positions - 3)[0]["input_ids"]) <= positions
+
+
 def test_translations(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}

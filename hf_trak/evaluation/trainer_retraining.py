@@ -10,7 +10,6 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 from torch.utils.data import Subset
-from transformers import set_seed
 
 from hf_trak._compat import accelerate_state_set_aside
 from hf_trak.data.rows import Collator, RowBatches, batch_rows, default_collator, forward_columns, row_count
@@ -113,6 +112,8 @@ class TrainerRetraining:
     def __call__(self, rows: np.ndarray, seed: int) -> np.ndarray:
         """Train on these rows, and return f of every target, `(m,)`, float64."""
         own_seed, seed = seed, seed if self.seed is None else self.seed
+        from transformers import set_seed  # imports models of transformers, for seconds
+
         with training_alone():
             set_seed(seed)
             trainer = self.make_trainer(self.train_dataset if self.drop == "mask" else self._selected(rows), seed)

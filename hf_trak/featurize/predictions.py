@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 
+from hf_trak.data.batch_limits import BatchLimits
 from hf_trak.data.rows import row_count
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.environment import pass_settings
@@ -90,6 +91,7 @@ def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str
     """What the model writes after each prompt. Prompts go one at a time, so that none is padded."""
     featurizer, causal = model.featurizer(), isinstance(model.task, CausalLMModelOutput)
     batches, made = featurizer.batches(dataset, "target"), list[dict[str, Any]]()
+    positions = BatchLimits.of(model.model).positions
     for (row,), batch in batches.iterate([[row] for row in range(len(dataset))]):
         if "pixel_values" in batch:
             raise TypeError(
@@ -97,6 +99,8 @@ def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str
                 "the model, and put them into the rows as completions."
             )
         prompt = _prompt(batch, causal)
+        if causal:
+            _check_length(row, prompt.shape[1], generation.get("max_new_tokens"), positions)
         with pass_settings(model.model), torch.no_grad():
             given = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
             written = model.model.generate(**{"do_sample": False, **given, **generation})[0].tolist()  # type: ignore[operator]
@@ -112,6 +116,15 @@ def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str
     tokens = [name for name in dataset.column_names if _is_per_token(dataset, name)]
     kept = dataset.remove_columns(list(dict.fromkeys([*replaced, *tokens])))
     return _beside(kept, Dataset.from_list(made))
+
+
+def _check_length(row: int, tokens: int, new_tokens: Any, positions: int | None) -> None:
+    """Refuse to generate more than the model has positions for, which fails deep inside of it."""
+    if positions is not None and isinstance(new_tokens, int) and tokens + new_tokens > positions:
+        raise ValueError(
+            f"Row {row} has a prompt of {tokens} tokens, and `max_new_tokens` is {new_tokens}. The model has "
+            f"{positions} positions. Ask for at most {max(0, positions - tokens)} new tokens, or shorten the row."
+        )
 
 
 def _prompt(batch: Mapping[str, Any], causal: bool) -> Tensor:

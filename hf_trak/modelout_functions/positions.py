@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
-from transformers import GenerationMixin
+
+from hf_trak._compat import class_if_imported
 
 
 def unwrapped(model: torch.nn.Module) -> tuple[Any, Any]:
@@ -36,9 +37,10 @@ def takes_positions(model: torch.nn.Module) -> bool:
         return False
     if "position_ids" not in inspect.signature(inner.forward).parameters:
         return False
-    if isinstance(inner, GenerationMixin):
+    mixin = class_if_imported("transformers.generation.utils", "GenerationMixin")
+    if mixin is not None and isinstance(inner, mixin):
         own = type(inner)._prepare_position_ids_for_generation
-        if own is not GenerationMixin._prepare_position_ids_for_generation:
+        if own is not mixin._prepare_position_ids_for_generation:
             return False
     return not any(hasattr(module, "create_position_ids_from_input_ids") for module in inner.modules())
 
