@@ -318,15 +318,17 @@ class FeaturizedModel:
         Raises:
             ValueError: a number is out of range, or there are fewer than 3 training rows to measure with.
         """
-        return estimate_sizes(
-            self.model,
-            self.train_dataset,
-            self.args,
-            checkpoints=checkpoints,
-            eval_dataset=eval_dataset,
-            processes=self.processes.num_processes,
-            rows_per_second=self.measured_rate() if measure else None,
-        )
+        rows_per_second = self.measured_rate() if measure else None
+        with classes_before_fsdp(self.model):
+            return estimate_sizes(
+                self.model,
+                self.train_dataset,
+                self.args,
+                checkpoints=checkpoints,
+                eval_dataset=eval_dataset,
+                processes=self.processes.num_processes,
+                rows_per_second=rows_per_second,
+            )
 
     def measured_rate(self) -> float:
         """Featurize a few batches in a temporary directory, and return the training rows per second of this process.

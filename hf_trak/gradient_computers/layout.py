@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_trak.runtime.zero import whole_shape
+
 
 @dataclass(frozen=True)
 class ParameterSlot:
@@ -74,8 +76,8 @@ class ParameterLayout:
         slots, offset = [], 0
         for name, parameter in parameters.items():
             if id(parameter) in selected:
-                slots.append(ParameterSlot(name, tuple(parameter.shape), offset))
-                offset += parameter.numel()
+                slots.append(ParameterSlot(name, tuple(whole_shape(parameter)), offset))
+                offset += slots[-1].numel
         if not slots:
             raise ValueError(f"No parameter to attribute. {remedy}")
         return cls(tuple(slots))

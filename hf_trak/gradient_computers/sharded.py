@@ -1,16 +1,16 @@
-"""The hooked engine on a model that FSDP2 or tensor parallelism divides over processes.
+"""The hooked engine on a model that FSDP2, ZeRO-3 or tensor parallelism divides over processes.
 
-Under FSDP2, layers are gathered for their forward and backward pass, and hooks see the activations of this process'
-own rows, as in data parallelism; parameters are frozen, so that no gradient is formed or reduced. All processes make
-the same number of passes (`hf_trak.runtime.lockstep`): where one of them has to trace a sample or to begin again, all
-repeat their forward pass.
+Under FSDP2 and ZeRO-3, layers are gathered for their forward and backward pass, and hooks see the activations of this
+process' own rows, as in data parallelism; parameters are frozen, so that no gradient is formed or reduced. All
+processes make the same number of passes (`hf_trak.runtime.lockstep`): where one of them has to trace a sample or to
+begin again, all repeat their forward pass.
 
 Under tensor parallelism, the processes of a group have the same rows and each emits the columns of its own slices;
 the columns of whole parameters are emitted by the first process alone. The sums over the group are whole gradients.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from hf_trak.gradient_computers.tensor_parallel import (
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, Side
 from hf_trak.runtime.lockstep import STEP, Lockstep, lost_contact
 from hf_trak.runtime.sharding import averaged_over, fsdp_modules, is_sharded_tensor, reshard
+from hf_trak.runtime.zero import GatheredUnit, gathering, units_of
 
 CHECK = "check"
 """What a process says at the beginning of a pass for whose batch the engine has not been checked yet."""
@@ -89,7 +90,8 @@ class ShardedGradientComputer(HookedGradientComputer):
         self.self_check = self_check
         self.collated_alone: CollatedAlone | None = None
         self._checked: set[tuple[object, ...]] = set()
-        self._units = fsdp_modules(model)
+        self._layers = units_of(model)
+        self._units: list[Any] = [*fsdp_modules(model), *self._layers]
         self._order: list[Any] = list(self._units)
         self._averaged = averaged_over(model)
         self._check_slices()
@@ -156,7 +158,7 @@ class ShardedGradientComputer(HookedGradientComputer):
     def _run(self, batch: Batch, emit: Emit, side: Side, takes_outer: TakesOuter | None = None) -> BatchOutputs:
         """Run as the hooked engine does. One sample alone goes twice, since shards give plain autograd no gradient."""
         split = SplitBatch.of(batch)
-        reshard(self.model)
+        self._partition()
         self._slices.begin()
 
         if self.gathers and len(self.division.ranks) > 1:
@@ -224,22 +226,43 @@ class ShardedGradientComputer(HookedGradientComputer):
             if found is not None and all(word == _CAPTURED for word in words):
                 return found
             del found
-            reshard(self.model)
+            self._partition()
         raise GradientEngineError(
             f"The hooked engine cannot make out how {type(self.model).__name__} handles the batch: what it sees "
             "changes from pass to pass. No other engine works on a sharded model: attribute it unsharded."
         )
 
+    def _partition(self) -> None:
+        """Free what has been gathered, and what a pass before has kept of it."""
+        for unit in self._layers:
+            unit.forget()
+        reshard(self.model)
+
     def _pass(self, *args: Any) -> Any:
+        self._partition()
         with self.completing():
             return super()._pass(*args)
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Return a context in which layers that ZeRO-3 has partitioned are gathered as they compute."""
+        if not self._layers:
+            yield
+            return
+        self._partition()
+        try:
+            with gathering(self.model, self._layers):
+                yield
+        finally:
+            self._partition()
 
     @contextmanager
     def completing(self) -> Iterator[None]:
         """Return a context for one forward pass: if it fails, what others wait for is gathered all the same."""
         entered: list[Any] = []
         handles = [
-            unit.register_forward_pre_hook(lambda module, inputs: entered.append(module)) for unit in self._units
+            unit.register_forward_pre_hook(lambda module, inputs, unit=unit: entered.append(unit))
+            for unit in self._units
         ]
         try:
             yield
@@ -262,7 +285,10 @@ class ShardedGradientComputer(HookedGradientComputer):
 
     def stream_unchecked(self, batch: Batch, sink: GradientSink, side: Side) -> BatchOutputs:
         """Stream the gradients of a batch, as part of a pass that has begun."""
-        return super().stream(batch, sink, side)
+        try:
+            return super().stream(batch, sink, side)
+        finally:
+            self._partition()
 
     def gradient_share(self, name: str, gradient: Tensor) -> float:
         """Return the factor on this process' part of a reduced gradient; zero where another process counts for it.
@@ -295,9 +321,17 @@ class ShardedGradientComputer(HookedGradientComputer):
                 selected.setdefault(id(local), name)
                 hooked_pass.adopt(local, name)
 
-        handles = [unit.register_forward_pre_hook(adopt) for unit in self._units]
+        def adopt_gathered(unit: GatheredUnit) -> None:
+            for parameter in unit.parameters:
+                name = selected.get(id(parameter))
+                if name is not None and not hooked_pass.stand_ins[name].numel():
+                    hooked_pass.tracked.pop(id(parameter), None)
+                    hooked_pass.adopt(parameter, name)
+
+        handles = [unit.register_forward_pre_hook(adopt) for unit in fsdp_modules(self.model)]
         try:
             with (
+                gathering(self.model, self._layers, adopt_gathered) if self._layers else nullcontext(),
                 hooks_as_forward(self.model),
                 self._slices.watched(adopt_slice, lambda: hooked_pass.bypass_depth > 0),
                 super().watching(hooked_pass, selected),
@@ -309,9 +343,10 @@ class ShardedGradientComputer(HookedGradientComputer):
 
     def _owned(self, selected: dict[int, str]) -> dict[int, list[tuple[nn.Module, str, str]]]:
         """List module, own name and name in the model of the attributed parameters of every FSDP2 unit, by `id`."""
-        inner = {id(unit) for unit in self._units}
+        units = fsdp_modules(self.model)
+        inner = {id(unit) for unit in units}
         found: dict[int, list[tuple[nn.Module, str, str]]] = {}
-        for unit in self._units:
+        for unit in units:
             found[id(unit)], left = [], [unit]
             while left:
                 module = left.pop()

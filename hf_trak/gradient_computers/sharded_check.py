@@ -6,7 +6,7 @@ gradient: both sides are compared in a small sketch of every parameter (signs dr
 `WIDTH` sums), whose norm is that of the gradient up to some percent.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from hf_trak.gradient_computers.tolerance import Tolerance
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 from hf_trak.runtime.lockstep import Lockstep
 from hf_trak.runtime.sharding import RowDivision, flat_spans, reshard
+from hf_trak.runtime.zero import is_zero
 
 WIDTH = 64
 _CHUNK = 1 << 16
@@ -45,6 +46,9 @@ class CheckedEngine(Protocol):
 
     def completing(self) -> AbstractContextManager[None]:
         """Return a context for one forward pass, which gathers what others wait for if the pass fails."""
+
+    def gathering(self) -> AbstractContextManager[None]:
+        """Return a context for a forward and a backward pass, in which ZeRO-3 has layers gathered as they compute."""
 
     def gradient_share(self, name: str, gradient: Tensor) -> float:
         """Return the factor on this process' part of a reduced gradient; zero where another process counts for it."""
@@ -158,13 +162,22 @@ def _reference(computer: CheckedEngine, batch: Batch, side: Side, owner: int, ro
     reshard(model)
     parameters = {name: p for name, p in model.named_parameters() if name in set(layout.names)}
     wanted = {id(p) for p in parameters.values()}
-    with _own_gradients(parameters), only_differentiating(model, wanted), pass_settings(model), torch.enable_grad():
+    with (
+        _own_gradients(parameters),
+        only_differentiating(model, wanted),
+        pass_settings(model),
+        torch.enable_grad(),
+        computer.gathering(),
+    ):
         with computer.completing():
             result = run_model(task, model, single)
             f = one_per_sample(task.output(result, single, side), 1, task)
-        (f * float(mine)).sum().backward()
-        reshard(model)
-        sketch = _sketched(computer, parameters)
+        if is_zero(model):
+            sketch = _sketched_as_they_come((f * float(mine)).sum(), computer, parameters)
+        else:
+            (f * float(mine)).sum().backward()
+            reshard(model)
+            sketch = _sketched(computer, parameters)
     return computer.lockstep.add(sketch.sums), f.detach()[0]
 
 
@@ -180,6 +193,26 @@ def _sketched(computer: CheckedEngine, parameters: dict[str, Any]) -> GradientSk
             continue
         for start, values in flat_spans(gradient):
             sketch.add(name, start, values.double() * factor)
+    return sketch
+
+
+def _sketched_as_they_come(f: Tensor, computer: CheckedEngine, parameters: dict[str, Any]) -> GradientSketch:
+    """Sketch whole gradients of f, of which none is kept: DeepSpeed would reduce them for its optimizer."""
+    sketch = GradientSketch(computer.layout)
+
+    def taking(name: str) -> Callable[[Tensor], Tensor]:
+        def take(gradient: Tensor) -> Tensor:
+            sketch.add(name, 0, gradient)
+            return gradient.new_zeros(()).expand_as(gradient)
+
+        return take
+
+    handles = [parameter.register_hook(taking(name)) for name, parameter in parameters.items()]
+    try:
+        torch.autograd.grad(f, list(parameters.values()), allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
     return sketch
 
 

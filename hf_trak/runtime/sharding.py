@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_trak._compat import fsdp_mesh
 from hf_trak.runtime.processes import Processes, share_of
+from hf_trak.runtime.zero import is_zero, partition
 
 
 def is_sharded_tensor(tensor: Any) -> bool:
@@ -27,8 +28,9 @@ def is_sharded_tensor(tensor: Any) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether FSDP2 or tensor parallelism divides parameters of a model over processes."""
-    return any(is_sharded_tensor(parameter) for parameter in model.parameters()) or bool(fsdp_modules(model))
+    """Tell whether FSDP2, tensor parallelism or ZeRO-3 divides parameters of a model over processes."""
+    divided = any(is_sharded_tensor(parameter) for parameter in model.parameters())
+    return divided or bool(fsdp_modules(model)) or is_zero(model)
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
@@ -41,9 +43,10 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters of FSDP2, so that every process sees the same shards again."""
+    """Free the gathered parameters of FSDP2 and ZeRO-3, so that every process sees the same shards again."""
     for module in fsdp_modules(model):
         module.reshard()
+    partition(model)
 
 
 def averaged_over(model: nn.Module) -> dict[str, int]:

@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_trak.runtime.sharding import is_sharded, is_sharded_tensor, reshard
+from hf_trak.runtime.zero import is_partitioned, is_zero, whole_shape
 from hf_trak.weights.adapters import adapter_state_dict, adapter_tensors, check_not_quantized, is_adapter, load_adapter
 from hf_trak.weights.dcp import dcp_directory, load_dcp, read_dcp
 from hf_trak.weights.names import unwrapped, with_names_of
-from hf_trak.weights.sharded import load_whole, restore_into, whole
+from hf_trak.weights.sharded import load_whole, local_copy, restore_into, state_of, whole
 
 Checkpoint = torch.nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 """A module, a state dict, a `checkpoint-N` directory (also of sharded training), or a `.safetensors`, `.bin`, `.pt`,
@@ -48,8 +49,8 @@ def fingerprint_state_dict(state_dict: Mapping[str, Any]) -> str:
         value = state_dict[name]
         if not isinstance(value, Tensor):
             continue
-        digest.update(f"{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
-        flat = whole(value.detach()).to("cpu").contiguous().reshape(-1)
+        digest.update(f"{name}\0{value.dtype}\0{tuple(whole_shape(value))}\0".encode())
+        flat = whole(value).detach().to("cpu").contiguous().reshape(-1)
         if flat.numel():
             digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -192,7 +193,7 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
         return
     remedy = "Give the adapters as checkpoints (`save_pretrained` of the `PeftModel`), or load the model unquantized."
     check_not_quantized(model, "The checkpoint holds weights of the whole model", remedy)
-    expected = model.state_dict()
+    expected = state_of(model)
     state_dict = with_names_of(expected, state_dict)
     if isinstance(model, PreTrainedModel) and not set(state_dict) <= set(expected):
         state_dict = _converted(model, state_dict)
@@ -225,6 +226,8 @@ def _tied_names(model: torch.nn.Module, expected: Mapping[str, Tensor], given: s
 
 def _memory(tensor: Any) -> tuple[int, torch.Size]:
     """Tell tensors apart by their place in memory, or that of this process' part of them."""
+    if is_partitioned(tensor):
+        return tensor.ds_id, whole_shape(tensor)
     local = tensor.to_local() if is_sharded_tensor(tensor) else tensor
     return local.data_ptr(), tensor.shape
 
@@ -233,9 +236,9 @@ def _check_fit(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], tied
     missing = sorted(set(expected) - set(given) - tied)
     unexpected = sorted(set(given) - set(expected))
     shapes = [
-        f"{name}: {tuple(given[name].shape)} instead of {tuple(expected[name].shape)}"
+        f"{name}: {tuple(given[name].shape)} instead of {tuple(whole_shape(expected[name]))}"
         for name in sorted(set(given) & set(expected))
-        if given[name].shape != expected[name].shape
+        if given[name].shape != whole_shape(expected[name])
     ]
     if missing or unexpected or shapes:
         raise ValueError(
@@ -285,7 +288,7 @@ def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.d
     reshard(model)
     modes = {name: module.training for name, module in model.named_modules()}
     # a sharded model takes its shards straight from a checkpoint of sharded training
-    straight = dcp_directory(checkpoint) if is_sharded(model) else None
+    straight = dcp_directory(checkpoint) if is_sharded(model) and not is_zero(model) else None
     current = checkpoint is None or checkpoint is model or straight is not None
     foreign = None if current else read_state_dict(checkpoint)  # type: ignore[arg-type]
     if dtype is not None:
@@ -298,13 +301,13 @@ def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.d
         check_not_quantized(model, f"`model_dtype` is {name!r}", "Leave `model_dtype` out.")
     touched = touched_tensors(model, foreign, dtype) if straight is None else _all_tensors(model)
     tensors = [value for _, value in touched]
-    saved = [value.detach().to("cpu", copy=True) for value in tensors]
+    saved = [local_copy(value) for value in tensors]
     try:
         if straight is not None:
             load_dcp(model, straight)
         if foreign is not None:
             load_into(model, foreign)
-        fingerprint = fingerprint_state_dict(model.state_dict())
+        fingerprint = fingerprint_state_dict(state_of(model))
         if dtype is not None:
             for value in tensors:
                 if value.is_floating_point():
@@ -314,7 +317,7 @@ def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.d
     finally:
         reshard(model)
         for value, before in zip(tensors, saved, strict=True):
-            if is_sharded_tensor(value):
+            if is_sharded_tensor(value) or is_partitioned(value):
                 restore_into(value, before)
                 continue
             value.data = value.data.to(before.dtype)

@@ -4,12 +4,13 @@ import torch
 import torch.distributed as dist
 
 from hf_trak.runtime.sharding import is_sharded_tensor
+from hf_trak.runtime.zero import can_gather, is_partitioned
 
 _REMEDY = (
     "Supported: a copy of the model in every process; for a model too large for one device, FSDP2 (`fully_shard`), "
-    "which is `fsdp_version: 2` of accelerate, or one process and `from_pretrained(..., device_map='auto')` over its "
-    "devices. Load the saved weights that way and pass that model (`accelerator.save_model`, or "
-    "`accelerator.get_state_dict` and `save_pretrained`, write the full weights)."
+    "which is `fsdp_version: 2` of accelerate, ZeRO-3 of a running DeepSpeed, or one process and "
+    "`from_pretrained(..., device_map='auto')` over its devices. Load the saved weights that way and pass that model "
+    "(`accelerator.save_model`, or `accelerator.get_state_dict` and `save_pretrained`, write the full weights)."
 )
 
 
@@ -19,8 +20,9 @@ def check_placement(model: torch.nn.Module) -> None:
 
     Raises:
         TypeError: `model` is not a module, but a name, a `Trainer`, or something else.
-        ValueError: FSDP1 or ZeRO-3 keep only a part of a parameter in this process, or a parameter is on the meta
-            device (offloaded to CPU or disk, or never loaded). Names the parameter and the supported way.
+        ValueError: FSDP1, or ZeRO-3 whose processes are gone, keeps only a part of a parameter in this process, or a
+            parameter is on the meta device (offloaded to CPU or disk, or never loaded). Names the parameter and the
+            supported way.
     """
     if not isinstance(model, torch.nn.Module):
         given = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
@@ -38,8 +40,11 @@ def check_placement(model: torch.nn.Module) -> None:
                     f"a shard of its parameters in each process. {_REMEDY}"
                 )
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id"):  # set by DeepSpeed on what it partitions
-            raise ValueError(f"The parameter {name!r} is partitioned by DeepSpeed ZeRO-3. {_REMEDY}")
+        if is_partitioned(parameter) and not can_gather():
+            raise ValueError(
+                f"The parameter {name!r} is partitioned by DeepSpeed ZeRO-3, whose processes are not connected. "
+                f"{_REMEDY}"
+            )
         if parameter.is_meta and not is_sharded_tensor(parameter):  # `check_plan` says it of those, to all processes
             raise ValueError(
                 f"The parameter {name!r} is on the meta device: `device_map` has offloaded it to the CPU or the disk, "

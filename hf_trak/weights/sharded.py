@@ -1,4 +1,5 @@
-"""Weights of models that FSDP2 or tensor parallelism divides: their plan, their hash, and whole weights put into them.
+"""Weights of models that FSDP2, tensor parallelism or ZeRO-3 divides: their plan, their hash, and whole weights put
+into them.
 
 All processes call these functions together. One parameter at a time is gathered, never the model.
 """
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from hf_trak._compat import class_before_fsdp, fsdp_mesh
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.sharding import fsdp_modules, is_sharded, is_sharded_tensor, reshard
+from hf_trak.runtime.zero import attributes_set_aside, gathered, is_partitioned, is_zero, part_of, whole_shape
 
 _REMEDY = "Divide the same model in the same way in every process, over a mesh of all of them."
 
@@ -22,7 +24,10 @@ def whole(tensor: Tensor) -> Tensor:
     """Return a tensor, gathered from all processes if it is divided over them."""
     if is_sharded_tensor(tensor):
         sharded: Any = tensor
-        return sharded.full_tensor()
+        return sharded.detach().full_tensor()
+    if is_partitioned(tensor):
+        with gathered([tensor]):
+            return tensor.detach().clone()
     return tensor
 
 
@@ -33,13 +38,29 @@ def load_whole(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
         model: changed in place.
         state_dict: whole tensors by name, in every process.
     """
+    reshard(model)
+    if is_zero(model):
+        _load_partitioned(model, state_dict)
+        return
     from torch.distributed.checkpoint.state_dict import (  # slow to import, and for sharded models alone
         StateDictOptions,
         set_model_state_dict,
     )
 
-    reshard(model)
     set_model_state_dict(model, dict(state_dict), options=StateDictOptions(full_state_dict=True, strict=False))
+
+
+def _load_partitioned(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    given = {id(value): state_dict[name] for name, value in state_of(model).items() if name in state_dict}
+    for value in {id(value): value for value in state_of(model).values()}.values():
+        if id(value) in given:
+            with gathered([value], change=True), torch.no_grad():
+                value.data.copy_(given[id(value)])
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a model. Of ZeRO-3, it has the parameters themselves, which know their whole shape."""
+    return dict(model.state_dict(keep_vars=is_zero(model)))
 
 
 def check_plan(model: nn.Module, processes: Processes) -> None:
@@ -102,7 +123,9 @@ def _plan(model: nn.Module) -> dict[str, Any]:
 
 
 def _kind(parameter: Any) -> str:
-    shape = tuple(parameter.shape)
+    shape = tuple(whole_shape(parameter))
+    if is_partitioned(parameter):
+        return f"divided {shape} by ZeRO-3"
     if not is_sharded_tensor(parameter):
         return f"whole {shape}"
     mesh = tuple(parameter.device_mesh.shape)
@@ -111,7 +134,7 @@ def _kind(parameter: Any) -> str:
 
 @contextmanager
 def classes_before_fsdp(model: nn.Module) -> Iterator[None]:
-    """Take off what FSDP2 and tensor parallelism put on modules, as long as somebody asks what the model is.
+    """Take off what FSDP2, ZeRO-3 and tensor parallelism put on modules, as long as somebody asks what the model is.
 
     FSDP2 gives its units other classes, and the `tp_plan` of transformers gives layers another `forward`.
     """
@@ -124,7 +147,8 @@ def classes_before_fsdp(model: nn.Module) -> Iterator[None]:
     try:
         for module, _ in saved:
             module.__class__ = class_before_fsdp(module)
-        yield
+        with attributes_set_aside(model):
+            yield
     finally:
         for module, cls in saved:
             module.__class__ = cls
@@ -132,7 +156,12 @@ def classes_before_fsdp(model: nn.Module) -> Iterator[None]:
             module.forward = forward
 
 
+def local_copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor, or this process' part of it, to the CPU."""
+    return (part_of(tensor) if is_partitioned(tensor) else tensor.detach()).to("cpu", copy=True)
+
+
 def restore_into(tensor: Tensor, before: Tensor) -> None:
     """Write values back into this process' part of a tensor."""
     with torch.no_grad():
-        tensor.copy_(before)
+        (part_of(tensor) if is_partitioned(tensor) else tensor).copy_(before)

@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from accelerate.utils import is_compiled_module
 
+from hf_trak.runtime.zero import without_engine
+
 
 def without_wrappers(model: Any) -> Any:
-    """Take off `torch.compile`, `DataParallel` and `DistributedDataParallel`, whichever is around which.
+    """Take off `torch.compile`, `DataParallel`, `DistributedDataParallel` and DeepSpeed's engine, in whatever order.
 
     They prepend `_orig_mod.` and `module.` to the names of parameters, and split batches or compile code, of which
     per-sample gradients have no use. The model inside is the one that was trained.
@@ -17,7 +19,10 @@ def without_wrappers(model: Any) -> Any:
             The model. Anything else is returned as it is.
     """
     while True:
-        if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+        inner = without_engine(model)
+        if inner is not model:
+            model = inner
+        elif isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
             model = model.module
         elif isinstance(model, torch.nn.Module) and is_compiled_module(model):
             model = model._orig_mod
