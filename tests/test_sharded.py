@@ -374,6 +374,12 @@ def test_a_trainer_under_fsdp2_and_the_lines_of_the_readme(tmp_path: Path) -> No
         assert max(found["checkpoint"]) <= ROUNDING and found["fingerprints"] == 1
 
 
+def test_files_of_deepspeed_are_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "global_step100").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"'global_step100'.*zero_to_fp32"):
+        read_state_dict(tmp_path)
+
+
 def test_metadata_of_a_checkpoint_names_no_other_objects(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(os.getcwd))
     with pytest.raises(ValueError, match=r"it names posix.getcwd"):

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_jobs import attributor, difference, features, made, mesh_of_all, sharded, tensor_parallel
+from sharded_jobs import attributor, difference, eigenvalues, features, made, mesh_of_all, sharded, tensor_parallel
 from store_jobs import start_group
 
+from hf_trak.curvature.exchange import ExchangingSink
 from hf_trak.gradient_computers.sharded import ShardedGradientComputer
 from hf_trak.runtime.processes import Processes
 from hf_trak.store.shard_set import ShardSet
@@ -155,3 +156,52 @@ def test_a_process_that_fails_in_a_layer_ends_those_that_wait_for_its_slices(mod
             job.kill()
     assert last is not None and last["error"] == "ValueError: no such luck."
     assert all(said is not None and "lost contact" in said["error"] for said in reports), reports
+
+
+def fitted(directory: Path, name: str, moment: int = 0) -> bool:
+    """A curvature under FSDP2. The last process is killed as it hands over its gradients for the `moment`-th time."""
+    Processes(True)
+    finish, times = ExchangingSink.finish, []
+
+    def finish_or_die(self: Any) -> None:
+        times.append(1)
+        if len(times) == moment:
+            die()
+        finish(self)
+
+    if int(os.environ["RANK"]) == 1:
+        ExchangingSink.finish = finish_or_die  # type: ignore[method-assign]
+    attributor(divided("fsdp", directory), "gpt2", directory / name, **OPTIONS).fit_curvature()
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [2, 5], ids=["first pass", "second pass"])
+def test_a_process_killed_in_a_fit_ends_the_other_and_the_rerun_gives_the_same_curvature(
+    moment: int, tmp_path: Path
+) -> None:
+    """6 rows in batches of one, three per process and pass."""
+
+    def run(name: str, moment: int) -> list[Any]:
+        jobs = start_group(tmp_path, 2, fitted, tmp_path, name, moment, timeout=_JOINING)
+        try:
+            last = jobs[1].wait(300)
+            began = time.monotonic()
+            first = jobs[0].wait(60 if moment else 300)
+            assert not moment or (jobs[1].process.exitcode == -signal.SIGKILL and time.monotonic() - began < 60)
+            return [first, last]
+        finally:
+            for job in jobs:
+                job.kill()
+
+    first, last = run("store", moment)
+    assert last is None and first is not None and first["error"].startswith("PeerProcessError: Process")
+    assert "lost contact" in first["error"]
+    again, straight = run("store", 0), run("straight", 0)
+    assert all(said is not None and said.get("value") for said in (*again, *straight)), (again, straight)
+    found, expected, whole = (
+        eigenvalues(attributor(made("gpt2"), "gpt2", tmp_path / name, **OPTIONS))
+        for name in ("store", "straight", "whole")
+    )
+    assert torch.equal(found, expected)
+    assert float((found - whole).norm() / whole.norm()) <= 1e-4

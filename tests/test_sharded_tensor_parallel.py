@@ -27,8 +27,14 @@ def mesh() -> Any:
     return init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]) // 2, 2), mesh_dim_names=("fsdp", "tp"))
 
 
-def by_torch(model: nn.Module) -> nn.Module:
-    """Llama, divided by `parallelize_module` of torch, and by FSDP2 where there are more than two processes."""
+def by_torch(model: nn.Module, left_out: str = "", elsewhere: Any = None) -> nn.Module:
+    """Llama, divided by `parallelize_module` of torch, and by FSDP2 where there are more than two processes.
+
+    Args:
+        model: changed in place.
+        left_out: a module that is not divided with the others.
+        elsewhere: the mesh over which it is divided; `None` leaves it whole.
+    """
     columns, rows_ = ColwiseParallel(), RowwiseParallel()
     plan: dict[str, Any] = {
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
@@ -40,7 +46,9 @@ def by_torch(model: nn.Module) -> nn.Module:
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             plan[f"model.layers.{i}.{name}"] = rows_
     whole_mesh = mesh()
-    parallelize_module(model, whole_mesh["tp"], plan)
+    for name, where in ((left_out, elsewhere), *((key, whole_mesh["tp"]) for key in plan if key != left_out)):
+        if where is not None:  # every process cuts its slices from its own copy
+            parallelize_module(model, where, {name: plan[name]}, src_data_rank=None)
     if whole_mesh.size(0) > 1:
         for block in [*blocks(model), model]:
             fully_shard(block, mesh=whole_mesh["fsdp"])
@@ -79,6 +87,29 @@ def refused(directory: Path) -> dict[str, str]:
     }
 
 
+def wrong_plans(directory: Path) -> dict[str, str]:
+    """A module that one process has not divided, one that is divided over other processes, one without memory."""
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    name = "model.layers.1.mlp.down_proj"
+    alone = init_device_mesh("cpu", (count, 1), mesh_dim_names=("all", "alone"))["alone"]
+    with torch.device("meta"):
+        meta = by_torch(sharded_jobs.llama().eval())
+    models = {
+        "left out in one process": by_torch(made("llama"), name if rank == count - 1 else ""),
+        "two meshes": by_torch(made("llama"), name, alone),
+        "meta": meta,
+    }
+    return {
+        what: report_of(lambda model=model, what=what: attributor(model, "llama", directory / what).featurize())
+        for what, model in models.items()
+    }
+
+
+def plans_job(directory: Path) -> dict[str, str]:
+    Processes(True)
+    return wrong_plans(directory)
+
+
 def long_job(directory: Path) -> dict[str, Any]:
     """All models; with four processes, FSDP2 divides the slices again and two of them have other rows."""
     Processes(True)
@@ -115,5 +146,18 @@ def test_all_models_under_tensor_parallelism(count: int, tmp_path: Path) -> None
         assert "GPT2LMHeadModel" in found["refused"]["no plan"] and "tp_plan" in found["refused"]["no plan"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_wrong_plans_are_named_in_all_processes(count: int, tmp_path: Path) -> None:
+    for found in launched(tmp_path, "plans", count, 300, __file__):
+        module = "'model.layers.1.mlp.down_proj.weight'"
+        assert (
+            module in found["left out in one process"]
+            and f"in process {count - 1}" in found["left out in one process"]
+        )
+        assert module in found["two meshes"] and "over the processes" in found["two meshes"]
+        assert "'model.embed_tokens.weight'" in found["meta"] and "meta device" in found["meta"]
+
+
 if __name__ == "__main__":
-    sharded_jobs.run(long_job, Path(sys.argv[2]))
+    sharded_jobs.run({"long": long_job, "plans": plans_job}[sys.argv[1]], Path(sys.argv[2]))

@@ -72,22 +72,29 @@ def tensor_parallel_ranks(model: nn.Module) -> dict[str, list[int]]:
         if not is_sharded_tensor(parameter):
             continue
         sharded: Any = parameter
-        data_mesh = meshes.get(id(parameter))
-        if data_mesh is None:
-            ranks = sorted(int(rank) for rank in sharded.device_mesh.mesh.flatten())
-        else:
-            ranks = _other_ranks(sharded, data_mesh)
+        ranks = slice_ranks(sharded, meshes.get(id(parameter))) or [dist.get_rank()]
         if len(ranks) > 1:
             found[name] = ranks
     return found
 
 
-def _other_ranks(parameter: Any, data_mesh: Any) -> list[int]:
-    """List the ranks of a parameter's mesh that are at the same place of the data-parallel mesh as this process."""
+def slice_ranks(parameter: Any, data_mesh: Any) -> list[int]:
+    """List the ranks that hold slices of a parameter, ascending.
+
+    Args:
+        parameter: a DTensor.
+        data_mesh: the mesh over which FSDP2 divides it, or its slices; `None` if it does not.
+
+    Returns:
+        `list[int]`: those that are at the same place of the data-parallel mesh as this process; empty if tensor
+        parallelism does not divide the parameter.
+    """
+    if data_mesh is None:
+        return sorted(int(rank) for rank in parameter.device_mesh.mesh.flatten())
     names = parameter.device_mesh.mesh_dim_names or ()
     extra = tuple(name for name in names if name not in (data_mesh.mesh_dim_names or ()))
     if parameter.device_mesh.ndim == data_mesh.ndim or not extra:
-        return [dist.get_rank()]
+        return []
     ranks = parameter.device_mesh[extra].mesh.flatten()
     return sorted(int(rank) for rank in ranks)
 

@@ -103,6 +103,15 @@ def _read_directory(path: Path) -> dict[str, Tensor]:
             return _read_file(path / name)
     if (distributed := dcp_directory(path)) is not None:
         return read_dcp(distributed)
+    own = sorted(
+        one.name for one in (*path.glob("global_step*"), *path.glob("zero_pp_rank_*"), *path.glob("bf16_zero_*"))
+    )
+    if own:
+        raise FileNotFoundError(
+            f"The checkpoint directory {str(path)!r} holds DeepSpeed's own files alone (first: {own[0]!r}), which are "
+            "pickles. Expected weights that all programs read. Run `python zero_to_fp32.py . . --safe_serialization` "
+            "in it, or train with `stage3_gather_16bit_weights_on_model_save`."
+        )
     raise FileNotFoundError(
         f"The checkpoint directory {str(path)!r} holds no weights. Expected one of "
         f"{[*WEIGHT_FILES, *INDEX_FILES]}, as written by `Trainer` or `save_pretrained`."

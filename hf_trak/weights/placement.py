@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from hf_trak.runtime.sharding import is_sharded_tensor
+from hf_trak.runtime.sharding import is_sharded
 from hf_trak.runtime.zero import can_gather, is_partitioned
 
 _REMEDY = (
@@ -39,13 +39,14 @@ def check_placement(model: torch.nn.Module) -> None:
                     f"The module {name or type(model).__name__!r} is wrapped in FullyShardedDataParallel, which keeps "
                     f"a shard of its parameters in each process. {_REMEDY}"
                 )
+    sharded = is_sharded(model)
     for name, parameter in model.named_parameters():
         if is_partitioned(parameter) and not can_gather():
             raise ValueError(
                 f"The parameter {name!r} is partitioned by DeepSpeed ZeRO-3, whose processes are not connected. "
                 f"{_REMEDY}"
             )
-        if parameter.is_meta and not is_sharded_tensor(parameter):  # `check_plan` says it of those, to all processes
+        if parameter.is_meta and not sharded:  # `check_plan` says it of those, to all processes
             raise ValueError(
                 f"The parameter {name!r} is on the meta device: `device_map` has offloaded it to the CPU or the disk, "
                 "or it was never loaded. Expected every parameter on a device. Give `device_map` more memory "

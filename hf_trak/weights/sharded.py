@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_trak._compat import class_before_fsdp, fsdp_mesh
 from hf_trak.runtime.processes import Processes
-from hf_trak.runtime.sharding import fsdp_modules, is_sharded, is_sharded_tensor, reshard
+from hf_trak.runtime.sharding import fsdp_modules, is_sharded, is_sharded_tensor, reshard, slice_ranks
 from hf_trak.runtime.zero import attributes_set_aside, gathered, is_partitioned, is_zero, part_of, whole_shape
 
 _REMEDY = "Divide the same model in the same way in every process, over a mesh of all of them."
@@ -94,6 +94,14 @@ def check_plan(model: nn.Module, processes: Processes) -> None:
                     f"The parameter {name!r} is {plans[0][name]['kind']} in process 0 and {how['kind']} in process "
                     f"{rank}. Expected the same plan. {_REMEDY}"
                 )
+    for rank, plan in enumerate(plans):
+        groups = {tuple(how["slices"]): name for name, how in plan.items() if how["slices"]}
+        if len(groups) > 1:
+            (one, first), (other, second) = list(groups.items())[:2]
+            raise ValueError(
+                f"In process {rank}, tensor parallelism divides the parameter {first!r} over the processes {list(one)}"
+                f" and {second!r} over {list(other)}. Expected one mesh of tensor parallelism. {_REMEDY}"
+            )
     sizes = {how["processes"]: name for name, how in plans[0].items() if how["fsdp"]}
     if len(sizes) > 1:
         first, second = list(sizes.values())[:2]
@@ -118,6 +126,7 @@ def _plan(model: nn.Module) -> dict[str, Any]:
             "meta": parameter.is_meta,
             "fsdp": mesh is not None,
             "processes": 1 if mesh is None else mesh.size(),
+            "slices": slice_ranks(parameter, mesh) if is_sharded_tensor(parameter) else [],
         }
     return plan
 
