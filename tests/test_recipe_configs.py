@@ -6,6 +6,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
 from hf_trak.cli import parser
 
@@ -68,3 +72,18 @@ def test_a_key_that_is_no_argument_is_refused(config, arguments, tmp_path):
     wrong.write_text(config.read_text() + "\nno_such_argument: 1\n")
     with pytest.raises(ValueError, match="no_such_argument"):
         arguments(config.parent / "run.py", ["--config", str(wrong)])
+
+
+def test_the_configuration_of_zero_3(monkeypatch):
+    """Accelerate makes of it what it sets for the processes, and the processes make their plugin of that."""
+    config = RECIPES / "accelerate_configs" / "sharded" / "zero3.yaml"
+    args = launch_command_parser().parse_args(["--config_file", str(config), "script.py"])
+    args = _validate_launch_command(args)[0]
+    args.main_process_port = 0  # any that is free
+    args.deepspeed_fields_from_accelerate_config = ",".join(yaml.safe_load(config.read_text())["deepspeed_config"])
+    for key, value in prepare_deepspeed_cmd_env(args)[1].items():
+        monkeypatch.setenv(key, value)
+    plugin = DeepSpeedPlugin()
+    assert plugin.zero_stage == 3 and plugin.zero3_init_flag and plugin.zero3_save_16bit_model
+    assert plugin.deepspeed_config["zero_optimization"]["stage"] == 3
+    assert args.use_deepspeed and args.num_processes == 8
