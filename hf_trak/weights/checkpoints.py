@@ -14,8 +14,8 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from hf_trak._compat import class_if_imported
 from hf_trak.runtime.sharding import is_sharded, is_sharded_tensor, reshard
 from hf_trak.runtime.zero import is_partitioned, is_zero, whole_shape
 from hf_trak.weights.adapters import adapter_state_dict, adapter_tensors, check_not_quantized, is_adapter, load_adapter
@@ -204,7 +204,7 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     check_not_quantized(model, "The checkpoint holds weights of the whole model", remedy)
     expected = state_of(model)
     state_dict = with_names_of(expected, state_dict)
-    if isinstance(model, PreTrainedModel) and not set(state_dict) <= set(expected):
+    if _is_of_transformers(model) and not set(state_dict) <= set(expected):
         state_dict = _converted(model, state_dict)
     _check_fit(expected, state_dict, tied=_tied_names(model, expected, set(state_dict)))
     if is_sharded(model):
@@ -213,7 +213,12 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
         model.load_state_dict(state_dict, strict=False)
 
 
-def _converted(model: PreTrainedModel, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+def _is_of_transformers(model: torch.nn.Module) -> bool:
+    kind = class_if_imported("transformers.modeling_utils", "PreTrainedModel")
+    return kind is not None and isinstance(model, kind)
+
+
+def _converted(model: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert weights to the names and shapes of the modules of transformers; unchanged if they still do not fit."""
     result: Any = type(model).from_pretrained(
         None,
