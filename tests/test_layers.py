@@ -85,11 +85,13 @@ def test_a_plain_installation_needs_no_optional_package() -> None:
     code = (
         "import sys, hf_trak, hf_trak.cli.main, hf_trak.featurize.exact, hf_trak.featurize.reranking;"
         "hf_trak.TrakAttributor; print(*(m.__file__ for n, m in list(sys.modules.items()) "
-        "if n.partition('.')[0] == 'hf_trak' and getattr(m, '__file__', None)))"
+        "if n.partition('.')[0] == 'hf_trak' and getattr(m, '__file__', None))); print(*sys.modules, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
     assert len(loaded) > 100
+    # Importing the models of transformers takes seconds: who has one has imported them.
+    assert "transformers.modeling_utils" not in done.stderr.split()
     wrong = []
     for file in loaded:
         for statement in ast.parse(Path(file).read_text(encoding="utf-8")).body:
