@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from hf_trak.errors import KernelError
-from hf_trak.kernels.sources import all_kernels, parts, source_directory
+from hf_trak.kernels.sources import CPU_PARTS, all_kernels, cpu_source, parts, source_directory
 from hf_trak.version import __version__
 
 NAME = "random-projections"
@@ -44,9 +44,9 @@ _REPO_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 def write_package(folder: Path, repo_id: str) -> Path:
     """Write the package as a repository of the Hub's type `kernel`.
 
-    `build/torch-cpu` and `build/torch-cuda` are what `kernels` loads: modules, `cuda_ext/*.cu`, `_ops.py` with the
-    namespace of the operators, and `metadata.json`. `torch-ext/` and `build.toml` are for its builder, which makes the
-    same variants. `README.md` is the card. The bytes depend on the sources and on `repo_id` alone.
+    `build/torch-cpu` and `build/torch-cuda` are what `kernels` loads: modules, the sources in `cuda_ext/`, `_ops.py`
+    with the namespace of the operators, and `metadata.json`. `torch-ext/` and `build.toml` are for its builder, which
+    makes the same variants. `README.md` is the card. The bytes depend on the sources and on `repo_id` alone.
 
     Args:
         folder (`Path`):
@@ -95,6 +95,8 @@ def package_files() -> dict[str, str]:
     files["__init__.py"] = (source_directory() / "hub" / "init.py").read_text(encoding="utf-8")
     for name in dict.fromkeys(part for kernel in all_kernels() for part in parts(kernel.file)):
         files[f"cuda_ext/{name}"] = (source_directory() / name).read_text(encoding="utf-8")
+    for name in CPU_PARTS:
+        files[f"cuda_ext/cpu/{name}.c"] = cpu_source(name)
     return files
 
 

@@ -18,6 +18,9 @@ _SHARED_PARTS = {
     "rademacher_wgmma": ("wgmma.cu", "sign_tiles.cu"),
 }
 
+CPU_PARTS = ("sjlt",)
+"""Files of `cuda_ext/cpu/`, without their suffix, each of which is a library of its own."""
+
 INPUT_TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 """The names that `common.cu` gives to the dtypes of gradients."""
 
@@ -129,3 +132,9 @@ def source(file: str) -> str:
     """Read the whole program of a kernel file."""
     directory = source_directory()
     return "\n".join((directory / name).read_text(encoding="utf-8") for name in parts(file))
+
+
+@cache
+def cpu_source(name: str) -> str:
+    """Read a file of `cuda_ext/cpu/`."""
+    return (source_directory() / "cpu" / f"{name}.c").read_text(encoding="utf-8")

@@ -13,18 +13,21 @@ are cut into s segments, and every coordinate has one ±1 in each. Per segment o
 Signs are independent, so E⟨Rx, Ry⟩ = s⟨x, y⟩ exactly, and the variance depends on nothing but the probability that
 two given coordinates share an output. Two coordinates of different chunks do so with probability 1/k, two of the same
 chunk with at most 1/k: for every x and y, outer products or not, the variance is at most that of independent buckets.
-`hf_trak/projectors/reference.py` defines the map entry by entry; time and memory do not depend on k.
+`hf_trak/projectors/reference.py` defines the map entry by entry; time and memory do not depend on k. On a CPU with a C
+compiler, step 1 is one call of a compiled function (`hf_trak/kernels/cpu_sparse.py`) with the same bits.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from hf_trak.kernels.cpu_sparse import compiled_addition
 from hf_trak.kernels.philox import Stream, packed_words, philox_words, sign_tensor
 from hf_trak.runtime.operator_threads import one_core, over_samples
 
@@ -64,9 +67,14 @@ class _Region:
     offsets: list[int]
     steps: list[int]
 
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Offsets and steps, int64."""
+        return torch.tensor(self.offsets), torch.tensor(self.steps)
+
     @property
     def nbytes(self) -> int:
-        return self.signs.numel() * 4 + len(self.offsets) * 128
+        return self.signs.numel() * 4 + len(self.offsets) * 144
 
     def place(self, position: int) -> tuple[int, int, int]:
         """Return a coordinate's accumulator (not yet modulo K), its chunk's step, and its index in the chunk."""
@@ -155,6 +163,10 @@ class SparseMap:
 
     def add_to_sums(self, sums: Tensor, block: Tensor, start: int, model_id: int, copy: int) -> None:
         """Do step 1 of the map: add a block to the accumulators of [`~SparseMap.empty_sums`]."""
+        if compiled_addition.usable(block):
+            for first, last, region in self._slices(start, block.shape[1], model_id, copy, block.device, _REGION):
+                _add_compiled(sums, block[:, first - start : last - start], first, region)
+            return
         for first, last, region in self._slices(start, block.shape[1], model_id, copy, block.device):
             columns = block[:, first - start : last - start]
             if block.device.type == "cpu":
@@ -202,12 +214,12 @@ class SparseMap:
                 position += length
 
     def _slices(
-        self, start: int, n: int, model_id: int, copy: int, device: torch.device
+        self, start: int, n: int, model_id: int, copy: int, device: torch.device, size: int = _SLICE
     ) -> Iterator[tuple[int, int, _Region]]:
         """Cut a block into slices: first coordinate, end, and the region that they lie in."""
         position = start
         while position < start + n:
-            last = min(start + n, (position // _SLICE + 1) * _SLICE)
+            last = min(start + n, (position // size + 1) * size)
             yield position, last, self._region(position // _REGION, model_id, copy, device)
             position = last
 
@@ -273,6 +285,16 @@ def _signs(region: _Region, first: int, last: int) -> Tensor:
     word = offset // 32
     signs = sign_tensor(region.signs[word : -(-(last - region.origin) // 32)])
     return signs[offset - 32 * word : last - region.origin - 32 * word]
+
+
+def _add_compiled(sums: Tensor, block: Tensor, first: int, region: _Region) -> None:
+    """Do what [`_add_slice`] does by the compiled function, in threads with samples of their own."""
+    offsets, steps = region.places
+
+    def add(low: int, high: int) -> None:
+        compiled_addition.add(sums[low:high], block[low:high], first - region.origin, region.signs, offsets, steps)
+
+    over_samples(add, block.shape[0], tiny=True)
 
 
 def _add_slice_in_threads(sums: Tensor, block: Tensor, first: int, last: int, region: _Region) -> None:
