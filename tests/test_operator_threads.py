@@ -38,10 +38,31 @@ def test_every_sample_is_in_one_stretch_whose_operators_use_one_core(threads: in
     assert seen.tolist() == [1] * size
     assert used == {1}
     assert torch.get_num_threads() == threads
-    assert len(stretches) == max(1, min(threads // 2, size // 4) if tiny else min(threads, size))
+    parts = max(1, min(threads // 2, size // 4) if tiny else min(threads, size))
+    assert len(stretches) == (parts if tiny or parts == 1 else size)
+    assert len({thread for thread, _ in stretches}) <= parts
     if len(stretches) > 1:
         assert min(length for _, length in stretches) >= (4 if tiny else 1)
-        assert threading.get_ident() in {thread for thread, _ in stretches}
+
+
+def test_a_thread_that_is_late_leaves_its_samples_to_the_others() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    taken: list[int] = []
+    others_done = threading.Event()
+
+    def loop(first: int, last: int) -> None:
+        taken.append(threading.get_ident())
+        if len(taken) == 1:
+            assert others_done.wait(60)
+        elif len(taken) == 16:
+            others_done.set()
+
+    try:
+        over_samples(loop, 16)
+    finally:
+        torch.set_num_threads(before)
+    assert sorted(taken.count(thread) for thread in set(taken)) == [1, 15]
 
 
 def test_threads_that_start_later_have_the_number_of_threads_of_the_process(threads: int) -> None:
@@ -65,7 +86,7 @@ def test_an_error_of_any_thread_is_raised_after_all_have_ended(threads: int) -> 
 
     with pytest.raises(KeyError, match="the last stretch"):
         over_samples(loop, 16)
-    assert len(ended) == threads
+    assert len(ended) == (16 if threads > 1 else 1)
     assert torch.get_num_threads() == threads
 
 

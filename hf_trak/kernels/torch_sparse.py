@@ -44,6 +44,7 @@ _REGION = 2**23  # coordinates whose bits are generated and cached together
 _CACHE_BYTES = 2**26
 _SLICE = 2**17  # coordinates whose signs are expanded to floats together; on a CPU they stay in the L2 cache
 _LOOP_FOLD_GROUPS = 64
+_SMALLEST_SHARED = 2**21  # numbers that the compiled function adds in several threads; fewer, before another one wakes
 
 
 def accumulators(outputs: int) -> int:
@@ -294,7 +295,10 @@ def _add_compiled(sums: Tensor, block: Tensor, first: int, region: _Region) -> N
     def add(low: int, high: int) -> None:
         compiled_addition.add(sums[low:high], block[low:high], first - region.origin, region.signs, offsets, steps)
 
-    over_samples(add, block.shape[0], tiny=True)
+    if block.numel() < _SMALLEST_SHARED:
+        add(0, block.shape[0])
+    else:
+        over_samples(add, block.shape[0])
 
 
 def _add_slice_in_threads(sums: Tensor, block: Tensor, first: int, last: int, region: _Region) -> None:

@@ -8,6 +8,7 @@ its own samples, with operators that use one core, and they meet once, at the en
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -70,8 +71,8 @@ def over_samples(loop: Callable[[int, int], None], size: int, tiny: bool = False
     """Run a loop of small operators for all samples of a batch, divided among as many threads as torch has.
 
     Args:
-        loop: called with `(first, last)` for consecutive stretches of the samples. What it does for a sample must not
-            depend on the stretch that the sample is in.
+        loop: called with `(first, last)` for single samples, or for all of them, or for stretches of tiny ones. What
+            it does for a sample must not depend on the stretch that the sample is in, nor on the thread.
         size: B, number of samples.
         tiny: whether an operator takes microseconds for one sample. Then a thread has at least four samples, and there
             are half as many threads, since those of torch's own last operator are still spinning for a while: the
@@ -85,16 +86,26 @@ def over_samples(loop: Callable[[int, int], None], size: int, tiny: bool = False
         if parts == 1:
             loop(0, size)
             return
-        bounds = [size * part // parts for part in range(parts + 1)]
+        # With one sample at a time, a thread that the operating system runs late leaves more of them to the others.
+        count = parts if tiny else size
+        stretches = deque((size * part // count, size * (part + 1) // count) for part in range(count))
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
-        def in_thread(part: int) -> None:
-            with torch.inference_mode(inference), torch.set_grad_enabled(gradients and not inference):
-                loop(bounds[part], bounds[part + 1])
+        def work() -> None:
+            while True:
+                try:
+                    stretch = stretches.popleft()
+                except IndexError:
+                    return
+                loop(*stretch)
 
-        others = [_pool.of(parts - 1).submit(in_thread, part) for part in range(1, parts)]
+        def in_thread() -> None:
+            with torch.inference_mode(inference), torch.set_grad_enabled(gradients and not inference):
+                work()
+
+        others = [_pool.of(parts - 1).submit(in_thread) for _ in range(1, parts)]
         try:
-            loop(bounds[0], bounds[1])
+            work()
         finally:
             wait(others)  # they write to memory of the caller
         for other in others:
