@@ -11,7 +11,8 @@ Every step runs in a process of its own, in turn, so that its peak memory is its
 * `top k`: what `attribute(top_k=…)` does once Gram matrix and targets are there: check and read the shards, multiply,
   keep the best and the worst of every target.
 * `all scores`: the full matrix, written to Arrow.
-* `Gram`: XᵀX.
+* `product`: XᵀX in float64 of the same file, 1024 rows at a time: nothing but conversion and product.
+* `Gram`: XᵀX of the store: checked, with the same bits for any number of processes, and saved.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--busy", type=int, default=0, help="measure again beside so many competing processes")
-    parser.add_argument("--steps", nargs="+", default=["matmul", "top k", "all scores", "Gram"], choices=list(STEPS))
+    parser.add_argument("--steps", nargs="+", default=list(BASELINES), choices=list(STEPS))
     parser.add_argument("--dir", help="where the temporary directory goes")
     parser.add_argument("--step", nargs=2, metavar=("STEP", "DIRECTORY"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -81,6 +82,14 @@ def matmul(directory: Path, args: argparse.Namespace) -> None:
     torch.matmul(torch.from_numpy(features), targets(args).T)
 
 
+def product(directory: Path, args: argparse.Namespace) -> None:
+    features = np.memmap(directory / "features.bin", dtype=np.float32, mode="c", shape=(args.rows, args.proj_dim))
+    total = torch.zeros(args.proj_dim, args.proj_dim, dtype=torch.float64)
+    for rows in torch.from_numpy(features).split(1024):
+        wide = rows.double()
+        total.addmm_(wide.T, wide)
+
+
 def scored(directory: Path, args: argparse.Namespace, top_k: int | None) -> None:
     processes = Processes(use_cpu=True)
     store = FeatureStore.load(directory / "store")
@@ -100,8 +109,12 @@ STEPS: dict[str, Callable[[Path, argparse.Namespace], None]] = {
     "matmul": matmul,
     "top k": lambda directory, args: scored(directory, args, args.top_k),
     "all scores": lambda directory, args: scored(directory, args, None),
+    "product": product,
     "Gram": gram,
 }
+
+BASELINES = {"matmul": None, "top k": "matmul", "all scores": "matmul", "product": None, "Gram": "product"}
+"""The steps, and what each is compared with."""
 
 
 def one_step(name: str, directory: Path, args: argparse.Namespace) -> dict[str, float]:
@@ -143,12 +156,12 @@ def main(arguments: list[str] | None = None) -> None:
 def report(results: dict[str, list[dict[str, Any]]], processes: int) -> None:
     """Print a table of medians, beside so many competing processes."""
     print(f"beside {processes} other processes")
-    plain = statistics.median(run["seconds"] for run in results["matmul"]) if "matmul" in results else None
-    print(f"{'':12}{'seconds':>10}{'peak MiB':>10}{'speed of matmul':>17}")
+    medians = {name: statistics.median(run["seconds"] for run in runs) for name, runs in results.items()}
+    print(f"{'':12}{'seconds':>10}{'peak MiB':>10}{'speed of':>18}")
     for name, runs in results.items():
-        seconds = statistics.median(run["seconds"] for run in runs)
-        speed = "-" if plain is None else f"{plain / seconds:.0%}"
-        print(f"{name:12}{seconds:10.2f}{max(run['peak'] for run in runs):10.0f}{speed:>17}")
+        plain = BASELINES[name]
+        speed = "" if plain not in medians else f"{plain} {medians[plain] / medians[name]:.0%}"
+        print(f"{name:12}{medians[name]:10.2f}{max(run['peak'] for run in runs):10.0f}{speed:>18}")
 
 
 if __name__ == "__main__":
