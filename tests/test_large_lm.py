@@ -114,6 +114,15 @@ def test_memory_of_a_large_vocabulary_follows_from_the_budget(benchmark, monkeyp
     assert found["peak"] < bound(case, found, deferred) < max(4 * found["logits"], case["rows"] * found["weights"])
 
 
+def test_memory_of_pairs_is_that_of_rows(benchmark, monkeypatch):
+    """Whole logits of four sequences of 384 tokens are 300 MB."""
+    monkeypatch.setattr(deferred_logits, "DEFERRED_FROM", 0)
+    case = {"vocabulary": 49152, "width": 64, "tokens": 384, "rows": 2, "sequences": 2, "budget": 8 * MIB}
+    benchmark.featurize_batch({**case, "vocabulary": 512, "tokens": 8})  # what is allocated once
+    found = benchmark.featurize_batch(case)
+    assert found["peak"] < bound(case, found, True) < found["logits"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_of_a_vocabulary_of_262144(benchmark, dtype):

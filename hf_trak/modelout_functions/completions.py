@@ -6,12 +6,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput
 from hf_trak.modelout_functions.batches import looked_at
+from hf_trak.modelout_functions.deferred_logits import DeferredLogits
+from hf_trak.modelout_functions.deferred_margins import margins_of
 from hf_trak.modelout_functions.positions import takes_positions, with_positions
 from hf_trak.modelout_functions.token_tasks import prepended_tokens
-from hf_trak.modelout_functions.tokens import token_logits
+from hf_trak.modelout_functions.tokens import IGNORED, token_logits
 
 COMPLETION_MASK = "completion_mask"
 """1 on the tokens of the completion, 0 on those of the prompt and on padding."""
@@ -47,23 +50,28 @@ class CompletionModelOutput(BatchedModelOutput):
         }
         return (), with_positions(inputs) if self._positions else inputs
 
-    def token_log_probs(self, model_output: Any, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def token_log_probs(
+        self, model_output: Any, batch: Batch, temperature: float = 1.0, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute the log-probability of every token but the first, given the tokens before it.
 
         Args:
             model_output: what the model returned.
             batch: the batch.
             temperature: the logits are divided by it.
+            wanted: marks the tokens of which log-probabilities are needed, in the shape of `input_ids`. `None`: those
+                of completions.
 
         Returns:
             Log-probabilities `(B, T − 1)` or `(B, 2, T − 1)`, float32 (float64 for float64 logits), differentiable,
-            and a mask of the same shape that marks the tokens of completions.
+            of other tokens any finite number; and a mask of the same shape that marks the tokens of completions.
         """
         entries = as_named(batch)
         tokens, mask = entries["input_ids"], entries[COMPLETION_MASK] != 0
         flat = _flat(tokens) if tokens.ndim == 3 else tokens
         logits = token_logits(model_output, flat, self.head, self._prepended)
-        return _log_probs(logits, flat, temperature).reshape(*tokens.shape[:-1], -1), mask[..., 1:]
+        needed = (mask if wanted is None else wanted).reshape(flat.shape)
+        return _log_probs(logits, flat, needed, temperature).reshape(*tokens.shape[:-1], -1), mask[..., 1:]
 
     def check_completions(self, mask: Tensor) -> None:
         """Refuse samples with an empty completion, whose log-probability is 0 for every model.
@@ -156,9 +164,11 @@ def _flat(value: Tensor) -> Tensor:
     return value.flatten(0, 1)
 
 
-def _log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+def _log_probs(logits: Tensor, tokens: Tensor, needed: Tensor, temperature: float) -> Tensor:
     logits = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         logits = logits / temperature
+    if isinstance(logits, DeferredLogits):
+        return logsigmoid(margins_of(logits, torch.where(needed, tokens, IGNORED)[:, 1:]))
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     return -losses.view(tokens.shape[0], -1)

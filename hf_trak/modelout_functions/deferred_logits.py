@@ -59,7 +59,7 @@ class LinearHead:
         dtype: in which autocast has it compute; `None` for that of the weight.
         receive: takes the gradients of weight and bias in the backward pass; `None` where they are not wanted.
         chunked: whether margins are taken by plain autograd, of some positions at a time.
-        taken: margins that were taken: hidden states, labels, and the values without their graph.
+        taken: margins that were taken: hidden states, labels, steps, and the values without their graph.
     """
 
     weight: Tensor
@@ -67,7 +67,7 @@ class LinearHead:
     dtype: torch.dtype | None
     receive: ReceiveHead | None = None
     chunked: bool = False
-    taken: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    taken: list[tuple[Tensor, Tensor, tuple[Step, ...], Tensor]] = field(default_factory=list)
 
     def inputs(self, hidden: Tensor) -> Tensor:
         """Return hidden states in the dtype in which the head computes."""
@@ -154,19 +154,52 @@ def _binary(function: Callable[..., Tensor], swapped: bool) -> Callable[..., Def
         elif not isinstance(other, int | float):
             return None
 
-        def step(z: Tensor, first: int, last: int) -> Tensor:
-            value = other
-            if isinstance(value, Tensor) and value.ndim:
-                value = value.reshape(-1) if value.numel() == 1 else value.reshape(-1)[first:last]
-            return function(z, value, **options)
-
-        return _after(logits, step, dtype)
+        return _after(logits, _Operation(function, other, options), dtype)
 
     return rule
 
 
+class _Operation:
+    """A step with a number or a tensor, equal to the same one that is made a second time."""
+
+    def __init__(self, function: Callable[..., Tensor], other: Tensor | float, options: dict[str, Any]) -> None:
+        self._function = function
+        self._other = other
+        self._options = options
+
+    def __call__(self, z: Tensor, first: int, last: int) -> Tensor:
+        value = self._other
+        if isinstance(value, Tensor) and value.ndim:
+            value = value.reshape(-1) if value.numel() == 1 else value.reshape(-1)[first:last]
+        return self._function(z, value, **self._options)
+
+    def _key(self) -> tuple[Any, ...]:
+        other = self._other
+        return self._function, id(other) if isinstance(other, Tensor) else other, sorted(self._options.items())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Operation) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._function)
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """A step that changes the dtype."""
+
+    dtype: torch.dtype
+
+    def __call__(self, z: Tensor, first: int, last: int) -> Tensor:
+        return z.to(self.dtype)
+
+
+def _tanh_step(z: Tensor, first: int, last: int) -> Tensor:
+    return torch.tanh(z)
+
+
 def _tanh(logits: DeferredLogits) -> DeferredLogits:
-    return _after(logits, lambda z, first, last: torch.tanh(z))
+    return _after(logits, _tanh_step)
 
 
 def _same(logits: DeferredLogits, **options: Any) -> DeferredLogits:
@@ -177,7 +210,7 @@ def _copied(logits: DeferredLogits, **options: Any) -> DeferredLogits | None:
     dtype, device = options.get("dtype") or logits.dtype, options.get("device")
     if not dtype.is_floating_point or (device is not None and torch.device(device) != logits.device):
         return None
-    return _after(logits, lambda z, first, last: z.to(dtype), dtype)
+    return _after(logits, _Cast(dtype), dtype)
 
 
 def _sliced(
@@ -231,14 +264,12 @@ def deferrable_head(model: nn.Module) -> nn.Linear | None:
 
 
 @contextmanager
-def deferring(
-    head: nn.Linear, rows: int | None = None, receive: ReceiveHead | None = None
-) -> Iterator[list[LinearHead]]:
+def deferring(head: nn.Linear, share: float = 1.0, receive: ReceiveHead | None = None) -> Iterator[list[LinearHead]]:
     """Have a head return [`DeferredLogits`] where the logits of a batch take at least [`DEFERRED_FROM`].
 
     Args:
         head: see [`deferrable_head`].
-        rows: samples of the batch that this is about, where the head is called with fewer of them; `None` for as many.
+        share: what part of the samples of the batch that this is about the head is called with.
         receive: see [`LinearHead`].
 
     Yields:
@@ -249,7 +280,7 @@ def deferring(
         return LinearHead(head.weight.detach(), None if head.bias is None else head.bias.detach(), dtype, receive)
 
     limit = DEFERRED_FROM_OF_GPUS if head.weight.is_cuda else DEFERRED_FROM
-    with _replaced(head, rows, limit, made) as calls:
+    with _replaced(head, share, limit, made) as calls:
         yield calls
 
 
@@ -275,7 +306,7 @@ def in_chunks(model: nn.Module, compute: Callable[[], T]) -> T:
 
     limit = CHUNKED_FROM_OF_GPUS if head.weight.is_cuda else CHUNKED_FROM
     try:
-        with _replaced(head, None, limit, made):
+        with _replaced(head, 1.0, limit, made):
             return compute()
     except NotDeferrableError:
         return compute()
@@ -283,7 +314,7 @@ def in_chunks(model: nn.Module, compute: Callable[[], T]) -> T:
 
 @contextmanager
 def _replaced(
-    head: nn.Linear, rows: int | None, limit: int, made: Callable[[torch.dtype | None], LinearHead]
+    head: nn.Linear, share: float, limit: int, made: Callable[[torch.dtype | None], LinearHead]
 ) -> Iterator[list[LinearHead]]:
     calls: list[LinearHead] = []
 
@@ -293,8 +324,8 @@ def _replaced(
         fits = type(hidden) in (Tensor, nn.Parameter) and hidden.ndim == 3 and hidden.device == weight.device
         if not fits or (dtype is None and hidden.dtype != weight.dtype) or hidden.numel() == 0:
             return nn.Linear.forward(head, hidden)
-        size = (rows or hidden.shape[0]) * hidden.shape[1] * weight.shape[0] * (dtype or hidden.dtype).itemsize
-        if size < limit:
+        size = hidden.shape[0] * hidden.shape[1] * weight.shape[0] * (dtype or hidden.dtype).itemsize
+        if round(size / share) < limit:
             return nn.Linear.forward(head, hidden)
         calls.append(made(dtype))
         return DeferredLogits.of(hidden, calls[-1])

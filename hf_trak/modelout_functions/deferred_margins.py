@@ -26,7 +26,7 @@ CHUNK = 2**24
 def margins_of(logits: DeferredLogits, labels: Tensor) -> Tensor:
     """Compute log(p_y / (1 − p_y)) at every position, as [`margin`] does of whole logits.
 
-    Margins of the same positions and labels are computed once: a second call gets the values, without a graph.
+    Margins of the same logits and labels are computed once: a second call gets the values, without a graph.
 
     Args:
         logits: `(B, T, V)`.
@@ -41,15 +41,15 @@ def margins_of(logits: DeferredLogits, labels: Tensor) -> Tensor:
         return _margins_of_chunks(hidden, labels, head, logits.steps)
     with unseen_by_modes():
         if not torch.is_grad_enabled():
-            for other, given, values in head.taken:
-                if _same_memory(other, hidden) and torch.equal(given, labels):
+            for other, given, steps, values in head.taken:
+                if _same_memory(other, hidden) and steps == logits.steps and torch.equal(given, labels):
                     return values
         anchor = torch.zeros((), device=hidden.device, requires_grad=head.receive is not None)
         places = _labelled_places(labels, logits.shape[2])
         rows = hidden.gather(1, places.unsqueeze(-1).expand(-1, -1, hidden.shape[2]))
         taken: Tensor = _DeferredMargin.apply(anchor, rows, labels.gather(1, places), head, logits.steps)
         found = taken.new_zeros(labels.shape).scatter(1, places, taken)
-        head.taken.append((hidden.detach(), labels, found.detach()))
+        head.taken.append((hidden.detach(), labels, logits.steps, found.detach()))
     return found
 
 

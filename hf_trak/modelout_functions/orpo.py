@@ -42,17 +42,25 @@ class ORPOModelOutput(PairModelOutput):
         return True
 
     def margin(self, model_output: Any, batch: Batch, side: Side) -> Tensor:
-        log_probs, mask = self.token_log_probs(model_output, batch)
-        return _log_odds_ratio(log_probs, mask)
+        wanted = _predicted(batch) if side == "train" else None
+        return _log_odds_ratio(*self.token_log_probs(model_output, batch, wanted=wanted))
 
     def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
-        log_probs, mask = self.token_log_probs(model_output, batch)
+        log_probs, mask = self.token_log_probs(model_output, batch, wanted=_predicted(batch))
         seen = as_named(batch)["attention_mask"][:, 0, 1:] != 0
         chosen = torch.where(seen, log_probs[:, 0], 0.0).sum(dim=1) / seen.sum(dim=1).clamp(min=1)
         return self.beta * self.loss_of(_log_odds_ratio(log_probs, mask)) - chosen
 
     def check(self, model_output: Any, batch: Batch) -> None:
         self.check_completions(as_named(batch)[COMPLETION_MASK][..., 1:] != 0)
+
+
+def _predicted(batch: Batch) -> Tensor:
+    """Mark the tokens whose log-probabilities are in the loss, `(B, 2, T)`: prompts of chosen answers, too."""
+    entries = as_named(batch)
+    marked = (entries[COMPLETION_MASK] != 0).clone()
+    marked[:, 0] |= entries["attention_mask"][:, 0] != 0
+    return marked
 
 
 def _log_odds_ratio(log_probs: Tensor, mask: Tensor) -> Tensor:

@@ -4,10 +4,11 @@
     python recipes/benchmarks/large_lm.py --cases 1b
 
 Models are Llamas from a configuration with random weights. Every figure is taken in a process of its own: the highest
-resident memory above what the process had once the model was made. `vocabulary`, `small` and `long` time the gradients
-and their projection (k = 4096) of one batch, the trace of one sample included; `deferred` tells whether logits are
-never formed. `1b` calls `TrakAttributor.featurize` on one batch, the check of the first batch included, and prints
-what `estimate` says. Seconds of the processor do not count what other programs take of it.
+resident memory above what the process had once the model was made. `vocabulary`, `small`, `preferences` and `long`
+time the gradients and their projection (k = 4096) of one batch, the trace of one sample included; `deferred` tells
+whether logits are never formed. Rows of `preferences` are pairs of the task `dpo`, with a prompt of half their length.
+`1b` calls `TrakAttributor.featurize` on one batch, the check of the first batch included, and prints what `estimate`
+says. Seconds of the processor do not count what other programs take of it.
 """
 
 import argparse
@@ -39,13 +40,17 @@ SMALL: list[dict[str, Any]] = [
     for vocabulary in (4096, 32768)
     for deferred in (False, True)
 ]
+PREFERENCES: list[dict[str, Any]] = [
+    {"vocabulary": 262144, "width": 512, "tokens": 256, "rows": 2, "sequences": 2, "deferred": deferred}
+    for deferred in (False, True)
+]
 LONG: list[dict[str, Any]] = [
     {"vocabulary": 1024, "width": 128, "tokens": tokens, "rows": rows, "layers": 4, "checkpointing": checkpointing}
     for tokens, rows in ((2048, 2), (8192, 2), (32768, 1))
     for checkpointing in (False, True)
 ]
 BILLION: list[dict[str, Any]] = [{"size": "1b", "tokens": 64, "rows": 2, "dtype": "bfloat16", "layers": 16}]
-CASES = {"vocabulary": VOCABULARY, "small": SMALL, "long": LONG, "1b": BILLION}
+CASES = {"vocabulary": VOCABULARY, "small": SMALL, "preferences": PREFERENCES, "long": LONG, "1b": BILLION}
 
 
 def llama(case: dict[str, Any]) -> nn.Module:
@@ -91,13 +96,34 @@ def peak_starts() -> int:
 
 
 def token_ids(vocabulary: int, case: dict[str, Any]) -> Tensor:
-    return torch.randint(0, vocabulary, (case["rows"], case["tokens"]), generator=torch.Generator().manual_seed(0))
+    shape = (case["rows"] * case.get("sequences", 1), case["tokens"])
+    return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
+
+
+def batch_and_task(case: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Make a batch of rows of which every token is predicted, or of pairs that share a prompt."""
+    from hf_trak.modelout_functions import CausalLMModelOutput
+    from hf_trak.modelout_functions.dpo import DPOModelOutput
+
+    ids = token_ids(case["vocabulary"], case)
+    if case.get("sequences", 1) == 1:
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}, CausalLMModelOutput()
+    ids = ids.view(case["rows"], 2, -1)
+    prompt = case["tokens"] // 2
+    ids[:, 1, :prompt] = ids[:, 0, :prompt]
+    completion = torch.zeros_like(ids)
+    completion[..., prompt:] = 1
+    references = {
+        f"ref_{answer}_logps": torch.full((case["rows"],), -12.0 * prompt) for answer in ("chosen", "rejected")
+    }
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": completion}
+    return {**batch, **references}, DPOModelOutput()
 
 
 def featurize_batch(case: dict[str, Any]) -> dict[str, Any]:
     """Project the gradients of one batch, without check and store."""
     from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
-    from hf_trak.modelout_functions import CausalLMModelOutput, deferred_logits
+    from hf_trak.modelout_functions import deferred_logits
     from hf_trak.projectors.sparse import SparseProjector
 
     if "deferred" in case:  # otherwise as the engine chooses
@@ -105,9 +131,7 @@ def featurize_batch(case: dict[str, Any]) -> dict[str, Any]:
     model = llama(case)
     if case.get("checkpointing"):
         model.train()  # transformers checkpoints in training mode alone; a Llama has no dropout
-    ids = token_ids(case["vocabulary"], case)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    task = CausalLMModelOutput()
+    batch, task = batch_and_task(case)
     task.bind(model)
     computer = HookedGradientComputer(
         model, task, dtype=None, device="cpu", max_block_bytes=case.get("budget", BUDGET)
@@ -119,7 +143,7 @@ def featurize_batch(case: dict[str, Any]) -> dict[str, Any]:
     itemsize = next(model.parameters()).element_size()
     return {
         "weights": sum(p.numel() for p in model.parameters()) * itemsize,
-        "logits": ids.numel() * case["vocabulary"] * itemsize,
+        "logits": batch["input_ids"].numel() * case["vocabulary"] * itemsize,
         "peak": memory("VmHWM") - before,
         "seconds": time.perf_counter() - start,
         "processor seconds": time.process_time() - used,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_trak.modelout_functions.deferred_logits import DeferredLogits
+
 
 class UnsupportedError(Exception):
     """An operation whose per-sample gradient the hooked engine cannot take where it stands."""
@@ -68,7 +70,8 @@ class TensorTrace:
 
 
 def _signature(tensor: Tensor) -> Tensor:
-    """Compute one number per row."""
+    """Compute one number per row; of deferred logits, whose rows are those of their hidden states, from these."""
+    tensor = tensor.hidden if isinstance(tensor, DeferredLogits) else tensor
     rows = tensor.detach().reshape(tensor.shape[0], -1)
     # random, not constant weights: normalized rows all have the same sum
     weights = torch.sin(torch.arange(1, rows.shape[1] + 1, device=rows.device, dtype=torch.float32) * 1.7)

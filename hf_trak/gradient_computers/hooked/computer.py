@@ -114,7 +114,7 @@ class HookedGradientComputer(AbstractGradientComputer):
         self._sample_traces: OrderedDict[Any, SampleTrace] = OrderedDict()
         self._width_traces = WidthTraces()
         self._head: torch.nn.Linear | None = None
-        self._head_rows = 0
+        self._rows = 1
         self.load_model_params(model)
 
     def load_model_params(self, model: torch.nn.Module) -> None:
@@ -186,7 +186,7 @@ class HookedGradientComputer(AbstractGradientComputer):
         blocks = BlockOutput(emit, self._sized_workspace(), takes_outer)
         # sinks of whole factors need those of a head at once
         self._head = deferrable_head(self.model) if self.defers and takes_outer is not every_factor else None
-        self._head_rows = split.size
+        self._rows = split.size
         if split.size == 1 and self._gradient_bytes() <= WHOLE_GRADIENT_BYTES:
             return self._single(split, blocks, side)
         selected = self._selected()
@@ -333,9 +333,14 @@ class HookedGradientComputer(AbstractGradientComputer):
         self._sample_traces.pop(signature, None)
         self._width_traces.clear()
 
-    def _deferring(self, receive: ReceiveHead | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which the logits of large batches are deferred, where the model allows that."""
-        return nullcontext() if self._head is None else deferring(self._head, self._head_rows, receive)
+    def _deferring(self, size: int, receive: ReceiveHead | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which the logits of large batches are deferred, where the model allows that.
+
+        Args:
+            size: samples that pass through the model, where those of the batch decide.
+            receive: see [`LinearHead`].
+        """
+        return nullcontext() if self._head is None else deferring(self._head, size / self._rows, receive)
 
     def _compute_logits(self, reason: NotDeferrableError) -> None:
         """Have logits computed from now on, because model or task needs them whole."""
@@ -387,7 +392,7 @@ class HookedGradientComputer(AbstractGradientComputer):
         elif not sample_trace.learned:
             hooked_pass.steps = []
         try:
-            with self.watching(hooked_pass, selected), self._deferring():
+            with self.watching(hooked_pass, selected), self._deferring(size):
                 result = run_model(task, self.model, batch)
                 output = one_per_sample(task.output(result, batch, side), size, task)
         except (torch.OutOfMemoryError, GradientEngineError):
@@ -474,8 +479,8 @@ class HookedGradientComputer(AbstractGradientComputer):
         found = {} if self._head is None else own_parameters(self._head)
         own = {name: selected[id(p)] for name, p in found.items() if id(p) in selected}
         if own:
-            receive = partial(emit_slice, own, blocks)
-        with self._deferring(receive) as calls:
+            receive = partial(emit_slice, own, blocks, 1)
+        with self._deferring(1, receive) as calls:
             result = run_model(task, self.model, batch)
             output = one_per_sample(task.output(result, batch, side), 1, task)
         return output, task.out_to_loss_grad(result, batch, side).detach(), bool(calls)

@@ -10,16 +10,20 @@ from hf_trak.gradient_computers.hooked.rules.registry import RegisteredRule
 from hf_trak.modelout_functions.deferred_logits import DeferredLogits, NotDeferrableError
 
 
-def emit_slice(own: dict[str, str], blocks: BlockOutput, first: int, grad: Tensor, hidden: Tensor) -> None:
+def emit_slice(own: dict[str, str], blocks: BlockOutput, size: int, first: int, grad: Tensor, hidden: Tensor) -> None:
     """Emit the per-sample gradients of some rows of a head.
+
+    Both sequences of a pair are one sample.
 
     Args:
         own: names, in the model, of the attributed parameters of the head, by their names in it.
         blocks: where they go.
+        size: B, the number of samples.
         first: the first row.
-        grad: `(B, T, rows)`, gradient of what the head returns for these words.
-        hidden: `(B, T, d)`, its inputs.
+        grad: `(B · sequences, T, rows)`, gradient of what the head returns for these words.
+        hidden: `(B · sequences, T, d)`, its inputs.
     """
+    grad, hidden = (tensor.reshape(size, -1, tensor.shape[-1]) for tensor in (grad, hidden))
     pieces = linear_pieces(
         hidden, grad, blocks.workspace, "weight" in own, "bias" in own, takes_outer=blocks.takes_outer
     )
@@ -46,14 +50,15 @@ def receive_deferred(
         axes: batch dimensions of its input and of its output.
 
     Raises:
-        NotDeferrableError: the batch is not in the first dimension, or linear layers were given another rule.
+        NotDeferrableError: the batch is not in the first dimension, sequences of a sample are not next to each
+            other, or linear layers were given another rule.
     """
-    if axes != (BatchAxis(0), BatchAxis(0)):
+    if axes[0] != axes[1] or axes[0] != BatchAxis(0, axes[0].fold):
         raise NotDeferrableError("the batch is not in the first dimension of the hidden states")
     if rule.rule is not linear:
         raise NotDeferrableError("the rule of linear layers was replaced")
 
     def receive(first: int, grad: Tensor, hidden: Tensor) -> None:
-        hooked_pass.received(lambda: emit_slice(own, hooked_pass.blocks, first, grad, hidden))
+        hooked_pass.received(lambda: emit_slice(own, hooked_pass.blocks, hooked_pass.size, first, grad, hidden))
 
     logits.head.receive = receive
