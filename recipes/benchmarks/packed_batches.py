@@ -4,7 +4,7 @@
 
 A step is forward and backward of the loss on the batch that the collator makes, as `Trainer` computes it, without the
 optimizer. Features are those of `TrakAttributor.featurize` with k = 512. Times are CPU time of the process, best of a
-few rounds, without the first batches. Needs `trl`.
+few rounds, without a first batch of copies of the longest row. Needs `trl`.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset, concatenate_datasets, disable_progress_bars
 from transformers import DataCollatorForTokenClassification, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -63,7 +63,13 @@ def step_seconds(model: Any, rows: Dataset, collator: Callable[[list[Any]], Any]
 
 
 def feature_seconds(model: Any, rows: Dataset, collator: Callable[[list[Any]], Any], size: int) -> float:
-    """Return the CPU seconds of the features of all rows, without the choice of an engine and its check."""
+    """Return the CPU seconds of the features of all rows, without the choice of an engine and its check.
+
+    These belong to a first batch, of copies of the longest row: features take long rows first.
+    """
+    lengths = [len(row["input_ids"]) for row in rows]
+    longest = max(range(len(rows)), key=lengths.__getitem__)
+    rows = concatenate_datasets([rows.select([longest] * size), rows])
     with tempfile.TemporaryDirectory() as directory:
         config = TrakConfig(
             output_dir=directory, proj_dim=512, use_cpu=True, disable_tqdm=True, per_device_batch_size=size,
@@ -73,8 +79,7 @@ def feature_seconds(model: Any, rows: Dataset, collator: Callable[[list[Any]], A
         done: list[float] = []
         attributor.batch_done = lambda: done.append(time.process_time())
         attributor.featurize()
-        per_batch = (done[-1] - done[0]) / (len(done) - 1)
-        return per_batch * len(rows) / size
+        return done[-1] - done[0]
 
 
 def main() -> None:
@@ -83,11 +88,13 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=256)
     parser.add_argument("--longest", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the model")
     options = parser.parse_args()
     disable_progress_bars()
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, max_position_embeddings=2048, **sizes)).eval()
+    model.to(getattr(torch, options.dtype))
     given = documents(options.documents, options.longest)
     plain = Dataset.from_dict({"input_ids": given, "labels": given})
     rows = packed(given, 4 * options.longest)
