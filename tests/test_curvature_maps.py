@@ -1,6 +1,7 @@
 """Products with an inverse curvature, in whichever forms gradients come: those with whole gradients, in full."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
 from hf_trak.curvature.curvature import Curvature, KroneckerValues
-from hf_trak.curvature.maps import InverseSink, Preconditioning, SelfInfluence, WhitenedProjection
+from hf_trak.curvature.maps import GradientMap, InverseSink, Preconditioning, SelfInfluence, WhitenedProjection
+from hf_trak.curvature.owner_maps import OwnSelfInfluence
 from hf_trak.curvature.target_forms import LowRankForm, TargetForm, truncated
 
 B, DAMPING = 3, 0.1
@@ -209,3 +211,47 @@ def test_zero_targets_are_found(curvature: Curvature, gradients: Gradients, rank
     assert form.zero(rows).tolist() == [False, True, False]
     rows[1, P // 2] = 1e-30
     assert not bool(form.zero(rows).any())
+
+
+def part_of(curvature: Curvature, held: set[int], numbers: bool) -> Curvature:
+    """The curvature as a process has it that owns some of the blocks."""
+    values = tuple(
+        one if index in held else KroneckerValues(None, one.eigenvalues.to("meta"), one.count)
+        for index, one in enumerate(curvature.kronecker)
+    )
+    diagonal = curvature.diagonal if numbers else tuple(one.to("meta") for one in curvature.diagonal)
+    return replace(curvature, kronecker=values, diagonal=diagonal)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("what", ["self-influence", "whitened", "products"])
+def test_what_owners_of_blocks_find_adds_up(curvature: Curvature, gradients: Gradients, form: str, what: str) -> None:
+    count = len(curvature.kronecker)
+    targets = torch.randn(4, P, generator=torch.Generator().manual_seed(3))
+
+    def found(one: Curvature, whole: bool) -> Tensor:
+        maps = {
+            "self-influence": lambda: SelfInfluence(one, 0.1) if whole else OwnSelfInfluence(one, 0.1),
+            "whitened": lambda: WhitenedProjection(one, 0.1, Kept()),  # type: ignore[arg-type]
+            "products": lambda: TargetForm(one, 0.1).products(targets) if whole else own_products(one),
+        }
+        sink = maps[what]().sink(B, 0, "cpu")
+        FORMS[form](gradients, sink)  # type: ignore[arg-type]
+        return sink.result()
+
+    def own_products(one: Curvature) -> GradientMap:
+        own = LowRankForm(one, 0.1, max(max(block.shape) for block in one.blocks.kronecker))
+        rows = torch.zeros(4, own.width)
+        for name, place in own.places().items():
+            kind, _, number = name.partition("-")
+            if kind == "matrix":
+                values = one.blocks.kronecker[int(number)].matrix(targets).flatten(1)
+            else:
+                lone = one.blocks.diagonal[int(number)]
+                values = targets[:, lone.start : lone.start + lone.numel]
+            rows[:, place.start : place.start + place.numel] = values
+        return own.products(rows)
+
+    parts = [part_of(curvature, {0}, True), part_of(curvature, set(range(1, count)), False)]
+    assert [one.held for one in parts] == [[0], [*range(1, count)]]
+    close(found(parts[0], False) + found(parts[1], False), found(curvature, True))

@@ -22,11 +22,14 @@ RangeKind = Literal["weight", "bias", "diagonal"]
 class BlockRanges:
     """Finds the blocks that positions in the gradient vector belong to."""
 
-    def __init__(self, blocks: CurvatureBlocks, kronecker: Iterable[int]) -> None:
+    def __init__(
+        self, blocks: CurvatureBlocks, kronecker: Iterable[int], diagonal: Iterable[int] | None = None
+    ) -> None:
         """
         Args:
             blocks: the blocks.
-            kronecker: indices of the Kronecker blocks to look for; diagonal ones are all looked for.
+            kronecker: indices of the Kronecker blocks to look for.
+            diagonal: indices of the diagonal blocks to look for; `None` for all.
         """
         ranges: list[tuple[int, int, int, RangeKind]] = []
         for index in kronecker:
@@ -34,7 +37,9 @@ class BlockRanges:
             ranges.append((one.start, one.start + (one.left - 1) * one.stride + one.right, index, "weight"))
             if one.bias is not None:
                 ranges.append((one.bias, one.bias + one.bias_length, index, "bias"))
-        ranges += [(one.start, one.start + one.numel, i, "diagonal") for i, one in enumerate(blocks.diagonal)]
+        for index in range(len(blocks.diagonal)) if diagonal is None else diagonal:
+            lone = blocks.diagonal[index]
+            ranges.append((lone.start, lone.start + lone.numel, index, "diagonal"))
         self._ranges = sorted(ranges)
         self._starts = [low for low, *_ in self._ranges]
         self._longest = max((stop - low for low, stop, *_ in self._ranges), default=0)

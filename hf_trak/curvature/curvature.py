@@ -78,6 +78,8 @@ class KroneckerValues:
 class Curvature:
     """The Fisher information of a model, block by block; see `hf_trak.curvature.blocks`.
 
+    The values of blocks that another process holds are on the meta device: they have a shape and no memory.
+
     Attributes:
         kind (`str`): see [`CurvatureKind`].
         blocks ([`CurvatureBlocks`]): the division of the parameters.
@@ -98,6 +100,16 @@ class Curvature:
     def numel(self) -> int:
         """P, the number of parameters."""
         return self.blocks.numel
+
+    @property
+    def held(self) -> list[int]:
+        """Indices of the Kronecker blocks whose values are in this process."""
+        return [index for index, one in enumerate(self.kronecker) if not one.eigenvalues.is_meta]
+
+    @property
+    def held_numbers(self) -> list[int]:
+        """Indices of the diagonal blocks whose values are in this process."""
+        return [index for index, one in enumerate(self.diagonal) if not one.is_meta]
 
     def items(self) -> list[tuple[KroneckerBlock | DiagonalBlock, Tensor]]:
         """List all blocks with their eigenvalues."""

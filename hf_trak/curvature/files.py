@@ -10,7 +10,7 @@ All files are written atomically, checked against a checksum when they are read,
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,14 @@ class CurvatureFiles:
         write_sealed(self.directory / CURVATURE_FILE, content)
         shutil.rmtree(self.progress, ignore_errors=True)
 
-    def read(self) -> Curvature:
+    def read(
+        self, chosen: Callable[[CurvatureBlocks], tuple[Collection[int], Collection[int]]] | None = None
+    ) -> Curvature:
         """Read a complete curvature. Bases are memory-mapped.
+
+        Args:
+            chosen: chooses the Kronecker and the diagonal blocks to read, by index; `None` for all. The values of the
+                others are on the meta device.
 
         Raises:
             StoreError: it is not there, or a file of it is missing or damaged.
@@ -97,8 +103,14 @@ class CurvatureFiles:
         kind = self.identity["kind"]
         counts = content["counts"]
         kronecker = []
+        held, held_numbers = (
+            (range(len(blocks.kronecker)), range(len(blocks.diagonal))) if chosen is None else chosen(blocks)
+        )
         for index, (block, count) in enumerate(zip(blocks.kronecker, counts, strict=True)):
             rows, columns = block.shape
+            if index not in held:
+                kronecker.append(KroneckerValues(None, torch.empty(rows, columns, device="meta"), count))
+                continue
             specs = {"eigenvalues": TensorSpec((rows, columns), _VALUES)}
             if kind != "diagonal":
                 specs["left_basis"] = TensorSpec((rows, rows), _VALUES)
@@ -106,12 +118,13 @@ class CurvatureFiles:
             found = self._read(self.block_path(index), specs)
             bases = None if kind == "diagonal" else (found["left_basis"], found["right_basis"])
             kronecker.append(KroneckerValues(bases, found["eigenvalues"], count))
-        names = {f"{index:05d}": TensorSpec((block.numel,), _VALUES) for index, block in enumerate(blocks.diagonal)}
-        diagonal = self._read(self.diagonal_path, names) if names else {}
-        digest = content_digest(content)
-        return Curvature(
-            kind, blocks, tuple(kronecker), tuple(diagonal[name] for name in names), content["rows"], digest
+        names = {f"{index:05d}": TensorSpec((blocks.diagonal[index].numel,), _VALUES) for index in held_numbers}
+        found = self._read(self.diagonal_path, names) if names else {}
+        diagonal = tuple(
+            found[f"{index:05d}"] if index in held_numbers else torch.empty(block.numel, device="meta")
+            for index, block in enumerate(blocks.diagonal)
         )
+        return Curvature(kind, blocks, tuple(kronecker), diagonal, content["rows"], content_digest(content))
 
     def _read(self, path: Path, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         try:

@@ -15,7 +15,7 @@ however it was divided. One part at a time is in memory.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -106,11 +106,16 @@ class CurvatureFit:
         self.device = device
         self._computers: dict[Stage, AbstractGradientComputer] = {}
 
-    def run(self) -> Curvature:
+    def run(
+        self, chosen: Callable[[CurvatureBlocks], tuple[Collection[int], Collection[int]]] | None = None
+    ) -> Curvature:
         """Fit, or finish a fit that was interrupted.
 
+        Args:
+            chosen: see [`CurvatureFiles.read`].
+
         Returns:
-            The curvature, in every process.
+            The curvature, in every process, as far as it is chosen.
 
         Raises:
             NonFiniteError: a gradient is NaN or infinite.
@@ -121,7 +126,7 @@ class CurvatureFit:
             self.processes.broadcast_from_main(self.files.prepare)
             self._conclude(self._passes())
         with self.processes.all_or_none():
-            return self.files.read()
+            return self.files.read(chosen)
 
     # -- passes ------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -25,9 +25,18 @@ class GradientMap:
     """
 
     scale = 1.0
+    by_owner = False
+    """Whether processes that hold a sharded model exchange gradients at the end of every batch, each of which
+    belongs to the first process of those with the same rows."""
 
     def __init__(self, proj_dim: int) -> None:
         self.proj_dim = proj_dim
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Hear the numbers of the rows of the batch that the next sink is opened for. By default of no interest."""
+
+    def accompany(self) -> None:
+        """Take part in what the other processes exchange at the end of a batch. By default they exchange nothing."""
 
     def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> "MapSink":
         """Open a sink for the blocks of one batch.
@@ -80,6 +89,16 @@ class DenseSink:
         self(start, torch.bmm(left.transpose(1, 2), right).flatten(1))
 
 
+class Places(Protocol):
+    """Where the values of an [`InverseSink`] go. Those of one place may come in several parts, which add up."""
+
+    def matrices(self, index: int, rotated: Tensor) -> None:
+        """Take values of Kronecker block `index` in its bases, `(B, *shape)`."""
+
+    def numbers(self, index: int, first: int, values: Tensor) -> None:
+        """Take values of diagonal block `index` from element `first` on, `(B, n)`."""
+
+
 class OwnPlaces:
     """Rows of P numbers, each at the position of its parameter; matrices are rotated back."""
 
@@ -124,13 +143,14 @@ class InverseMap(GradientMap):
         """
         super().__init__(proj_dim)
         self.curvature = curvature
-        self.matrices = [weights(one.eigenvalues, damping, power) for one in curvature.kronecker]
-        self.numbers = [
-            torch.ones_like(one) if curvature.kind == "identity" else weights(one, damping, power)
-            for one in curvature.diagonal
-        ]
+        self.matrices = {i: weights(curvature.kronecker[i].eigenvalues, damping, power) for i in curvature.held}
+        plain, diagonal = curvature.kind == "identity", curvature.diagonal
+        self.numbers = {
+            i: torch.ones_like(diagonal[i]) if plain else weights(diagonal[i], damping, power)
+            for i in curvature.held_numbers
+        }
 
-    def opened(self, places: "OwnPlaces | PlacesOfBlocks", result: Callable[[], Tensor]) -> "MapSink":
+    def opened(self, places: "Places", result: Callable[[], Tensor]) -> "MapSink":
         """Open a sink that gives its values to `places`."""
         return InverseSink(self, places, result)
 
@@ -146,7 +166,7 @@ class InverseSink:
 
     takes_outer = staticmethod(every_factor)
 
-    def __init__(self, of: InverseMap, places: OwnPlaces | PlacesOfBlocks, result: Callable[[], Tensor]) -> None:
+    def __init__(self, of: InverseMap, places: Places, result: Callable[[], Tensor]) -> None:
         """
         Args:
             of: the map.
@@ -157,8 +177,8 @@ class InverseSink:
         self._blocks = of.curvature.blocks
         self._places = places
         self._result = result
-        self._by_source = by_source(self._blocks)
-        self._ranges = BlockRanges(self._blocks, range(len(self._blocks.kronecker)))
+        self._by_source = _held_by_source(of.curvature)
+        self._ranges = BlockRanges(self._blocks, of.matrices, of.numbers)
         self._dense: dict[int, Tensor] = {}
         self._biases: dict[int, Tensor] = {}
         self._rounding: dict[int, float] = defaultdict(float)
@@ -224,6 +244,12 @@ class InverseSink:
 
     def _emit(self, index: int, rotated: Tensor) -> None:
         self._places.matrices(index, scaled(rotated, self._map.matrices[index]))
+
+
+def _held_by_source(curvature: Curvature) -> dict[int, list[int]]:
+    held = set(curvature.held)
+    found = {start: [i for i in indices if i in held] for start, indices in by_source(curvature.blocks).items()}
+    return {start: indices for start, indices in found.items() if indices}
 
 
 class Preconditioning(InverseMap):

@@ -60,7 +60,7 @@ class TargetForm:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where a matrix is in a row: U `(I, r)` and then W `(r, J)`, or all of it where `rank` is `None`."""
 
     start: int
@@ -72,6 +72,7 @@ class LowRankForm(TargetForm):
     """Matrices of rank r, and all numbers of those that are no smaller so, and of diagonal blocks.
 
     A row holds the Kronecker blocks in their order, then the diagonal blocks, and last ‖V − UW‖ / ‖V‖, its error.
+    Of a curvature whose blocks other processes hold, it holds the others alone.
 
     Attributes:
         rank (`int`): r.
@@ -86,18 +87,19 @@ class LowRankForm(TargetForm):
         """
         super().__init__(curvature, damping)
         self.rank = rank
-        self._places: list[_Place] = []
+        self._places: list[Place] = []
         self._diagonal: list[int] = []
         start = 0
-        for one in curvature.blocks.kronecker:
-            numel = low_rank_numel(*one.shape, rank)
-            self._places.append(_Place(start, numel, rank if numel < one.numel else None))
+        held, held_numbers = set(curvature.held), set(curvature.held_numbers)
+        for index, one in enumerate(curvature.blocks.kronecker):
+            numel = low_rank_numel(*one.shape, rank) if index in held else 0
+            self._places.append(Place(start, numel, rank if numel < one.numel else None))
             start += numel
-        for lone in curvature.blocks.diagonal:
+        for index, lone in enumerate(curvature.blocks.diagonal):
             self._diagonal.append(start)
-            start += lone.numel
+            start += lone.numel if index in held_numbers else 0
         self.width = start + 1
-        self._ranges = BlockRanges(curvature.blocks, range(len(curvature.blocks.kronecker)))
+        self._ranges = BlockRanges(curvature.blocks, held, held_numbers)
 
     def preconditioning(self) -> GradientMap:
         return _CompressedPreconditioning(self)
@@ -126,19 +128,41 @@ class LowRankForm(TargetForm):
         blocks, rows = self.curvature.blocks, whole.new_zeros(len(whole), self.width)
         lost = whole.new_zeros(len(whole), dtype=torch.float64)
         for one, place in zip(blocks.kronecker, self._places, strict=True):
-            matrix = one.matrix(whole)
-            part = rows[:, place.start : place.start + place.numel]
-            if place.rank is None:
-                part.copy_(matrix.flatten(1))
-                continue
-            left, right, rest = truncated(matrix, place.rank)
-            part.copy_(torch.cat([left.flatten(1), right.flatten(1)], 1))
+            kept, rest = self.compressed_matrix(place.rank, one.matrix(whole))
+            rows[:, place.start : place.start + place.numel] = kept
             lost += rest
         for lone, start in zip(blocks.diagonal, self._diagonal, strict=True):
             rows[:, start : start + lone.numel] = whole[:, lone.start : lone.start + lone.numel]
         norms = whole.double().square().sum(1).clamp_min(torch.finfo(torch.float64).tiny)
         rows[:, -1] = (lost / norms).sqrt()
         return rows
+
+    def compressed_matrix(self, rank: int | None, matrices: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn matrices V `(B, I, J)` into rows `(B, r (I + J))`, or `(B, I J)` where `rank` is `None`.
+
+        Returns:
+            The rows, and ‖V − UW‖² `(B,)`, float64.
+        """
+        if rank is None:
+            return matrices.flatten(1), matrices.new_zeros(len(matrices), dtype=torch.float64)
+        left, right, rest = truncated(matrices, rank)
+        return torch.cat([left.flatten(1), right.flatten(1)], 1), rest
+
+    def places(self) -> dict[str, Place]:
+        """List where the blocks that this process holds are in a row, by name: `matrix-00012`, `numbers-00003`."""
+        curvature = self.curvature
+        found = {f"matrix-{index:05d}": self._places[index] for index in curvature.held}
+        for index in curvature.held_numbers:
+            found[f"numbers-{index:05d}"] = Place(self._diagonal[index], curvature.blocks.diagonal[index].numel, None)
+        return found
+
+    def whole_rows(self, rows: Tensor) -> Tensor:
+        """Turn rows into those of the form with all numbers of the same blocks, float32."""
+        held, numbers = self.curvature.held, self._diagonal[0] if self._diagonal else self.width - 1
+        matrices = [
+            self._matrix_rows(rows, i, 0, self.curvature.blocks.kronecker[i].shape[0]).flatten(1) for i in held
+        ]
+        return torch.cat([*matrices, rows[:, numbers:].float()], 1)
 
     def add_products(self, scores: Tensor, targets: Tensor, start: int, block: Tensor) -> None:
         """Add the products of columns `start … start + n` of gradients, `(B, n)`, to scores `(B, m)`."""

@@ -17,7 +17,8 @@ from torch import Tensor
 from hf_trak.curvature.curvature import Curvature, identity_curvature
 from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.curvature.fit import CurvatureFit, Stage
-from hf_trak.curvature.maps import SelfInfluence, TargetProducts, WhitenedProjection
+from hf_trak.curvature.maps import GradientMap, SelfInfluence, TargetProducts, WhitenedProjection
+from hf_trak.curvature.owner_maps import OwnPreconditioning, OwnSelfInfluence
 from hf_trak.curvature.plan import FitPlan
 from hf_trak.curvature.refinement import REFINED_DAMPING, Refinement
 from hf_trak.curvature.target_forms import LowRankForm, TargetForm
@@ -44,6 +45,7 @@ from hf_trak.featurize.exact_blocks import (
 )
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fit_batches import FitBatches, embeddings, transposed
+from hf_trak.featurize.owned import OwnedPasses, TargetBlocks, begun_with, check_targets, own_form, whole_width
 from hf_trak.featurize.refining import TargetRefinement, refined_identity
 from hf_trak.identity.row_digest import fingerprint_dataset
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
@@ -100,6 +102,7 @@ class ExactScores:
                 "gradients refine; the hybrid solves another system. Set `curvature='ekfac'`, or leave `refine` out."
             )
         self.kind = fitted_kind(model.args)
+        self._owned = OwnedPasses(model) if is_sharded(model.model) and self.kind != "identity" else None
 
     @property
     def damping(self) -> float:
@@ -159,8 +162,12 @@ class ExactScores:
                 self.fitted(model_id)
             self.model.sources[model_id] = source
 
-    def fitted(self, model_id: int) -> Curvature:
+    def fitted(self, model_id: int, owned: bool = False) -> Curvature:
         """Read or fit the curvature of the weights that the model has now. All processes call this together.
+
+        Args:
+            model_id: the checkpoint.
+            owned: whether only the blocks that this process has are read, where the model is divided over processes.
 
         Raises:
             IncompleteStoreError: it is not there, and the training rows are not at hand.
@@ -186,7 +193,8 @@ class ExactScores:
             if absent and files.saved() is None:
                 raise _rows_not_at_hand()
         source = FitBatches(self.model, self.train_task, self._curvature_tasks(), model_id)
-        return CurvatureFit(plan, files, source, self.model.layout, self.model.processes, self.model.device).run()
+        fit = CurvatureFit(plan, files, source, self.model.layout, self.model.processes, self.model.device)
+        return fit.run(self._owned.chosen if owned and self._owned is not None else None)
 
     def _curvature_tasks(self) -> dict[Stage, AbstractModelOutput]:
         """Return the task of each pass of a fit."""
@@ -250,7 +258,7 @@ class ExactScores:
         for model_id in ids:
             with self._weights(model_id, sources):
                 store.targets(name, model_id, m, fingerprint, {"collation": collation}, COMPARISONS)
-                curvature = self.fitted(model_id)
+                curvature = self.fitted(model_id, owned=True)
                 targets = self._targets(curvature, name, model_id, eval_dataset)
                 chunks = self._scores(curvature, name, model_id, targets, groups)
                 whitened = self._whitened(curvature, model_id) if self.hybrid else None
@@ -283,7 +291,7 @@ class ExactScores:
         total = torch.zeros(row_count(model.train_dataset, "train_dataset"))
         for model_id in ids:
             with self._weights(model_id, sources):
-                curvature = self.fitted(model_id)
+                curvature = self.fitted(model_id, owned=True)
                 shards = self._shards(
                     self.directory(model_id) / f"self-influence-{self._tag(curvature)}",
                     "self-influence",
@@ -293,16 +301,21 @@ class ExactScores:
                     model_id,
                     curvature,
                 )
-                division = model.featurizer().division
-                add = division.total if len(division.ranks) > 1 else None
-                projector = SelfInfluence(curvature, self.damping, add, division.is_leader)
-                featurizer = model.featurizer(projector=projector)
+                featurizer = model.featurizer(projector=self._self_influence(curvature))
                 featurizer.fill(
                     shards, model.train_dataset, model_id, "train", f"self-influence, checkpoint {model_id}"
                 )
             for shard in shards:
                 total[shard.start : shard.stop] += shard.grads[:, 0] * shard.out_to_loss
         return total / len(ids)
+
+    def _self_influence(self, curvature: Curvature) -> GradientMap:
+        """Make the map of gradients g to gᵀ P⁻¹ g."""
+        if self._owned is not None:
+            return self._owned.map(OwnSelfInfluence(curvature, self.damping), curvature)
+        division = self.model.featurizer().division
+        add = division.total if len(division.ranks) > 1 else None
+        return SelfInfluence(curvature, self.damping, add, division.is_leader)
 
     def _weights(self, model_id: int, sources: Mapping[int, Checkpoint | None]) -> AbstractContextManager[None]:
         """Load the weights of a checkpoint, and tie them to its id if nothing has yet."""
@@ -351,6 +364,8 @@ class ExactScores:
         """Compute P⁻¹ ∇f of the targets: `(m, P)`."""
         if self.refinement is not None:
             return self._refined(curvature, name, model_id, eval_dataset, self.refinement)
+        if self._owned is not None:
+            return self._targets_by_block(self._owned, curvature, name, model_id, eval_dataset)
         store, form = self.model.store, self.form(curvature)
         kept = store.saved_targets(name, model_id)
         rows = max(1, min(len(eval_dataset), TARGET_SHARD_BYTES // (self.target_dtype.itemsize * form.width)))
@@ -369,6 +384,39 @@ class ExactScores:
         featurizer = self.model.featurizer(projector=form.preconditioning())
         featurizer.fill(shards, eval_dataset, model_id, "target", f"{name}, preconditioned, checkpoint {model_id}")
         return shards
+
+    def _targets_by_block(
+        self, owned: OwnedPasses, curvature: Curvature, name: str, model_id: int, eval_dataset: Any
+    ) -> ShardSet:
+        """Compute P⁻¹ ∇f of the targets, each block by its owner, and return what is known of every target."""
+        model, m = self.model, len(eval_dataset)
+        directory = model.store.experiment_dir(name) / f"exact-{self._tag(curvature)}" / f"checkpoint-{model_id}"
+        given = content_digest(dict(model.store.saved_targets(name, model_id).identity))
+        taken = self.target_dtype.itemsize * whole_width(curvature.blocks, self.target_rank)
+        rows = max(1, min(m, TARGET_SHARD_BYTES // taken))
+        prefix = self._prefix("preconditioned-by-block")
+        summary = self._shards(directory, prefix, m, 3, rows, model_id, curvature, targets=given)
+        keeper = self._blocks_of(summary, model_id, curvature)
+        model.processes.broadcast_from_main(lambda: keeper.forget_incomplete(summary, curvature.blocks))
+        if model.processes.broadcast_from_main(summary.unwritten):
+            draws = model.featurizer().batches(eval_dataset, "target").draws
+            form = own_form(curvature, self.damping, self.target_rank)
+            projector = owned.map(OwnPreconditioning(form, keeper, draws), curvature)
+            what = f"{name}, preconditioned, checkpoint {model_id}"
+            model.featurizer(projector=projector).fill(summary, eval_dataset, model_id, "target", what)
+        return summary
+
+    def _blocks_of(self, summary: ShardSet, model_id: int, curvature: Curvature) -> TargetBlocks:
+        """Return the files of the blocks of preconditioned targets."""
+        plan, given = summary.plan, summary.identity["targets"]
+
+        def shards(block: str, width: int) -> ShardSet:
+            return self._shards(
+                summary.directory, f"{summary.prefix}-{block}", plan.n_rows, width, plan.shard_size, model_id,
+                curvature, self.target_dtype, targets=given,
+            )  # fmt: skip
+
+        return TargetBlocks(plan, self.target_dtype, shards)
 
     def _refined(
         self, curvature: Curvature, name: str, model_id: int, eval_dataset: Any, refinement: Refinement
@@ -404,21 +452,24 @@ class ExactScores:
         self, curvature: Curvature, name: str, model_id: int, targets: ShardSet, groups: RowGroups | None
     ) -> list[ShardSet]:
         """Stream the training rows past the targets, as many of these at a time as fit into memory."""
-        model, form = self.model, self.form(curvature)
+        model, owned = self.model, self._owned
         m = targets.plan.n_rows if groups is None else len(groups)
-        taken = form.width * self.target_dtype.itemsize if groups is None else 4 * curvature.numel
-        together = max(1, int(self.args.exact_memory * 2**30) // taken)
+        if owned is not None:
+            with model.processes.all_or_none():
+                check_targets(targets, self.target_rank)
         tag = "" if groups is None else f"-{groups.tag}"
         part = self.rows
         if part is not None and part.tag:
             tag += f"-rows-{part.tag}"
         train_rows = model.train_dataset if part is None else part.of(model.train_dataset)
+        prefix = f"{self._prefix('scores' if owned is None else 'scores-by-block')}{tag}"
+        together = self._together(curvature, groups is not None, targets, prefix)
         chunks = []
         for first in range(0, m, together):
             columns = range(first, min(first + together, m))
             shards = self._shards(
                 targets.directory,
-                f"{self._prefix('scores')}{tag}-{columns.start:06d}-{columns.stop:06d}",
+                f"{prefix}-{columns.start:06d}-{columns.stop:06d}",
                 row_count(train_rows, "train_dataset"),
                 len(columns),
                 model.store.config["shard_size"],
@@ -430,15 +481,49 @@ class ExactScores:
             chunks.append(shards)
             if not model.processes.broadcast_from_main(shards.unwritten):
                 continue
-            if groups is None:
-                products = form.products(target_rows(targets, columns, form).to(model.device))
-            else:
-                means = groups.means(whole_targets(targets, form))[columns.start : columns.stop]
-                products = TargetProducts(means.float().to(model.device))
+            products = self._products(curvature, targets, columns, groups, model_id)
             featurizer = model.featurizer(self.scored_task, products)
             what = f"{name}, {'exact scores' if part is None else 'reranking'}, checkpoint {model_id}"
             featurizer.fill(shards, train_rows, model_id, "train", what)
         return chunks
+
+    def _together(self, curvature: Curvature, grouped: bool, targets: ShardSet, prefix: str) -> int:
+        """Return how many targets, or means of them, are multiplied at a time.
+
+        A run that goes on with another number of processes keeps to the number that the first one began with.
+        """
+        rank, size = (None, 4) if grouped else (self.target_rank, self.target_dtype.itemsize)
+        if self._owned is None:
+            width = curvature.numel if grouped else self.form(curvature).width
+        else:
+            begun = self.model.processes.broadcast_from_main(lambda: begun_with(targets, prefix))
+            if begun is not None:
+                return begun
+            width = self._owned.width(curvature.blocks, rank)
+        return max(1, int(self.args.exact_memory * 2**30) // (width * size))
+
+    def _products(
+        self, curvature: Curvature, targets: ShardSet, columns: range, groups: RowGroups | None, model_id: int
+    ) -> GradientMap:
+        """Make the map of gradients to their products with some targets, or with means over groups of them."""
+        device = self.model.device
+        if self._owned is None:
+            form = self.form(curvature)
+            if groups is None:
+                return form.products(target_rows(targets, columns, form).to(device))
+            means = groups.means(whole_targets(targets, form))[columns.start : columns.stop]
+            return TargetProducts(means.float().to(device))
+        with self.model.processes.all_or_none():
+            own, blocks = (
+                own_form(curvature, self.damping, self.target_rank),
+                self._blocks_of(targets, model_id, curvature),
+            )
+            if groups is None:
+                products = own.products(blocks.read(own, columns).to(device))
+            else:
+                means = blocks.means(own, groups)[columns.start : columns.stop]
+                products = own_form(curvature, self.damping, None).products(means.float().to(device))
+        return self._owned.map(products, curvature)
 
     def _whitened(self, curvature: Curvature, model_id: int) -> ShardSet:
         """Compute the sketched, whitened loss gradients of the training rows: `(n, k)`."""
@@ -453,7 +538,10 @@ class ExactScores:
             model_id,
             curvature,
         )
-        featurizer = model.featurizer(self.scored_task, WhitenedProjection(curvature, self.damping, projector))
+        whitening: GradientMap = WhitenedProjection(curvature, self.damping, projector)
+        if self._owned is not None:
+            whitening = self._owned.map(whitening, curvature)
+        featurizer = model.featurizer(self.scored_task, whitening)
         what = f"whitened train rows, checkpoint {model_id}"
         featurizer.fill(shards, model.train_dataset, model_id, "train", what)
         return shards

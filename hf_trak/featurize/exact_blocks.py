@@ -74,12 +74,17 @@ def _nonzero(targets: ShardSet, form: TargetForm, indices: Sequence[int]) -> Ite
     """Read shards of preconditioned targets, of which none may be zero. Raises as [`target_rows`]."""
     for shard in targets.part(indices):
         if bool((zero := form.zero(shard.grads)).any()):
-            raise ValueError(
-                f"Target {shard.start + int(zero.nonzero()[0])} has the gradient zero under the curvature, so that "
-                "every score of it would be 0. Expected an output that depends on the attributed parameters. Leave "
-                "that target out, or look at its labels and at `grad_wrt`."
-            )
+            raise zero_target(shard.start + int(zero.nonzero()[0]))
         yield shard
+
+
+def zero_target(target: int) -> ValueError:
+    """Return the error that says that a target is zero."""
+    return ValueError(
+        f"Target {target} has the gradient zero under the curvature, so that every score of it would be 0. Expected "
+        "an output that depends on the attributed parameters. Leave that target out, or look at its labels and at "
+        "`grad_wrt`."
+    )
 
 
 class CheckpointScores:

@@ -238,7 +238,12 @@ class Featurizer:
         def batch() -> Any:
             return self.in_dtype_of_model(self.batches(dataset).alone(0))
 
-        return self.lockstep.region(lambda words: computer.accompany(words, batch, side))
+        def accompany(words: list[str]) -> None:
+            computer.accompany(words, batch, side)
+            if isinstance(self.projector, GradientMap):
+                self.projector.accompany()
+
+        return self.lockstep.region(accompany)
 
     def _prepare_together(self, model_id: int) -> None:
         """Let one process write what the task keeps in the store, which all compute with the sharded model."""
@@ -307,7 +312,7 @@ class Featurizer:
                     f"`engine` is {self.args.engine!r}, for a model that is divided over processes. Expected 'auto' "
                     "or 'hooked', since other engines need all parameters at once."
                 )
-            return ShardedGradientComputer(
+            made = ShardedGradientComputer(
                 self.model,
                 self.task,
                 self.lockstep,
@@ -315,6 +320,8 @@ class Featurizer:
                 grad_wrt=self.args.grad_wrt,
                 max_block_bytes=self.args.max_block_bytes,
             )
+            made.gathers = isinstance(self.projector, GradientMap) and self.projector.by_owner
+            return made
         return make_gradient_computer(
             self.args.engine,
             self.model,
@@ -442,6 +449,8 @@ class Featurizer:
         self, rows: Sequence[int], batch: Any, computer: AbstractGradientComputer, model_id: int, side: Side
     ) -> tuple[Tensor, Tensor]:
         """Return projected gradients `(B, k)`, scaled to preserve inner products, and q `(B,)`, both on the CPU."""
+        if isinstance(self.projector, GradientMap):
+            self.projector.begin(rows)
         sink = self.projector.sink(len(rows), model_id, self.device)
         batch = self.in_dtype_of_model(batch)
         try:

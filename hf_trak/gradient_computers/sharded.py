@@ -148,7 +148,11 @@ class ShardedGradientComputer(HookedGradientComputer):
 
     def _step(self, batch: Batch, sink: GradientSink, side: Side, words: list[str]) -> BatchOutputs:
         if CHECK in words:
-            check_together(self, batch, side, [rank for rank, word in enumerate(words) if word == CHECK])
+            gathers, self.gathers = self.gathers, False  # every process is checked on what it emits itself
+            try:
+                check_together(self, batch, side, [rank for rank, word in enumerate(words) if word == CHECK])
+            finally:
+                self.gathers = gathers
             split = SplitBatch.of(batch)
             self._checked.add((side, split.keys, split.size > 1))
         return self.stream_unchecked(batch, sink, side)

@@ -82,6 +82,14 @@ class Lockstep:
         """Sum a CPU tensor over all processes, in place. Raises as `exchange`."""
         return self._processes.add(tensor)
 
+    def total(self, tensor: Tensor) -> Tensor:
+        """Sum a CPU tensor over all processes in the order of their ranks. Raises as `exchange`."""
+        first, *others = self._processes.gather_tensors(tensor)
+        total = first.clone()
+        for one in others:
+            total += one
+        return total
+
     def begin(self, word: str = STEP) -> list[str]:
         """Begin a pass, and return what the processes said when they began theirs."""
         return self.exchange(word)

@@ -1,7 +1,9 @@
-"""Memory and time per process of featurizing a model that FSDP2 divides over processes, or of fitting a curvature.
+"""Memory and time per process of featurizing a model that FSDP2 divides over processes, of fitting a curvature, or of
+exact scores under a curvature that other processes have fitted before.
 
     python recipes/benchmarks/sharded.py
     python recipes/benchmarks/sharded.py --curvature --layers 6 --width 256
+    python recipes/benchmarks/sharded.py --exact --layers 6 --width 256
 
 The model is GPT-2's architecture with random weights, initialized on the meta device, so that no process ever holds
 all of it. Peaks are those of resident memory above what the process had before the model was made; `parameters` is
@@ -22,7 +24,7 @@ import psutil
 import torch
 from torch import nn
 
-ROWS, TOKENS = 4, 64
+ROWS, TOKENS, TARGETS = 4, 64, 8
 
 
 def config_of(layers: int, width: int) -> Any:
@@ -62,8 +64,8 @@ def high_water() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def measure(layers: int, width: int, directory: Path, curvature: bool) -> dict[str, Any]:
-    """What one process takes to compute features, or to fit EK-FAC to all rows."""
+def measure(layers: int, width: int, directory: Path, what: str) -> dict[str, Any]:
+    """What one process takes to compute features, to fit EK-FAC to all rows, or to compute exact scores under it."""
     from datasets import Dataset
 
     from hf_trak import TrakAttributor, TrakConfig
@@ -78,11 +80,18 @@ def measure(layers: int, width: int, directory: Path, curvature: bool) -> dict[s
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 4096, (ROWS * processes.num_processes, TOKENS), generator=generator).tolist()
     config = TrakConfig(
-        output_dir=str(directory / "store"), per_device_batch_size=2, shard_size=ROWS, use_cpu=True, disable_tqdm=True
-    )
+        output_dir=str(directory / "store"), per_device_batch_size=2, shard_size=ROWS, use_cpu=True, disable_tqdm=True,
+        curvature=None if what == "features" else "ekfac",
+    )  # fmt: skip
     attributor = TrakAttributor(model, config, train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}))
+    targets = torch.randint(0, 4096, (TARGETS, TOKENS), generator=generator).tolist()
     start = time.perf_counter()
-    attributor.fit_curvature() if curvature else attributor.featurize()
+    if what == "exact":
+        attributor.attribute(Dataset.from_dict({"input_ids": targets, "labels": targets}), top_k=None, exact=True)
+    elif what == "curvature":
+        attributor.fit_curvature()
+    else:
+        attributor.featurize()
     return {
         "parameters": sum(p.numel() * p.element_size() for p in local),
         "after loading": loaded,
@@ -91,14 +100,16 @@ def measure(layers: int, width: int, directory: Path, curvature: bool) -> dict[s
     }
 
 
-def launched(count: int, options: list[str]) -> list[dict[str, Any]]:
-    """What each of `count` processes found."""
+def launched(count: int, options: list[str], passes: list[str]) -> list[dict[str, Any]]:
+    """What each of `count` processes found in the last of some passes, which processes of their own make."""
     with tempfile.TemporaryDirectory() as directory:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)] if count > 1 else []
         command = [sys.executable, *launch, __file__, *options, "--out", directory]
+        commands = [[*command, "--pass", one] for one in passes]
         # without the threshold glibc keeps freed tensors, and resident memory does not show what is in use
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-        subprocess.run(command, check=True, env=environment)
+        for command in commands:
+            subprocess.run(command, check=True, env=environment)
         return [json.loads(path.read_text()) for path in sorted(Path(directory).glob("rank-*.json"))]
 
 
@@ -108,18 +119,21 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--curvature", action="store_true", help="fit EK-FAC instead of computing features")
+    parser.add_argument("--exact", action="store_true", help="exact scores of some targets instead of features")
     parser.add_argument("--out", help=argparse.SUPPRESS)
+    parser.add_argument("--pass", dest="one_pass", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.out:
-        found = measure(args.layers, args.width, Path(args.out), args.curvature)
+        found = measure(args.layers, args.width, Path(args.out), args.one_pass)
         (Path(args.out) / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         return
-    options = ["--layers", str(args.layers), "--width", str(args.width), *["--curvature"] * args.curvature]
+    options = ["--layers", str(args.layers), "--width", str(args.width)]
+    passes = ["curvature", "exact"] if args.exact else ["curvature"] if args.curvature else ["features"]
     print("| processes | parameters, MB | after loading, MB | peak, MB | seconds per row |\n|---|---|---|---|---|")
     for count in args.processes:
-        ranks = launched(count, options)
+        ranks = launched(count, options, passes)
         worst = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
         sizes = " | ".join(f"{worst[key] / 1e6:.0f}" for key in ("parameters", "after loading", "peak"))
         print(f"| {count} | {sizes} | {worst['seconds per row']:.2f} |", flush=True)
