@@ -84,11 +84,12 @@ def split_at_images(batch: Any, rows: Sequence[Any], tokens: ImageTokens) -> Any
         ValueError: it cannot be told which images belong to which row.
     """
     ids = batch.get(_TOKENS) if isinstance(batch, Mapping) else None
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != len(rows):
+    if not isinstance(ids, Tensor) or ids.ndim not in (2, 3) or len(ids) != len(rows):
         return batch
     if not any(isinstance(batch.get(name), Tensor) for name in _PIXELS):
         return batch
-    parts, joined = _parts(batch, rows, tokens)
+    # of a pair, the prompt of both answers has the images
+    parts, joined = _parts(batch if ids.ndim == 2 else {**batch, _TOKENS: ids[:, 0]}, rows, tokens)
     if not parts:
         return batch
     groups: dict[Any, list[int]] = {}

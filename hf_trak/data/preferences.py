@@ -6,6 +6,7 @@ Nothing of TRL is imported: a trainer is known by the name of its class, and ask
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from datasets import Dataset
 
 from hf_trak.data.progress_bars import no_progress_bars
@@ -15,6 +16,7 @@ from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.modelout_functions.dpo import DPOModelOutput
 from hf_trak.modelout_functions.kto import KTOModelOutput
 from hf_trak.modelout_functions.orpo import ORPOModelOutput
+from hf_trak.modelout_functions.pairs import REFERENCES
 from hf_trak.modelout_functions.policy import GRPOModelOutput, PPOModelOutput
 from hf_trak.modelout_functions.reward import RewardModelOutput
 
@@ -120,7 +122,8 @@ class PreparingCollator(ColumnsCollator):
             trainer: a trainer of preferences.
         """
         own = signature_columns(trainer) if kind_of(trainer) not in ("GRPOTrainer", "RLOOTrainer") else ()
-        columns = dict.fromkeys([*own, *PREPARED[str(kind_of(trainer))], *RAW_COLUMNS])
+        references = REFERENCES if _of_images(trainer) else ()
+        columns = dict.fromkeys([*own, *PREPARED[str(kind_of(trainer))], *RAW_COLUMNS, *references])
         super().__init__(trainer.data_collator, tuple(columns))
         self.trainer = trainer
 
@@ -131,7 +134,15 @@ class PreparingCollator(ColumnsCollator):
             ValueError: rows cannot be prepared, see [`prepared_rows`]; or several processes would have to prepare them
                 together.
         """
+        if _of_images(self.trainer):
+            return self._with_images(rows)
         return self.collator(self.ready(rows))
+
+    def _with_images(self, rows: list[Any]) -> Any:
+        """Collate rows of images and messages. TRL's collator changes rows, and leaves log-probabilities out."""
+        batch = dict(self.collator([dict(row) for row in rows]))
+        references = {name: torch.tensor([float(row[name]) for row in rows]) for name in REFERENCES if name in rows[0]}
+        return {**batch, **references}
 
     def ready(self, rows: list[Any]) -> list[Any]:
         """Prepare rows that are not prepared yet. Raises as the call does."""
@@ -147,8 +158,12 @@ class PreparingCollator(ColumnsCollator):
             return list(prepared_rows(self.trainer, Dataset.from_list([dict(row) for row in rows])))
 
 
+def _of_images(trainer: Any) -> bool:
+    return bool(getattr(trainer, "_is_vision_dataset", False))
+
+
 def _is_prepared(trainer: Any, columns: Any) -> bool:
-    if getattr(trainer, "_is_vision_dataset", False):
+    if _of_images(trainer):
         return True  # its collator makes tokens and pixels of rows as they are
     return set(PREPARED[str(kind_of(trainer))]) <= set(columns)
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 
+from hf_trak.data.images import ImageTokens, SplitRows, split_at_images
 from hf_trak.data.preferences import PreparingCollator, kind_of
 from hf_trak.identity.row_digest import fingerprint_dataset
+from hf_trak.modelout_functions.base import call_model
 from hf_trak.modelout_functions.dpo import DPOModelOutput
 from hf_trak.modelout_functions.kto import KTOModelOutput
 from hf_trak.runtime.processes import Processes
@@ -104,15 +106,18 @@ def _reference_columns(
     size = trainer.args.per_device_train_batch_size
     device = next(model.parameters()).device
     own = getattr(trainer, "ref_model", None) is not None
-    parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    tokens = ImageTokens.of(model)
+    found = {name: torch.zeros(len(rows)) for name in names}
     task.bind(model)
     with torch.no_grad(), _evaluating(model), nullcontext() if own else _without_adapter(model):
         for start in range(0, len(rows), size):
             some = list(rows.select(range(start, min(start + size, len(rows)))))
-            batch = send_to_device(collate(some), device)
-            for name, values in _log_probs(task, model, batch, names).items():
-                parts[name].append(values.float().cpu())
-    return {name: torch.cat(values).tolist() for name, values in parts.items()}
+            made = split_at_images(collate(some), some, tokens)
+            for places, part in made if isinstance(made, SplitRows) else [(list(range(len(some))), made)]:
+                batch = send_to_device(part, device)
+                for name, values in _log_probs(task, model, batch, names).items():
+                    found[name][[start + place for place in places]] = values.float().cpu()
+    return {name: values.tolist() for name, values in found.items()}
 
 
 def _log_probs(
@@ -122,7 +127,7 @@ def _log_probs(
 
     def sums(given: Mapping[str, Any]) -> torch.Tensor:
         args, kwargs = task.model_inputs(given)
-        log_probs, mask = task.token_log_probs(model(*args, **kwargs), given)
+        log_probs, mask = task.token_log_probs(call_model(model, None, None, args, kwargs), given)
         return torch.where(mask, log_probs, 0.0).sum(dim=-1)
 
     if isinstance(task, DPOModelOutput):

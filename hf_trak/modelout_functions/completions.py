@@ -13,6 +13,7 @@ from hf_trak.modelout_functions.batches import looked_at
 from hf_trak.modelout_functions.deferred_logits import DeferredLogits
 from hf_trak.modelout_functions.deferred_margins import margins_of
 from hf_trak.modelout_functions.positions import takes_positions, with_positions
+from hf_trak.modelout_functions.shared_images import IMAGE_TENSORS
 from hf_trak.modelout_functions.token_tasks import prepended_tokens
 from hf_trak.modelout_functions.tokens import IGNORED, token_logits
 
@@ -24,7 +25,8 @@ class CompletionModelOutput(BatchedModelOutput):
     """Base class of tasks whose samples are one or two sequences of a prompt and a completion.
 
     Batches are mappings. With one sequence per sample, `input_ids` is `(B, T)`, with two `(B, 2, T)`; the model is
-    given `(B, T)` or `(2 B, T)`, both sequences of a sample next to each other.
+    given `(B, T)` or `(2 B, T)`, both sequences of a sample next to each other. Images, of which a sample has one
+    copy, `(B, …)`, are given to the model once for each of its sequences.
     """
 
     head: ClassVar[str] = "AutoModelForCausalLM"
@@ -44,7 +46,7 @@ class CompletionModelOutput(BatchedModelOutput):
         entries = as_named(batch)
         given = entries["input_ids"]
         inputs = {
-            name: _flat(value) if isinstance(value, Tensor) and given.ndim == 3 and value.ndim > 1 else value
+            name: _of_sequences(name, value) if isinstance(value, Tensor) and given.ndim == 3 else value
             for name, value in entries.items()
             if name not in self.own_columns
         }
@@ -162,6 +164,13 @@ def check_finite(values: Tensor, what: str) -> None:
 def _flat(value: Tensor) -> Tensor:
     """Put the two sequences of every sample next to each other: `(B, 2, …)` becomes `(2 B, …)`."""
     return value.flatten(0, 1)
+
+
+def _of_sequences(name: str, value: Tensor) -> Tensor:
+    """Give both sequences of every sample their entry."""
+    if name in IMAGE_TENSORS:
+        return value.repeat_interleave(2, dim=0)
+    return _flat(value) if value.ndim > 1 else value
 
 
 def _log_probs(logits: Tensor, tokens: Tensor, needed: Tensor, temperature: float) -> Tensor:

@@ -16,6 +16,7 @@ from transformers import DataCollatorWithPadding, default_data_collator
 from hf_trak.modelout_functions.base import Batch, Side
 from hf_trak.modelout_functions.completions import COMPLETION_MASK, CompletionModelOutput, check_finite
 from hf_trak.modelout_functions.draws import Draws
+from hf_trak.modelout_functions.shared_images import images_once
 from hf_trak.modelout_functions.tokens import IGNORED
 
 REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
@@ -83,7 +84,7 @@ def padding_token(collator: Any) -> int:
 
 
 def _stacked(batch: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Turn `(2 B, …)`, chosen answers first, into `(B, 2, …)`."""
+    """Turn `(2 B, …)`, chosen answers first, into `(B, 2, …)`, with the images of each pair once."""
     tokens = batch.get("input_ids")
     if not isinstance(tokens, Tensor) or tokens.shape[0] != 2 * count:
         given = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
@@ -91,13 +92,14 @@ def _stacked(batch: Mapping[str, Any], count: int) -> dict[str, Any]:
             f"The data collator made `input_ids` of {given} from {count} pairs. Expected twice as many sequences as "
             "there are pairs, the chosen answers first. Use the collator of the trainer."
         )
+    images = images_once(batch)
     pairs = {
         name: torch.stack(value.chunk(2), dim=1)
         for name, value in batch.items()
-        if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 2 * count
+        if name not in images and isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 2 * count
     }
     rest = {name: value for name, value in batch.items() if name not in pairs}
-    return {"input_ids": pairs.pop("input_ids"), **pairs, **rest}
+    return {"input_ids": pairs.pop("input_ids"), **pairs, **rest, **images}
 
 
 def _joined(batch: Mapping[str, Any], fill: int) -> dict[str, Any]:
