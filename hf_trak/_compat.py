@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "class_if_imported",
     "collator_of_used_columns",
     "fsdp_mesh",
+    "gathered_after_forward",
     "has_foreign_forward",
     "keeping_4bit_weights",
     "mask_code_traceable",
@@ -91,6 +93,28 @@ def fsdp_mesh(module: nn.Module) -> Any:
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     groups = state._fsdp_param_groups
     return groups[0].mesh_info.mesh if groups else None
+
+
+@contextmanager
+def gathered_after_forward(module: nn.Module) -> Iterator[None]:
+    """Return a context in which FSDP2 does not free the parameters of a module when its forward pass ends.
+
+    torch 2.15: `set_reshard_after_forward` does that, too, and nothing public tells what to set afterwards.
+    """
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = list(state._fsdp_param_groups)
+
+    def reshard(group: Any) -> None:
+        if group._training_state.name != "FORWARD":
+            type(group).reshard(group)
+
+    for group in groups:
+        vars(group)["reshard"] = partial(reshard, group)
+    try:
+        yield
+    finally:
+        for group in groups:
+            del vars(group)["reshard"]
 
 
 def padding_of_both_sides(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[int]:

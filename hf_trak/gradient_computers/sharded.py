@@ -10,7 +10,7 @@ the columns of whole parameters are emitted by the first process alone. The sums
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from hf_trak.gradient_computers.hooked.rules.tensor_parallel import GatheringSli
 from hf_trak.gradient_computers.hooked.traces import RestartError, SampleTrace
 from hf_trak.gradient_computers.padding import CollatedAlone
 from hf_trak.gradient_computers.sharded_check import check_together
+from hf_trak.gradient_computers.sharded_head import holding, sharded_head
 from hf_trak.gradient_computers.tensor_parallel import (
     Slices,
     hooks_as_forward,
@@ -35,6 +36,7 @@ from hf_trak.gradient_computers.tensor_parallel import (
     uncovered,
 )
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, Side
+from hf_trak.modelout_functions.deferred_logits import NotDeferrableError
 from hf_trak.runtime.lockstep import STEP, Lockstep, lost_contact
 from hf_trak.runtime.sharding import averaged_over, fsdp_modules, is_sharded_tensor, reshard
 from hf_trak.runtime.zero import GatheredUnit, gathering, units_of
@@ -59,7 +61,6 @@ class ShardedGradientComputer(HookedGradientComputer):
     """
 
     postpones = True
-    defers = False
     engine = "hooked"
     half_precision: bool | None = None
     gathers = False
@@ -180,7 +181,8 @@ class ShardedGradientComputer(HookedGradientComputer):
                 emit(*piece)
 
         if split.size > 1:
-            return super()._run(batch, counted, side, takes_outer)
+            with self._holding():
+                return super()._run(batch, counted, side, takes_outer)
 
         def first(name: str, start: int, block: Tensor | OuterBlock) -> None:
             counted(
@@ -190,8 +192,17 @@ class ShardedGradientComputer(HookedGradientComputer):
             )
 
         twice = split.rebuild({key: torch.cat([value, value]) for key, value in split.mapped.items()})
-        found = super()._run(twice, first, side, takes_outer)
+        with self._holding():
+            found = super()._run(twice, first, side, takes_outer)
         return BatchOutputs(found.output[:1], found.out_to_loss[:1])
+
+    def _deferrable_head(self) -> nn.Linear | None:
+        return sharded_head(self.model)
+
+    def _holding(self) -> AbstractContextManager[None]:
+        """Return a context in which the head is whole to the end of a pass, whether or not this process defers."""
+        head = self._deferrable_head()
+        return nullcontext() if head is None else holding(self.model, head)
 
     def _gathered(self, name: str, start: int, block: Tensor | OuterBlock) -> tuple[int, Tensor | OuterBlock]:
         """Make a block of one process, which may have slices or a part of the heads, that of the whole parameter."""
@@ -222,6 +233,9 @@ class ShardedGradientComputer(HookedGradientComputer):
                     found = self._pass(split.rows(0, split.size), split.size, side, selected, sample_trace, blocks)
             except RestartError:
                 self._sample_traces.pop(signature, None)
+            except NotDeferrableError as error:
+                self._compute_logits(error)
+                self._sample_traces.clear()
             except UnsupportedError as error:
                 self._sample_traces.pop(signature, None)
                 if fresh:

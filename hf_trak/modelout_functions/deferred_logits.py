@@ -243,17 +243,22 @@ _RULES: dict[Any, Callable[..., DeferredLogits | None]] = {
 # -- heads ------------------------------------------------------------------------------------------------------------
 
 
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """Return the module that makes logits of hidden states, `None` where a model does not tell."""
+    getter = getattr(unwrapped(model)[1], "get_output_embeddings", None)
+    try:
+        return None if getter is None else getter()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
 def deferrable_head(model: nn.Module) -> nn.Linear | None:
     """Find the head of a language model whose logits can be deferred, `None` if there is none.
 
     It is the output embedding, if that is a linear layer as torch has it: not one that is divided over processes,
     moved between devices, quantized, wrapped (LoRA), parametrized, or has hooks.
     """
-    getter = getattr(unwrapped(model)[1], "get_output_embeddings", None)
-    try:
-        head = None if getter is None else getter()
-    except (AttributeError, NotImplementedError):
-        return None
+    head = output_embedding(model)
     if type(head) is not nn.Linear or "forward" in vars(head) or parametrize.is_parametrized(head):
         return None
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:

@@ -185,7 +185,7 @@ class HookedGradientComputer(AbstractGradientComputer):
         split = SplitBatch.of(batch)
         blocks = BlockOutput(emit, self._sized_workspace(), takes_outer)
         # sinks of whole factors need those of a head at once
-        self._head = deferrable_head(self.model) if self.defers and takes_outer is not every_factor else None
+        self._head = self._deferrable_head() if self.defers and takes_outer is not every_factor else None
         self._rows = split.size
         if split.size == 1 and self._gradient_bytes() <= WHOLE_GRADIENT_BYTES:
             return self._single(split, blocks, side)
@@ -332,6 +332,9 @@ class HookedGradientComputer(AbstractGradientComputer):
         """Drop a trace that does not fit, and with it what was learned before more became known about the model."""
         self._sample_traces.pop(signature, None)
         self._width_traces.clear()
+
+    def _deferrable_head(self) -> torch.nn.Linear | None:
+        return deferrable_head(self.model)
 
     def _deferring(self, size: int, receive: ReceiveHead | None = None) -> AbstractContextManager[Any]:
         """Return a context in which the logits of large batches are deferred, where the model allows that.
