@@ -81,6 +81,8 @@ def test_a_weight_depends_on_its_place_alone(recipe, monkeypatch):
     [
         (["--size", "9b"], "`size` is '9b'"),
         (["--tokens", "1"], "`tokens` is 1"),
+        (["--tp", "3"], "`tp` is 3, with 1 processes"),
+        (["--tp", "2", "--replicas", "2"], "`tp` is 2 and `replicas` is 2"),
         (["--text", "short.txt"], "has 5 tokens, for 0 rows"),
         (["--text", "short.txt", "--tokens", "2", "--tokenizer", "far"], "has the token 300"),
     ],
@@ -95,12 +97,11 @@ def test_wrong_arguments(recipe, argv, message, tmp_path, monkeypatch):
         recipe.main([*CPU, *argv])
 
 
-@pytest.mark.slow
-def test_two_processes_give_the_features_of_one_and_one_goes_on(tmp_path):
-    alone, two = tmp_path / "alone", tmp_path / "two"
+def check_two_processes(alone: Path, two: Path, *division: str) -> None:
+    """Run the recipe in one process and in two, and compare features."""
     run_script(RECIPE, alone, *SMALL)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, str(RECIPE / "run.py"), *SMALL, "--output_dir", str(two)]
+    command = [*launch, str(RECIPE / "run.py"), *SMALL, *division, "--output_dir", str(two)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
     assert json.loads((two / "summary.json").read_text())["processes"] == 2
@@ -108,6 +109,17 @@ def test_two_processes_give_the_features_of_one_and_one_goes_on(tmp_path):
         expected, found = load_file(path)["grads"], load_file(shards(two)[name])["grads"]
         # float32 rounding of layers that are gathered instead of whole
         assert float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max()) < 1e-5
+
+
+@pytest.mark.slow
+def test_two_processes_with_slices_of_matrices_give_the_features_of_one(tmp_path):
+    check_two_processes(tmp_path / "alone", tmp_path / "two", "--tp", "2")
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_features_of_one_and_one_goes_on(tmp_path):
+    two = tmp_path / "two"
+    check_two_processes(tmp_path / "alone", two)
     removed = list(shards(two).values())[1]
     removed.unlink()
     run_script(

@@ -1,5 +1,6 @@
 """Llama-style models from a configuration: whole in one process, or divided over processes and never whole in any."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,7 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
 
+from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.sharding import flat_spans
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -66,6 +69,36 @@ def sharded_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device,
     model.tie_weights()
     draw_weights(model)
     return model
+
+
+def tensor_parallel_model(
+    config: LlamaConfig, dtype: torch.dtype, processes: Processes, tp: int, directory: Path
+) -> nn.Module:
+    """Make a model with the same random weights, of whose matrices groups of processes have slices.
+
+    transformers divides a model while it loads it, so the main process writes it first, and has it whole for that.
+
+    Args:
+        config: the configuration.
+        dtype: dtype of the weights.
+        processes: the processes. Where there are more than `tp`, FSDP2 divides the slices over the groups.
+        tp: processes of a group.
+        directory: where the model is written, unless it is there.
+
+    Raises:
+        ValueError: the number of processes is no multiple of `tp`.
+    """
+    count = processes.num_processes
+    if count % tp:
+        raise ValueError(f"`tp` is {tp}, with {count} processes. Expected a divisor of their number.")
+
+    def save() -> None:
+        if not (directory / "config.json").exists():
+            whole_model(config, dtype, torch.device("cpu")).save_pretrained(directory)
+
+    processes.broadcast_from_main(save)
+    divided = DistributedConfig(tp_size=tp, tp_plan="auto", fsdp_size=count // tp)
+    return LlamaForCausalLM.from_pretrained(directory, dtype=dtype, distributed_config=divided).eval()
 
 
 def whole_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset, disable_progress_bars
-from llama import SIZES, config_of, sharded_model, whole_model
+from llama import SIZES, config_of, sharded_model, tensor_parallel_model, whole_model
 from torch import nn
 from transformers import AutoTokenizer
 
@@ -45,6 +45,9 @@ class RecipeArguments:
         metadata={"help": "Weights: safetensors, or a directory of torch.distributed.checkpoint. `None`: random."},
     )
     replicas: int = field(default=1, metadata={"help": "Groups of processes with a copy of the model each (HSDP)."})
+    tp: int = field(
+        default=1, metadata={"help": "Processes that have slices of the same matrices (tensor parallelism)."}
+    )
     checkpointing: bool = field(default=False, metadata={"help": "Recompute activations in the backward pass."})
     text: list[str] | None = field(
         default=None, metadata={"help": "Text files, one after the other. `None` with no dataset: random tokens."}
@@ -59,8 +62,13 @@ class RecipeArguments:
     top_k: int = field(default=5, metadata={"help": "Rows to keep for each target and side."})
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "rows", "targets", "top_k", "replicas"):
+        for name in ("tokens", "rows", "targets", "top_k", "replicas", "tp"):
             checked_int(getattr(self, name), name, 2 if name == "tokens" else 1)
+        if self.tp > 1 and self.replicas > 1:
+            raise ValueError(
+                f"`tp` is {self.tp} and `replicas` is {self.replicas}. Expected one of them to be 1. With `tp`, more "
+                "processes than that divide the slices between them."
+            )
         for name, choices in (("size", SIZES), ("dtype", DTYPES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}. Expected one of {list(choices)}.")
@@ -104,9 +112,12 @@ def tokenized(text: str, args: RecipeArguments) -> list[int]:
     return AutoTokenizer.from_pretrained(args.tokenizer)(text)["input_ids"]
 
 
-def build_model(args: RecipeArguments, device: torch.device) -> nn.Module:
-    config = config_of(args.size, args.tokens)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+def build_model(args: RecipeArguments, processes: Processes) -> nn.Module:
+    config, device = config_of(args.size, args.tokens), processes.device
+    if args.tp > 1:
+        directory = Path(args.output_dir) / "model"
+        model = tensor_parallel_model(config, DTYPES[args.dtype], processes, args.tp, directory)
+    elif dist.is_initialized() and dist.get_world_size() > 1:
         model = sharded_model(config, DTYPES[args.dtype], device, args.replicas)
     else:
         model = whole_model(config, DTYPES[args.dtype], device)
@@ -129,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
         rows.select(range(len(rows) - args.targets)),
         rows.select(range(len(rows) - args.targets, len(rows))),
     )
-    model = build_model(args, processes.device)
+    model = build_model(args, processes)
     attributor = TrakAttributor(
         model, replace(trak, output_dir=str(output_dir / "trak")), train_dataset=train, task="causal_lm"
     )
