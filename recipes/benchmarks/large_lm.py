@@ -7,6 +7,7 @@ Models are Llamas from a configuration with random weights. Every figure is take
 resident memory above what the process had once the model was made. `vocabulary`, `small`, `preferences` and `long`
 time the gradients and their projection (k = 4096) of one batch, the trace of one sample included; `deferred` tells
 whether logits are never formed. Rows of `preferences` are pairs of the task `dpo`, with a prompt of half their length.
+`packed` is a sequence of 16,369 tokens that `DataCollatorWithFlattening` makes of 32 documents, which are cut apart.
 `1b` calls `TrakAttributor.featurize` on one batch, the check of the first batch included, and prints what `estimate`
 says. Seconds of the processor do not count what other programs take of it.
 """
@@ -49,8 +50,19 @@ LONG: list[dict[str, Any]] = [
     for tokens, rows in ((2048, 2), (8192, 2), (32768, 1))
     for checkpointing in (False, True)
 ]
+PACKED: list[dict[str, Any]] = [
+    {**LONG[0], "tokens": 768, "rows": 32, "flat": True, "checkpointing": checkpointing}
+    for checkpointing in (False, True)
+]
 BILLION: list[dict[str, Any]] = [{"size": "1b", "tokens": 64, "rows": 2, "dtype": "bfloat16", "layers": 16}]
-CASES = {"vocabulary": VOCABULARY, "small": SMALL, "preferences": PREFERENCES, "long": LONG, "1b": BILLION}
+CASES = {
+    "vocabulary": VOCABULARY,
+    "small": SMALL,
+    "preferences": PREFERENCES,
+    "long": LONG,
+    "packed": PACKED,
+    "1b": BILLION,
+}
 
 
 def llama(case: dict[str, Any]) -> nn.Module:
@@ -100,12 +112,26 @@ def token_ids(vocabulary: int, case: dict[str, Any]) -> Tensor:
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
 
+def flattened(ids: Tensor) -> dict[str, Tensor]:
+    """Lay documents of a third to all of the tokens of a row end to end, and cut them apart as the featurizer does."""
+    from transformers import DataCollatorWithFlattening
+
+    from hf_trak.data.packing import cut_at_rows
+
+    count, longest = ids.shape
+    lengths = [longest // 3 + row * (longest - longest // 3) // (count - 1) for row in range(count)]
+    rows = [{"input_ids": row[:length].tolist()} for row, length in zip(ids, lengths, strict=True)]
+    return cut_at_rows(DataCollatorWithFlattening()(rows), rows)
+
+
 def batch_and_task(case: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     """Make a batch of rows of which every token is predicted, or of pairs that share a prompt."""
     from hf_trak.modelout_functions import CausalLMModelOutput
     from hf_trak.modelout_functions.dpo import DPOModelOutput
 
     ids = token_ids(case["vocabulary"], case)
+    if case.get("flat"):
+        return flattened(ids), CausalLMModelOutput()
     if case.get("sequences", 1) == 1:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}, CausalLMModelOutput()
     ids = ids.view(case["rows"], 2, -1)
