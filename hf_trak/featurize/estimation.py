@@ -9,6 +9,7 @@ import torch
 from hf_trak.config import BITS, TrakConfig
 from hf_trak.curvature.refinement import Refinement
 from hf_trak.featurize.exact_estimate import ExactEstimate, estimate_exact
+from hf_trak.featurize.fit_share import FitShare, largest_share
 from hf_trak.featurize.refine_estimate import RefineEstimate, estimate_refinement
 from hf_trak.featurize.rerank_estimate import RerankEstimate, estimate_rerank
 from hf_trak.featurize.storage_choices import StorageChoice, storage_choices
@@ -75,6 +76,8 @@ class Estimate:
     """Rows that one process featurizes per second, where it was measured."""
     exact: ExactEstimate | None = None
     """What exact scores take, where the configuration names a curvature."""
+    largest_share: FitShare | None = None
+    """What the curvature of one parameter takes, of the one that takes most, where the configuration names one."""
     rerank: RerankEstimate | None = None
     """What reranking takes, where it is asked for."""
     refine: RefineEstimate | None = None
@@ -118,6 +121,8 @@ class Estimate:
                 f"memory {byte_size(exact.fit_memory)} to fit, {byte_size(exact.exact_memory)} to score; "
                 f"{exact.passes} pass{'es' if exact.passes > 1 else ''} over the training rows"
             )
+        if self.largest_share is not None:
+            lines.append(f"to fit the curvature, {self.largest_share}")
         if self.rerank is not None:
             lines.append(str(self.rerank))
         if self.refine is not None:
@@ -192,6 +197,7 @@ def estimate_sizes(
         storage=_other_forms(args, n, groups),
         rows_per_second=rows_per_second,
         exact=None if args.curvature is None else estimate_exact(model, layout, args, n, groups, weights),
+        largest_share=None if args.curvature is None else largest_share(model, layout, args, n),
         rerank=None
         if rerank is None
         else estimate_rerank(args, rerank, n, groups, checkpoints, features, processes, rows_per_second),

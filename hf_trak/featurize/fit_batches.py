@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_trak.curvature.fit import Stage
 from hf_trak.data.rows import RowBatches
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.fit_resources import warn_of_shortage
 from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.gradient_computers.sharded import ShardedGradientComputer
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch
@@ -49,6 +50,7 @@ class FitBatches:
         self._checked = model.featurizer(given)
         self._featurizers = {stage: model.featurizer(task) for stage, task in tasks.items()}
         self._batches: RowBatches = self._checked.batches(model.train_dataset)
+        self._model = model
         self._model_id = model_id
         self._draws = isinstance(tasks["bases"], SampledLikelihood)
         self._prepared = False
@@ -78,6 +80,7 @@ class FitBatches:
             yield
 
     def _prepare(self, batch_size: int) -> None:
+        warn_of_shortage(self._model)
         for featurizer in (self._checked, *self._featurizers.values()):
             featurizer.prepare_task(self._model_id, batch_size)
         self._prepared = True
