@@ -1,5 +1,6 @@
 """TRL's trainers of preferences, rewards and policies."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from datasets import Dataset
 from ecosystem_cases.case import EcosystemCase, texts, tokenizer
 from ecosystem_cases.language import llama, llama_of_rewards
 from hf_trak import TrakAttributor, TrakConfig
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
+from vlm_models import conversations, processor_of_words, vlm
 
 
 def pairs() -> Dataset:
@@ -63,8 +67,24 @@ def policy(directory: Path, args: TrakConfig) -> TrakAttributor:
     return TrakAttributor.from_trainer(made, args, train_dataset=rollouts)
 
 
+def pairs_about_images(directory: Path, args: TrakConfig) -> TrakAttributor:
+    """Chats with images of different sizes, each with two answers."""
+    rows = conversations(12).rename_column("completion", "chosen")
+    said = ["nine", "eight and nine", "zero and zero and one"]
+    rejected = [[{"role": "assistant", "content": [{"type": "text", "text": said[row % 3]}]}] for row in range(12)]
+    own = trl.DPOConfig(
+        str(directory / "out"), max_length=None, use_cpu=True, bf16=False, report_to=[], per_device_train_batch_size=2,
+    )  # fmt: skip
+    model, reference = vlm("qwen2_vl"), vlm("qwen2_vl")
+    model.config.pad_token_id = 0
+    rows = rows.add_column("rejected", rejected)
+    made = trl.DPOTrainer(model, reference, own, train_dataset=rows, processing_class=processor_of_words())
+    return TrakAttributor.from_trainer(made, args)
+
+
 PREFERENCES = (
     EcosystemCase("`DPOTrainer`", partial(trained, name="DPO", rows=pairs)),
+    EcosystemCase("`DPOTrainer` of a vision-language model, images of several sizes", pairs_about_images),
     EcosystemCase("`RewardTrainer`", partial(trained, name="Reward", rows=pairs, model=llama_of_rewards)),
     EcosystemCase("`KTOTrainer`", partial(trained, name="KTO", rows=judged)),
     EcosystemCase("`ORPOTrainer`", partial(trained, name="ORPO", rows=pairs)),
