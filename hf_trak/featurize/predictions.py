@@ -11,7 +11,7 @@ from hf_trak.data.batch_limits import BatchLimits
 from hf_trak.data.rows import row_count
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.environment import pass_settings
-from hf_trak.modelout_functions.base import call_model
+from hf_trak.modelout_functions.base import STACKED, call_model
 from hf_trak.modelout_functions.batches import LABEL_NAMES, find_logits
 from hf_trak.modelout_functions.causal_lm import CausalLMModelOutput
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
@@ -20,6 +20,9 @@ from hf_trak.modelout_functions.tokens import IGNORED, TARGET_MASK
 
 PREDICTED = "predicted"
 """The column of predictions as texts or names of classes."""
+
+
+_NOT_GENERATED_FROM = ("labels", "completion_mask", "use_cache", STACKED, TARGET_MASK)
 
 
 def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str, Any]) -> Dataset:
@@ -90,13 +93,16 @@ def _with_some_label(dataset: Dataset) -> Dataset:
 def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str, Any]) -> Dataset:
     """What the model writes after each prompt. Prompts go one at a time, so that none is padded."""
     featurizer, causal = model.featurizer(), isinstance(model.task, CausalLMModelOutput)
+    if "images" in dataset.column_names and "prompt" in dataset.column_names and causal:
+        return _answers_to_images(model, dataset, generation)
     batches, made = featurizer.batches(dataset, "target"), list[dict[str, Any]]()
     positions = BatchLimits.of(model.model).positions
     for (row,), batch in batches.iterate([[row] for row in range(len(dataset))]):
         if "pixel_values" in batch:
             raise TypeError(
-                "The rows have images. Expected text alone for generated answers. Generate them with the processor of "
-                "the model, and put them into the rows as completions."
+                f"The rows have images, and the columns {dataset.column_names}. Expected the columns `images` and "
+                "`prompt`, which tell where an answer begins. Divide messages into a prompt and a completion, as "
+                "TRL's `SFTTrainer` takes them."
             )
         prompt = _prompt(batch, causal)
         if causal:
@@ -116,6 +122,49 @@ def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str
     tokens = [name for name in dataset.column_names if _is_per_token(dataset, name)]
     kept = dataset.remove_columns(list(dict.fromkeys([*replaced, *tokens])))
     return _beside(kept, Dataset.from_list(made))
+
+
+def _answers_to_images(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str, Any]) -> Dataset:
+    """Write an answer to each prompt with images, as the text of a completion, which the collator tokenizes."""
+    featurizer, answers = model.featurizer(), list[str]()
+    kept = dataset.remove_columns([name for name in ("completion", PREDICTED) if name in dataset.column_names])
+    asked = kept.add_column("completion", [_completion(row["prompt"], ".") for row in kept.select_columns(["prompt"])])
+    positions = BatchLimits.of(model.model).positions
+    for (row,), batch in featurizer.batches(asked, "target").iterate([[row] for row in range(len(asked))]):
+        prompt = _prompt(batch, causal=True)
+        _check_length(row, prompt.shape[1], generation.get("max_new_tokens"), positions)
+        given = _prompt_inputs(batch, prompt)
+        with pass_settings(model.model), torch.no_grad():
+            written = model.model.generate(**{"do_sample": False, **given, **generation})[0].tolist()  # type: ignore[operator]
+        text = _text(model, written[prompt.shape[1] :])
+        if not text.strip():
+            raise ValueError(
+                f"The model generates no text for row {row}. Expected at least one token that is text. Raise "
+                "`max_new_tokens`."
+            )
+        answers.append(text)
+    said = [
+        _completion(row["prompt"], text) for row, text in zip(kept.select_columns(["prompt"]), answers, strict=True)
+    ]
+    return _beside(kept, Dataset.from_dict({"completion": said, PREDICTED: answers}))
+
+
+def _prompt_inputs(batch: Mapping[str, Any], prompt: Tensor) -> dict[str, Any]:
+    """What `generate` gets of a row: its images as the model takes them, and the entries of the prompt's tokens."""
+    start = int((batch["input_ids"] == prompt[0, 0])[0].int().argmax())
+    tokens, shape, images = slice(start, start + prompt.shape[1]), batch["input_ids"].shape, batch.get(STACKED, ())
+    given = {name: batch[name].flatten(0, 1) for name in images}
+    for name, value in batch.items():
+        if name in given or name in _NOT_GENERATED_FROM:
+            continue
+        of_tokens = isinstance(value, Tensor) and value.shape[:2] == shape
+        given[name] = value[:, tokens] if of_tokens else value
+    return given
+
+
+def _completion(prompt: Any, text: str) -> Any:
+    """A completion in the form of its prompt: a text, or the messages of a chat."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
 
 
 def _check_length(row: int, tokens: int, new_tokens: Any, positions: int | None) -> None:

@@ -47,6 +47,20 @@ CHECK = "check"
 _CAPTURED, _AGAIN = "captured", "again"
 
 
+class _Dropped:
+    """A sink for a pass whose result is dropped. It also takes the factors that [`GatheringSlices`] asks for."""
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        """Drop a block."""
+
+    def takes_outer(self, left: Tensor, right: Tensor) -> bool:
+        """No: nothing is done with a block in either form."""
+        return False
+
+    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
+        """Drop a block that is given by its factors."""
+
+
 class ShardedGradientComputer(HookedGradientComputer):
     """Per-sample gradients of a sharded model. All processes call its methods together, see [`Lockstep`].
 
@@ -141,7 +155,7 @@ class ShardedGradientComputer(HookedGradientComputer):
         if self._last is None:
             self._last = batch(), side
         self.collated_alone = None
-        self._step(self._last[0], lambda start, block: None, self._last[1], words)
+        self._step(self._last[0], _Dropped(), self._last[1], words)
 
     def _unchecked(self, batch: Batch, side: Side) -> bool:
         split = SplitBatch.of(batch)
