@@ -48,7 +48,12 @@ class RecipeArguments:
     tp: int = field(
         default=1, metadata={"help": "Processes that have slices of the same matrices (tensor parallelism)."}
     )
-    checkpointing: bool = field(default=False, metadata={"help": "Recompute activations in the backward pass."})
+    checkpointing: bool = field(
+        default=False,
+        metadata={
+            "help": "Ask transformers to recompute activations. It does so in training mode alone: no effect yet."
+        },
+    )
     text: list[str] | None = field(
         default=None, metadata={"help": "Text files, one after the other. `None` with no dataset: random tokens."}
     )

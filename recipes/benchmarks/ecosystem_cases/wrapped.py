@@ -82,7 +82,10 @@ WRAPPED = (
     EcosystemCase("`torch.compile(model)`", partial(wrapped, wrap=partial(torch.compile, backend="eager"))),
     EcosystemCase("`model.compile()`", partial(wrapped, wrap=compiled_in_place)),
     EcosystemCase("`nn.DataParallel(model)`", partial(wrapped, wrap=nn.DataParallel)),
-    EcosystemCase("gradient checkpointing", partial(wrapped, wrap=checkpointed)),
+    EcosystemCase(
+        "gradient checkpointing (it stays off: transformers checkpoints in training mode alone)",
+        partial(wrapped, wrap=checkpointed),
+    ),
     EcosystemCase("a loop with Accelerate", looped, "`dataloader=`, `task=`"),
     EcosystemCase("the model inside of a LightningModule", lightning, "`module.model`"),
     EcosystemCase("batches that are dataclasses", partial(batched, kind=Fields)),
