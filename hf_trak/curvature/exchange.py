@@ -171,6 +171,9 @@ class OutgoingGradients:
 
         Returns:
             The notes by rank.
+
+        Raises:
+            Exception: what `deliver` raised, once no other process waits for this one.
         """
         own, rank = self._owners, self._owners.rank
         described = [[_described(event) for event in events] for events in self._out]
