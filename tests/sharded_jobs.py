@@ -24,6 +24,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.featurize.exact import ExactScores
@@ -186,6 +187,29 @@ def compared(model: nn.Module, name: str, directory: Path, exact: bool = False) 
         "self-influence": change(lambda a: a.self_influence(exact=True)) if exact else 0.0,
         "curvature": change(eigenvalues) if exact else 0.0,
     }
+
+
+def checkpointed(model: nn.Module, name: str, directory: Path) -> dict[str, Any]:
+    """Features of a divided model whose blocks run again in the backward pass, and how often they do."""
+    runs = {False: 0, True: 0}
+    found = {}
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()  # type: ignore[operator]
+
+        def count(*_: Any, checkpointing: bool = checkpointing) -> None:
+            runs[checkpointing] += 1
+
+        block = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+        inner = next(module for module in block.modules() if not list(module.children()))
+        handle = inner.register_forward_hook(count)
+        found[checkpointing] = features(attributor(model, name, directory / str(checkpointing)).featurize())
+        handle.remove()
+    return {"same bits": bool(torch.equal(found[False], found[True])), "more runs": runs[True] - runs[False]}
+
+
+def check_checkpointed(found: dict[str, Any]) -> None:
+    assert found["same bits"] and found["more runs"] > 0
 
 
 def eigenvalues(one: TrakAttributor) -> torch.Tensor:

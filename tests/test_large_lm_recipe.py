@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,30 @@ def check_two_processes(alone: Path, two: Path, *division: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes_with_slices_of_matrices_give_the_features_of_one(tmp_path):
-    check_two_processes(tmp_path / "alone", tmp_path / "two", "--tp", "2")
+    """transformers divides the model that the recipe writes, or that somebody else has written."""
+    check_two_processes(tmp_path / "alone", tmp_path / "two", "--tp", "2", "--checkpointing")
+    saved = tmp_path / "two" / "model-tiny-float32"
+    check_two_processes(tmp_path / "alone", tmp_path / "given", "--tp", "2", "--checkpoint", str(saved))
+    assert not list((tmp_path / "given").glob("model*"))
+
+
+def test_a_model_that_was_written_in_part_is_written_anew(recipe, tmp_path, monkeypatch):
+    import llama
+
+    directory = tmp_path / "model-tiny-float32"
+    config, processes = llama.config_of("tiny", 16), recipe.Processes(True)
+    drawn, loaded = llama.draw_weights, []
+    monkeypatch.setattr(llama, "draw_weights", lambda model: 1 / 0)
+    make = partial(llama.tensor_parallel_model, config, torch.float32, processes, 1, directory)
+    with pytest.raises(Exception, match="division by zero"):
+        make()
+    assert not directory.exists()
+    monkeypatch.setattr(llama, "draw_weights", drawn)
+    monkeypatch.setattr(
+        llama.LlamaForCausalLM, "from_pretrained", lambda path, **options: loaded.append(path) or torch.nn.Identity()
+    )
+    make()
+    assert loaded == [directory] and load_file(directory / "model.safetensors")
 
 
 @pytest.mark.slow

@@ -14,7 +14,20 @@ import pytest
 import sharded_jobs
 import torch
 from datasets import Dataset
-from sharded_jobs import attributor, compared, difference, divided, features, few, made, mesh_of_all, rows, sharded
+from sharded_jobs import (
+    attributor,
+    check_checkpointed,
+    checkpointed,
+    compared,
+    difference,
+    divided,
+    features,
+    few,
+    made,
+    mesh_of_all,
+    rows,
+    sharded,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM
@@ -167,6 +180,7 @@ def first_job(directory: Path) -> dict[str, Any]:
         "wrong rule": a_wrong_rule(directory / "rule"),
         "experts": compared(divided("qwen_moe", directory / "m"), "qwen_moe", directory / "qwen_moe"),
         "few": [few(directory / f"few-{n}", n) for n in (1, 3)],
+        "checkpointed": checkpointed(sharded(made("gpt2"), mesh_of_all()), "gpt2", directory / "checkpointed"),
     }
 
 
@@ -313,6 +327,11 @@ def test_processes_with_no_rows_or_one_accompany_the_others(two: list[dict[str, 
     """One row in all, so that the last process has none; then two rows and one, of three lengths."""
     for found in two:
         assert max(found["uneven"]) <= ROUNDING
+
+
+def test_layers_are_checkpointed(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        check_checkpointed(found["checkpointed"])
 
 
 def test_whole_weights_are_loaded_into_shards_for_a_while(two: list[dict[str, Any]]) -> None:

@@ -85,7 +85,7 @@ def compared(kind: str, name: str, directory: Path) -> dict[str, Any]:
         ]
         whole = attributor(made(name), name, directory / what / "whole", **options)
         ones[0].fit_curvature()
-        # a sketch of whitened gradients depends on signs of eigenvectors, which rounding changes: one curvature for both
+        # whitened sketches depend on signs of eigenvectors, which rounding changes: one curvature for both
         fitted, taken = (directory / what / one / "curvature" for one in ("0", "whole"))
         Processes(True).broadcast_from_main(lambda: str(shutil.copytree(fitted, taken)))  # noqa: B023
         run = recorded(lambda: scores(ones[0]))  # noqa: B023

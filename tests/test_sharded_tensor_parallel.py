@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import sharded_jobs
 import torch
-from sharded_jobs import attributor, blocks, compared, divided, few, made
+from sharded_jobs import attributor, blocks, check_checkpointed, checkpointed, compared, divided, few, made
 from test_sharded import ROUNDING, launched, report_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -122,6 +122,7 @@ def long_job(directory: Path) -> dict[str, Any]:
         "models": found,
         "spans": misplaced(),
         "few": [few(directory / f"few-{n}", n) for n in (1, 3)],
+        "checkpointed": checkpointed(divided("llama", directory / "ckpt"), "llama", directory / "checkpointed"),
         "refused": refused(directory / "gpt2" / "model"),
     }
 
@@ -141,6 +142,7 @@ def test_all_models_under_tensor_parallelism(count: int, tmp_path: Path) -> None
         for name, one in found["models"].items():
             assert name
             check_same(one)
+        check_checkpointed(found["checkpointed"])
         assert found["spans"] == [] and max(found["few"]) <= ROUNDING
         assert "GradientEngineError" in found["refused"]["sequence"] and "'model.norm'" in found["refused"]["sequence"]
         assert "GPT2LMHeadModel" in found["refused"]["no plan"] and "tp_plan" in found["refused"]["no plan"]

@@ -10,7 +10,7 @@ import pytest
 import sharded_jobs
 import torch
 from datasets import Dataset
-from sharded_jobs import attributor, compared, difference, features, made, rows
+from sharded_jobs import attributor, check_checkpointed, checkpointed, compared, difference, features, made, rows
 from test_sharded import ROUNDING, a_bad_row, launched, report_of
 from torch import nn
 
@@ -65,6 +65,10 @@ def models_job(directory: Path) -> dict[str, Any]:
         found[name] = compared(model, name, directory / name, name == "llama")
         found[name]["held"] = held(model)
     return found
+
+
+def checkpointed_job(directory: Path) -> dict[str, Any]:
+    return checkpointed(partitioned("llama"), "llama", directory)
 
 
 def uneven(name: str, directory: Path, n: int) -> float:
@@ -160,7 +164,14 @@ def few_job(directory: Path) -> list[float]:
     return [uneven("qwen_moe", directory / str(n), n) for n in (1, 3)]
 
 
-JOBS = {"models": models_job, "few": few_job, "weights": weights_job, "errors": errors_job, "trainer": trainer_job}
+JOBS = {
+    "models": models_job,
+    "checkpointed": checkpointed_job,
+    "few": few_job,
+    "weights": weights_job,
+    "errors": errors_job,
+    "trainer": trainer_job,
+}
 
 
 def test_partitioned_models_have_the_features_of_whole_ones(tmp_path: Path) -> None:
@@ -172,6 +183,11 @@ def test_partitioned_models_have_the_features_of_whole_ones(tmp_path: Path) -> N
             assert max(one["exact scores"], one["self-influence"]) <= 1e-3
             assert one["same bits"] and one["same weights"] and one["same definition"]
             assert one["held"] == 0
+
+
+def test_layers_are_checkpointed(tmp_path: Path) -> None:
+    for found in launched(tmp_path, "checkpointed", 2, 300, __file__):
+        check_checkpointed(found)
 
 
 def test_an_expert_without_rows_in_one_process_does_not_hang(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
+from hf_trak.gradient_computers.environment import differentiating, pass_settings
 from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
 from hf_trak.gradient_computers.hooked.outer import OuterBlock, OuterSink, TakesOuter
 from hf_trak.gradient_computers.kept_pass import KeptPass
@@ -213,7 +213,7 @@ def _is_in_batch(
     parameters = dict(model.named_parameters())
     wanted = [parameters[name] for name in layout.names]
     errors = residual.clone()
-    with only_differentiating(model, {id(one) for one in wanted}), pass_settings(model), torch.enable_grad():
+    with differentiating(model, {id(one) for one in wanted}):
         size = SplitBatch.of(batch).size
         output = in_chunks(
             model, lambda: one_per_sample(task.output(run_model(task, model, batch), batch, side), size, task)

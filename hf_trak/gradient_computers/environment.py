@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hf_trak._compat import keeping_4bit_weights, packed_4bit_layer
+from hf_trak.gradient_computers.activation_checkpointing import checkpointed_layers
 
 
 @contextmanager
@@ -20,6 +21,21 @@ def only_differentiating(model: torch.nn.Module, wanted: Collection[int]) -> Ite
     finally:
         for parameter, flag in saved:
             parameter.requires_grad_(flag)
+
+
+@contextmanager
+def differentiating(model: torch.nn.Module, wanted: Collection[int]) -> Iterator[None]:
+    """Record a graph of what the model computes, as every engine that takes gradients from such a graph does.
+
+    It sets `requires_grad` as [`only_differentiating`] does, and the model runs under [`pass_settings`] and with the
+    layers checkpointed that the model has marked, see [`checkpointed_layers`].
+
+    Args:
+        model: the model.
+        wanted: the `id` of each parameter that is to be differentiated.
+    """
+    with only_differentiating(model, wanted), pass_settings(model), checkpointed_layers(model), torch.enable_grad():
+        yield
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
+from hf_trak.gradient_computers.environment import differentiating, pass_settings
 from hf_trak.gradient_computers.outputs import gradients_of, one_per_sample, run_model
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
@@ -99,7 +99,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
         gradients = torch.zeros(split.size, self.grad_dim, dtype=self._dtype(), device=device)
         outputs, qs = [], []
         wanted = {id(p) for p in self.model_params}
-        with only_differentiating(self.model, wanted), pass_settings(self.model), torch.enable_grad():
+        with differentiating(self.model, wanted):
             for row in range(split.size):
                 single = split.rows(row, row + 1)
                 if isinstance(task, BatchedModelOutput):

@@ -12,7 +12,7 @@ from hf_trak._compat import BatchNormBase
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import BatchOutputs
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
+from hf_trak.gradient_computers.environment import differentiating
 from hf_trak.gradient_computers.gradient_sketch import SKETCHED_FROM, GradientSketch, each_gradient
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout
@@ -284,7 +284,7 @@ def _otherwise_rounded(
         return sums / SCALE, f
     parameters = plain.model_params
     wanted = {id(p) for p in parameters}
-    with only_differentiating(model, wanted), pass_settings(model), torch.enable_grad(), rounded_at_random(model):
+    with differentiating(model, wanted), rounded_at_random(model):
         result = run_model(task, model, pair)
         f = one_per_sample(task.output(result, pair, samples.side), 2, task)[:1]
         taken = gradients_of(f.sum() * SCALE, parameters) if f.requires_grad else [None] * len(parameters)
@@ -314,7 +314,7 @@ def _sketched(
     parameters = {name: p for name, p in model.named_parameters() if name in slots}
     sums = sketch.empty(1)
     wanted = {id(p) for p in parameters.values()}
-    with only_differentiating(model, wanted), pass_settings(model), torch.enable_grad():
+    with differentiating(model, wanted):
         result = run_model(task, model, batch)
         f = one_per_sample(task.output(result, batch, side), SplitBatch.of(batch).size, task)[:1]
         del result  # logits would stay until the end of the backward pass

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
+from hf_trak.gradient_computers.environment import differentiating
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.gradient_computers.outputs import one_per_sample, run_model
 from hf_trak.gradient_computers.padding import CollatedAlone
@@ -164,9 +164,7 @@ def _reference(computer: CheckedEngine, batch: Batch, side: Side, owner: int, ro
     wanted = {id(p) for p in parameters.values()}
     with (
         _own_gradients(parameters),
-        only_differentiating(model, wanted),
-        pass_settings(model),
-        torch.enable_grad(),
+        differentiating(model, wanted),
         computer.gathering(),
     ):
         with computer.completing():

@@ -90,7 +90,7 @@ def llama(case: dict[str, Any]) -> nn.Module:
     finally:
         torch.set_default_dtype(before)
     if case.get("checkpointing"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable()
     return model
 
 
@@ -155,8 +155,6 @@ def featurize_batch(case: dict[str, Any]) -> dict[str, Any]:
     if "deferred" in case:  # otherwise as the engine chooses
         deferred_logits.DEFERRED_FROM = 0 if case["deferred"] else 2**60
     model = llama(case)
-    if case.get("checkpointing"):
-        model.train()  # transformers checkpoints in training mode alone; a Llama has no dropout
     batch, task = batch_and_task(case)
     task.bind(model)
     computer = HookedGradientComputer(

@@ -13,6 +13,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.sharding import flat_spans
+from hf_trak.store.atomic import atomic_directory
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -76,14 +77,15 @@ def tensor_parallel_model(
 ) -> nn.Module:
     """Make a model with the same random weights, of whose matrices groups of processes have slices.
 
-    transformers divides a model while it loads it, so the main process writes it first, and has it whole for that.
+    transformers divides a model while it loads it, so the main process writes the random one first, and has it whole
+    for that.
 
     Args:
         config: the configuration.
         dtype: dtype of the weights.
         processes: the processes. Where there are more than `tp`, FSDP2 divides the slices over the groups.
         tp: processes of a group.
-        directory: where the model is written, unless it is there.
+        directory: where the model is written, unless it is there; or a checkpoint that `save_pretrained` wrote.
 
     Raises:
         ValueError: the number of processes is no multiple of `tp`.
@@ -93,12 +95,13 @@ def tensor_parallel_model(
         raise ValueError(f"`tp` is {tp}, with {count} processes. Expected a divisor of their number.")
 
     def save() -> None:
-        if not (directory / "config.json").exists():
-            whole_model(config, dtype, torch.device("cpu")).save_pretrained(directory)
+        if not directory.exists():
+            with atomic_directory(directory) as temporary:
+                whole_model(config, dtype, torch.device("cpu")).save_pretrained(temporary)
 
     processes.broadcast_from_main(save)
     divided = DistributedConfig(tp_size=tp, tp_plan="auto", fsdp_size=count // tp)
-    return LlamaForCausalLM.from_pretrained(directory, dtype=dtype, distributed_config=divided).eval()
+    return LlamaForCausalLM.from_pretrained(directory, config=config, dtype=dtype, distributed_config=divided).eval()
 
 
 def whole_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:

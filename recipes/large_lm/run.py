@@ -50,9 +50,7 @@ class RecipeArguments:
     )
     checkpointing: bool = field(
         default=False,
-        metadata={
-            "help": "Ask transformers to recompute activations. It does so in training mode alone: no effect yet."
-        },
+        metadata={"help": "Keep the inputs of layers alone, and compute the rest again in the backward pass."},
     )
     text: list[str] | None = field(
         default=None, metadata={"help": "Text files, one after the other. `None` with no dataset: random tokens."}
@@ -120,16 +118,16 @@ def tokenized(text: str, args: RecipeArguments) -> list[int]:
 def build_model(args: RecipeArguments, processes: Processes) -> nn.Module:
     config, device = config_of(args.size, args.tokens), processes.device
     if args.tp > 1:
-        directory = Path(args.output_dir) / "model"
-        model = tensor_parallel_model(config, DTYPES[args.dtype], processes, args.tp, directory)
+        saved = Path(args.checkpoint or "")
+        if not (saved / "config.json").is_file():  # nothing that transformers could divide while it loads it
+            saved = Path(args.output_dir) / f"model-{args.size}-{args.dtype}"
+        model = tensor_parallel_model(config, DTYPES[args.dtype], processes, args.tp, saved)
     elif dist.is_initialized() and dist.get_world_size() > 1:
         model = sharded_model(config, DTYPES[args.dtype], device, args.replicas)
     else:
         model = whole_model(config, DTYPES[args.dtype], device)
     if args.checkpointing:
-        # transformers checkpoints in training mode alone; a Llama has neither dropout nor statistics of the batch
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.model.train()
+        model.gradient_checkpointing_enable()
     return model
 
 

@@ -177,7 +177,8 @@ class BatchedOp:
 
     def without_batch(self) -> Any:
         """Run the operation within the small graph of parameter values: its result has no batch dimension."""
-        result = self.run(self.call.with_graph)
+        with self.hooked_pass.small_graph():
+            result = self.run(self.call.with_graph)
         for tensor in outputs_of(result):
             self.track(tensor)
         return result

@@ -16,7 +16,7 @@ from hf_trak._compat import opened_backward, own_parameters
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
 from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
+from hf_trak.gradient_computers.environment import differentiating, pass_settings
 from hf_trak.gradient_computers.hooked.batch_axis import UnsupportedError
 from hf_trak.gradient_computers.hooked.deferred_head import emit_slice
 from hf_trak.gradient_computers.hooked.hooked_pass import BlockOutput, Emit, HookedPass
@@ -190,7 +190,7 @@ class HookedGradientComputer(AbstractGradientComputer):
         if split.size == 1 and self._gradient_bytes() <= WHOLE_GRADIENT_BYTES:
             return self._single(split, blocks, side)
         selected = self._selected()
-        with only_differentiating(self.model, ()), pass_settings(self.model), torch.enable_grad():
+        with differentiating(self.model, ()):
             hooked_pass, output, q = self._forward(split, side, selected, blocks)
             try:
                 if output.requires_grad:
@@ -456,11 +456,7 @@ class HookedGradientComputer(AbstractGradientComputer):
         """Take the gradient of a batch of one by plain autograd: the sum over the batch is the sample's own."""
         parameters = dict(self.model.named_parameters())
         wanted = [parameters[name] for name in self.layout.names]
-        with (
-            only_differentiating(self.model, {id(p) for p in wanted}),
-            pass_settings(self.model),
-            torch.enable_grad(),
-        ):
+        with differentiating(self.model, {id(p) for p in wanted}):
             try:
                 output, q, deferred = self._single_outputs(split, blocks, side)
             except NotDeferrableError as error:

@@ -3,6 +3,7 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,6 +194,16 @@ class HookedPass:
         output.register_hook(hook)
         return output
 
+    def small_graph(self) -> AbstractContextManager[Any]:
+        """Return a context in which small graphs of parameter values grow.
+
+        They keep what they need within a checkpointed block, too. Their backward passes are others than that of the
+        model, and each would have the block run again.
+        """
+        if not self.checkpointed:
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
+
     def track(self, value: Tensor, roots: tuple[str, ...]) -> Tracked:
         """Follow a parameter value that was computed from the parameters `roots`."""
         tracked = Tracked(value, roots)
@@ -215,7 +226,8 @@ class HookedPass:
             ParameterUnsupportedError: the value has a size of its own in that dimension.
         """
         key = (id(tracked.value), axis, rank)
-        if key in self._expanded:
+        # a block that runs again has to do all that it did the first time
+        if key in self._expanded and not self.checkpointed:
             return self._expanded[key]
         value = tracked.value
         aligned = [1] * (rank - value.ndim) + list(value.shape)

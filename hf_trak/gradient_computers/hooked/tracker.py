@@ -164,7 +164,7 @@ class ParameterTracker(TorchFunctionMode):
             RestartError: the same, and it has a handler.
         """
         hooked_pass = self.hooked_pass
-        with torch.enable_grad():
+        with hooked_pass.small_graph(), torch.enable_grad():
             result = call.run(call.with_graph)
         outputs = outputs_of(result)
         if not outputs:  # a size, a dtype: not counted as a call
