@@ -95,10 +95,12 @@ class ScoreFiles:
     def _transposed(self, blocks: Iterable[ScoreBlock]) -> Dataset:
         """Write all scores with one row per target.
 
-        Each process writes its transposed blocks to a scratch file, from which all processes then read the targets
-        that they write.
+        One process alone writes its transposed blocks to their places in the file. Of several, each writes them to a
+        scratch file, from which all processes then read the targets that they write.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
+        if self.processes.num_processes == 1:
+            return self._filled(blocks)
         with temporary_file(self.directory) as scratch:
             with self.processes.all_or_none(), explained(scratch), open(scratch, "wb") as file:
                 rows = []
@@ -108,10 +110,35 @@ class ScoreFiles:
             parts = self.processes.gather({"name": scratch.name, "rows": rows})
             return self._write(self._target_rows(parts), _score_features(self.n_train))
 
+    def _filled(self, blocks: Iterable[ScoreBlock]) -> Dataset:
+        """Write a file of zeros with one row per target, and put the scores into their places, block by block."""
+        path = self.directory / f"{self.stem}.arrow"
+        remove_stale_temporaries(self.directory)
+        with atomic_path(path) as temporary:
+            self._write_file(temporary, self._zeros(), _score_features(self.n_train))
+            places = _places_of_rows(temporary)
+            with open(temporary, "r+b") as file:
+                for start, _, block in blocks:
+                    for place, row in zip(places, np.ascontiguousarray(block.cpu().numpy().T), strict=True):
+                        file.seek(place + 4 * start)
+                        file.write(row.data)
+        return Dataset.from_file(os.fspath(path))
+
+    def _zeros(self) -> Iterator[pa.Table]:
+        """Make the rows of all targets without scores, a group of targets at a time."""
+        group = self._group()
+        zeros = np.zeros((min(group, self.n_targets), self.n_train), dtype=np.float32)
+        for first in range(0, self.n_targets, group):
+            yield _scores_table(zeros[: self.n_targets - first])
+
+    def _group(self) -> int:
+        """Count the targets whose scores are in memory at a time."""
+        return max(1, _GROUP_BYTES // (4 * self.n_train))
+
     def _target_rows(self, parts: list[dict[str, Any]]) -> Iterator[pa.Table]:
         """Assemble the rows of this process's targets from the scratch files, a group of targets at a time."""
         mine = self.processes.share(self.n_targets)
-        group = max(1, _GROUP_BYTES // (4 * self.n_train))
+        group = self._group()
         for first in range(mine.start, mine.stop, group):
             count = min(group, mine.stop - first)
             matrix = np.empty((count, self.n_train), dtype=np.float32)
@@ -137,16 +164,31 @@ class ScoreFiles:
             remaining = iter(tables)
             for first in remaining:
                 remove_stale_temporaries(self.directory)
-                with (
-                    atomic_path(self.directory / name) as temporary,
-                    ArrowWriter(features=features, path=os.fspath(temporary)) as writer,
-                ):
-                    for table in chain([first], remaining):
-                        writer.write_table(table)
-                    writer.finalize()
+                with atomic_path(self.directory / name) as temporary:
+                    self._write_file(temporary, chain([first], remaining), features)
                 written = True
         names = [name for name in self.processes.gather(name if written else None) if name is not None]
         return concatenate_datasets([Dataset.from_file(os.fspath(self.directory / name)) for name in names])
+
+    @staticmethod
+    def _write_file(path: Path, tables: Iterable[pa.Table], features: Features) -> None:
+        with ArrowWriter(features=features, path=os.fspath(path)) as writer:
+            for table in tables:
+                writer.write_table(table)
+            writer.finalize()
+
+
+def _places_of_rows(path: Path) -> list[int]:
+    """Find out where in a file of all scores the values of each row begin, in bytes."""
+    places: list[int] = []
+    with pa.memory_map(os.fspath(path)) as file:
+        begin = file.read_buffer(1).address
+        file.seek(0)
+        for batch in pa.ipc.open_stream(file):
+            (rows,) = batch.columns
+            first = rows.buffers()[-1].address - begin + 4 * rows.offset * rows.type.list_size
+            places += [first + 4 * rows.type.list_size * index for index in range(len(rows))]
+    return places
 
 
 SCORE_FILES = "score_files"

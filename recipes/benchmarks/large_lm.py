@@ -47,7 +47,7 @@ PREFERENCES: list[dict[str, Any]] = [
 ]
 LONG: list[dict[str, Any]] = [
     {"vocabulary": 1024, "width": 128, "tokens": tokens, "rows": rows, "layers": 4, "checkpointing": checkpointing}
-    for tokens, rows in ((2048, 2), (8192, 2), (32768, 1))
+    for tokens, rows in ((2048, 2), (8192, 2), (32768, 1), (65536, 1), (131072, 1))
     for checkpointing in (False, True)
 ]
 PACKED: list[dict[str, Any]] = [

@@ -83,7 +83,7 @@ WRAPPED = (
     EcosystemCase("`model.compile()`", partial(wrapped, wrap=compiled_in_place)),
     EcosystemCase("`nn.DataParallel(model)`", partial(wrapped, wrap=nn.DataParallel)),
     EcosystemCase(
-        "gradient checkpointing (it stays off: transformers checkpoints in training mode alone)",
+        "gradient checkpointing",
         partial(wrapped, wrap=checkpointed),
     ),
     EcosystemCase("a loop with Accelerate", looped, "`dataloader=`, `task=`"),
