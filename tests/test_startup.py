@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,25 @@ def test_help_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code + "print(); print(*sys.modules)"], capture_output=True, text=True, check=True
     )
     assert not {"torch", "transformers", "datasets", "accelerate", "numpy"} & {*done.stdout.splitlines()[-1].split()}
+
+
+def test_scores_of_a_small_model_import_neither_compiler_nor_sharding(tmp_path: Path) -> None:
+    """Each takes a second to import. A model that is compiled or sharded has imported them before."""
+    code = f"""
+import sys, torch
+from hf_trak import TrakAttributor, TrakConfig
+rows = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+config = TrakConfig({str(tmp_path)!r}, proj_dim=8, use_cpu=True, disable_tqdm=True)
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+scores = TrakAttributor(model, config, rows, task="image_classification").featurize().attribute(rows, top_k=3)
+assert len(scores) == 8
+print(); print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"} & {
+        *done.stdout.splitlines()[-1].split()
+    }
 
 
 def test_all_public_names_are_listed_and_there() -> None:

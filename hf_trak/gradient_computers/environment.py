@@ -1,7 +1,8 @@
 """What an engine changes for the time of one pass: context managers that put everything back, also on exceptions."""
 
+import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -94,7 +95,9 @@ def pass_settings(model: torch.nn.Module) -> Iterator[None]:
             if isinstance(value, int) and value:  # a method of that name is none of ours
                 saved.append((config, value))
                 config.use_cache = False
-        with keeping_4bit_weights(model), torch.compiler.set_stance("force_eager"):
+        # a process without the compiler has compiled nothing, and to import it takes a second
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        with keeping_4bit_weights(model), eager:
             yield
     finally:
         for config, value in saved:

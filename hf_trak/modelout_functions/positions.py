@@ -9,9 +9,9 @@ import inspect
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 
 from hf_trak._compat import class_if_imported
+from hf_trak.weights.wrappers import without_wrappers
 
 
 def unwrapped(model: torch.nn.Module) -> tuple[Any, Any]:
@@ -20,7 +20,7 @@ def unwrapped(model: torch.nn.Module) -> tuple[Any, Any]:
     Returns:
         The model without the former, which may be one of PEFT's, and the model inside of that.
     """
-    outer: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    outer: Any = without_wrappers(model)
     return outer, outer.get_base_model() if hasattr(outer, "get_base_model") else outer
 
 

@@ -13,18 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_trak._compat import fsdp_mesh
+from hf_trak._compat import class_if_imported, fsdp_mesh
 from hf_trak.runtime.processes import Processes, share_of
 from hf_trak.runtime.zero import is_zero, partition
 
 
 def is_sharded_tensor(tensor: Any) -> bool:
     """Tell whether a tensor is a DTensor, of which this process may hold only a part."""
-    if not dist.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    kind = class_if_imported("torch.distributed.tensor", "DTensor")  # the import takes a second
+    return kind is not None and isinstance(tensor, kind)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -35,11 +32,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
     """List the modules to which `fully_shard` was applied, outer ones first."""
-    if not dist.is_available():
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    kind = class_if_imported("torch.distributed.fsdp", "FSDPModule")
+    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
 def reshard(model: nn.Module) -> None:

@@ -1,8 +1,8 @@
 """Check that the parameters of a model are where per-sample gradients can be taken of them."""
 
 import torch
-import torch.distributed as dist
 
+from hf_trak._compat import class_if_imported
 from hf_trak.runtime.sharding import is_sharded
 from hf_trak.runtime.zero import can_gather, is_partitioned
 
@@ -30,15 +30,13 @@ def check_placement(model: torch.nn.Module) -> None:
             f"`model` is {given}. Expected the trained model itself, a `torch.nn.Module`. Load it with "
             "`AutoModelFor….from_pretrained(name)`; from a `Trainer`, use `TrakAttributor.from_trainer(trainer)`."
         )
-    if dist.is_available():
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        for name, module in model.named_modules():
-            if isinstance(module, FullyShardedDataParallel):
-                raise ValueError(
-                    f"The module {name or type(model).__name__!r} is wrapped in FullyShardedDataParallel, which keeps "
-                    f"a shard of its parameters in each process. {_REMEDY}"
-                )
+    fsdp1 = class_if_imported("torch.distributed.fsdp", "FullyShardedDataParallel")
+    for name, module in model.named_modules() if fsdp1 is not None else ():
+        if isinstance(module, fsdp1):
+            raise ValueError(
+                f"The module {name or type(model).__name__!r} is wrapped in FullyShardedDataParallel, which keeps "
+                f"a shard of its parameters in each process. {_REMEDY}"
+            )
     sharded = is_sharded(model)
     for name, parameter in model.named_parameters():
         if is_partitioned(parameter) and not can_gather():

@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from accelerate.utils import is_compiled_module
 
+from hf_trak._compat import class_if_imported
 from hf_trak.runtime.zero import without_engine
 
 
@@ -18,13 +18,15 @@ def without_wrappers(model: Any) -> Any:
         model (`torch.nn.Module`):
             The model. Anything else is returned as it is.
     """
+    # `is_compiled_module` of accelerate imports the compiler for this, which takes a second
+    compiled = class_if_imported("torch._dynamo.eval_frame", "OptimizedModule")
     while True:
         inner = without_engine(model)
         if inner is not model:
             model = inner
         elif isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
             model = model.module
-        elif isinstance(model, torch.nn.Module) and is_compiled_module(model):
+        elif compiled is not None and isinstance(model, compiled):
             model = model._orig_mod
         elif isinstance(model, torch.nn.Module) and "_orig_mod" in vars(model):  # accelerate's regional compilation
             model = vars(model)["_orig_mod"]
