@@ -7,11 +7,12 @@ equal bytes.
 """
 
 import hashlib
+import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -111,11 +112,13 @@ class ScoreFiles:
             return self._write(self._target_rows(parts), _score_features(self.n_train))
 
     def _filled(self, blocks: Iterable[ScoreBlock]) -> Dataset:
-        """Write a file of zeros with one row per target, and put the scores into their places, block by block."""
+        """Write a file with one row per target and holes for the scores, and fill these block by block."""
         path = self.directory / f"{self.stem}.arrow"
         remove_stale_temporaries(self.directory)
         with atomic_path(path) as temporary:
-            self._write_file(temporary, self._zeros(), _score_features(self.n_train))
+            with open(temporary, "wb") as file:
+                _write_tables(pa.PythonFile(_WithHoles(file), "w"), self._zeros(), _score_features(self.n_train))
+                file.truncate()  # the last values may be a hole
             places = _places_of_rows(temporary)
             with open(temporary, "r+b") as file:
                 for start, _, block in blocks:
@@ -164,18 +167,42 @@ class ScoreFiles:
             remaining = iter(tables)
             for first in remaining:
                 remove_stale_temporaries(self.directory)
-                with atomic_path(self.directory / name) as temporary:
-                    self._write_file(temporary, chain([first], remaining), features)
+                with atomic_path(self.directory / name) as temporary, open(temporary, "wb") as file:
+                    _write_tables(file, chain([first], remaining), features)
                 written = True
         names = [name for name in self.processes.gather(name if written else None) if name is not None]
         return concatenate_datasets([Dataset.from_file(os.fspath(self.directory / name)) for name in names])
 
-    @staticmethod
-    def _write_file(path: Path, tables: Iterable[pa.Table], features: Features) -> None:
-        with ArrowWriter(features=features, path=os.fspath(path)) as writer:
-            for table in tables:
-                writer.write_table(table)
-            writer.finalize()
+
+class _WithHoles(io.RawIOBase):
+    """A file in which zeros are not written but skipped: such holes take no time, and reading them gives zeros."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        """
+        Args:
+            file: a new file, opened for writing. It stays open.
+        """
+        super().__init__()
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        given = np.frombuffer(data, dtype=np.uint8)
+        if given.any():
+            self._file.write(given.data)
+        else:
+            self._file.seek(len(given), os.SEEK_CUR)
+        return len(given)
+
+
+def _write_tables(stream: Any, tables: Iterable[pa.Table], features: Features) -> None:
+    """Write tables as `datasets` does, with the features among the metadata."""
+    writer = ArrowWriter(features=features, stream=stream)
+    for table in tables:
+        writer.write_table(table)
+    writer.finalize(close_stream=False)
 
 
 def _places_of_rows(path: Path) -> list[int]:
