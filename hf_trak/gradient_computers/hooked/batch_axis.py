@@ -16,6 +16,10 @@ class UnsupportedError(Exception):
     """An operation whose per-sample gradient the hooked engine cannot take where it stands."""
 
 
+_CLEAR = 0.01
+"""Relative difference of folded rows from which their order can be told: more than the rounding of half precision."""
+
+
 @dataclass(frozen=True)
 class BatchAxis:
     """The dimension of a tensor that carries the batch.
@@ -78,13 +82,18 @@ def _signature(tensor: Tensor) -> Tensor:
     return rows.to(torch.float32) @ weights
 
 
-def batch_axis(trace: TensorTrace, tensor: Tensor, size: int) -> BatchAxis | None:
+def batch_axis(trace: TensorTrace, tensor: Tensor, size: int, orders: dict[int, set[bool]]) -> BatchAxis | None:
     """Find the dimension of `tensor` that carries `size` samples.
+
+    Where all folded rows are the same (embedded token types, positions), either order fits them, but not their
+    gradients: it is then the order of other tensors of the pass, whose rows differ.
 
     Args:
         trace: the same tensor when one sample was alone.
         tensor: the tensor of a batch.
         size: B.
+        orders: the values of [`BatchAxis.major`] that tensors of the pass have shown so far, by fold. What this tensor
+            shows is added.
 
     Returns:
         `BatchAxis` or `None`: `None` if the tensor has no batch dimension.
@@ -109,7 +118,13 @@ def batch_axis(trace: TensorTrace, tensor: Tensor, size: int) -> BatchAxis | Non
     signature = _signature(tensor)
     major = torch.linalg.vector_norm(signature[:fold] - trace.signature)
     minor = torch.linalg.vector_norm(signature[::size] - trace.signature)
-    best = torch.minimum(major, minor)
-    if not bool(best <= 0.05 * torch.linalg.vector_norm(trace.signature) + 1e-6):
+    best, scale = torch.minimum(major, minor), torch.linalg.vector_norm(trace.signature)
+    if not bool(best <= 0.05 * scale + 1e-6):
         raise UnsupportedError(f"the rows of shape {tuple(together)} belong to samples in no recognizable order")
-    return BatchAxis(dim, fold, bool(major <= minor))
+    shown = orders.setdefault(fold, set())
+    if bool((major - minor).abs() > _CLEAR * scale):
+        shown.add(bool(major < minor))
+        return BatchAxis(dim, fold, bool(major < minor))
+    if len(shown) != 1:
+        raise UnsupportedError(f"the rows of shape {tuple(together)} are the same in either order of samples and rows")
+    return BatchAxis(dim, fold, *shown)

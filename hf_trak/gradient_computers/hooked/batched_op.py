@@ -142,7 +142,7 @@ class BatchedOp:
         """
         for candidate, traced in zip(self.tensors, self.trace.inputs, strict=True):
             if candidate is tensor:
-                return traced.axis_of(tensor, self.size)
+                return traced.axis_of(tensor, self.size, self.hooked_pass.sample_trace.orders)
         raise self.unsupported("has an argument that was not traced")
 
     def output_axis(self, output: Tensor) -> BatchAxis | None:
@@ -151,7 +151,7 @@ class BatchedOp:
         Raises:
             UnsupportedError: it cannot be told.
         """
-        return self.trace.outputs[0].axis_of(output, self.size)
+        return self.trace.outputs[0].axis_of(output, self.size, self.hooked_pass.sample_trace.orders)
 
     def meets_batch(self) -> bool:
         """Tell whether the batch is in an argument, or may come into being in the result."""

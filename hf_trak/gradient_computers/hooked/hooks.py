@@ -201,8 +201,9 @@ class _RuleHandler(_Handler):
     ) -> tuple[BatchAxis | None, BatchAxis | None]:
         """Find the batch dimensions of the first input and of the output."""
         try:
-            x_axis = trace.inputs[0].axis_of(tensors[0], self.hooked_pass.size)
-            out_axis = trace.outputs[0].axis_of(result, self.hooked_pass.size)
+            size, orders = self.hooked_pass.size, self.hooked_pass.sample_trace.orders
+            x_axis = trace.inputs[0].axis_of(tensors[0], size, orders)
+            out_axis = trace.outputs[0].axis_of(result, size, orders)
         except UnsupportedError as error:
             raise ModuleUnsupportedError(self.name, str(error)) from error
         if (x_axis is None) != (out_axis is None):

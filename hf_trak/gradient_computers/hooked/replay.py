@@ -141,13 +141,13 @@ class Replay:
         self, inputs: list[Tensor], outputs: list[Tensor], trace: OpTrace
     ) -> tuple[list[BatchAxis | None], list[BatchAxis | None]]:
         """Find the batch dimensions of the inputs and of the outputs."""
-        size = self.hooked_pass.size
+        size, orders = self.hooked_pass.size, self.hooked_pass.sample_trace.orders
         try:
             if len(inputs) != len(trace.inputs) or len(outputs) != len(trace.outputs):
                 raise UnsupportedError("has other arguments or results for one sample alone")
             return (
-                [t.axis_of(x, size) for t, x in zip(trace.inputs, inputs, strict=True)],
-                [t.axis_of(y, size) for t, y in zip(trace.outputs, outputs, strict=True)],
+                [t.axis_of(x, size, orders) for t, x in zip(trace.inputs, inputs, strict=True)],
+                [t.axis_of(y, size, orders) for t, y in zip(trace.outputs, outputs, strict=True)],
             )
         except UnsupportedError as error:
             raise ModuleUnsupportedError(self.name, str(error)) from error

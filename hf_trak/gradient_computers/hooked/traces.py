@@ -57,8 +57,13 @@ class TracedTensor:
     axis: BatchAxis | None = None
     resolved: bool = False
 
-    def axis_of(self, tensor: Tensor, size: int) -> BatchAxis | None:
+    def axis_of(self, tensor: Tensor, size: int, orders: dict[int, set[bool]]) -> BatchAxis | None:
         """Find the batch dimension of the same tensor in a batch of `size` samples.
+
+        Args:
+            tensor: the tensor.
+            size: B.
+            orders: see [`batch_axis`].
 
         Returns:
             `BatchAxis` or `None`: `None` if the tensor has no batch dimension.
@@ -69,7 +74,7 @@ class TracedTensor:
         """
         if not self.resolved:
             with unseen_by_modes():  # the tracker takes it for the model's own operations otherwise
-                self.axis = batch_axis(self.trace, tensor, size)
+                self.axis = batch_axis(self.trace, tensor, size, orders)
             self.trace = TensorTrace(self.trace.shape, None)
             self.resolved = True
         expected = list(self.trace.shape)
@@ -104,12 +109,14 @@ class SampleTrace:
         ops: the operations on parameter values, by key, in order.
         foretold: whether no sample was traced, see `width_traces`.
         learned: whether a batch has shown where it is in all tensors, and traces at other widths may be computed.
+        orders: the orders of folded rows that a batch has shown, see [`batch_axis`].
     """
 
     calls: dict[str, list[OpTrace]] = field(default_factory=lambda: defaultdict(list))
     ops: dict[OpKey, list[OpTrace]] = field(default_factory=lambda: defaultdict(list))
     foretold: bool = False
     learned: bool = False
+    orders: dict[int, set[bool]] = field(default_factory=dict)
 
     def op(self, key: OpKey, index: int) -> OpTrace:
         """Return the trace of one operation.
