@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from hf_trak.data.progress_bars import no_progress_bars
 from hf_trak.data.text_columns import embedding_task
+from hf_trak.data.text_pairs import pair_task
 from hf_trak.data.trainer_columns import ColumnsCollator, signature_columns
 from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.modelout_functions.dpo import DPOModelOutput
@@ -43,7 +44,7 @@ def kind_of(trainer: Any) -> str | None:
 
 
 def trainer_task(trainer: Any, rows: Any = None) -> BatchedModelOutput | None:
-    """Make the task of a trainer of preferences or of embeddings, with the settings of its loss.
+    """Make the task of a trainer of preferences, of embeddings or of cross-encoders, with the settings of its loss.
 
     Args:
         trainer: any trainer.
@@ -57,7 +58,7 @@ def trainer_task(trainer: Any, rows: Any = None) -> BatchedModelOutput | None:
     """
     kind = kind_of(trainer)
     if kind is None:
-        return embedding_task(trainer)
+        return embedding_task(trainer) or pair_task(trainer)
     makers: dict[str, Callable[[], BatchedModelOutput]] = {
         "DPOTrainer": lambda: _dpo(trainer),
         "RewardTrainer": lambda: RewardModelOutput(trainer.args.center_rewards_coefficient or None),

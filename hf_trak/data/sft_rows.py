@@ -12,6 +12,7 @@ from datasets import Dataset
 from hf_trak.data.progress_bars import no_progress_bars
 from hf_trak.data.rows import Collator
 from hf_trak.data.text_columns import TextColumns, is_embedding_trainer
+from hf_trak.data.text_pairs import PairColumns, is_pair_trainer
 from hf_trak.data.trainer_columns import ColumnsCollator, signature_columns, trainer_collator
 
 _TOKENS = "input_ids"
@@ -71,6 +72,8 @@ def collator_of(trainer: Any) -> Collator:
     """
     if is_embedding_trainer(trainer):
         return TextColumns(trainer)
+    if is_pair_trainer(trainer):
+        return PairColumns(trainer)
     own = any(cls.__name__ == "SFTTrainer" and cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
     if own and not trainer._is_vision_dataset and hasattr(trainer, "_formatting_func"):
         return SFTCollator(trainer)

@@ -11,7 +11,7 @@ from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.modelout_functions.embedding_losses import EmbeddingLossModelOutput
 from hf_trak.modelout_functions.embedding_pairs import EmbeddingPairsModelOutput
 
-_PACKAGE, _TRAINER = "sentence_transformers", "SentenceTransformerTrainer"
+_PACKAGE = "sentence_transformers"
 _RANKING = (
     "MultipleNegativesRankingLoss",
     "MultipleNegativesSymmetricRankingLoss",
@@ -27,11 +27,14 @@ _OF_BATCHES = (
 """Losses that compare the rows of a batch with each other, so that a row has none of its own."""
 
 
+def is_trainer_of_texts(trainer: Any, name: str) -> bool:
+    """Tell whether a trainer is that of a name in sentence-transformers, or derives from it."""
+    return any(cls.__name__ == name and cls.__module__.partition(".")[0] == _PACKAGE for cls in type(trainer).__mro__)
+
+
 def is_embedding_trainer(trainer: Any) -> bool:
     """Tell whether a trainer is a `SentenceTransformerTrainer`, or derives from it."""
-    return any(
-        cls.__name__ == _TRAINER and cls.__module__.partition(".")[0] == _PACKAGE for cls in type(trainer).__mro__
-    )
+    return is_trainer_of_texts(trainer, "SentenceTransformerTrainer")
 
 
 def embedding_task(trainer: Any) -> BatchedModelOutput | None:

@@ -36,6 +36,7 @@ from hf_trak.modelout_functions.regression import RegressionModelOutput
 from hf_trak.modelout_functions.reward import RewardModelOutput
 from hf_trak.modelout_functions.row_loss import RowLossModelOutput
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
+from hf_trak.modelout_functions.text_pairs import TextPairsModelOutput
 from hf_trak.modelout_functions.token_classification import TokenClassificationModelOutput
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "Side",
     "SigLIPModelOutput",
     "TextClassificationModelOutput",
+    "TextPairsModelOutput",
     "TokenClassificationModelOutput",
     "get_task",
     "infer_task",

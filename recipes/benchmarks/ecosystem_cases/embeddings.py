@@ -60,6 +60,23 @@ def cross_encoder(directory: Path, args: TrakConfig) -> TrakAttributor:
     return TrakAttributor(made[0].model, args, rows, processing_class=made.tokenizer)
 
 
+def trained_pairs(directory: Path, args: TrakConfig, *, loss: str) -> TrakAttributor:
+    from sentence_transformers import cross_encoder as ce
+
+    torch.manual_seed(0)
+    # Wide weights, so that texts have different scores: gradients of almost equal ones cancel out in a margin.
+    config = bert(num_labels=2 if loss == "CrossEntropyLoss" else 1, initializer_range=0.3)
+    hf.BertForSequenceClassification(config).save_pretrained(directory / "model")
+    tokenizer().save_pretrained(directory / "model")
+    model = ce.CrossEncoder(str(directory / "model"), device="cpu").eval()
+    names = ("query", "good", "bad") if loss == "MarginMSELoss" else ("query", "other")
+    labels = LABELS if loss == "CrossEntropyLoss" else [float(label) for label in LABELS]
+    own = ce.CrossEncoderTrainingArguments(str(directory / "out"), use_cpu=True, report_to=[])
+    rows = Dataset.from_dict({**columns(*names), "label": labels})
+    trainer = ce.CrossEncoderTrainer(model, own, train_dataset=rows, loss=getattr(ce.losses, loss)(model))
+    return TrakAttributor.from_trainer(trainer, args)
+
+
 def few_shot(directory: Path) -> Any:
     """A trained model of setfit with a head of torch, its trainer, and its rows."""
     import setfit
@@ -109,6 +126,10 @@ EMBEDDINGS = (
     EcosystemCase(
         "`SentenceTransformerTrainer`: `TripletLoss`",
         partial(trained, loss="TripletLoss", names=("anchor", "positive", "negative")),
+    ),
+    *(
+        EcosystemCase(f"`CrossEncoderTrainer`: `{loss}`", partial(trained_pairs, loss=loss))
+        for loss in ("BinaryCrossEntropyLoss", "CrossEntropyLoss", "MSELoss", "MarginMSELoss")
     ),
     EcosystemCase("`CrossEncoder`", cross_encoder, "its `[0].model`, tokenized pairs"),
     EcosystemCase("setfit: the body, on its pairs", few_shot_body, "`from_trainer(trainer.st_trainer)`"),
