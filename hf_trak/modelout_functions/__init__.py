@@ -5,7 +5,8 @@ Start with `base` (the contract), then `classification` (the paper's example) ov
 object, `inference` finds the task of a model, `identity` says what identifies a task in a store.
 
 May import `hf_trak.identity` (code and settings as plain JSON), `hf_trak.weights.watch` (which weights a CLIP task's
-embeddings belong to), `hf_trak.weights.wrappers` (what a wrapped model is inside) and `hf_trak.runtime`'s checks. Knows no gradients, no projections, no files.
+embeddings belong to), `hf_trak.weights.wrappers` (what a wrapped model is inside) and `hf_trak.runtime`'s checks.
+Knows no gradients, no projections, no files.
 """
 
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
