@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import BartConfig, BartForConditionalGeneration, GPT2Config, GPT2LMHeadModel
 
-from hf_trak.errors import GradientEngineError
-from hf_trak.gradient_computers import per_sample_gradients
 from hf_trak.gradient_computers.hooked import width_traces
-from hf_trak.gradient_computers.hooked.batch_axis import BatchAxis, TensorTrace, UnsupportedError, batch_axis
+from hf_trak.gradient_computers.hooked.batch_axis import (
+    BatchAxis,
+    RowOrders,
+    TensorTrace,
+    UnsupportedError,
+    batch_axis,
+)
 from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
 from hf_trak.gradient_computers.per_sample import function_task
 from hf_trak.modelout_functions.base import AbstractModelOutput
@@ -275,16 +279,23 @@ def test_rows_that_are_the_same_are_in_the_order_of_others(noise: float) -> None
     """Rounding decides which order fits better where all rows are the same, as those of embedded token types."""
     different, same = torch.randn(6, 8), torch.randn(8).expand(6, 8)
     for major in (True, False):
-        orders: dict[int, set[bool]] = {}
+        orders = RowOrders()
         rows = different if major else different.view(2, 3, 8).transpose(0, 1).reshape(6, 8)
         axis = batch_axis(TensorTrace.of(different[:3]), rows, 2, orders)
-        assert axis == BatchAxis(0, 3, major) and orders == {3: {major}}
+        assert axis == BatchAxis(0, 3, major) and orders == RowOrders({3: {major}})
         assert batch_axis(*folded(same, noise), 2, orders) == BatchAxis(0, 3, major)
         assert batch_axis(*folded(torch.zeros(6, 8, dtype=torch.long)), 2, orders) == BatchAxis(0, 3, major)
 
 
-@pytest.mark.parametrize("orders", [{}, {2: {True}}, {3: {True, False}}])
-def test_rows_that_are_the_same_are_refused_where_no_other_tells(orders: dict[int, set[bool]]) -> None:
+def test_rows_that_are_the_same_are_presumed_to_be_neighbours_until_a_tensor_tells() -> None:
+    orders = RowOrders({2: {False}})
+    assert batch_axis(*folded(torch.ones(6, 8), 1e-6), 2, orders) == BatchAxis(0, 3, True)
+    assert orders.presumed == {3}
+    different = torch.randn(6, 8)
+    assert batch_axis(*folded(different), 2, orders) == BatchAxis(0, 3, True)
+    other = different.view(2, 3, 8).transpose(0, 1).reshape(6, 8)
+    with pytest.raises(UnsupportedError, match="another order than was presumed"):
+        batch_axis(TensorTrace.of(different[:3]), other, 2, orders)
     with pytest.raises(UnsupportedError, match="are the same in either order"):
         batch_axis(*folded(torch.ones(6, 8)), 2, orders)
 
@@ -311,27 +322,19 @@ def of_texts(scores: Tensor, batch: Any) -> Tensor:
     return (scores * torch.tensor([2.0, -1.0, 0.5])).sum(1)
 
 
-def test_token_types_of_folded_texts() -> None:
-    model = TypesOfTexts(types_first=False)
+@pytest.mark.parametrize("types_first", [False, True])
+def test_token_types_of_folded_texts(types_first: bool) -> None:
+    model = TypesOfTexts(types_first)
     computer = HookedGradientComputer(model, function_task(of_texts, model), dtype=None, device=None)
     for width in (4, 7, 5, 9, 6, 11):
-        for size in (4, 2, 3):
+        for size in (4, 2, 3, 1):
             x = torch.randint(1, 30, (size, 3, width))
+            if size == 3:
+                x[:] = 5  # all rows of all samples are the same
             found = computer.compute_per_sample_grad({"x": x})
             for row in range(size):
                 value = of_texts(model(x[row : row + 1]), None)
                 expected = torch.autograd.grad(value.sum(), list(model.parameters()))
                 for (name, _), gradient in zip(model.named_parameters(), expected, strict=True):
                     assert (found[name][row] - gradient).norm() <= 1e-5 * (1 + gradient.norm()), name
-
-
-def test_token_types_before_anything_else_are_refused() -> None:
-    """Nothing has shown the order of rows yet: the automatic choice is another engine."""
-    model = TypesOfTexts(types_first=True)
-    computer = HookedGradientComputer(model, function_task(of_texts, model), dtype=None, device=None)
-    x = torch.randint(1, 30, (4, 3, 5))
-    with pytest.raises(GradientEngineError, match="the same in either order"):
-        computer.compute_per_sample_grad({"x": x})
-    found = per_sample_gradients(model, {"x": x}, of_texts)
-    expected = torch.autograd.grad(of_texts(model(x[1:2]), None).sum(), model.types.weight)[0]
-    assert (found["types.weight"][1] - expected).norm() <= 1e-5 * expected.norm()
+    assert bool(computer._sample_traces) != types_first  # none is kept that rests on what was presumed

@@ -4,7 +4,7 @@ Guessing from sizes would confuse T with B as soon as they are equal. A pass of 
 is without the batch; the dimension that grows with B carries it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -82,18 +82,31 @@ def _signature(tensor: Tensor) -> Tensor:
     return rows.to(torch.float32) @ weights
 
 
-def batch_axis(trace: TensorTrace, tensor: Tensor, size: int, orders: dict[int, set[bool]]) -> BatchAxis | None:
+@dataclass
+class RowOrders:
+    """What the tensors of a pass have shown about the order of folded rows.
+
+    Attributes:
+        shown: the values of [`BatchAxis.major`] of tensors whose rows differ, by fold.
+        presumed: folds for which a tensor came before any that shows it.
+    """
+
+    shown: dict[int, set[bool]] = field(default_factory=dict)
+    presumed: set[int] = field(default_factory=set)
+
+
+def batch_axis(trace: TensorTrace, tensor: Tensor, size: int, orders: RowOrders) -> BatchAxis | None:
     """Find the dimension of `tensor` that carries `size` samples.
 
     Where all folded rows are the same (embedded token types, positions), either order fits them, but not their
-    gradients: it is then the order of other tensors of the pass, whose rows differ.
+    gradients: it is then the order of other tensors of the pass, whose rows differ. Before any of these, rows of a
+    sample are presumed to be neighbours; a tensor that then shows the contrary is an error.
 
     Args:
         trace: the same tensor when one sample was alone.
         tensor: the tensor of a batch.
         size: B.
-        orders: the values of [`BatchAxis.major`] that tensors of the pass have shown so far, by fold. What this tensor
-            shows is added.
+        orders: what tensors of the pass have shown so far. What this one shows is added.
 
     Returns:
         `BatchAxis` or `None`: `None` if the tensor has no batch dimension.
@@ -121,10 +134,14 @@ def batch_axis(trace: TensorTrace, tensor: Tensor, size: int, orders: dict[int, 
     best, scale = torch.minimum(major, minor), torch.linalg.vector_norm(trace.signature)
     if not bool(best <= 0.05 * scale + 1e-6):
         raise UnsupportedError(f"the rows of shape {tuple(together)} belong to samples in no recognizable order")
-    shown = orders.setdefault(fold, set())
+    shown = orders.shown.setdefault(fold, set())
     if bool((major - minor).abs() > _CLEAR * scale):
         shown.add(bool(major < minor))
+        if fold in orders.presumed and shown != {True}:
+            raise UnsupportedError(f"the rows of shape {tuple(together)} are in another order than was presumed")
         return BatchAxis(dim, fold, bool(major < minor))
-    if len(shown) != 1:
+    if len(shown) == 2:
         raise UnsupportedError(f"the rows of shape {tuple(together)} are the same in either order of samples and rows")
-    return BatchAxis(dim, fold, *shown)
+    if not shown:
+        orders.presumed.add(fold)
+    return BatchAxis(dim, fold, False not in shown)

@@ -268,7 +268,10 @@ class HookedGradientComputer(AbstractGradientComputer):
                     self._keep(signature, sample_trace)
                 # 2. Capture the batch.
                 found = self._pass(split.rows(0, split.size), split.size, side, selected, sample_trace, blocks)
-                self._learn(signature, split.size, sample_trace, found[0])
+                if sample_trace.orders.presumed:  # right for this batch, which another one may not confirm
+                    self._sample_traces.pop(signature, None)
+                else:
+                    self._learn(signature, split.size, sample_trace, found[0])
                 return found
             # 3. What the pass has found out is in the model trace now: start again.
             except RestartError:

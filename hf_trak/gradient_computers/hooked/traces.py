@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hf_trak._compat import unseen_by_modes
-from hf_trak.gradient_computers.hooked.batch_axis import BatchAxis, TensorTrace, UnsupportedError, batch_axis
+from hf_trak.gradient_computers.hooked.batch_axis import (
+    BatchAxis,
+    RowOrders,
+    TensorTrace,
+    UnsupportedError,
+    batch_axis,
+)
 
 OpKey = tuple[tuple[str, ...], str]
 """An operation on parameter values: names of the parameters that the values come from, and of the torch function."""
@@ -57,7 +63,7 @@ class TracedTensor:
     axis: BatchAxis | None = None
     resolved: bool = False
 
-    def axis_of(self, tensor: Tensor, size: int, orders: dict[int, set[bool]]) -> BatchAxis | None:
+    def axis_of(self, tensor: Tensor, size: int, orders: RowOrders) -> BatchAxis | None:
         """Find the batch dimension of the same tensor in a batch of `size` samples.
 
         Args:
@@ -109,14 +115,14 @@ class SampleTrace:
         ops: the operations on parameter values, by key, in order.
         foretold: whether no sample was traced, see `width_traces`.
         learned: whether a batch has shown where it is in all tensors, and traces at other widths may be computed.
-        orders: the orders of folded rows that a batch has shown, see [`batch_axis`].
+        orders: what a batch has shown about the order of folded rows.
     """
 
     calls: dict[str, list[OpTrace]] = field(default_factory=lambda: defaultdict(list))
     ops: dict[OpKey, list[OpTrace]] = field(default_factory=lambda: defaultdict(list))
     foretold: bool = False
     learned: bool = False
-    orders: dict[int, set[bool]] = field(default_factory=dict)
+    orders: RowOrders = field(default_factory=RowOrders)
 
     def op(self, key: OpKey, index: int) -> OpTrace:
         """Return the trace of one operation.
