@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "HubCheckpoint": "hf_trak.hub",
     "ImageTextCollator": "hf_trak.data.image_text",
-    "Refinement": "hf_trak.curvature.refinement",
+    "Refinement": "hf_trak.curvature.conjugate_gradients",
     "StreamedRows": "hf_trak.data.streams",
     "TRAKer": "hf_trak.traker.traker",
     "TrakAttributor": "hf_trak.attributor",
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor
     from hf_trak.callbacks import TrakCallback
     from hf_trak.config import TrakConfig
-    from hf_trak.curvature.refinement import Refinement
+    from hf_trak.curvature.conjugate_gradients import Refinement
     from hf_trak.data.image_text import ImageTextCollator
     from hf_trak.data.streams import StreamedRows
     from hf_trak.featurize.estimate import estimate

@@ -11,39 +11,41 @@ from huggingface_hub import CommitInfo
 from torch import Tensor
 
 from hf_trak.config import TrakConfig, checked_args
+from hf_trak.curvature.conjugate_gradients import Refinement, checked_refinement
 from hf_trak.curvature.maps import GradientMap
-from hf_trak.curvature.refinement import Refinement, checked_refinement
 from hf_trak.curvature.report import CurvatureReport
 from hf_trak.data.preferences import PreparingCollator, kind_of, trainer_task, training_rows
 from hf_trak.data.reference_log_probs import with_references
-from hf_trak.data.row_part import RowPart
-from hf_trak.data.rows import Collator, row_count
-from hf_trak.data.sft_rows import collator_of
-from hf_trak.evaluation.patch_result import PatchResult
-from hf_trak.evaluation.similar_rows import Similarity
-from hf_trak.evaluation.tail_patch import verify_rows
-from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
-from hf_trak.featurize.conversion_fidelity import ConversionFidelity, compare_stores
+from hf_trak.data.rows import Collator, RowPart, row_count
+from hf_trak.data.text_columns import collator_of
+from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
+from hf_trak.evaluation.trial_steps import Similarity
 from hf_trak.featurize.converting import converted
+from hf_trak.featurize.definition import as_list, checked_ids, sources_of
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
-from hf_trak.featurize.fidelity import Fidelity, measure_fidelity
-from hf_trak.featurize.fitted import curvature_report, log_reports
+from hf_trak.featurize.fidelity import (
+    ConversionFidelity,
+    Fidelity,
+    check_sketch,
+    compare_stores,
+    curvature_report,
+    log_reports,
+    measure_fidelity,
+    whitened_map,
+)
 from hf_trak.featurize.predictions import predicted_rows
-from hf_trak.featurize.reranking import RerankRequest, check_breakdown, check_rerank, rerank_result
+from hf_trak.featurize.reranking import RerankRequest, check_breakdown, check_rerank, rerank_result, two_passes
 from hf_trak.featurize.revising import revise
 from hf_trak.featurize.search import SearchIndex, build_search
-from hf_trak.featurize.two_passes import two_passes
 from hf_trak.featurize.upgrading import upgrade_store
-from hf_trak.featurize.whitening import check_sketch, whitened_map
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.projectors import BlockProjector
-from hf_trak.report.last import LastResult
-from hf_trak.runtime.interruption import log_on_interrupt
+from hf_trak.report.notebook import LastResult
+from hf_trak.runtime.progress import log_on_interrupt
 from hf_trak.scores.groups import GroupBy, RowGroups, target_groups
-from hf_trak.scores.rerank_columns import without_rerank_columns
 from hf_trak.scores.score_files import ScoreFiles
-from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, attach_columns
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, attach_columns, without_rerank_columns
 from hf_trak.scores.scorer import PlannedScores
 from hf_trak.scores.selection import (
     Criterion,
@@ -57,7 +59,7 @@ from hf_trak.scores.selection import (
 )
 from hf_trak.scores.spans import single_labels, span_targets, with_token_scores
 from hf_trak.store.atomic import safe_name
-from hf_trak.store.prefix import PrefixStore
+from hf_trak.store.revised import PrefixStore
 from hf_trak.store.sealed import content_digest
 from hf_trak.weights.checkpoints import Checkpoint
 
@@ -335,7 +337,7 @@ class TrakAttributor(FeaturizedModel):
                 Seed of the draw.
 
         Returns:
-            [`~hf_trak.featurize.conversion_fidelity.ConversionFidelity`]: rank correlation of the scores, and overlap
+            [`~hf_trak.featurize.fidelity.ConversionFidelity`]: rank correlation of the scores, and overlap
             of the rows with the highest ones.
 
         Raises:
@@ -403,7 +405,7 @@ class TrakAttributor(FeaturizedModel):
             refine (`str` or `Refinement`, *optional*):
                 `"cg"` refines the targets of exact scores by conjugate gradients on the Gauss-Newton matrix of some
                 training rows, which knows all parameters together, where the fitted curvature knows layers. Options
-                are in [`~hf_trak.curvature.refinement.Refinement`].
+                are in [`~hf_trak.curvature.conjugate_gradients.Refinement`].
 
         Returns:
             The rows (as stored, without a transform set on them, if they are a `datasets.Dataset`) with the columns
@@ -546,8 +548,10 @@ class TrakAttributor(FeaturizedModel):
             IndexError: there is no such target.
             ValueError: nothing is attributed yet, or a column does not exist.
         """
-        from hf_trak.report.exact import exact_distributions  # reports need more packages than attribution does
-        from hf_trak.report.notebook import show_last
+        from hf_trak.report.notebook import (
+            exact_distributions,  # reports need more packages than attribution does
+            show_last,
+        )
 
         last = self._last
         counted = last is None or last.distributions is not None or TOP_K_COLUMNS[0] not in last.scored.column_names
@@ -831,7 +835,7 @@ class TrakAttributor(FeaturizedModel):
                 As in [`~TrakAttributor.attribute`]. `model_ids=[2]` takes one checkpoint.
 
         Returns:
-            [`~hf_trak.evaluation.patch_result.PatchResult`]: the changes, and a verdict; `print` shows both.
+            [`~hf_trak.evaluation.tail_patch.PatchResult`]: the changes, and a verdict; `print` shows both.
 
         Raises:
             ValueError: `target` is not one row, a row number is out of range, a number is too small, or the gradients

@@ -1,6 +1,6 @@
 """Import path of the utilities in the `trak` API. Their code is in `products` and `utils` of `hf_trak.traker`."""
 
-from hf_trak.traker.products import (
+from hf_trak.traker.score_computers.basic import (
     get_free_memory,
     get_matrix_mult,
     get_matrix_mult_blockwise,

@@ -30,8 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.gradient_computers import per_sample_gradients
-from hf_trak.gradient_computers.activation_checkpointing import checkpointed_layers
-from hf_trak.gradient_computers.environment import differentiating
+from hf_trak.gradient_computers.environment import checkpointed_layers, differentiating
 
 LAYERS = 3
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from hf_trak import TrakAttributor, TrakConfig, per_sample_gradients
-from hf_trak.modelout_functions.records import FieldBatch, as_batch
+from hf_trak.modelout_functions.base import FieldBatch, as_batch
 
 Pair = namedtuple("Pair", ["pixels", "labels"])
 

@@ -13,8 +13,8 @@ from digit_models import DigitNet, digits, full_scores, make, relative_error, tr
 from safetensors.torch import load_file
 
 from hf_trak.errors import GradientEngineError, StoreError
-from hf_trak.featurize.batch_size import BatchSizeFinder
-from hf_trak.gradient_computers.memory import is_out_of_memory
+from hf_trak.featurize.featurizer import BatchSizeFinder
+from hf_trak.gradient_computers.base import is_out_of_memory
 from hf_trak.runtime.progress import RowProgress, duration
 
 N_TRAIN = 61

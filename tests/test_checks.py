@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from hf_trak.errors import NonFiniteError
-from hf_trak.runtime.checks import checked_int, is_int
-from hf_trak.runtime.finite import check_finite_rows, non_finite_rows
+from hf_trak.runtime.checks import check_finite_rows, checked_int, is_int, non_finite_rows
 
 INTEGERS = [3, np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor([3])]
 NO_INTEGERS = [True, False, np.True_, torch.tensor(True), 3.0, np.float32(3), torch.tensor(3.0), "3", None, [3]]

@@ -132,7 +132,7 @@ def test_parts_targets_and_a_file_of_arguments(home: Path, ask: Ask, tmp_path: P
 def test_a_bank_on_the_hub(
     home: Path, ask: Ask, hub: Hub, client: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hf_trak.hub.bank_card.RESAMPLES", 20)
+    monkeypatch.setattr("hf_trak.hub.banks.RESAMPLES", 20)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     push_bank(Bank(home / "bank"), "me/bank", private=True)
     push_bank(Bank(home / "bank"), "me/bank", parts=["most"], revision="small")

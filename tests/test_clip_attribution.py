@@ -24,7 +24,7 @@ from hf_trak import ImageTextCollator, TrakAttributor, TrakConfig
 from hf_trak.errors import CheckpointMismatchError, StoreError
 from hf_trak.gradient_computers import make_gradient_computer
 from hf_trak.modelout_functions import CLIPModelOutput, get_task, infer_task
-from hf_trak.modelout_functions.clip_embeddings import draw_rows
+from hf_trak.modelout_functions.clip import draw_rows
 
 NEGATIVES = 6
 SIDE = 32

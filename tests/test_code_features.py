@@ -18,8 +18,8 @@ from rounding import gamma
 from scipy.stats import spearmanr
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.codes.coded_rows import CodedRows
 from hf_trak.errors import ConfigMismatchError, StoreError
+from hf_trak.store.codes import CodedRows
 from hf_trak.store.shards import CODES_VERSION, FORMAT_VERSION
 from hf_trak.store.store import FeatureStore
 
@@ -229,7 +229,7 @@ def test_a_budget_of_bytes():
 
 def test_expected_quality_is_that_of_the_benchmark():
     """The numbers that `estimate` shows are means of the published tables."""
-    from hf_trak.featurize.storage_choices import QUALITY, SIZES
+    from hf_trak.featurize.estimation import QUALITY, SIZES
 
     text = (Path(__file__).parents[1] / "recipes/benchmarks/quality/CODES.md").read_text(encoding="utf-8")
     tables = re.findall(r"LDS, with ridge:\n+\| \|[^\n]*\n\|---[^\n]*\n((?:\|[^\n]*\n)+)", text)

@@ -8,13 +8,13 @@ from rounding import assert_within, gamma, product_bound
 from test_transfers import LateEngine
 from torch import Tensor
 
-from hf_trak.codes.coded_rows import CodedRows, CodeFormat
 from hf_trak.errors import NonFiniteError, StoreError
 from hf_trak.runtime import transfers
-from hf_trak.runtime.shard_threads import map_shards
+from hf_trak.runtime.processes import map_shards
 from hf_trak.scores import coded_products, feature_shards
 from hf_trak.scores.coded_products import FloatTargets, IntegerTargets, coded_targets, integers_are_exact
 from hf_trak.scores.streaming import ScaledRows, score_blocks
+from hf_trak.store.codes import CodedRows, CodeFormat
 from hf_trak.store.shard_set import Shard
 
 FORMS = [

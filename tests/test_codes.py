@@ -8,11 +8,19 @@ import torch
 from rounding import gamma
 from torch import Tensor
 
-from hf_trak.codes import reference
-from hf_trak.codes.coded_rows import STEPS, CodedRows, CodeFormat, pair_sums
-from hf_trak.codes.packing import BITS, pack, padding_is_zero, unpack
-from hf_trak.codes.rotation import Rotation
 from hf_trak.kernels.torch_hadamard import hadamard_rows
+from hf_trak.store.codes import (
+    BITS,
+    STEPS,
+    CodedRows,
+    CodeFormat,
+    Rotation,
+    pack,
+    padding_is_zero,
+    pair_sums,
+    reference,
+    unpack,
+)
 
 WIDTHS = (1, 2, 3, 5, 8, 13, 64, 100, 129, 257)
 SEED, MODEL_ID = 7 * 2**33 + 5, 3

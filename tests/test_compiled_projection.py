@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_trak.kernels import cpu_compiler, cpu_sparse, sources, torch_sparse
+from hf_trak.kernels import cpu_sparse, sources, torch_sparse
+from hf_trak.kernels import cpu_sparse as cpu_compiler
 from hf_trak.kernels.cpu_sparse import CompiledAddition
 from hf_trak.projectors import SparseProjector
 

@@ -22,12 +22,12 @@ from test_hub_index import make_store
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.main import main
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
-from hf_trak.featurize.conversion_fidelity import compare_stores, row_bytes
 from hf_trak.featurize.converting import convert_store, converted, history_of
+from hf_trak.featurize.fidelity import compare_stores, row_bytes
 from hf_trak.hub import pull_index, push_index
 from hf_trak.runtime.processes import Processes
 from hf_trak.store import atomic
-from hf_trak.store.configuration import code_settings
+from hf_trak.store.checkpoint_records import code_settings
 from hf_trak.store.references import read_references, write_references
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.store import FeatureStore
@@ -288,7 +288,7 @@ def test_fidelity_is_that_of_attributed_scores(
     assert (found.rows, found.targets, found.top, found.before, found.after) == (56, 4, 10, "float32", "int2")
     assert (found.bytes_before, found.bytes_after) == (64 * 4, 64 // 4 + 4)
     assert "256 to 20 bytes per row, 12.8 times fewer" in str(found)
-    monkeypatch.setattr("hf_trak.featurize.conversion_fidelity._MOST_ROWS", 30)
+    monkeypatch.setattr("hf_trak.featurize.fidelity._MOST_ROWS", 30)
     part = compare_stores(source.store, other.store, targets=4, seed=3)
     chosen = [rows.index(row) for row in sorted(drawn[4:34])]
     sampled = np.corrcoef(ranks(before[chosen])[:, 0], ranks(after[chosen])[:, 0])[0, 1]

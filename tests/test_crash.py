@@ -350,7 +350,7 @@ def test_an_interrupted_run_says_how_to_go_on(reference: Reference, tmp_path: Pa
 def test_somebody_elses_handler_of_sigterm_is_left_alone(tmp_path: Path) -> None:
     """Clusters' own requeueing installs one."""
     code = (
-        "import os, signal\nfrom hf_trak.runtime.interruption import log_on_interrupt\n"
+        "import os, signal\nfrom hf_trak.runtime.progress import log_on_interrupt\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('requeued'))\n"
         "with log_on_interrupt(lambda: 'never'):\n    os.kill(os.getpid(), signal.SIGTERM)\n"
         "print('goes on')"

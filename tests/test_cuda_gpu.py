@@ -22,7 +22,7 @@ from hf_trak.kernels import self_check
 from hf_trak.kernels.dense import accumulate_dense
 from hf_trak.kernels.runtime import CUDA as RUNTIME
 from hf_trak.projectors import SparseProjector, make_projector, reference
-from hf_trak.traker.gradient_pipeline import GradientPipeline
+from hf_trak.traker.plugins import GradientPipeline
 
 pytestmark = [
     pytest.mark.gpu,

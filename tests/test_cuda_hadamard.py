@@ -17,8 +17,6 @@ import torch
 from cuda_on_cpu import EmulatedRuntime, compiler
 from torch import Tensor
 
-from hf_trak.codes import rotation
-from hf_trak.codes.rotation import Rotation
 from hf_trak.errors import KernelError
 from hf_trak.kernels import compiler as nvrtc
 from hf_trak.kernels import hadamard as kernel
@@ -27,6 +25,7 @@ from hf_trak.kernels.hadamard import TILE_BITS, plan_passes
 from hf_trak.kernels.philox import sign_tensor
 from hf_trak.kernels.runtime import CUDA as RUNTIME
 from hf_trak.kernels.sources import ARCHITECTURES, HADAMARD
+from hf_trak.store.codes import Rotation, rotation
 
 CPU = torch.device("cpu")
 

@@ -16,13 +16,13 @@ from torch.nn import functional as F  # noqa: N812
 from hf_trak.errors import KernelError
 from hf_trak.featurize.featurizer import _SamplePerRow
 from hf_trak.gradient_computers import HookedGradientComputer
-from hf_trak.gradient_computers.hooked.outer import OuterBlock, OuterSink
+from hf_trak.gradient_computers.hooked.workspace import OuterBlock, OuterSink
 from hf_trak.gradient_computers.per_sample import function_task
 from hf_trak.kernels import self_check
 from hf_trak.kernels.outer import STRIP, accumulate_outer, plan_outer, shared_bytes, worthwhile
 from hf_trak.kernels.sources import TOKENS
 from hf_trak.projectors import NoOpProjector, RademacherProjector, SparseProjector
-from hf_trak.traker.gradient_pipeline import GradientPipeline
+from hf_trak.traker.plugins import GradientPipeline
 
 SEED, MODEL_ID = 2**62 + 12345, 2**32 - 3
 CPU = torch.device("cpu")
@@ -340,7 +340,7 @@ def test_a_projector_that_overrides_accumulate_is_not_bypassed(monkeypatch):
         def accumulate(self, out, block, start, model_id):
             super().accumulate(out, 2 * block, start, model_id)
 
-    monkeypatch.setattr("hf_trak.projectors.sparse.kernels_wanted", lambda device: True)
+    monkeypatch.setattr("hf_trak.projectors.dense.kernels_wanted", lambda device: True)
     factors = torch.ones(2, 1, 10), torch.ones(2, 1, 200)
     assert SparseProjector(2000, 8).takes_outer(*factors)
     assert not Own(2000, 8).takes_outer(*factors)

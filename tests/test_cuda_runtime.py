@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from hf_trak.errors import KernelError
-from hf_trak.kernels import cache, compiler, runtime
-from hf_trak.kernels.backend import float32_terms, kernels_wanted
+from hf_trak.kernels import compiler, runtime
+from hf_trak.kernels import compiler as cache
+from hf_trak.kernels.arguments import float32_terms, kernels_wanted
 from hf_trak.kernels.dense import accumulate_dense, plan_dense
 from hf_trak.kernels.sources import REDUCE
 from hf_trak.projectors import NormalProjector, ProjectionSink, RademacherProjector, SparseProjector
@@ -359,7 +360,8 @@ def test_operators_on_the_cpu_are_the_reference(name, more):
 @pytest.mark.parametrize("name", ["sjlt", "rademacher", "normal"])
 def test_projectors_call_the_operators_where_kernels_are_wanted(name, monkeypatch):
     """On a CPU, told that kernels are wanted, the operator's CPU implementation runs, of another projector."""
-    from hf_trak.projectors import base, make_projector, sparse
+    from hf_trak.projectors import base, make_projector
+    from hf_trak.projectors import dense as sparse
 
     projector = make_projector(name, 300, 20, 5, "cpu")
     block = torch.randn(2, 300)

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.featurize import exact, exact_blocks, exact_estimate
+from hf_trak.featurize import estimation as exact_estimate
+from hf_trak.featurize import exact, exact_blocks
 
 N, M = 23, 7
 LABELS = np.array(store_jobs.rows(M, 2)["labels"][:])

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.curvature import plan
+from hf_trak.curvature import curvature as plan
 from hf_trak.store import atomic
 
 pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")

@@ -22,8 +22,8 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.curvature import plan
-from hf_trak.curvature.eigen import eigenbasis, even_in_null_spaces
+from hf_trak.curvature import curvature as plan
+from hf_trak.curvature.observation import eigenbasis, even_in_null_spaces
 from hf_trak.modelout_functions import FunctionModelOutput
 
 KINDS = ("ekfac", "shampoo", "kfac")

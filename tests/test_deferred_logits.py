@@ -27,15 +27,15 @@ from transformers import (
 )
 
 from hf_trak.curvature.arrivals import ObservingSink
+from hf_trak.curvature.curvature import LARGEST_SIDE
 from hf_trak.curvature.observation import BatchObserver, Observation, divide
-from hf_trak.curvature.plan import LARGEST_SIDE
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers import self_check
 from hf_trak.gradient_computers.auto import AutoGradientComputer
 from hf_trak.gradient_computers.hooked import computer as engine
 from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
-from hf_trak.modelout_functions import deferred_logits, deferred_margins
-from hf_trak.modelout_functions.causal_lm import CausalLMModelOutput
+from hf_trak.modelout_functions import deferred_logits
+from hf_trak.modelout_functions import margins as deferred_margins
 from hf_trak.modelout_functions.deferred_logits import (
     DeferredLogits,
     NotDeferrableError,
@@ -43,11 +43,10 @@ from hf_trak.modelout_functions.deferred_logits import (
     deferring,
     in_chunks,
 )
-from hf_trak.modelout_functions.deferred_margins import margins_of
 from hf_trak.modelout_functions.loss import LossModelOutput
-from hf_trak.modelout_functions.margins import margin
-from hf_trak.modelout_functions.masked_lm import MaskedLMModelOutput
+from hf_trak.modelout_functions.margins import margin, margins_of
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
+from hf_trak.modelout_functions.token_tasks import CausalLMModelOutput, MaskedLMModelOutput
 
 SIZES: dict[str, Any] = {
     "vocab_size": 151, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.auto import AutoGradientComputer
 from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
-from hf_trak.modelout_functions import deferred_logits, deferred_margins
+from hf_trak.modelout_functions import deferred_logits
+from hf_trak.modelout_functions import margins as deferred_margins
 from hf_trak.modelout_functions.deferred_logits import deferring
-from hf_trak.modelout_functions.deferred_margins import margins_of
-from hf_trak.modelout_functions.margins import margin
+from hf_trak.modelout_functions.margins import margin, margins_of
 
 TASKS = [name for name in CASES if not name.startswith("reward")]  # a reward is one number
 

@@ -15,7 +15,7 @@ from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.hub.loading import _task
 from hf_trak.modelout_functions import DiffusionModelOutput
 from hf_trak.modelout_functions.diffusion import NOISED, TIMESTEPS, WANTED
-from hf_trak.modelout_functions.identity import task_identity
+from hf_trak.modelout_functions.function import task_identity
 
 SIDE = 8
 TOTAL = 100

@@ -25,7 +25,7 @@ from hf_trak.gradient_computers.hooked.rules.linear import linear
 from hf_trak.modelout_functions import get_task
 from hf_trak.projectors import FactoredProjector
 from hf_trak.projectors.reference import factored_matrix
-from hf_trak.traker.run_identity import projection_identity
+from hf_trak.traker.plugins import projection_identity
 
 SIZE, K = 3, 32
 OPTIONS: dict[str, Any] = {"proj_type": "factored", "factored_dim": SIZE, "proj_dim": K}

@@ -12,9 +12,8 @@ from digit_models import DigitNet, digits, full_scores, make, trained_net
 from hf_trak import TrakAttributor
 from hf_trak.errors import StoreError
 from hf_trak.runtime.processes import share_of
-from hf_trak.scores import first_pass
-from hf_trak.store.prefix import PrefixStore
-from hf_trak.store.revised import RevisedPlan
+from hf_trak.scores import shortlist as first_pass
+from hf_trak.store.revised import PrefixStore, RevisedPlan
 
 N, K = 700, 16384
 FIRST = 512

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_trak import TrakAttributor, TrakConfig, estimate
 from hf_trak.curvature import fit
-from hf_trak.featurize import fit_resources
+from hf_trak.featurize import fit_batches as fit_resources
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -1,10 +1,10 @@
-"""Tests of `hf_trak.runtime.memory`."""
+"""Tests of `hf_trak.runtime.checks`."""
 
 import psutil
 import pytest
 import torch
 
-from hf_trak.runtime.memory import free_bytes
+from hf_trak.runtime.checks import free_bytes
 
 
 def test_the_free_memory_of_the_cpu_is_part_of_all_memory():

@@ -22,8 +22,7 @@ from hf_trak.identity.own_code import name_of
 from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput, BatchedModelOutput, get_task
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.modelout_functions.embedding_pairs import EmbeddingPairsModelOutput
-from hf_trak.modelout_functions.function import FunctionModelOutput
-from hf_trak.modelout_functions.identity import task_identity, task_identity_v1
+from hf_trak.modelout_functions.function import FunctionModelOutput, task_identity, task_identity_v1
 from hf_trak.modelout_functions.loss import LossModelOutput
 
 

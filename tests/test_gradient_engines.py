@@ -22,10 +22,10 @@ from hf_trak.gradient_computers import (
     make_gradient_computer,
     per_sample_gradients,
 )
+from hf_trak.gradient_computers.base import saved_activation_bytes
 from hf_trak.gradient_computers.hooked.rules import LayerCall, register_layer_rule, unregister_layer_rule
 from hf_trak.gradient_computers.hooked.rules.linear import outer_pieces
 from hf_trak.gradient_computers.hooked.workspace import Workspace, default_block_bytes
-from hf_trak.gradient_computers.memory import saved_activation_bytes
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
 
 

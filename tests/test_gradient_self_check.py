@@ -17,10 +17,9 @@ from hf_trak.gradient_computers import (
     make_gradient_computer,
     per_sample_gradients,
 )
-from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.base import SplitBatch, saved_activation_bytes
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.gradient_computers.hooked.rules import LayerCall, register_layer_rule, unregister_layer_rule
-from hf_trak.gradient_computers.memory import saved_activation_bytes
 from hf_trak.gradient_computers.padding import RowAlone, likely_padded
 from hf_trak.gradient_computers.per_sample import function_task, inputs_taken_by
 from hf_trak.gradient_computers.self_check import worst_parameter

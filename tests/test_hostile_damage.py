@@ -11,9 +11,7 @@ from hub_server import Hub, client, hub
 from safetensors.torch import save_file
 from test_hostile_repos import edit, marker, model, modules
 
-from hf_trak.cli.models import load_model, load_tokenizer
-from hf_trak.cli.preparation import _as_rgb, _chat_tokens
-from hf_trak.cli.rows import load_rows
+from hf_trak.cli.preparation import _as_rgb, _chat_tokens, load_model, load_rows, load_tokenizer
 from hf_trak.errors import RefusedIndexError
 from hf_trak.hub.models import load_model as load_index_model
 

@@ -20,9 +20,9 @@ from hf_trak import TrakAttributor
 from hf_trak.cli.main import main
 from hf_trak.errors import RefusedIndexError
 from hf_trak.hub import open_repo, pull_index, push_index
+from hf_trak.hub.access import address_without_secrets, without_secrets
 from hf_trak.hub.files import LocalFiles
 from hf_trak.hub.index_store import open_index
-from hf_trak.hub.redaction import address_without_secrets, without_secrets
 from hf_trak.store.store import FeatureStore
 
 __all__ = ["client", "hub"]  # fixtures

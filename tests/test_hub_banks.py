@@ -24,8 +24,7 @@ from test_docs import assert_documented
 from hf_trak.errors import HubAccessError, IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.evaluation import Bank, evaluate_bank, random_subsets
 from hf_trak.hub import load_bank, push_bank
-from hf_trak.hub.bank_card import bank_card
-from hf_trak.hub.bank_checks import open_checked
+from hf_trak.hub.banks import bank_card, open_checked
 from hf_trak.hub.files import LocalFiles
 from hf_trak.store.sealed import CHECKSUM_KEY, content_digest, sealed
 from hf_trak.store.shards import checksum
@@ -69,7 +68,7 @@ _published: Files = {}
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The intervals in cards take most of the time of a push."""
-    monkeypatch.setattr("hf_trak.hub.bank_card.RESAMPLES", 20)
+    monkeypatch.setattr("hf_trak.hub.banks.RESAMPLES", 20)
 
 
 @pytest.fixture
@@ -322,7 +321,7 @@ def test_damaged_and_large_parts_are_not_published(
     bank = make_bank(tmp_path / "bank")
     for limit, reason in (("MAX_SUBSETS_BYTES", "subsets"), ("MAX_OUTPUTS_BYTES", "outputs")):
         with monkeypatch.context() as patched:
-            patched.setattr(f"hf_trak.hub.bank_checks.{limit}", 100)
+            patched.setattr(f"hf_trak.hub.banks.{limit}", 100)
             with pytest.raises(
                 ValueError, match=rf"{reason}\.safetensors has \d+ bytes, and readers take at most 100"
             ):
@@ -545,7 +544,7 @@ def evaluated(bank: Bank) -> list[str]:
 def test_large_files_are_refused_before_they_are_downloaded(
     hub: Hub, client: Path, published: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_trak.hub.bank_checks.MAX_JSON_BYTES", 1 << 19)
+    monkeypatch.setattr("hf_trak.hub.banks.MAX_JSON_BYTES", 1 << 19)
     monkeypatch.setattr("hf_trak.hub.banks.MAX_JSON_BYTES", 1 << 19)
     for name in (*published.keys() & {"bank.json", "parts.json"}, "half/part.json", OUT, SUB):
         before = len(hub.downloads())

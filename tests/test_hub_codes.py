@@ -20,12 +20,13 @@ from test_hub_index import CONFIG
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import HubAccessError, IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.featurize.converting import convert_store
-from hf_trak.hub import index_shards, open_repo, pull_index, push_index, ranges
+from hf_trak.hub import files as ranges
+from hf_trak.hub import index_shards, open_repo, pull_index, push_index
 from hf_trak.hub.files import HubFiles, LocalFiles
 from hf_trak.hub.index_store import IndexStore, open_index
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores.scorer import Scorer
-from hf_trak.store.configuration import code_settings
+from hf_trak.store.checkpoint_records import code_settings
 from hf_trak.store.sealed import sealed
 from hf_trak.store.shards import checksums
 from hf_trak.store.store import FeatureStore
@@ -199,10 +200,10 @@ def test_versions_that_cannot_read_an_index_say_so(
     with pytest.raises(RefusedIndexError, match=r"has format version 4, and hf_trak \d.* reads 1, 2 and 3\."):
         opened()
     hub.put("dataset", "tester/index", files)
-    monkeypatch.setattr("hf_trak.hub.index_checks.READABLE_VERSIONS", (1, 2))
+    monkeypatch.setattr("hf_trak.hub.index_files.READABLE_VERSIONS", (1, 2))
     with pytest.raises(RefusedIndexError, match=r"has format version 3, and hf_trak \d.* reads 1 and 2\."):
         opened()
-    monkeypatch.setattr("hf_trak.store.configuration.READABLE_VERSIONS", (1, 2))
+    monkeypatch.setattr("hf_trak.store.checkpoint_records.READABLE_VERSIONS", (1, 2))
     with pytest.raises(StoreError, match=r"has format version 3. Expected at most 2"):
         FeatureStore.load(clone(files, tmp_path / "clone"))
 

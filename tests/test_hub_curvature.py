@@ -30,8 +30,7 @@ from hf_trak.errors import (
     StoreError,
 )
 from hf_trak.hub import open_repo, pull_index, push_index
-from hf_trak.hub.curvature_files import checked_tensors
-from hf_trak.hub.curvature_record import checked_record
+from hf_trak.hub.curvature_files import checked_record, checked_tensors
 from hf_trak.hub.files import LocalFiles
 from hf_trak.hub.index_files import MAX_HEADER_BYTES
 from hf_trak.hub.index_store import IndexStore, open_index
@@ -609,7 +608,7 @@ def test_matrices_that_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         checked([left, KroneckerBlock("w", 2, 4, 3, 6)], [], shapes)
     with pytest.raises(StoreError, match="does not lie in the parameter 'w'"):
         checked([left, KroneckerBlock("w", 4, 4, 3, 6)], [], shapes)
-    monkeypatch.setattr("hf_trak.hub.curvature_record._MAX_PIECES", 9)
+    monkeypatch.setattr("hf_trak.hub.curvature_files._MAX_PIECES", 9)
     with pytest.raises(StoreError, match="up to 10 pieces, more than 9"):
         checked([left, right], [], shapes)
 

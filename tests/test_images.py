@@ -12,7 +12,7 @@ from vlm_models import IMAGE, conversations, image_rows, processor_of_words, vlm
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.data.images import ImageTokens, SplitRows, image_sizes, split_at_images
-from hf_trak.evaluation.similar_rows import SimilarRows
+from hf_trak.evaluation.trial_steps import SimilarRows
 from hf_trak.modelout_functions import get_task
 from hf_trak.modelout_functions.base import STACKED
 

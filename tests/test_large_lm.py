@@ -13,13 +13,15 @@ from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausal
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.gradient_computers.hooked import computer
-from hf_trak.modelout_functions import deferred_logits, sliced_margins
-from hf_trak.modelout_functions.causal_lm import CausalLMModelOutput
-from hf_trak.modelout_functions.margins import margin
-from hf_trak.modelout_functions.masked_lm import MaskedLMModelOutput
+from hf_trak.modelout_functions import deferred_logits
+from hf_trak.modelout_functions import margins as sliced_margins
+from hf_trak.modelout_functions.margins import margin, sliced_margin
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
-from hf_trak.modelout_functions.sliced_margins import sliced_margin
-from hf_trak.modelout_functions.token_classification import TokenClassificationModelOutput
+from hf_trak.modelout_functions.token_tasks import (
+    CausalLMModelOutput,
+    MaskedLMModelOutput,
+    TokenClassificationModelOutput,
+)
 
 REPOSITORY = Path(__file__).parents[1]
 MIB = 2**20

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hf_trak.evaluation import TrainerRetraining, evaluate_lds, random_subsets
-from hf_trak.evaluation.masking import mask_rows
+from hf_trak.evaluation.trainer_retraining import mask_rows
 
 N, LENGTH, VOCABULARY = 10, 6, 20
 KEPT = np.array([1, 1, 0, 1, 0, 0, 0, 0, 1, 1], dtype=bool)

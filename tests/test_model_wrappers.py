@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_trak import TrakAttributor, TrakConfig, per_sample_gradients
-from hf_trak.weights.wrappers import without_wrappers
+from hf_trak.weights.adapters import without_wrappers
 
 
 class Network(nn.Module):

@@ -12,7 +12,7 @@ from transformers import CLIPConfig, CLIPModel
 
 from hf_trak.errors import NonFiniteError
 from hf_trak.modelout_functions import CLIPModelOutput, MissingEmbeddingsError, get_task
-from hf_trak.modelout_functions.clip_embeddings import draw_rows
+from hf_trak.modelout_functions.clip import draw_rows
 from hf_trak.projectors import NoOpProjector
 from hf_trak.traker import TRAKer
 

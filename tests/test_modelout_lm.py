@@ -9,7 +9,7 @@ from transformers import DataCollatorWithPadding
 
 from hf_trak.gradient_computers import make_gradient_computer
 from hf_trak.modelout_functions import get_task
-from hf_trak.modelout_functions.token_collator import TokenColumnsCollator
+from hf_trak.modelout_functions.token_tasks import TokenColumnsCollator
 
 VOCAB = 24
 LENGTHS = (7, 4, 9)

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.data.packing import cut_at_rows, split_documents
-from hf_trak.data.row_lengths import row_lengths
+from hf_trak.data.language import cut_at_rows, split_documents
+from hf_trak.data.rows import row_lengths
 
 
 def qwen() -> Qwen3ForCausalLM:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hf_trak.kernels import philox_reference as reference
+from hf_trak.kernels import philox as reference
 from hf_trak.kernels.philox import Stream, packed_words, philox_4x32, philox_words, sign_tensor
 
 # The test vectors that come with Random123 (Salmon et al. 2011), philox4x32 with ten rounds.

@@ -16,13 +16,11 @@ from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.gradient_computers import make_gradient_computer, per_sample_gradients
 from hf_trak.modelout_functions import LossModelOutput, get_task
 from hf_trak.modelout_functions.base import BatchedModelOutput
-from hf_trak.modelout_functions.dpo import DPOModelOutput
+from hf_trak.modelout_functions.dpo import DPOModelOutput, ORPOModelOutput, RewardModelOutput
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.kto import KTOModelOutput
-from hf_trak.modelout_functions.orpo import ORPOModelOutput
 from hf_trak.modelout_functions.pairs import PairCollator
 from hf_trak.modelout_functions.policy import GRPOModelOutput, PPOModelOutput
-from hf_trak.modelout_functions.reward import RewardModelOutput
 
 VOCAB = 24
 SIZES = {

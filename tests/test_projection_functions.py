@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.func import jvp, vmap
 
-from hf_trak import _ops
+from hf_trak.kernels import ops as _ops
 from hf_trak.projectors import (
     make_projector,
     normal,

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, set_seed
 
 from hf_trak import StreamedRows, TrakAttributor, TrakConfig
-from hf_trak.data.drawn_rows import DrawnRows, RowDraws
-from hf_trak.data.generators import generators_kept, held_generators, set_generators
-from hf_trak.data.joining import joined
+from hf_trak.data.drawn_rows import DrawnRows, RowDraws, generators_kept, held_generators, joined, set_generators
 from hf_trak.data.rows import RowBatches
 from hf_trak.errors import ConfigMismatchError, HfTrakError
-from hf_trak.featurize.draw_means import DrawMean
+from hf_trak.featurize.featurizer import DrawMean
 from hf_trak.hub.loading import _draws
 from hf_trak.identity.collation import drawn_at_random
 

@@ -12,7 +12,8 @@ import pytest
 
 import hf_trak
 import hf_trak.utils
-from hf_trak.identity import code_digest, own_code, recorded_names
+from hf_trak.identity import function_identity as code_digest
+from hf_trak.identity import own_code, recorded_names
 from hf_trak.identity.function_identity import function_identity
 from hf_trak.identity.own_code import name_of
 

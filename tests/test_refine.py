@@ -16,8 +16,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.curvature.conjugate_gradients import REASONS, Solutions, damping_terms, summary
-from hf_trak.curvature.refinement import Refinement, checked_refinement
+from hf_trak.curvature.conjugate_gradients import (
+    REASONS,
+    Refinement,
+    Solutions,
+    checked_refinement,
+    damping_terms,
+    summary,
+)
 from hf_trak.errors import NonFiniteError
 from hf_trak.featurize import exact, refining
 from hf_trak.featurize.refining import refinement_rows

@@ -10,11 +10,10 @@ from doc_examples import write_reviews
 from torch import nn
 
 from hf_trak import TrakConfig, estimate
-from hf_trak.cli.arguments import DataArguments, ModelArguments
 from hf_trak.cli.build import build
 from hf_trak.cli.main import main
-from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.curvature.refinement import Refinement
+from hf_trak.cli.parser import DataArguments, ModelArguments, parse_yaml_and_args
+from hf_trak.curvature.conjugate_gradients import Refinement
 from hf_trak.report.run import AttributionRun
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 

@@ -6,7 +6,7 @@ from datasets import Dataset
 
 from hf_trak.errors import NonFiniteError
 from hf_trak.evaluation import measure_reliability, repeated_outputs
-from hf_trak.evaluation.correlation import spearman
+from hf_trak.evaluation.intervals import spearman
 
 
 def measured(repeats: int, subsets: int, targets: int, noise: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -20,10 +20,9 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report import AttributionRun, ReportOptions, ScoreDistributions, show_target, write_report
-from hf_trak.report.content import Columns, content_of
+from hf_trak.report.content import Columns, Piece, Span, content_of, pieces, visible
+from hf_trak.report.images import PictureBook
 from hf_trak.report.run import find_run, score_distributions
-from hf_trak.report.text import Piece, Span, pieces, visible
-from hf_trak.report.thumbnails import PictureBook
 from hf_trak.report.views import signed
 
 HOSTILE = [

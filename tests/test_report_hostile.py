@@ -21,12 +21,10 @@ from test_report import Elements, with_scores
 
 from hf_trak.errors import StoreError
 from hf_trak.report import AttributionRun, ReportOptions, image_grid, write_report
-from hf_trak.report.content import Columns, content_of
-from hf_trak.report.images import MOST_PIXELS, UnreadableImageError, bounded
+from hf_trak.report.content import Columns, EncodedImage, content_of, stored
+from hf_trak.report.images import MOST_PIXELS, PictureBook, UnreadableImageError, bounded
 from hf_trak.report.page import target_page
-from hf_trak.report.run_rows import with_scores_of
-from hf_trak.report.stored_rows import EncodedImage, stored
-from hf_trak.report.thumbnails import PictureBook
+from hf_trak.report.run import with_scores_of
 from hf_trak.report.views import RunViews
 
 

@@ -28,10 +28,11 @@ from report_runs import (
 from store_jobs import Job
 
 from hf_trak.errors import IncompleteStoreError, StoreError
-from hf_trak.report import AttributionRun, run_reading, run_writing, verify_run
-from hf_trak.report.run_leftovers import run_leftovers
-from hf_trak.store.atomic import host_name
-from hf_trak.store.leftovers import Leftover, leftovers
+from hf_trak.report import AttributionRun, verify_run
+from hf_trak.report import run_record as run_reading
+from hf_trak.report import run_record as run_writing
+from hf_trak.report.run_record import run_leftovers
+from hf_trak.store.atomic import Leftover, host_name, leftovers
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +143,7 @@ def test_a_failed_save_leaves_the_run_before_and_no_files(tmp_path: Path, monkey
     def fails(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_trak.report.run_writing.save_file", fails)
+    monkeypatch.setattr("hf_trak.report.run_record.save_file", fails)
     with pytest.raises(KeyboardInterrupt):
         build(1).save(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == before

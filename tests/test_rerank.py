@@ -16,8 +16,7 @@ from hf_trak import TrakAttributor
 from hf_trak.errors import ConfigMismatchError, HfTrakError, NonFiniteError
 from hf_trak.report import AttributionRun, write_report
 from hf_trak.report.views import RunViews
-from hf_trak.scores.rerank_columns import IndexRanking
-from hf_trak.scores.scored_dataset import RANK_COLUMNS, RERANK_COLUMNS, TOP_K_COLUMNS
+from hf_trak.scores.scored_dataset import RANK_COLUMNS, RERANK_COLUMNS, TOP_K_COLUMNS, IndexRanking
 
 N, M, TOP = 150, 4, 5
 OPTIONS = {"curvature": "ekfac", "shard_size": 32, "per_device_batch_size": 12, "curvature_rows": 60}

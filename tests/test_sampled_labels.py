@@ -10,7 +10,7 @@ import transformers as tf
 from torch import Tensor
 
 from hf_trak.gradient_computers import make_gradient_computer
-from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.base import SplitBatch
 from hf_trak.modelout_functions import (
     BatchedModelOutput,
     CLIPModelOutput,
@@ -19,12 +19,11 @@ from hf_trak.modelout_functions import (
     LossModelOutput,
     get_task,
 )
-from hf_trak.modelout_functions.causal_lm import CausalLMModelOutput
+from hf_trak.modelout_functions.classification import MultiLabelClassificationModelOutput, RegressionModelOutput
 from hf_trak.modelout_functions.draws import GROUP_BLOCK, Draws
-from hf_trak.modelout_functions.multi_label import MultiLabelClassificationModelOutput
 from hf_trak.modelout_functions.question_answering import QuestionAnsweringModelOutput
-from hf_trak.modelout_functions.regression import RegressionModelOutput
 from hf_trak.modelout_functions.sampled import ROW_COLUMN, SampledLikelihood, with_rows
+from hf_trak.modelout_functions.token_tasks import CausalLMModelOutput
 from hf_trak.projectors import reference
 
 VOCAB = 300  # more than one group of classes

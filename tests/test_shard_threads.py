@@ -7,7 +7,7 @@ import pytest
 import torch
 from rounding import assert_within, product_bound
 
-from hf_trak.runtime.shard_threads import map_shards
+from hf_trak.runtime.processes import map_shards
 
 
 @pytest.fixture(params=[1, 3])

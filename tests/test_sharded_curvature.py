@@ -11,9 +11,9 @@ from sharded_jobs import attributor, eigenvalues, made, mesh_of_all, sharded
 from test_sharded import launched, report_of
 
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
-from hf_trak.curvature.exchange import BlockOwners
 from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.curvature.fit import CurvatureFit
+from hf_trak.curvature.owner_maps import BlockOwners
 from hf_trak.runtime.processes import Processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("jobs_with_one_thread")]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from hf_trak import TrakAttributor
-from hf_trak.modelout_functions import CausalLMModelOutput, deferred_logits, deferred_margins
+from hf_trak.modelout_functions import CausalLMModelOutput, deferred_logits
+from hf_trak.modelout_functions import margins as deferred_margins
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("jobs_with_one_thread")]
 

@@ -12,7 +12,7 @@ import torch
 from sharded_jobs import attributor, difference, eigenvalues, features, made, mesh_of_all, sharded, tensor_parallel
 from store_jobs import start_group
 
-from hf_trak.curvature.exchange import ExchangingSink
+from hf_trak.curvature.owner_maps import ExchangingSink
 from hf_trak.gradient_computers.sharded import ShardedGradientComputer
 from hf_trak.runtime.processes import Processes
 from hf_trak.store.shard_set import ShardSet

@@ -9,11 +9,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_trak.errors import GradientEngineError
-from hf_trak.gradient_computers import gradient_sketch, self_check
+from hf_trak.gradient_computers import self_check
+from hf_trak.gradient_computers import tolerance as gradient_sketch
 from hf_trak.gradient_computers.auto import AutoGradientComputer
-from hf_trak.gradient_computers.gradient_sketch import GradientSketch, each_gradient
 from hf_trak.gradient_computers.hooked.rules import linear as linear_rule
 from hf_trak.gradient_computers.layout import ParameterLayout
+from hf_trak.gradient_computers.tolerance import GradientSketch, each_gradient
 from hf_trak.modelout_functions import CausalLMModelOutput
 
 

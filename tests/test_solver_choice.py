@@ -16,7 +16,7 @@ from hf_trak import TrakAttributor, TrakConfig, estimate
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores import dual, solvers
 from hf_trak.scores.scorer import Scorer
-from hf_trak.scores.solver_choice import SolverChoice, choose_solver, solver_cost, solver_costs
+from hf_trak.scores.solvers import SolverChoice, choose_solver, solver_cost, solver_costs
 from hf_trak.store.store import FeatureStore
 
 CPU = torch.device("cpu")
@@ -129,7 +129,7 @@ def test_memory_decides_once(
     store: FeatureStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was chosen first holds for all that one scorer does, and the reason is in the log."""
-    monkeypatch.setattr("hf_trak.scores.solver_choice.PLAIN_PRIMAL", 8)
+    monkeypatch.setattr("hf_trak.scores.solvers.PLAIN_PRIMAL", 8)
     free = [10**9, 0]
     monkeypatch.setattr(solvers, "free_bytes", lambda device: free.pop(0))
     with caplog.at_level(logging.INFO, logger="hf_trak"):
@@ -141,7 +141,7 @@ def test_memory_decides_once(
 
 
 def test_a_gram_matrix_that_is_there_is_used(store: FeatureStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_trak.scores.solver_choice.PLAIN_PRIMAL", 8)
+    monkeypatch.setattr("hf_trak.scores.solvers.PLAIN_PRIMAL", 8)
     monkeypatch.setattr(solvers, "free_bytes", lambda device: 0)
     assert scorer(store).solvers.choice(0).kind == "low_rank"
     scorer(store).gram(0)

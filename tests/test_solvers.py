@@ -17,15 +17,13 @@ from torch import Tensor
 from hf_trak.errors import NonFiniteError, SingularGramError, StoreError
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores import dual, subspace, training_features
-from hf_trak.scores.dual import DualSystem
-from hf_trak.scores.eigenvalue import extreme_eigenvalues
+from hf_trak.scores.dual import DualSystem, extreme_eigenvalues
 from hf_trak.scores.gram import ProductSum, power_above
 from hf_trak.scores.low_rank import Factors, LowRankSystem, overlaps_of
-from hf_trak.scores.random_vectors import random_normals, random_signs
 from hf_trak.scores.scorer import Scorer
-from hf_trak.scores.subspace import SubspaceIteration, residual_bound
+from hf_trak.scores.subspace import SubspaceIteration, random_normals, random_signs, residual_bound
 from hf_trak.scores.training_features import TrainingFeatures
-from hf_trak.store.configuration import code_settings
+from hf_trak.store.checkpoint_records import code_settings
 from hf_trak.store.shards import write_tensors
 from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import FeatureStore

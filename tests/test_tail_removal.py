@@ -16,10 +16,10 @@ from transformers import Trainer, TrainingArguments
 
 from hf_trak.errors import NonFiniteError
 from hf_trak.evaluation.bank import Bank
-from hf_trak.evaluation.precision import top_k_precision
+from hf_trak.evaluation.intervals import leave_one_out_subsets, random_subsets
+from hf_trak.evaluation.lds import top_k_precision
 from hf_trak.evaluation.removal_effects import evaluate_removal
 from hf_trak.evaluation.retraining import masks_and_outputs, retrain_on_subsets
-from hf_trak.evaluation.subsets import leave_one_out_subsets, random_subsets
 from hf_trak.evaluation.tail_removal import RemovalPlan, removal_plan
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_trak.errors import NonFiniteError
-from hf_trak.evaluation.precision import top_k_precision
+from hf_trak.evaluation.lds import top_k_precision
 
 N, D, M = 120, 5, 7
 

@@ -18,7 +18,7 @@ from traker_runs import SAVERS, run
 import hf_trak.store
 import hf_trak.traker.savers
 import hf_trak.traker.traker
-from hf_trak.store.leftovers import leftovers
+from hf_trak.store.atomic import leftovers
 
 KILLED = -signal.SIGKILL
 ROOM = os.path.dirname(hf_trak.traker.__file__)

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.data.rows import own_columns
-from hf_trak.data.trainer_columns import ColumnsCollator, signature_columns
-from hf_trak.modelout_functions.token_collator import TokenColumnsCollator
+from hf_trak.data.text_columns import ColumnsCollator, signature_columns
+from hf_trak.modelout_functions.token_tasks import TokenColumnsCollator
 
 trl = pytest.importorskip("trl")
 

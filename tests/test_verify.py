@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError, NonFiniteError
-from hf_trak.evaluation.patch_result import PatchResult
+from hf_trak.evaluation.tail_patch import PatchResult
 from hf_trak.evaluation.trial_steps import TrialSteps
 from hf_trak.weights.checkpoints import fingerprint_state_dict
 

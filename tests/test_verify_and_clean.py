@@ -14,8 +14,7 @@ import torch
 from store_jobs import Job, wait_for
 
 from hf_trak.cli.main import main
-from hf_trak.store.atomic import host_name
-from hf_trak.store.leftovers import leftovers, remove_stale
+from hf_trak.store.atomic import host_name, leftovers, remove_stale
 
 pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")
 

@@ -10,10 +10,9 @@ from datasets import Dataset
 from doc_examples import write_reviews
 
 from hf_trak import TrakConfig
-from hf_trak.cli.arguments import DataArguments, ModelArguments
 from hf_trak.cli.build import build
 from hf_trak.cli.main import main
-from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.cli.parser import DataArguments, ModelArguments, parse_yaml_and_args
 from hf_trak.report.run import AttributionRun
 
 MODEL = ("--model", "model", "--train_dataset", "reviews.jsonl", "--use_cpu", "--disable_tqdm", "--proj_dim", "64")

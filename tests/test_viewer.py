@@ -22,9 +22,8 @@ from hf_trak.cli.serve import opened
 from hf_trak.report.run import AttributionRun
 from hf_trak.viewer import IndexSession, Question, RunSession, TargetForm
 from hf_trak.viewer.handlers import BY_INFLUENCE, BY_NUMBER, Handlers, Listing, message_of
-from hf_trak.viewer.page import answer_page, facts_page, frame, groups_page
+from hf_trak.viewer.page import RowReader, answer_page, facts_page, frame, groups_page
 from hf_trak.viewer.session import Answer
-from hf_trak.viewer.shown import RowReader
 from hf_trak.viewer.train_rows import RowFilter, TrainRows
 
 TARGET = {"text": "good fox sleeps in the film barn"}

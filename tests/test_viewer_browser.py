@@ -22,7 +22,7 @@ from viewer_runs import BAD, N, hostile_run, image_index, language_index, pictur
 pytest.importorskip("gradio")
 
 from hf_trak.cli.serve import opened
-from hf_trak.report.text import visible
+from hf_trak.report.content import visible
 from hf_trak.viewer import RunSession, serve
 from hf_trak.viewer.server import AUTH
 from hf_trak.viewer.session import Session

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import ConfigMismatchError, HfTrakError, StoreError
-from hf_trak.featurize.whitening import check_sketch
+from hf_trak.featurize.fidelity import check_sketch
 
 __all__ = ["client", "hub"]  # fixtures
 

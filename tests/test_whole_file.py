@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hf_trak.store.whole_file import WholeFile
+from hf_trak.store.shards import WholeFile
 
 
 @pytest.fixture

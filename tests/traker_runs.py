@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.projectors import AbstractProjector
 from hf_trak.savers import MmapSaver, SafetensorsSaver
-from hf_trak.store.findings import Finding
+from hf_trak.store.shards import Finding
 from hf_trak.store.verification import verify_store
 from hf_trak.traker import TRAKer
 from hf_trak.traker.savers.mmap_saver import read_scores, verify_mmap

@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from hf_trak.attributor import TrakAttributor
-from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments, TargetArguments
 from hf_trak.cli.build import build, build_from_index, quiet, remember, remembered, require_run, target_rows
-from hf_trak.cli.output import answer
-from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.cli.parser import (
+    DataArguments,
+    ModelArguments,
+    OutputArguments,
+    TargetArguments,
+    answer,
+    parse_yaml_and_args,
+)
 from hf_trak.config import TrakConfig
-from hf_trak.curvature.refinement import Refinement, checked_refinement
+from hf_trak.curvature.conjugate_gradients import Refinement, checked_refinement
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.reranking import check_rerank
-from hf_trak.report.exact import exact_distributions
+from hf_trak.report.notebook import exact_distributions
 from hf_trak.report.run import AttributionRun, score_distributions
 from hf_trak.report.views import RunViews
 from hf_trak.scores.score_files import SCORE_FILES, score_file_digests

@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_trak.errors import ConfigMismatchError
 from hf_trak.evaluation import Bank, BankScore
-from hf_trak.evaluation.bank_files import read_bank
+from hf_trak.evaluation.bank import read_bank
 from hf_trak.store.sealed import is_sealed, read_sealed
 
 

@@ -11,15 +11,13 @@ from typing import Any
 from datasets import Dataset
 
 from hf_trak.attributor import TrakAttributor
-from hf_trak.cli.arguments import DataArguments, ModelArguments, TargetArguments
-from hf_trak.cli.models import load_model
-from hf_trak.cli.preparation import Preparation, preparation
-from hf_trak.cli.rows import load_rows
+from hf_trak.cli.parser import DataArguments, ModelArguments, TargetArguments
+from hf_trak.cli.preparation import Preparation, load_model, load_rows, preparation
 from hf_trak.config import TrakConfig
 from hf_trak.data.rows import default_collator
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
-from hf_trak.hub.foreign_json import shown
 from hf_trak.hub.manifest import MANIFEST_FILE
+from hf_trak.hub.names import shown
 from hf_trak.hub.remote_rows import RemoteRows
 from hf_trak.modelout_functions import infer_task
 from hf_trak.store.atomic import differing

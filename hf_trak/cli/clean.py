@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_trak.cli.arguments import OutputArguments
-from hf_trak.cli.output import answer, size
-from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.report.run_leftovers import run_leftovers
+from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args, size
+from hf_trak.report.run_record import run_leftovers
 from hf_trak.runtime.progress import duration
-from hf_trak.store.leftovers import Leftover, leftovers
+from hf_trak.store.atomic import Leftover, leftovers
 
 
 @dataclass

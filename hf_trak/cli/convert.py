@@ -5,10 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.build import RECORD, is_copy, remembered
-from hf_trak.cli.output import answer
-from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args
 from hf_trak.config import FeatureDtype, TrakConfig
 from hf_trak.runtime.checks import checked_int
 from hf_trak.store.sealed import read_sealed, unsealed, write_sealed
@@ -46,8 +44,8 @@ def run(argv: Sequence[str]) -> None:
         "well the scores agree. Neither the model nor the rows are needed. After an interruption, the same command "
         "continues.",
     )
-    from hf_trak.featurize.conversion_fidelity import compare_stores
     from hf_trak.featurize.converting import convert_store
+    from hf_trak.featurize.fidelity import compare_stores
     from hf_trak.runtime.processes import Processes
 
     source, trak = _opened(args)

@@ -4,10 +4,8 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments
 from hf_trak.cli.build import build, quiet, remember, remembered, require_run
-from hf_trak.cli.output import answer
-from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, parse_yaml_and_args
 from hf_trak.config import TrakConfig
 
 

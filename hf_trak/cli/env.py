@@ -6,10 +6,8 @@ import platform
 import sys
 from collections.abc import Sequence
 
-from hf_trak.cli.arguments import OutputArguments
-from hf_trak.cli.output import answer, table
-from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.hub.redaction import address_without_secrets
+from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args, table
+from hf_trak.hub.access import address_without_secrets
 from hf_trak.version import __version__
 
 _PACKAGES = (

@@ -4,11 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments
 from hf_trak.cli.build import load_training
-from hf_trak.cli.models import load_model
-from hf_trak.cli.output import answer
-from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, parse_yaml_and_args
+from hf_trak.cli.preparation import load_model
 from hf_trak.config import TrakConfig
 from hf_trak.featurize.estimate import estimate
 

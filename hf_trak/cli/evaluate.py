@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.bank import as_table, check_run
-from hf_trak.cli.output import answer, table
-from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args, table
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.evaluation import Bank, evaluate_bank, evaluate_lds
 from hf_trak.hub import load_bank

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments
 from hf_trak.cli.build import build, quiet, remember, require_own
-from hf_trak.cli.output import answer, table
-from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, parse_yaml_and_args, table
 from hf_trak.config import TrakConfig
-from hf_trak.hub.origins import train_source
-from hf_trak.hub.train_rows import write_train_rows
+from hf_trak.hub.index_files import write_train_rows
+from hf_trak.hub.push import train_source
 
 
 @dataclass

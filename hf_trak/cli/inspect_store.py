@@ -5,10 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_trak.cli.arguments import OutputArguments
-from hf_trak.cli.output import answer, size, table
-from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.curvature.verification import curvature_records, described_curvature
+from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args, size, table
+from hf_trak.curvature.files import curvature_records, described_curvature
 from hf_trak.errors import StoreError
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.solver_files import SolverFiles

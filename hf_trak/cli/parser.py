@@ -8,10 +8,12 @@ of the file like the same text on the command line, and refuses keys that are no
 import dataclasses
 import difflib
 import json
+import os
 import re
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -19,14 +21,19 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
-from hf_trak.hub.foreign_yaml import check_yaml
+from hf_trak.hub.names import check_yaml
 
 MAX_YAML_BYTES = 1 << 18
+
 """Largest file of arguments, in bytes; one that sets all arguments of a command has 3 kB."""
 
+
 _CONFIG = "config"
+
 _UNSET = object()
+
 _NULL = "tag:yaml.org,2002:null"
+
 _PERCENT = re.compile(r"%%|%\(\w+\)[a-z]|%")
 
 
@@ -133,15 +140,15 @@ def _build(types: Iterable[type], prog: str | None, description: str | None) -> 
     for kind in types:
         declared = get_type_hints(kind)
         specs = []
-        for field in dataclasses.fields(kind):
-            if not field.init or field.name in seen:
+        for option in dataclasses.fields(kind):
+            if not option.init or option.name in seen:
                 continue
-            seen.add(field.name)
-            metadata = dict(field.metadata)
+            seen.add(option.name)
+            metadata = dict(option.metadata)
             if "help" in metadata:
                 metadata["help"] = _PERCENT.sub(lambda m: "%%" if m[0] == "%" else m[0], metadata["help"])
-            copied = dataclasses.field(metadata=metadata, **_default(field))
-            specs.append((field.name, declared[field.name], copied))
+            copied = dataclasses.field(metadata=metadata, **_default(option))
+            specs.append((option.name, declared[option.name], copied))
         copies.append(dataclasses.make_dataclass(kind.__name__, specs, kw_only=True))
     parser = _Parser(copies, prog=prog, description=description, allow_abbrev=False)
     parser.add_argument(f"--{_CONFIG}", metavar="FILE", help="YAML file of defaults for all of these arguments.")
@@ -285,3 +292,122 @@ def _expected(action: Action) -> str:
     name = getattr(action.type, "__name__", "text")
     known = {"int": "an integer", "float": "a number", "str": "text", "string_to_bool": "true or false"}
     return known.get(name, name)
+
+
+@dataclass
+class OutputArguments:
+    """The form of a command's output."""
+
+    json: bool = field(default=False, metadata={"help": "Print one JSON object, for scripts."})
+
+
+@dataclass
+class ModelArguments:
+    """The model and its weights."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Model on the Hub, or its directory.", "aliases": ["--model"]}
+    )
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a model on the Hub."})
+    task: str | None = field(
+        default=None, metadata={"help": "Name of the model output function. By default it follows from the model."}
+    )
+    checkpoints: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Directories or files of weights; scores are averaged over them. By default the model's own."
+        },
+    )
+
+
+@dataclass
+class ColumnArguments:
+    """The columns of a dataset."""
+
+    text_columns: list[str] | None = field(
+        default=None, metadata={"help": "One or two columns of text. By default those of text type."}
+    )
+    image_column: str | None = field(default=None, metadata={"help": "Column of images. By default the only one."})
+    label_column: str | None = field(
+        default=None, metadata={"help": "Column of labels. By default `labels` or `label`."}
+    )
+
+
+@dataclass
+class DataArguments(ColumnArguments):
+    """The rows that the model was trained on."""
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Training rows: a dataset on the Hub, a directory of `save_to_disk`, a data file (.json, .jsonl, "
+            ".csv, .parquet, .txt, .arrow), or a directory that `load_dataset` reads.",
+            "aliases": ["--train_dataset"],
+        },
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the training dataset."})
+    train_split: str | None = field(
+        default=None, metadata={"help": "Split of the training rows. By default `train`, or the only one."}
+    )
+    max_train_samples: int | None = field(default=None, metadata={"help": "Number of rows, evenly spaced."})
+    max_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Length in tokens to which texts are truncated. By default the longest that the tokenizer allows."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_train_samples", "max_length", "max_eval_samples"):
+            value = getattr(self, name, None)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}. Expected at least 1.")
+
+
+@dataclass
+class TargetArguments:
+    """The rows to explain."""
+
+    eval_dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Targets, in the same forms as `dataset_name`. By default another split of that dataset.",
+            "aliases": ["--eval_dataset"],
+        },
+    )
+    eval_dataset_config_name: str | None = field(
+        default=None, metadata={"help": "Configuration of the target dataset."}
+    )
+    eval_split: str | None = field(
+        default=None, metadata={"help": "Split of the targets. By default `test` or `validation`, or the only one."}
+    )
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Number of targets, evenly spaced."})
+
+
+def answer(content: Mapping[str, Any], lines: Iterable[str], as_json: bool) -> None:
+    """Print the result of a command, in the process of rank 0."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    if as_json:
+        print(json.dumps(content, indent=2, ensure_ascii=False, default=str))
+    else:
+        for line in lines:
+            print(line)
+
+
+def table(rows: Mapping[str, Any]) -> list[str]:
+    """Format names and values in two columns."""
+    width = max((len(name) for name in rows), default=0)
+    return [f"{name:<{width}}  {value}" for name, value in rows.items()]
+
+
+def size(count: float) -> str:
+    """Format a number of bytes, in powers of 1000."""
+    if count < 1000:
+        return f"{count:.0f} bytes"
+    unit = "kB"
+    for larger in ("MB", "GB", "TB"):
+        if count < 1e6:
+            break
+        count, unit = count / 1000, larger
+    return f"{count / 1000:.1f} {unit}"

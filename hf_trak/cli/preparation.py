@@ -6,29 +6,133 @@ pixels when rows are read. Text columns stay, for the report.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from datasets import ClassLabel, Dataset, Image
+import torch
+import transformers
+from datasets import ClassLabel, Dataset, DatasetDict, Image
+from huggingface_hub import constants
 from jinja2 import TemplateError
 from transformers import DataCollatorForTokenClassification
 
-from hf_trak.cli.arguments import DataArguments
-from hf_trak.cli.models import load_image_processor, load_processor, load_tokenizer
+from hf_trak.cli.parser import DataArguments
 from hf_trak.data.image_text import ImageTextCollator
 from hf_trak.data.language import mask_tokens, tokenize_chat, tokenize_prompt_completion
+from hf_trak.errors import HubAccessError
+from hf_trak.hub import safe_loading
+from hf_trak.hub.access import without_secrets
+from hf_trak.hub.names import shown
+from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 from hf_trak.modelout_functions.question_answering import ENDS
+from hf_trak.recipe_kit.files import check_exists
+from hf_trak.recipe_kit.splits import evenly_spaced
+
+AUTO_CLASSES = {
+    "image_classification": "AutoModelForImageClassification",
+    "iterative_image_classification": "AutoModelForImageClassification",
+    "text_classification": "AutoModelForSequenceClassification",
+    "regression": "AutoModelForSequenceClassification",
+    "multi_label_classification": "AutoModelForSequenceClassification",
+    "audio_classification": "AutoModelForAudioClassification",
+    "clip": "AutoModel",
+    "siglip": "AutoModel",
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "seq2seq_lm": "AutoModelForSeq2SeqLM",
+    "token_classification": "AutoModelForTokenClassification",
+    "question_answering": "AutoModelForQuestionAnswering",
+}
+
+"""The auto class of each task. A task without one takes the class that the model's config names."""
+
+
+def load_model(name: str, revision: str, task: str | None) -> torch.nn.Module:
+    """Load a model in the class of the task, or in the class that its config names. No code of a repo is run.
+
+    Raises:
+        FileNotFoundError: the name is a path that does not exist.
+        HubAccessError: the model cannot be loaded from the Hub, or is not in the cache while offline.
+        ValueError: the config names no class of transformers, and no task is given; or the repo refers to code or to
+            files elsewhere, or is damaged.
+    """
+    return _load(name, revision, task, "model", may_be_adapter=True)
+
+
+def _load(name: str, revision: str, task: str | None, what: str, may_be_adapter: bool) -> torch.nn.Module:
+    check_exists(Path(name), name, what)
+    if Path(name).is_dir():
+        return _load_model(name, revision, task, may_be_adapter)
+    try:
+        return _load_model(name, revision, task, may_be_adapter)
+    except OSError as error:
+        if isinstance(error, HubAccessError):  # from loading the base model of an adapter, which it names
+            raise
+        offline = " HF_HUB_OFFLINE is set, so that only the cache is searched." if constants.HF_HUB_OFFLINE else ""
+        reason = without_secrets(" ".join(str(error).split()))[:300]
+        raise HubAccessError(
+            f"The {what} {name!r} at revision {revision!r} could not be loaded: there is no such directory, and the "
+            f"Hub or its cache gave: {reason}{offline} Expected a directory that `save_pretrained` wrote, or a model "
+            "repo. Correct the name."
+        ) from error
+
+
+def _load_model(name: str, revision: str, task: str | None, may_be_adapter: bool) -> torch.nn.Module:
+    if may_be_adapter:
+
+        def load_base(base: str, base_revision: str | None) -> torch.nn.Module:
+            return _load(base, base_revision or "main", task, "base model", may_be_adapter=False)
+
+        adapter = safe_loading.load_adapter(name, revision, load_base)
+        if adapter is not None:
+            return adapter
+    auto = AUTO_CLASSES.get(task or "")
+    if auto is not None:
+        return safe_loading.load_model(name, revision, getattr(transformers, auto))
+    named = safe_loading.architectures(name, revision)
+    found = map(safe_loading.model_class, named if isinstance(named, list) else [])
+    kind = next((kind for kind in found if kind is not None), None)
+    if kind is None:
+        raise ValueError(
+            f"The config of {name!r} names the classes {shown(named)}, of which transformers has none. Set `task` to "
+            f"one of {sorted(AUTO_CLASSES)}."
+        )
+    return safe_loading.load_model(name, revision, kind)
+
+
+def load_tokenizer(name: str, revision: str) -> Any:
+    """Load the tokenizer of a model. Raises as [`safe_loading.load_model`]."""
+    return safe_loading.load_tokenizer(name, revision)
+
+
+def load_image_processor(name: str, revision: str) -> Any:
+    """Load the image processor of a model. Raises as [`safe_loading.load_model`]."""
+    return safe_loading.load_image_processor(name, revision)
+
+
+def load_processor(name: str, revision: str) -> Any:
+    """Load the processor of images and texts of a model. Raises as [`safe_loading.load_model`]."""
+    return safe_loading.load_processor(name, revision)
+
 
 READY = ("input_ids", "pixel_values", "input_features", "input_values")
+
 """Columns of rows that need no preparation."""
 
+
 _IMAGE_TASKS = ("image_classification", "iterative_image_classification")
+
 _TEXT_TASKS = ("text_classification", "regression", "multi_label_classification")
+
 _PAIR_TASKS = ("clip", "siglip")
+
 _LABELS = ("labels", "label")
+
 _LABELLED = (
     *_IMAGE_TASKS, *_TEXT_TASKS, "audio_classification", "masked_lm", "seq2seq_lm", "token_classification",
     "question_answering",
 )  # fmt: skip
+
 """Tasks that cannot do without a column of labels."""
 
 
@@ -239,3 +343,57 @@ def _with_labels(rows: Dataset, column: str, model: Any) -> Dataset:
         raise ValueError(f"The labels {unknown[:5]} are not among those of the model, {list(ids)[:20]}.")
     names = [name for name, _ in sorted(ids.items(), key=lambda item: item[1])]
     return rows.cast_column("labels", ClassLabel(names=names))
+
+
+_BUILDERS = {
+    ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow",
+}  # fmt: skip
+
+
+def load_rows(
+    name: str, config_name: str | None, split: str | None, preferred: tuple[str, ...], limit: int | None
+) -> Dataset:
+    """Load one split.
+
+    Args:
+        name: a dataset on the Hub, a directory of `save_to_disk`, a data file, or a directory of data files.
+        config_name: configuration of a dataset on the Hub.
+        split: name of the split. By default the only one, or the first of `preferred` that exists.
+        preferred: names of splits.
+        limit: number of rows to take, evenly spaced. By default all.
+
+    Raises:
+        FileNotFoundError: the name is a path that does not exist.
+        ValueError: the split does not exist, or is not given and cannot be chosen; a file is damaged or of an unknown
+            kind; or there are no rows.
+    """
+    path = Path(name)
+    if path.is_dir() and any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
+        splits = load_saved_dataset(name)
+    elif path.is_file():
+        if path.suffix not in _BUILDERS:
+            raise ValueError(f"The data file {name!r} ends in {path.suffix!r}. Expected one of {list(_BUILDERS)}.")
+        splits = load_dataset(_BUILDERS[path.suffix], data_files=name)
+    else:
+        check_exists(path, name, "dataset", tuple(_BUILDERS))
+        splits = load_dataset(name, config_name)
+    if isinstance(splits, Dataset):
+        if split is not None:
+            raise ValueError(f"`split` is {split!r}, but {name!r} has no splits. Leave the split out.")
+        rows = splits
+    else:
+        rows = splits[_split(name, splits, split, preferred)]
+    if len(rows) == 0:
+        raise ValueError(f"{name!r} has no rows. Expected at least one. Name another dataset or split.")
+    return evenly_spaced(rows, limit)
+
+
+def _split(name: str, splits: DatasetDict, split: str | None, preferred: tuple[str, ...]) -> str:
+    if split is None:
+        split = next(iter(splits)) if len(splits) == 1 else next((s for s in preferred if s in splits), None)
+    if split is None or split not in splits:
+        raise ValueError(
+            f"{name!r} has the splits {list(splits)}"
+            + (f", not {split!r}. Choose one of them." if split else f", none of {list(preferred)}. Choose one.")
+        )
+    return split

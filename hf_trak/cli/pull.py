@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hf_trak.cli.arguments import OutputArguments
-from hf_trak.cli.output import answer
-from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args
 
 
 @dataclass

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_trak.cli.arguments import OutputArguments
 from hf_trak.cli.build import is_copy, remembered
-from hf_trak.cli.output import answer
-from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args
 from hf_trak.config import TrakConfig
 from hf_trak.report.run import AttributionRun
 

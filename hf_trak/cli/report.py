@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_trak.cli.arguments import ColumnArguments, OutputArguments
-from hf_trak.cli.output import answer
-from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.cli.rows import load_rows
+from hf_trak.cli.parser import ColumnArguments, OutputArguments, answer, parse_yaml_and_args
+from hf_trak.cli.preparation import load_rows
 from hf_trak.report import AttributionRun, ReportOptions, write_report
 
 

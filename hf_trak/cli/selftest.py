@@ -12,9 +12,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from hf_trak import TrakAttributor, TrakConfig, per_sample_gradients
-from hf_trak.cli.arguments import OutputArguments
-from hf_trak.cli.output import answer
-from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args
 from hf_trak.errors import HfTrakError
 from hf_trak.projectors.factory import MapName, make_projector
 from hf_trak.projectors.reference import matrix

@@ -10,14 +10,12 @@ from typing import Any
 from datasets import Dataset, Features
 
 from hf_trak.attributor import TrakAttributor
-from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments
 from hf_trak.cli.build import RECORD, Built, build, build_from_index, is_copy, quiet, remembered
-from hf_trak.cli.output import answer
-from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.cli.rows import load_rows
+from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, parse_yaml_and_args
+from hf_trak.cli.preparation import load_rows
 from hf_trak.config import TrakConfig
 from hf_trak.errors import HubAccessError
-from hf_trak.featurize.fetching import row_source
+from hf_trak.featurize.reranking import row_source
 from hf_trak.hub.remote_rows import RemoteRows
 from hf_trak.modelout_functions import infer_task
 from hf_trak.report.run import AttributionRun, find_run

@@ -5,10 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_trak.cli.arguments import DataArguments, ModelArguments, OutputArguments
 from hf_trak.cli.build import build, quiet, remembered, require_run
-from hf_trak.cli.output import answer
-from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, parse_yaml_and_args
 from hf_trak.config import TrakConfig
 from hf_trak.store.atomic import read_json
 from hf_trak.store.store import FeatureStore

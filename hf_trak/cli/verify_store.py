@@ -7,12 +7,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hf_trak.cli.arguments import OutputArguments
-from hf_trak.cli.output import answer
-from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.curvature.verification import verify_curvatures
+from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args
+from hf_trak.curvature.files import verify_curvatures
 from hf_trak.errors import IncompleteStoreError
-from hf_trak.store.findings import Finding
+from hf_trak.store.shards import Finding
 from hf_trak.store.store import FeatureStore
 from hf_trak.store.verification import verify_store
 
@@ -70,7 +68,7 @@ def findings_of(directory: Path) -> Iterable[Finding]:
 
 def _checks(directory: Path) -> Iterator[Iterable[Finding]]:
     from hf_trak.evaluation.retraining import verify_retraining
-    from hf_trak.report.run_verification import verify_run
+    from hf_trak.report.run_record import verify_run
     from hf_trak.traker.savers.mmap_saver import verify_mmap
     from hf_trak.traker.savers.safetensors_saver import verify_traker
 

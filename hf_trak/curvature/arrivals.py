@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_trak.curvature.blocks import CurvatureBlocks, KroneckerBlock
 from hf_trak.curvature.observation import BatchObserver
-from hf_trak.gradient_computers.hooked.outer import every_factor
+from hf_trak.gradient_computers.hooked.workspace import every_factor
 
 SLICE_BYTES = 2**25
 """Bytes of a dense slice of gradients that is formed at a time."""

@@ -10,7 +10,7 @@ All files are written atomically, checked against a checksum when they are read,
 """
 
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ from hf_trak.curvature.curvature import Curvature, KroneckerValues
 from hf_trak.errors import ConfigMismatchError, StoreError
 from hf_trak.store.atomic import differing, remove_stale_temporaries
 from hf_trak.store.sealed import content_digest, read_sealed, unsealed, write_sealed
-from hf_trak.store.shards import TensorSpec, read_header, read_tensors, write_tensors
+from hf_trak.store.shards import Finding, TensorSpec, read_header, read_tensors, write_tensors
 
 CURVATURE_FILE = "curvature.json"
 
+
 _REMEDY = "Delete the directory and fit the curvature again."
+
 _VALUES = (torch.float32, torch.float64)
 
 
@@ -217,3 +219,56 @@ class CurvatureFiles:
     def read_sums(self, path: Path, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         """Read some sums of one part. Raises as [`read_tensors`]."""
         return read_tensors(path, {**self._own, "kind": path.stem}, specs)
+
+
+_FIT_AGAIN = "Delete its directory; `fit_curvature` fits it again."
+
+
+def curvature_records(output_dir: Path) -> list[Path]:
+    """List the records of all complete curvatures below an output directory, by model id."""
+    found = output_dir.glob(f"curvature/*/{CURVATURE_FILE}")
+    return sorted((path for path in found if path.parent.name.isdecimal()), key=lambda path: int(path.parent.name))
+
+
+def described_curvature(path: Path) -> dict[str, Any]:
+    """Describe a curvature by its record alone.
+
+    Args:
+        path: the record.
+
+    Returns:
+        `model_id`, `kind`, `labels` and `rows`, as plain JSON.
+
+    Raises:
+        StoreError: the record is damaged.
+    """
+    content = read_sealed(path, _FIT_AGAIN, allow_unsealed=False)
+    try:
+        identity = content["identity"]
+        return {
+            "model_id": int(path.parent.name),
+            **{name: identity[name] for name in ("kind", "labels")},
+            "rows": content["rows"],
+        }
+    except (KeyError, TypeError) as error:
+        raise StoreError(f"{path} lacks {error}. Expected the record of a curvature. {_REMEDY}") from error
+
+
+def verify_curvatures(output_dir: Path) -> Iterator[Finding]:
+    """Check all complete curvatures below an output directory.
+
+    Args:
+        output_dir: the directory of a store.
+
+    Returns:
+        An iterator of one finding for each file of an intact curvature, and of one for each damaged curvature.
+    """
+    for record in curvature_records(output_dir):
+        try:
+            described_curvature(record)
+            CurvatureFiles(record.parent, read_sealed(record)["identity"]).read()
+        except StoreError as error:
+            yield Finding(record, "damaged", str(error), _FIT_AGAIN)
+            continue
+        for path in [record, *sorted(record.parent.glob("*.safetensors"))]:
+            yield Finding(path, "intact")

@@ -25,16 +25,14 @@ from torch import Tensor
 
 from hf_trak.curvature.arrivals import BatchArrivals, FirstRow, ObservingSink, Unwanted
 from hf_trak.curvature.blocks import CurvatureBlocks
-from hf_trak.curvature.curvature import Curvature
-from hf_trak.curvature.eigen import eigenbasis, even_in_null_spaces
-from hf_trak.curvature.exchange import BlockOwners, ExchangingSink
+from hf_trak.curvature.curvature import Curvature, FitPlan, Rows, rows_needed
 from hf_trak.curvature.files import CurvatureFiles
-from hf_trak.curvature.observation import BatchObserver, Observation, divide
-from hf_trak.curvature.plan import FitPlan, Rows, rows_needed
+from hf_trak.curvature.observation import BatchObserver, Observation, divide, eigenbasis, even_in_null_spaces
+from hf_trak.curvature.owner_maps import BlockOwners, ExchangingSink
 from hf_trak.curvature.sums import BasisSums, SquareSums, sides
 from hf_trak.errors import NonFiniteError
 from hf_trak.gradient_computers import AbstractGradientComputer
-from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.base import SplitBatch
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.runtime.processes import Processes

@@ -9,17 +9,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from hf_trak.data.progress_bars import no_progress_bars
-from hf_trak.data.text_columns import embedding_task
-from hf_trak.data.text_pairs import pair_task
-from hf_trak.data.trainer_columns import ColumnsCollator, signature_columns
+from hf_trak.data.text_columns import ColumnsCollator, embedding_task, pair_task, signature_columns
 from hf_trak.modelout_functions.base import BatchedModelOutput
-from hf_trak.modelout_functions.dpo import DPOModelOutput
+from hf_trak.modelout_functions.dpo import DPOModelOutput, ORPOModelOutput, RewardModelOutput
 from hf_trak.modelout_functions.kto import KTOModelOutput
-from hf_trak.modelout_functions.orpo import ORPOModelOutput
 from hf_trak.modelout_functions.pairs import REFERENCES
 from hf_trak.modelout_functions.policy import GRPOModelOutput, PPOModelOutput
-from hf_trak.modelout_functions.reward import RewardModelOutput
+from hf_trak.runtime.progress import no_progress_bars
 
 RAW_COLUMNS = ("prompt", "chosen", "rejected", "completion", "tools", "chat_template_kwargs")
 """Columns of rows as people have them, from which trainers make tokens."""

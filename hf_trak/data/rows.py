@@ -3,30 +3,64 @@
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset as HFDataset
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torch.utils.data import default_collate as torch_collate
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, default_data_collator
 from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
 from transformers.utils.generic import find_labels
 
 from hf_trak.data.batch_limits import BatchLimits
-from hf_trak.data.drawn_rows import DrawnRows, RowDraws
-from hf_trak.data.generators import generators_kept
+from hf_trak.data.drawn_rows import DrawnRows, RowDraws, generators_kept
 from hf_trak.data.images import ImageTokens, SplitRows, image_sizes, split_at_images
+from hf_trak.data.language import TOKENS, cut_at_rows
 from hf_trak.data.model_inputs import check_rows, stored_columns
-from hf_trak.data.packing import TOKENS, cut_at_rows
-from hf_trak.data.row_lengths import row_lengths
 from hf_trak.identity.collation import Collate, drawn_at_random, probe_rows
 from hf_trak.identity.row_digest import fingerprint_dataset as fingerprint_dataset
 from hf_trak.identity.row_digest import update_digest as update_digest
-from hf_trak.modelout_functions.records import as_batch
+from hf_trak.modelout_functions.base import as_batch
+from hf_trak.store.sealed import content_digest
+
+_SEQUENCES = ("input_ids", "input_values", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids")
+
+"""Columns of which collators of transformers and TRL pad the rows of a batch to one length."""
+
+
+def row_lengths(dataset: Any, rows: range) -> Sequence[int] | None:
+    """Count the elements of some rows' sequences, the sum over their columns.
+
+    Args:
+        dataset: the dataset.
+        rows: consecutive row numbers.
+
+    Returns:
+        One number per row, or `None` where the lengths are not stored: in datasets that are not Arrow tables, in those
+        with a transform, and in those without tokens.
+    """
+    if not isinstance(dataset, HFDataset) or dataset.format["type"] == "custom":
+        return None
+    names = [name for name in _SEQUENCES if name in dataset.column_names]
+    if not names:
+        return None
+    table: pa.Table = dataset.select_columns(names).with_format("arrow")[rows.start : rows.stop]
+    total = pa.array([0] * len(rows), pa.int64())
+    for name in names:
+        column = table.column(name)
+        if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+            return None
+        total = pc.add(total, pc.fill_null(pc.list_value_length(column), 0))
+    return [int(length) for length in total.to_pylist()]
+
 
 logger = logging.getLogger(__name__)
+
 
 Collator = Callable[[list[Any]], Any]
 
@@ -358,3 +392,137 @@ def batch_rows(start: int, stop: int, batch_size: int) -> Iterator[range]:
     """Divide the rows `start … stop - 1` into batches. The division depends on the three arguments alone."""
     for first in range(start, stop, batch_size):
         yield range(first, min(first + batch_size, stop))
+
+
+class LoaderCollator:
+    """The collator of a `DataLoader`, which gets rows with all their columns, as the loader gives them."""
+
+    every_column = True
+
+    def __init__(self, collator: Collator) -> None:
+        """
+        Args:
+            collator: the `collate_fn`.
+        """
+        self.collator = collator
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """Collate rows into a batch."""
+        return self.collator(rows)
+
+
+def rows_of_loader(loader: Any, train_dataset: Any, data_collator: Collator | None) -> tuple[Any, Collator]:
+    """Take rows and collator from a loader.
+
+    Args:
+        loader: a `DataLoader`, also one that Accelerate has prepared. In which order it gives rows does not matter.
+        train_dataset, data_collator: what was given beside it: nothing.
+
+    Returns:
+        The dataset, and a collator.
+
+    Raises:
+        TypeError: it is no `DataLoader`, or loads a stream.
+        ValueError: rows or a collator are given, too.
+    """
+    loader = getattr(loader, "base_dataloader", loader)  # of loaders that Accelerate dispatches or keeps state for
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"`dataloader` is a {type(loader).__name__}. Expected a `torch.utils.data.DataLoader`, whose rows and "
+            "collator are taken. Pass the rows as `train_dataset`."
+        )
+    if train_dataset is not None or data_collator is not None:
+        raise ValueError(
+            "`dataloader` is given together with `train_dataset` or `data_collator`. Expected one or the other, since "
+            "rows and collator are those of the loader. Leave out what is not meant."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise TypeError(
+            f"`dataloader` loads a {type(loader.dataset).__name__}, a stream without row numbers. Expected rows by "
+            "index, since scores refer to row numbers. Wrap the stream as `hf_trak.StreamedRows(stream, num_rows)`, "
+            "and pass it as `train_dataset`."
+        )
+    return loader.dataset, LoaderCollator(loader.collate_fn)
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """Rows of a dataset, in ascending order.
+
+    Attributes:
+        numbers: the numbers of the rows.
+        total: number of rows of the dataset.
+        held: rows that were fetched, from which these are taken; `None` takes them from the dataset itself.
+    """
+
+    numbers: tuple[int, ...]
+    total: int
+    held: "HeldRows | None" = None
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all rows."""
+        return len(self.numbers) == self.total
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether the rows were fetched, so that the dataset need not have them."""
+        return self.held is not None
+
+    @property
+    def tag(self) -> str:
+        """A digest of the numbers, 12 hex digits; empty for all rows."""
+        return "" if self.whole else content_digest({"rows": list(self.numbers), "total": self.total})[:12]
+
+    def of(self, dataset: Any) -> Any:
+        """Return these rows of a dataset, in the way in which the dataset itself returns them.
+
+        Args:
+            dataset: a map-style dataset of `total` rows.
+        """
+        source = dataset if self.held is None else self.held
+        if self.whole and self.held is None:
+            return source
+        return source.select(self.numbers) if hasattr(source, "select") else PartOfRows(source, self.numbers)
+
+
+class PartOfRows(Subset[Any]):
+    """Rows of a dataset that has no `select` of its own."""
+
+    def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
+        """
+        Args:
+            dataset: a map-style dataset.
+            indices: numbers of the rows, ascending.
+        """
+        super().__init__(dataset, indices)
+        self.sequential = getattr(dataset, "sequential", False)
+        """Whether rows are to be read in this process and forwards, as those of a stream."""
+
+
+class HeldRows:
+    """Rows that were fetched, under the numbers that they have in a dataset which is not at hand as a whole."""
+
+    def __init__(self, rows: Any, numbers: Sequence[int], total: int) -> None:
+        """
+        Args:
+            rows: the rows, a `datasets.Dataset`.
+            numbers: their numbers, ascending.
+            total: number of rows of the dataset.
+        """
+        self.rows = rows
+        self.total = total
+        self._places = {number: place for place, number in enumerate(numbers)}
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, number: int) -> Any:
+        return self.rows[self._places[number]]
+
+    def select(self, numbers: Sequence[int]) -> Any:
+        """Return some of the rows, by their numbers, as a `datasets.Dataset`."""
+        return self.rows.select([self._places[number] for number in numbers])

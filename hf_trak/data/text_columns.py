@@ -6,24 +6,80 @@ Nothing of sentence-transformers is imported: a trainer is known by the name of 
 from collections.abc import Mapping
 from typing import Any
 
-from hf_trak.data.trainer_columns import ColumnsCollator
+import torch
+from datasets import Dataset
+
+from hf_trak.data.rows import Collator, forward_columns
 from hf_trak.modelout_functions.base import BatchedModelOutput
-from hf_trak.modelout_functions.embedding_losses import EmbeddingLossModelOutput
 from hf_trak.modelout_functions.embedding_pairs import EmbeddingPairsModelOutput
+from hf_trak.modelout_functions.embeddings import EmbeddingLossModelOutput
+from hf_trak.modelout_functions.text_pairs import TextPairsModelOutput
+from hf_trak.runtime.progress import no_progress_bars
+
+
+class ColumnsCollator:
+    """A data collator with the names of the dataset columns that it needs, whatever the model's `forward` takes."""
+
+    def __init__(self, collator: Collator, columns: tuple[str, ...]) -> None:
+        """
+        Args:
+            collator: the data collator.
+            columns: names of columns.
+        """
+        self.collator = collator
+        self.columns = columns
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """Collate rows into a batch."""
+        return self.collator(rows)
+
+
+def signature_columns(trainer: Any) -> tuple[str, ...]:
+    """List the columns that a trainer keeps: the inputs of the model's `forward`, or those that the trainer names.
+
+    TRL's trainers name columns from which their collators make the model's inputs: images and messages, or pairs of
+    answers (`chosen_ids`, `rejected_ids`).
+
+    Args:
+        trainer: a `transformers.Trainer`. It keeps the list for itself, as at the start of a training.
+    """
+    choose = getattr(trainer, "_set_signature_columns_if_needed", None)
+    if choose is None:
+        return ()
+    choose()
+    return tuple(getattr(trainer, "_signature_columns", None) or ())
+
+
+def trainer_collator(trainer: Any) -> Collator:
+    """Return the data collator of a trainer, together with the columns that it needs beside those of `forward`.
+
+    Args:
+        trainer: a `transformers.Trainer`.
+    """
+    own = signature_columns(trainer)
+    if set(own) <= set(forward_columns(trainer.model, trainer.args.label_names)):
+        return trainer.data_collator
+    return ColumnsCollator(trainer.data_collator, own)
+
 
 _PACKAGE = "sentence_transformers"
+
 _RANKING = (
     "MultipleNegativesRankingLoss",
     "MultipleNegativesSymmetricRankingLoss",
     "CachedMultipleNegativesRankingLoss",
     "CachedMultipleNegativesSymmetricRankingLoss",
 )
+
 _ROWS = ("CosineSimilarityLoss", "ContrastiveLoss", "TripletLoss")
+
 _SIMILARITIES = {"cos_sim": "cosine", "dot_score": "dot"}
+
 _OF_BATCHES = (
     "CoSENTLoss", "AnglELoss", "OnlineContrastiveLoss", "BatchAllTripletLoss", "BatchHardTripletLoss",
     "BatchSemiHardTripletLoss", "BatchHardSoftMarginTripletLoss", "MegaBatchMarginLoss",
 )  # fmt: skip
+
 """Losses that compare the rows of a batch with each other, so that a row has none of its own."""
 
 
@@ -153,3 +209,182 @@ class TextColumns(ColumnsCollator):
                 f"{list(self.texts)}, of which only negatives may be left out. Rename the columns."
             )
         return self.collator([{name: row[name] for name in kept} for row in rows])
+
+
+_LOSSES = {
+    "BinaryCrossEntropyLoss": ("binary_cross_entropy", "bce_with_logits_loss", "BCEWithLogitsLoss"),
+    "CrossEntropyLoss": ("cross_entropy", "ce_loss", "CrossEntropyLoss"),
+    "MSELoss": ("mse", "loss_fct", "MSELoss"),
+    "MarginMSELoss": ("margin_mse", "loss_fct", "MSELoss"),
+}
+
+"""By the class of a loss: its name here, its attribute with a loss of torch, and the class of that."""
+
+_OF_LISTS = ("LambdaLoss", "ListMLELoss", "ListNetLoss", "PListMLELoss", "RankNetLoss", "ADRMSELoss")
+
+_PAIRS_OF_BATCHES = ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss")
+
+_ACTIVATIONS = {"Identity": "identity", "Sigmoid": "sigmoid"}
+
+
+def is_pair_trainer(trainer: Any) -> bool:
+    """Tell whether a trainer is a `CrossEncoderTrainer`, or derives from it."""
+    return is_trainer_of_texts(trainer, "CrossEncoderTrainer")
+
+
+def pair_task(trainer: Any) -> BatchedModelOutput | None:
+    """Make the task of a trainer of cross-encoders, with the settings of its loss.
+
+    Args:
+        trainer: any trainer.
+
+    Returns:
+        The task; `None` for any other trainer.
+
+    Raises:
+        ValueError: the loss is none that a task here has.
+    """
+    if not is_pair_trainer(trainer):
+        return None
+    loss = trainer.loss
+    name = type(loss).__name__
+    if name not in _LOSSES:
+        given = f"a mapping of the losses of {list(loss)}" if isinstance(loss, Mapping) else f"a {name}"
+        why = ""
+        if name in _OF_LISTS:
+            why = ", whose rows are lists of documents, which have no task here"
+        elif name in _PAIRS_OF_BATCHES:
+            why = (
+                ", which takes the texts of other rows of a batch for negatives, so that a row has no loss of its own"
+            )
+        raise ValueError(
+            f"The loss of the trainer is {given}{why}. Expected one of {list(_LOSSES)}. Pass `task=`, a "
+            "`TextPairsModelOutput(...)` or a task of your own (`BatchedModelOutput`)."
+        )
+    task, attribute, expected = _LOSSES[name]
+    inner = getattr(loss, attribute)
+    changed = [
+        f"{setting}={value!r}"
+        for setting, value, plain in (
+            ("reduction", inner.reduction, "mean"),
+            ("weight", getattr(inner, "weight", None), None),
+            ("label_smoothing", getattr(inner, "label_smoothing", 0.0), 0.0),
+        )
+        if value is not plain and (isinstance(value, torch.Tensor) or value != plain)
+    ]
+    activation = type(loss.activation_fn).__name__
+    if type(inner).__name__ != expected or changed or activation not in _ACTIVATIONS:
+        given = f"{type(inner).__name__}({', '.join(changed)}) after {activation}"
+        raise ValueError(
+            f"The loss of the trainer is a {name} with {given}. Expected {expected}() after one of "
+            f"{list(_ACTIVATIONS)}. Pass `task=`, a task of your own (`BatchedModelOutput`)."
+        )
+    weight = getattr(loss, "pos_weight", None)
+    if weight is not None and weight.numel() != 1:
+        raise ValueError(
+            f"`pos_weight` of the loss has {weight.numel()} numbers. Expected one, for the one logit of the model. "
+            "Give the loss one number."
+        )
+    return TextPairsModelOutput(
+        task,  # type: ignore[arg-type]  # one of the names of the table
+        _ACTIVATIONS[activation],  # type: ignore[arg-type]
+        None if weight is None else float(weight),
+    )
+
+
+class PairColumns(TextColumns):
+    """The collator of a trainer of cross-encoders, and the tokens of its pairs, which the trainer's loss would make.
+
+    The first column of texts is paired with each of the others. Tokens are named by the column of the other text.
+    """
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """Collate rows into a batch.
+
+        Raises:
+            ValueError: a row lacks the first column of texts or the second, or a column holds something else.
+        """
+        batch = super().__call__(rows)
+        settings = {name: batch.pop(name, None) for name in ("prompt", "task")}
+        batch.pop("dataset_name", None)
+        columns = [name for name in batch if name != "label"]
+        made: dict[str, Any] = {}
+        for name in columns:
+            if other := [text for text in batch[name] if not isinstance(text, str)]:
+                raise ValueError(
+                    f"The column {name!r} holds a {type(other[0]).__name__}. Expected texts, one per row and column. "
+                    "Give every document a row or a column of its own."
+                )
+        for name in columns[1:]:
+            pairs = list(zip(batch[columns[0]], batch[name], strict=True))
+            tokens = self.collator.preprocess_fn(pairs, **settings)  # type: ignore[attr-defined]
+            made.update({f"{name}_{key}": value for key, value in tokens.items()})
+        if (label := batch.get("label")) is not None:
+            made["label"] = torch.stack(label) if isinstance(label, list) else label
+        return made
+
+
+_TOKENS = "input_ids"
+
+_RAW = ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs")
+
+
+class SFTCollator(ColumnsCollator):
+    """The collator of an `SFTTrainer`, which also takes rows that are not tokens yet."""
+
+    def __init__(self, trainer: Any) -> None:
+        """
+        Args:
+            trainer: a `trl.SFTTrainer` of texts.
+        """
+        names = dict.fromkeys([*signature_columns(trainer), trainer.args.dataset_text_field, *_RAW])
+        super().__init__(trainer.data_collator, tuple(names))
+        self.trainer = trainer
+        self.every_column = trainer._formatting_func is not None  # which may read any of them
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """Collate rows into a batch. Raises as [`ready`] does."""
+        return self.collator(self.ready(rows))
+
+    def ready(self, rows: list[Any]) -> list[Any]:
+        """Return rows of tokens, which they may be already.
+
+        Raises:
+            ValueError: the preparation leaves rows out, or several processes would have to prepare them together.
+        """
+        if not rows or not isinstance(rows[0], Mapping) or _TOKENS in rows[0]:
+            return rows
+        trainer = self.trainer
+        if trainer.accelerator.num_processes > 1:
+            raise ValueError(
+                f"Rows with {sorted(rows[0])} are no tokens yet, and one of {trainer.accelerator.num_processes} "
+                "processes cannot prepare them alone. Expected rows with `input_ids`. Give the trainer these rows as "
+                "`eval_dataset`, and pass `trainer.eval_dataset`."
+            )
+        with no_progress_bars():
+            given = Dataset.from_list([dict(row) for row in rows])
+            made = trainer._prepare_dataset(
+                given, trainer.processing_class, trainer.args, False, trainer._formatting_func, "eval"
+            )
+        if len(made) != len(rows):
+            raise ValueError(
+                f"The {type(trainer).__name__} makes {len(made)} rows of {len(rows)}. Expected one for each. Leave "
+                "out rows that its `max_length` drops."
+            )
+        return list(made)
+
+
+def collator_of(trainer: Any) -> Collator:
+    """Return the data collator of a trainer, which takes raw rows where the trainer knows how to prepare them.
+
+    Args:
+        trainer: a `transformers.Trainer`.
+    """
+    if is_embedding_trainer(trainer):
+        return TextColumns(trainer)
+    if is_pair_trainer(trainer):
+        return PairColumns(trainer)
+    own = any(cls.__name__ == "SFTTrainer" and cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
+    if own and not trainer._is_vision_dataset and hasattr(trainer, "_formatting_func"):
+        return SFTCollator(trainer)
+    return trainer_collator(trainer)

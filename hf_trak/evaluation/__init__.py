@@ -12,20 +12,29 @@ Start with `lds.py`, whose first function is the measure of the TRAK paper.
 
 from hf_trak.evaluation.bank import Bank, BankPart
 from hf_trak.evaluation.bank_scores import BankScore, evaluate_bank
-from hf_trak.evaluation.counterfactual import CounterfactualCurves, CounterfactualPlan, counterfactual_plan
-from hf_trak.evaluation.intervals import Interval, mean_interval
-from hf_trak.evaluation.lds import LdsResult, compare_lds, evaluate_lds, linear_datamodeling_score
-from hf_trak.evaluation.leave_one_out import LeaveOneOutResult, leave_one_out_correlation
-from hf_trak.evaluation.masking import mask_rows
+from hf_trak.evaluation.intervals import Interval, group_sums, leave_one_out_subsets, mean_interval, random_subsets
+from hf_trak.evaluation.lds import (
+    LdsResult,
+    LeaveOneOutResult,
+    TopKPrecision,
+    compare_lds,
+    evaluate_lds,
+    leave_one_out_correlation,
+    linear_datamodeling_score,
+    top_k_precision,
+)
 from hf_trak.evaluation.mislabelled import MislabelledResult, mislabel_detection, with_wrong_labels
-from hf_trak.evaluation.precision import TopKPrecision, top_k_precision
 from hf_trak.evaluation.reliability import Reliability, measure_reliability, repeated_outputs
-from hf_trak.evaluation.removal_effects import evaluate_removal
-from hf_trak.evaluation.removal_result import RemovalEffect, RemovalResult
+from hf_trak.evaluation.removal_effects import RemovalEffect, RemovalResult, evaluate_removal
 from hf_trak.evaluation.retraining import masks_and_outputs, retrain_on_subsets
-from hf_trak.evaluation.subsets import group_sums, leave_one_out_subsets, random_subsets
-from hf_trak.evaluation.tail_removal import RemovalPlan, removal_plan
-from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
+from hf_trak.evaluation.tail_removal import (
+    CounterfactualCurves,
+    CounterfactualPlan,
+    RemovalPlan,
+    counterfactual_plan,
+    removal_plan,
+)
+from hf_trak.evaluation.trainer_retraining import TrainerRetraining, mask_rows, model_outputs
 
 __all__ = [
     "Bank",

@@ -9,8 +9,7 @@ from numpy.typing import ArrayLike
 
 from hf_trak.errors import NonFiniteError
 from hf_trak.evaluation.bank import Bank
-from hf_trak.evaluation.correlation import spearman
-from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval, quantile_interval
+from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval, quantile_interval, spearman
 from hf_trak.evaluation.lds import predicted_and_measured, resampled_lds
 
 

@@ -1,5 +1,6 @@
 """The linear datamodeling score (TRAK paper, arXiv 2303.14186, Section 2, Definition 2.3)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,8 +8,21 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hf_trak.errors import NonFiniteError
-from hf_trak.evaluation.correlation import spearman
-from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval, quantile_interval
+from hf_trak.evaluation.intervals import (
+    RESAMPLES,
+    Interval,
+    check_interval,
+    checked_matrix,
+    checked_scores,
+    group_sums,
+    mean_interval,
+    quantile_interval,
+    scipy_stats,
+    spearman,
+)
+from hf_trak.evaluation.retraining import check_masks
+from hf_trak.runtime.checks import is_int
+from hf_trak.scores.groups import RowGroups
 
 
 @dataclass(frozen=True)
@@ -205,3 +219,207 @@ def predicted_and_measured(scores: ArrayLike, masks: ArrayLike, outputs: ArrayLi
         if not np.isfinite(values).all():
             raise NonFiniteError(f"`{name}` holds NaN or infinite values. Expected finite ones.")
     return member @ tau, measured
+
+
+@dataclass(frozen=True)
+class LeaveOneOutResult:
+    """Correlations of scores with measured effects, over the rows that were left out.
+
+    Attributes:
+        pearson (`np.ndarray` of shape `(m,)`):
+            Pearson's correlation for each target; 0 where scores or effects are constant.
+        spearman (`np.ndarray` of shape `(m,)`):
+            Spearman's correlation for each target; 0 where scores or effects are constant.
+        mean_pearson (`Interval`):
+            Mean of `pearson` over targets, with its bootstrap interval over targets.
+        mean_spearman (`Interval`):
+            Mean of `spearman` over targets, with its bootstrap interval over targets.
+        effects (`np.ndarray` of shape `(rows, m)`):
+            f(all rows) − f(without the row).
+    """
+
+    pearson: np.ndarray
+    spearman: np.ndarray
+    mean_pearson: Interval
+    mean_spearman: Interval
+    effects: np.ndarray
+
+
+def leave_one_out_correlation(
+    scores: ArrayLike,
+    masks: ArrayLike,
+    outputs: ArrayLike,
+    groups: RowGroups | None = None,
+    confidence: float = 0.95,
+    resamples: int = RESAMPLES,
+) -> LeaveOneOutResult:
+    """Correlate τ_ij with f(z_j; θ*(S)) − f(z_j; θ*(S ∖ {i})) over the rows i that were left out.
+
+    The effect of one row is small compared with that of the random seed of a training: average `outputs` over many
+    repeats, or train convex models.
+
+    Args:
+        scores (`ArrayLike` of shape `(n, m)`):
+            Scores τ of any attribution method.
+        masks (`ArrayLike` of shape `(1 + rows, n)`):
+            The subsets of [`leave_one_out_subsets`]: all rows, then all but one row or one group.
+        outputs (`ArrayLike` of shape `(1 + rows, m)`):
+            The model output on every target after training on each subset.
+        groups (`RowGroups`, *optional*):
+            The groups that were left out, if groups were. The sums of their scores are compared.
+        confidence (`float`, *optional*, defaults to 0.95):
+            Confidence level of the intervals.
+        resamples (`int`, *optional*, defaults to 1000):
+            Number of bootstrap samples.
+
+    Returns:
+        [`LeaveOneOutResult`]: the correlations.
+
+    Raises:
+        ImportError: scipy is not installed.
+        ValueError: shapes do not fit, the masks are not those of [`leave_one_out_subsets`], or fewer than three rows
+            were left out.
+        NonFiniteError: a score or output is NaN or infinite.
+    """
+    stats = scipy_stats()
+    tau, measured = np.asarray(scores, dtype=np.float64), np.asarray(outputs, dtype=np.float64)
+    member = check_masks(masks)
+    if tau.ndim != 2 or member.shape[1] != len(tau) or measured.shape != (len(member), tau.shape[1]):
+        raise ValueError(
+            f"`scores` has the shape {tau.shape}, `masks` {member.shape}, `outputs` {measured.shape}. Expected (n, "
+            "m), (1 + rows, n) and (1 + rows, m)."
+        )
+    for name, values in (("scores", tau), ("outputs", measured)):
+        if not np.isfinite(values).all():
+            raise NonFiniteError(f"`{name}` holds NaN or infinite values. Expected finite ones.")
+    division = RowGroups(list(range(len(tau)))) if groups is None else groups
+    units = group_sums(tau, division)
+    left_out = [np.unique(division.member.numpy()[~mask]) for mask in member[1:]]
+    whole = [int((~mask).sum()) for mask in member[1:]]
+    single = all(len(out) == 1 and size == division.sizes[out[0]] for out, size in zip(left_out, whole, strict=True))
+    if not member[0].all() or not single:
+        raise ValueError(
+            "`masks` are not those of `leave_one_out_subsets`. Expected all rows first, then all but one row, or all "
+            "but one of `groups`."
+        )
+    if len(left_out) < 3:
+        raise ValueError(f"{len(left_out)} rows were left out. Expected at least 3.")
+    predicted = units[np.concatenate(left_out)]
+    effects = measured[0] - measured[1:]
+    pearson = _pearson(predicted, effects)
+    spearman = _pearson(stats.rankdata(predicted, axis=0), stats.rankdata(effects, axis=0))
+    means = [mean_interval(values, confidence, resamples) for values in (pearson, spearman)]
+    return LeaveOneOutResult(pearson, spearman, means[0], means[1], effects)
+
+
+def _pearson(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Pearson's correlation of each pair of columns; 0 where one of them is constant."""
+    one, other = first - first.mean(axis=0), second - second.mean(axis=0)
+    norms = np.linalg.norm(one, axis=0) * np.linalg.norm(other, axis=0)
+    return np.divide((one * other).sum(axis=0), norms, out=np.zeros_like(norms), where=norms > 0)
+
+
+@dataclass(frozen=True)
+class TopKPrecision:
+    """Shares of the true first k rows that are among the first k by score. `print(result)` shows the means.
+
+    Attributes:
+        per_target (`dict[int, np.ndarray]`):
+            By k, the share for each target, `(m,)`.
+        mean (`dict[int, Interval]`):
+            By k, the mean over targets, with its bootstrap interval over targets.
+        chance (`dict[int, float]`):
+            By k, the expected share for random scores: k / rows.
+        rows (`int`):
+            Number of rows that were ranked.
+    """
+
+    per_target: dict[int, np.ndarray]
+    mean: dict[int, Interval]
+    chance: dict[int, float]
+    rows: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain JSON values, with k as text."""
+        return {
+            "rows": self.rows,
+            "mean": {str(k): interval.to_dict() for k, interval in self.mean.items()},
+            "chance": {str(k): share for k, share in self.chance.items()},
+            "per_target": {str(k): shares.tolist() for k, shares in self.per_target.items()},
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(f"top {k} of {self.rows}: {self.mean[k]}, chance {self.chance[k]:.3f}" for k in self.mean)
+
+
+def top_k_precision(
+    scores: ArrayLike,
+    truth: ArrayLike,
+    k: Sequence[int] = (10, 100),
+    *,
+    rows: Sequence[int] | None = None,
+    shape: tuple[int, int] | None = None,
+    confidence: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> TopKPrecision:
+    """Compute the share of the k rows of the highest true effects that are among the k rows of the highest scores.
+
+    Rows of equal values at the cut count with the probability that a random order would put them among the first k,
+    drawn for scores and truth independently. So the result depends on no order of rows, nothing is drawn, and constant
+    scores have exactly the precision of chance.
+
+    Args:
+        scores (`ArrayLike` of shape `(n, m)`):
+            Scores τ of any attribution method; higher means more helpful.
+        truth (`ArrayLike` of shape `(n, m)`):
+            True effects: f(all rows) − f(without the row) by retraining, such as `outputs[0] - outputs[1:]` of
+            [`leave_one_out_subsets`], or exact influences. With `rows`, of these alone, `(len(rows), m)`.
+        k (`Sequence[int]`, *optional*, defaults to `(10, 100)`):
+            Numbers of first rows, each smaller than the number of rows.
+        rows (`Sequence[int]`, *optional*):
+            Numbers of the rows that were left out, in the order of `truth`. Only these are ranked, for scores and
+            truth. By default all.
+        shape (`tuple[int, int]`, *optional*):
+            The numbers of training rows and targets. By default those of `scores`, which then must have no more
+            targets than training rows.
+        confidence (`float`, *optional*, defaults to 0.95):
+            Confidence level of the interval over targets.
+        resamples (`int`, *optional*, defaults to 1000):
+            Number of bootstrap samples.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the bootstrap.
+
+    Returns:
+        [`TopKPrecision`]: the shares, their means, and the level of chance.
+
+    Raises:
+        ImportError: scipy is not installed.
+        ValueError: shapes do not fit or look transposed, a row does not exist or occurs twice, or a number is out of
+            range.
+        NonFiniteError: a score or an effect is NaN or infinite.
+    """
+    tau = checked_scores(scores, "scores", shape)
+    chosen = list(range(len(tau)) if rows is None else rows)
+    if not chosen or not all(is_int(i, 0, len(tau) - 1) for i in chosen) or len(set(chosen)) != len(chosen):
+        raise ValueError(f"`rows` is {chosen}. Expected distinct numbers from 0 to {len(tau) - 1}.")
+    effects = checked_matrix(truth, "truth", (len(chosen), tau.shape[1]))
+    tau = tau[chosen]
+    n = len(tau)
+    sizes = list(k)
+    if not sizes or not all(is_int(size, 1, n - 1) for size in sizes) or len(set(sizes)) != len(sizes):
+        raise ValueError(f"`k` is {sizes} for {n} rows. Expected distinct numbers from 1 to {n - 1}.")
+    shares = {int(size): (_membership(tau, size) * _membership(effects, size)).sum(axis=0) / size for size in sizes}
+    return TopKPrecision(
+        per_target=shares,
+        mean={size: mean_interval(values, confidence, resamples, seed) for size, values in shares.items()},
+        chance={size: size / n for size in shares},
+        rows=n,
+    )
+
+
+def _membership(values: np.ndarray, k: int) -> np.ndarray:
+    """Compute the probability of each row to be among the first k of its column, ties in random order, `(n, m)`."""
+    cut = -np.partition(-values, k - 1, axis=0)[k - 1]
+    above, tied = values > cut, values == cut
+    return above + tied * ((k - above.sum(axis=0)) / tied.sum(axis=0))

@@ -19,8 +19,7 @@ from datasets import Dataset
 from numpy.typing import ArrayLike
 
 from hf_trak.errors import NonFiniteError
-from hf_trak.evaluation.correlation import spearman
-from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval, quantile_interval
+from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval, quantile_interval, spearman
 from hf_trak.evaluation.retraining import outputs_of
 
 _SPLITS = 100

@@ -20,14 +20,19 @@ from datasets.arrow_writer import ArrowWriter
 from numpy.typing import ArrayLike
 
 from hf_trak.errors import IncompleteStoreError, NonFiniteError
-from hf_trak.evaluation.retraining_check import DATASET, upgrade_retraining, verify_retraining
-from hf_trak.evaluation.retraining_files import RetrainingFiles, subset_digest, training_seed
+from hf_trak.evaluation.retraining_files import (
+    DATASET,
+    RetrainingFiles,
+    subset_digest,
+    training_seed,
+    upgrade_retraining,
+    verify_retraining,
+)
 from hf_trak.runtime.checks import checked_int
-from hf_trak.runtime.interruption import log_on_interrupt
 from hf_trak.runtime.processes import Processes
+from hf_trak.runtime.progress import log_on_interrupt
 from hf_trak.scores.scored_dataset import fixed_size_list
-from hf_trak.store.atomic import atomic_path
-from hf_trak.store.leftovers import remove_stale
+from hf_trak.store.atomic import atomic_path, remove_stale
 
 __all__ = [
     "COLUMNS",

@@ -7,32 +7,45 @@
       retrained.arrow                                all trainings as a `datasets.Dataset`; written, never read
 
 Directories of format 1 have no checksums. They are read and finished in their own format, with a warning;
-`hf_trak.evaluation.retraining_check.upgrade_retraining` adds checksums.
+`hf_trak.evaluation.retraining_files.upgrade_retraining` adds checksums.
 """
 
 import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
-from hf_trak.store.atomic import create_bytes, differing, json_bytes, write_bytes
-from hf_trak.store.sealed import SEALED_VERSION, content_digest, is_sealed, read_sealed, sealed_bytes, unsealed
-from hf_trak.store.shards import METADATA_KEY, TensorSpec, parse_metadata, read_tensors, write_tensors
+from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError, StoreError
+from hf_trak.store.atomic import create_bytes, differing, json_bytes, leftovers, write_bytes
+from hf_trak.store.sealed import (
+    SEALED_VERSION,
+    content_digest,
+    is_sealed,
+    read_sealed,
+    sealed_bytes,
+    unsealed,
+    write_sealed,
+)
+from hf_trak.store.shards import METADATA_KEY, Finding, TensorSpec, parse_metadata, read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
 
+
 CONFIG = "retraining.json"
+
 _AGAIN = "Delete it, and run the same command again."
+
 _NAME = re.compile(r"subset-(?P<subset>\d{6,})-repeat-(?P<repeat>\d{3,})\.safetensors")
+
 _warned: set[Path] = set()
 
 
@@ -218,3 +231,128 @@ def _read_old(path: Path, spec: TensorSpec) -> np.ndarray:
     if outputs.dtype not in spec.dtypes or not bool(torch.isfinite(outputs).all()):
         raise StoreError(f"{path} is damaged: its outputs are {outputs.dtype}, or not finite. {_AGAIN}")
     return outputs.numpy()
+
+
+DATASET = "retrained.arrow"
+
+_TRAIN_AGAIN = "`retrain_on_subsets` with the same arguments computes it."
+
+_UPGRADE = "`hf-trak upgrade` adds checksums."
+
+
+Row = tuple[str, np.ndarray, int]
+
+"""One training in the dataset: digest of the subset, outputs, seed."""
+
+
+def verify_retraining(directory: Path) -> Iterator[Finding]:
+    """Check a directory of retrainings, file by file.
+
+    Args:
+        directory: the `output_dir` of `retrain_on_subsets`.
+
+    Returns:
+        An iterator of one finding per file. Trainings that the dataset has, but that have no file, are reported as
+        missing.
+
+    Raises:
+        IncompleteStoreError: there are no retrainings in this directory.
+    """
+    directory = Path(directory)
+    path = directory / CONFIG
+    try:
+        files = RetrainingFiles.load(directory)
+    except IncompleteStoreError:
+        raise
+    except StoreError as error:
+        yield Finding(path, "damaged", str(error), "Restore it from a copy, or retrain into another directory.")
+        return
+    old = files.version == 1
+    yield Finding(path, "unchecked" if old else "intact", "it has no checksum" * old, _UPGRADE * old)
+    table, problem = _read_dataset(directory / DATASET)
+    present = set(files.present())
+    expected = present | set(table or {})
+    differ = []
+    for training in sorted(expected, key=lambda one: one[::-1]):
+        file = files.path(*training)
+        if training not in present:
+            yield Finding(file, "missing", "this training is not done", _TRAIN_AGAIN)
+            continue
+        try:
+            outputs, digest = files.read(*training, None)
+        except HfTrakError as error:
+            yield Finding(file, "damaged", str(error), f"Delete it; then: {_AGAIN}")
+            continue
+        row = (table or {}).get(training)
+        if row is not None and not _same(row, digest, outputs, training_seed(files.config["seed"], *training)):
+            differ.append(training)
+        yield Finding(file, "unchecked" if old else "intact", "it has no checksum" * old, _UPGRADE * old)
+    if problem is None and differ:
+        problem = f"its rows of the trainings (subset, repeat) {differ[:5]} are not those in {files.path(*differ[0])}"
+    if problem is not None:
+        yield Finding(directory / DATASET, "damaged", problem, "`retrain_on_subsets` writes it anew at every call.")
+    elif table is not None:
+        yield Finding(directory / DATASET, "intact")
+    for one in leftovers(directory):
+        yield Finding(one.path, "leftover", f"{one.size} bytes", "`hf-trak clean` removes it.")
+
+
+def upgrade_retraining(directory: Path) -> None:
+    """Add checksums to a directory of format 1. After an interruption the same call continues.
+
+    Every training is first read and compared with the dataset of all trainings, which an undamaged directory has. A
+    directory of the current format is left as it is.
+
+    Args:
+        directory: the `output_dir` of `retrain_on_subsets`.
+
+    Raises:
+        IncompleteStoreError: there are no retrainings in this directory.
+        StoreError: a file is damaged; the directory is left as it was.
+    """
+    directory = Path(directory)
+    files = RetrainingFiles.load(directory)
+    current = RetrainingFiles(directory, files.config, 2)
+    old = RetrainingFiles(directory, files.config, 1)
+    table, problem = _read_dataset(directory / DATASET)
+    if problem is not None:
+        raise StoreError(
+            f"{directory / DATASET} {problem}. Expected the results of all trainings, to compare with. Call "
+            "`retrain_on_subsets` with the same arguments, which writes it anew, and upgrade again."
+        )
+    found = {training: old.read(*training, None) for training in old.present()}
+    for training, (outputs, digest) in found.items():
+        row = (table or {}).get(training)
+        if row is not None and not _same(row, digest, outputs, training_seed(files.config["seed"], *training)):
+            raise StoreError(
+                f"{old.path(*training)} and {directory / DATASET} hold different results of training {training}, so "
+                "that one of them is damaged. Expected the same in both. Restore the damaged one, or delete the file "
+                "of the training and call `retrain_on_subsets` with the same arguments."
+            )
+    for training, (outputs, digest) in found.items():
+        current.write(*training, digest, outputs)
+    if files.version == 1:  # last, because it states that all other files have checksums
+        write_sealed(directory / CONFIG, files.config)
+
+
+def _read_dataset(path: Path) -> tuple[dict[tuple[int, int], Row] | None, str | None]:
+    """Read the rows of the dataset by subset and repeat (`None` if there is none), and say what is wrong with it."""
+    if not path.exists():
+        return None, None
+    try:
+        with pa.OSFile(str(path)) as file:
+            table = pa.ipc.open_stream(file).read_all()
+        table.validate(full=True)
+        columns = [table.column(name).to_pylist() for name in ("subset", "repeat", "seed", "mask", "outputs")]
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        return None, f"cannot be read ({error})"
+    rows: dict[tuple[int, int], Row] = {}
+    for subset, repeat, seed, mask, outputs in zip(*columns, strict=True):
+        if not all(isinstance(value, int) for value in (subset, repeat, seed)) or mask is None or outputs is None:
+            return None, "has rows without values"
+        rows[subset, repeat] = (subset_digest(np.array(mask, dtype=bool)), np.array(outputs, dtype=float), seed)
+    return rows, None
+
+
+def _same(row: Row, digest: str, outputs: np.ndarray, seed: int) -> bool:
+    return row[0] == digest and row[2] == seed and np.array_equal(row[1], outputs)

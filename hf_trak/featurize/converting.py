@@ -18,12 +18,11 @@ from typing import Any, TypeVar
 from hf_trak.config import BITS, TrakConfig
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.featurize.featurized import FeaturizedModel
-from hf_trak.runtime.interruption import log_on_interrupt
 from hf_trak.runtime.processes import Processes
-from hf_trak.runtime.progress import RowProgress
+from hf_trak.runtime.progress import RowProgress, log_on_interrupt
 from hf_trak.scores.scorer import Scorer
 from hf_trak.store.atomic import TEMPORARY, create_bytes, differing
-from hf_trak.store.configuration import code_settings
+from hf_trak.store.checkpoint_records import code_settings
 from hf_trak.store.references import read_references, write_references
 from hf_trak.store.revised import RevisedStore
 from hf_trak.store.shard_set import ShardSet

@@ -1,16 +1,203 @@
 """What defines the features of a row besides weights and task: settings, and what becomes of rows before the model."""
 
+import logging
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 
 from hf_trak.config import TrakConfig
 from hf_trak.data.rows import RowBatches
-from hf_trak.featurize.curvature_settings import whitening_settings
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.identity.collation import check_repeatable, collation_of
-from hf_trak.store.configuration import code_settings
+from hf_trak.identity.collation import check_repeatable, collation_changes, collation_of
+from hf_trak.identity.function_identity import same_function
+from hf_trak.identity.model_identity import model_changes, version_changes
+from hf_trak.store.atomic import differing
+from hf_trak.store.checkpoint_records import Comparison, code_settings
 from hf_trak.version import __version__
+from hf_trak.weights.checkpoints import Checkpoint
+
+
+def as_list(checkpoints: Checkpoint | Sequence[Checkpoint] | None) -> list[Checkpoint | None]:
+    """One checkpoint, or several, as a list; `None`, the model's own weights, is one."""
+    if checkpoints is None or isinstance(checkpoints, str | os.PathLike | Mapping | torch.nn.Module):
+        return [checkpoints]
+    return list(checkpoints)
+
+
+def sources_of(
+    model_ids: Sequence[int], checkpoints: Checkpoint | Sequence[Checkpoint] | None
+) -> dict[int, Checkpoint | None]:
+    """The checkpoints by model id, in the order of the ids; nothing where none are given.
+
+    Raises:
+        ValueError: they are not as many.
+    """
+    if checkpoints is None:
+        return {}
+    sources = as_list(checkpoints)
+    if len(sources) != len(model_ids):
+        raise ValueError(
+            f"`checkpoints` has {len(sources)} entries for the model_ids {list(model_ids)}. Expected one for each, in "
+            "this order: the weights that were featurized under these ids. Pass all of them, or leave `checkpoints` "
+            "out where they are files that still lie where `featurize` found them."
+        )
+    return dict(zip(model_ids, sources, strict=True))
+
+
+def checked_ids(sources: Sequence[Checkpoint | None], model_ids: Sequence[int] | None) -> list[int]:
+    ids = list(range(len(sources))) if model_ids is None else list(model_ids)
+    if not sources:
+        raise ValueError(
+            "`checkpoints` is an empty list. Expected at least one checkpoint, or `None` for the current weights."
+        )
+    whole = all(isinstance(model_id, int) and not isinstance(model_id, bool) and model_id >= 0 for model_id in ids)
+    if not whole or len(ids) != len(sources) or len(set(ids)) != len(ids):
+        raise ValueError(
+            f"`model_ids` is {ids} for {len(sources)} checkpoints. Expected one distinct integer of at "
+            f"least 0 for each."
+        )
+    return ids
+
+
+def check_part(part: tuple[int, int]) -> None:
+    """Raise `ValueError` unless `part` is `(index, count)` with 0 ≤ index < count."""
+    whole = isinstance(part, tuple | list) and len(part) == 2
+    if not whole or any(isinstance(v, bool) or not isinstance(v, int) for v in part) or not 0 <= part[0] < part[1]:
+        raise ValueError(f"`part` is {part!r}. Expected `(index, count)` with 0 ≤ index < count, such as (2, 8).")
+
+
+logger = logging.getLogger(__name__)
+
+
+def mixed_precision(model: torch.nn.Module) -> str:
+    """Return the precision of the autocast context that `Accelerator.prepare` has put around `forward`, or `"no"`."""
+    if not hasattr(model, "_original_forward") or not AcceleratorState._shared_state:
+        return "no"
+    return str(AcceleratorState().mixed_precision)
+
+
+def _precision_changes(saved: str, given: str) -> list[str]:
+    """Warn, and list no change: whoever loads an index may have no such context.
+
+    Half precision rounds some thousandths of a gradient.
+    """
+    logger.warning(
+        "The features were computed with mixed precision %r, and the model at hand runs with %r. Gradients then "
+        "differ by what half precision rounds, some thousandths of their norm.",
+        saved,
+        given,
+    )
+    return []
+
+
+def _task_changes(saved: Any, given: Any) -> list[str]:
+    """List how tasks differ. The code of functions can be compared within one version of Python only."""
+    same = same_function(saved, given)
+    if same is None:
+        logger.warning(
+            "The functions of the task were compiled by another version of Python than this one, and cannot be "
+            "compared with those that the features were computed with. Rows whose features are computed again, where "
+            "rows are at hand, show whether they are the same."
+        )
+    return differing({"task": saved}, {"task": given}) if same is False else []
+
+
+def _model_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """List the settings of the model that differ.
+
+    Other versions of packages may have other settings for the same model. Then they are only named in a warning, and
+    rows that are computed again show whether features have changed.
+    """
+    lines = model_changes(saved, given)
+    packages = version_changes(saved["versions"], given["versions"])
+    if lines and packages:
+        logger.warning(
+            "The model has other settings than when its features were computed (%s), with other versions of packages "
+            "(%s). Rows whose features are computed again, where rows are at hand, show whether that matters.",
+            "; ".join(lines),
+            "; ".join(packages),
+        )
+        return []
+    return lines
+
+
+COMPARISONS: dict[str, Comparison] = {
+    "collation": collation_changes,
+    "mixed_precision": _precision_changes,
+    "model": _model_changes,
+    "task": _task_changes,
+}
+
+"""By entry of a store's configuration: a function of the recorded and the given value that lists what differs."""
+
+
+CURVATURE_VERSION = 3
+
+"""Raised whenever the same inputs give another curvature or other exact scores. It is part of their identity."""
+
+
+DEFAULT_ROWS = 4096
+
+"""Rows of the sample that a curvature is fitted to, where there are as many."""
+
+
+DEFAULT_DAMPING = 0.1
+
+
+def is_hybrid(args: TrakConfig) -> bool:
+    """Whether exact scores are those of the hybrid."""
+    return args.curvature in ("auto", "hybrid")
+
+
+def fitted_kind(args: TrakConfig) -> str:
+    """Return the kind of curvature that is fitted; the hybrid is one over EK-FAC."""
+    return "ekfac" if args.curvature is None or is_hybrid(args) else args.curvature
+
+
+def sample_size(args: TrakConfig, train_size: int) -> int:
+    """Return the number of rows that a curvature is fitted to, of `train_size`."""
+    return min(train_size, DEFAULT_ROWS if args.curvature_rows is None else args.curvature_rows)
+
+
+def whitening_damping(args: TrakConfig) -> float:
+    """Return the damping c of whitened features."""
+    return DEFAULT_DAMPING if args.damping is None else args.damping
+
+
+def whitening_settings(args: TrakConfig, train_size: int) -> dict[str, Any]:
+    """Entries of a store's configuration that define whitened features; none for plain ones.
+
+    Args:
+        args: the configuration.
+        train_size: n, the number of training rows.
+    """
+    if not args.whitened:
+        return {}
+    return {
+        "whitening": {
+            "version": CURVATURE_VERSION,
+            "curvature": fitted_kind(args),
+            "labels": args.curvature_labels,
+            "rows": sample_size(args, train_size),
+            "damping": whitening_damping(args),
+        }
+    }
+
+
+def whitening_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `TrakConfig` that a store's configuration records of whitened features, unchecked.
+
+    Args:
+        config: the store's configuration.
+    """
+    recorded = config.get("whitening")
+    if not isinstance(recorded, Mapping):
+        return {}
+    names = {"curvature": "curvature", "labels": "curvature_labels", "rows": "curvature_rows", "damping": "damping"}
+    return {field: recorded[name] for name, field in names.items() if name in recorded}
 
 
 def feature_settings(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.config import TrakConfig, checked_args
-from hf_trak.curvature.refinement import Refinement, checked_refinement
+from hf_trak.curvature.conjugate_gradients import Refinement, checked_refinement
 from hf_trak.data.rows import Collator
 from hf_trak.featurize.estimation import Estimate, count_of, estimate_sizes, measured_batches
 from hf_trak.featurize.featurized import FeaturizedModel

@@ -14,25 +14,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trak.curvature.curvature import Curvature, identity_curvature
+from hf_trak.curvature.conjugate_gradients import REFINED_DAMPING, Refinement
+from hf_trak.curvature.curvature import Curvature, FitPlan, identity_curvature
 from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.curvature.fit import CurvatureFit, Stage
 from hf_trak.curvature.maps import GradientMap, SelfInfluence, TargetProducts, WhitenedProjection
 from hf_trak.curvature.owner_maps import OwnPreconditioning, OwnSelfInfluence
-from hf_trak.curvature.plan import FitPlan
-from hf_trak.curvature.refinement import REFINED_DAMPING, Refinement
 from hf_trak.curvature.target_forms import LowRankForm, TargetForm
-from hf_trak.data.row_part import RowPart
-from hf_trak.data.rows import row_count
+from hf_trak.data.rows import RowPart, row_count
 from hf_trak.errors import IncompleteStoreError
-from hf_trak.featurize.checkpoint_arguments import as_list, checked_ids, sources_of
-from hf_trak.featurize.comparisons import COMPARISONS
-from hf_trak.featurize.curvature_settings import (
+from hf_trak.featurize.definition import (
+    COMPARISONS,
     CURVATURE_VERSION,
     DEFAULT_DAMPING,
+    as_list,
+    checked_ids,
     fitted_kind,
     is_hybrid,
     sample_size,
+    sources_of,
 )
 from hf_trak.featurize.exact_blocks import (
     TARGET_SHARD_BYTES,
@@ -50,8 +50,8 @@ from hf_trak.featurize.refining import TargetRefinement, refined_identity
 from hf_trak.identity.row_digest import fingerprint_dataset
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
+from hf_trak.modelout_functions.classification import RegressionModelOutput
 from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, HasLoss, LossModelOutput
-from hf_trak.modelout_functions.regression import RegressionModelOutput
 from hf_trak.modelout_functions.sampled import SampledLikelihood
 from hf_trak.runtime.sharding import is_sharded
 from hf_trak.scores.groups import RowGroups

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.config import TrakConfig
-from hf_trak.curvature.hybrid import HybridSystem
+from hf_trak.curvature.maps import HybridSystem
 from hf_trak.curvature.target_forms import LowRankForm, TargetForm
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.store.shard_set import Shard, ShardSet

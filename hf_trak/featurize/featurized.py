@@ -16,12 +16,18 @@ from torch.utils.data import DataLoader, Subset
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.maps import GradientMap
 from hf_trak.data.drawn_rows import RowDraws
-from hf_trak.data.loaders import rows_of_loader
-from hf_trak.data.rows import Collator, RowBatches, default_collator, row_count
+from hf_trak.data.rows import Collator, RowBatches, default_collator, row_count, rows_of_loader
 from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError, StoreError
-from hf_trak.featurize.checkpoint_arguments import as_list, check_part, checked_ids, sources_of
-from hf_trak.featurize.comparisons import COMPARISONS, mixed_precision
-from hf_trak.featurize.definition import collation_of_rows, feature_settings
+from hf_trak.featurize.definition import (
+    COMPARISONS,
+    as_list,
+    check_part,
+    checked_ids,
+    collation_of_rows,
+    feature_settings,
+    mixed_precision,
+    sources_of,
+)
 from hf_trak.featurize.estimation import Estimate, estimate_sizes, measured_batches
 from hf_trak.featurize.featurizer import Featurizer, StoredRows, row_batches
 from hf_trak.gradient_computers.layout import ParameterLayout
@@ -29,23 +35,21 @@ from hf_trak.identity.model_identity import model_identity
 from hf_trak.identity.row_digest import fingerprint_dataset, fingerprint_dataset_v1
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
 from hf_trak.modelout_functions.base import Side
-from hf_trak.modelout_functions.identity import task_identity, task_identity_v1
+from hf_trak.modelout_functions.function import task_identity, task_identity_v1
 from hf_trak.projectors import BlockProjector, make_projector
 from hf_trak.runtime.lockstep import Lockstep
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.sharding import RowDivision, is_sharded
 from hf_trak.scores.groups import RowGroups
-from hf_trak.scores.preconditioned import PreconditionedTargets
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.scorer import PlannedScores, Scorer
-from hf_trak.store.atomic import safe_name
-from hf_trak.store.leftovers import remove_stale
+from hf_trak.scores.shortlist import PreconditionedTargets
+from hf_trak.store.atomic import remove_stale, safe_name
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.store import FeatureStore
+from hf_trak.weights.adapters import check_placement, without_wrappers
 from hf_trak.weights.checkpoints import Checkpoint, describe, loaded
-from hf_trak.weights.placement import check_placement
 from hf_trak.weights.sharded import check_plan, classes_before_fsdp
-from hf_trak.weights.wrappers import without_wrappers
 
 logger = logging.getLogger(__name__)
 

@@ -5,14 +5,17 @@ projection, and write the shard when its last batch is projected. Shards are div
 same bits whichever process computes it.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers.utils.generic import find_labels
 
@@ -22,37 +25,157 @@ from hf_trak.data.batch_limits import BatchLimits
 from hf_trak.data.drawn_rows import RowDraws
 from hf_trak.data.images import ImageTokens
 from hf_trak.data.rows import Collator, RowBatches, batch_rows, forward_columns
-from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError
-from hf_trak.featurize.batch_size import BatchSizeFinder
-from hf_trak.featurize.draw_means import DrawMean
+from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError, StoreError
 from hf_trak.gradient_computers import AbstractGradientComputer, AutoGradientComputer, make_gradient_computer
-from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.base import SplitBatch, is_out_of_memory
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.gradient_computers.sharded import ShardedGradientComputer
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.aggregated import targets_may_be_empty
-from hf_trak.modelout_functions.base import Side
+from hf_trak.modelout_functions.base import FieldBatch, Side
 from hf_trak.modelout_functions.batches import LABEL_NAMES
-from hf_trak.modelout_functions.records import FieldBatch
 from hf_trak.projectors import BlockProjector, ProjectionSink
-from hf_trak.runtime.interruption import log_on_interrupt
 from hf_trak.runtime.lockstep import Lockstep
 from hf_trak.runtime.processes import Processes, share_of
-from hf_trak.runtime.progress import RowProgress
+from hf_trak.runtime.progress import RowProgress, log_on_interrupt
 from hf_trak.runtime.sharding import is_sharded
 from hf_trak.store.references import read_references, write_references
+from hf_trak.store.sealed import read_sealed, write_sealed
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.store import FeatureStore
 
+logger = logging.getLogger(__name__)
+
+
+FILE_NAME = "batch_size.json"
+
+_FACTOR = 0.9
+
+
+class BatchSizeFinder:
+    """Call a function of the batch size, again with a smaller one whenever it runs out of memory.
+
+    The size is multiplied by 0.9 after each failure, as `accelerate.utils.find_executable_batch_size` does. The size
+    found is kept in `<output_dir>/batch_size.json`, where later calls, checkpoints, processes and runs begin: a run
+    that is interrupted afterwards and resumed cuts its batches as it would have done without the interruption.
+    Shards are computed with one batch size each; those that were finished before the first failure stay as they
+    are, since batches change features by rounding only. To search again, delete the file.
+    """
+
+    def __init__(self, batch_size: int, output_dir: Path) -> None:
+        """
+        Args:
+            batch_size: where the search begins unless a smaller size has been found before.
+            output_dir: the directory of the feature store.
+        """
+        self.path = output_dir / FILE_NAME
+        self.batch_size = min(batch_size, self._recorded() or batch_size)
+
+    def run(self, function: Callable[[int], None]) -> None:
+        """Call `function(batch_size)` until it does not run out of memory; it is to skip what it has done already.
+
+        Raises:
+            The out-of-memory error itself, if one row is too many.
+        """
+        while True:
+            try:
+                return function(self.batch_size)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                if self.batch_size == 1:
+                    error.add_note(
+                        "Not even one row fits into memory (`auto_find_batch_size`). Attribute fewer parameters "
+                        "(`grad_wrt`), shorten the rows, or use a device with more memory."
+                    )
+                    raise
+            # Only here, when the error and the frames that it refers to are gone, can their memory be given back.
+            clear_device_cache(garbage_collection=True)
+            smaller = max(1, int(self.batch_size * _FACTOR))
+            logger.warning("Batches of %d rows do not fit into memory; trying %d.", self.batch_size, smaller)
+            self.batch_size = min(smaller, self._recorded() or smaller)
+            write_sealed(self.path, {"batch_size": self.batch_size})
+
+    def _recorded(self) -> int | None:
+        try:
+            found = read_sealed(self.path, "Delete this file.").get("batch_size")
+        except FileNotFoundError:
+            return None
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise StoreError(f"{self.path} says {found!r}. Expected a batch size of at least 1. Delete this file.")
+        return found
+
+
+class DrawMean:
+    """The mean over D draws of the features of some rows.
+
+    What is attributed is the expected loss over draws. Its gradient, with the opposite sign, is the mean of q_d ∇f_d.
+    So training rows have
+
+        q = (1/D) Σ_d |q_d|        x = (1/D) Σ_d q_d x_d / q
+
+    with q x the mean of q_d x_d, and targets t = (1/D) Σ_d t_d, which belongs to the expected output. For rows with
+    q = 0 in all draws, x is the plain mean. One draw is left as it is.
+    """
+
+    def __init__(self, side: Side) -> None:
+        """
+        Args:
+            side: whether rows are training examples or targets.
+        """
+        self._side = side
+        self._features: list[Tensor] = []
+        self._weights: list[Tensor] = []
+
+    def add(self, features: Tensor, out_to_loss: Tensor) -> None:
+        """Add one draw.
+
+        Args:
+            features: x_d or t_d, `(B, k)`.
+            out_to_loss: q_d, `(B,)`.
+        """
+        if not self._features:
+            self._features, self._weights = [features], [out_to_loss]
+            return
+        if len(self._weights) == 1:
+            self._features = [self._weighted(self._features[0], self._weights[0]), self._features[0].clone()]
+        self._features[0] += self._weighted(features, out_to_loss)
+        self._features[1] += features
+        self._weights.append(out_to_loss)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return features `(B, k)` and q `(B,)`."""
+        count = len(self._weights)
+        if count == 1:
+            return self._features[0], self._weights[0]
+        weights = torch.stack(self._weights)
+        plain = self._features[1] / count
+        if self._side == "target":
+            return plain, weights.mean(dim=0)
+        q = weights.abs().mean(dim=0)
+        some = q > 0
+        weighted = self._features[0] / (count * torch.where(some, q, 1.0)).unsqueeze(1)
+        return torch.where(some.unsqueeze(1), weighted, plain), q
+
+    def _weighted(self, features: Tensor, out_to_loss: Tensor) -> Tensor:
+        return features * out_to_loss.unsqueeze(1)
+
+
 _PATIENCE_SECONDS = 60.0
 
+
 _COMPARED_ROWS = 2
+
 _FEATURE_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-2}
+
 _HALF_TOLERANCE = 0.1
+
 """Change of a row of features, relative to its norm, that another device or batch explains: TF32 rounds products to
 10 bits, and half precision rounds at every layer. What changes a gradient changes it by more, or hardly matters."""
 
+
 _LARGEST_STEPS = {8: 0.08, 4: 0.34, 2: 1.0, 1: 2.0}
+
 """Distance of neighbouring levels in standard deviations; for 8 bits, of rows whose largest entry is ten of them."""
 
 

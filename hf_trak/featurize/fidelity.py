@@ -10,9 +10,10 @@ rows:
    gives and what `attribute(exact=True)` would give.
 """
 
+import logging
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,88 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from hf_trak.config import TrakConfig
 from hf_trak.curvature.curvature import Curvature, identity_curvature
-from hf_trak.curvature.maps import GradientMap, Preconditioning, TargetProducts
-from hf_trak.errors import IncompleteStoreError
-from hf_trak.featurize.curvature_settings import whitening_damping
+from hf_trak.curvature.files import CURVATURE_FILE, CurvatureFiles
+from hf_trak.curvature.maps import GradientMap, Preconditioning, TargetProducts, WhitenedProjection
+from hf_trak.curvature.report import CurvatureReport
+from hf_trak.errors import IncompleteStoreError, StoreError
+from hf_trak.featurize.converting import scorer_of
+from hf_trak.featurize.definition import whitening_damping
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
-from hf_trak.featurize.fitted import fitted_curvature
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.base import Side
 from hf_trak.runtime.checks import checked_int
+from hf_trak.runtime.processes import Processes
+from hf_trak.scores.scorer import Scorer
 from hf_trak.scores.streaming import score_blocks
-from hf_trak.store.sealed import content_digest
+from hf_trak.store.sealed import content_digest, read_sealed
 from hf_trak.store.shard_set import Shard, ShardSet
 from hf_trak.store.shards import ShardPlan
+from hf_trak.store.store import FeatureStore
+
+_SAMPLE = ("rows", "sample")
+
+
+def fitted_curvature(exact: ExactScores, model_id: int) -> Curvature:
+    """Read the curvature of a checkpoint, whichever rows it was fitted to.
+
+    Args:
+        exact (`ExactScores`): the model and its configuration.
+        model_id (`int`): the checkpoint.
+
+    Raises:
+        StoreError: none is fitted, or a file of it is damaged.
+        ConfigMismatchError: it was fitted to other weights or parameters, or with another kind, labels or seed.
+        IncompleteStoreError: there is no checkpoint of this id.
+    """
+    if exact.kind == "identity":
+        return identity_curvature(exact.model.layout)
+    expected = exact.identity(model_id, exact.sample())
+    directory = exact.model.store.curvature_dir(model_id, expected)  # that of a published one, if it fits
+    path = directory / CURVATURE_FILE
+    if not path.exists():
+        raise StoreError(
+            f"{directory} holds no curvature of checkpoint {model_id}. Expected a fitted one. Call `fit_curvature()` "
+            "first."
+        )
+    if directory == exact.directory(model_id):
+        recorded = read_sealed(path).get("identity", {})
+        expected |= {name: recorded[name] for name in _SAMPLE if name in recorded}
+    return CurvatureFiles(directory, expected).read()
+
+
+def curvature_report(exact: ExactScores, model_id: int) -> CurvatureReport:
+    """Report on the curvature of a checkpoint. Raises as [`fitted_curvature`].
+
+    Args:
+        exact (`ExactScores`): the model and its configuration.
+        model_id (`int`): the checkpoint.
+
+    Raises:
+        ValueError: the configured curvature is the identity, of which there is nothing to report.
+    """
+    if exact.kind == "identity":
+        raise ValueError(
+            "`curvature` is 'identity', which is fitted to nothing. Expected another one for a report. Set "
+            "`curvature='ekfac'`."
+        )
+    return CurvatureReport.of(fitted_curvature(exact, model_id), exact.damping)
+
+
+def log_reports(exact: ExactScores, model_ids: Sequence[int]) -> None:
+    """Log short reports on the curvatures of some checkpoints, in the main process."""
+    if exact.kind == "identity" or not exact.model.processes.is_main_process:
+        return
+    for model_id in model_ids:
+        curvature_report(exact, model_id).log(f"Curvature of checkpoint {model_id}")
+
 
 _LEAST_ROWS = 3
+
 _TOP = 10
+
 _SHARD_BYTES = 2**28
 
 
@@ -353,3 +419,215 @@ def _correlation(first: np.ndarray, second: np.ndarray) -> float:
     first, second = first - first.mean(), second - second.mean()
     norm = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float(first @ second) / norm if norm > 0 else 0.0
+
+
+_MOST_ROWS = 1 << 20
+
+_LEAST_COMPARED_ROWS = 4
+
+
+@dataclass(frozen=True)
+class ConversionFidelity:
+    """How well scores of a converted store agree with those of its source.
+
+    Attributes:
+        before (`str`): storage of the features of the source.
+        after (`str`): that of the converted ones.
+        bytes_before (`int`): bytes of a row of features of the source, with its scale.
+        bytes_after (`int`): those of a converted one.
+        rows (`int`): number of training rows that were compared.
+        targets (`int`): number of targets, which are other training rows.
+        top (`int`): number of highest rows in the overlap.
+        scores (`Agreement`): converted scores beside those of the source.
+    """
+
+    before: str
+    after: str
+    bytes_before: int
+    bytes_after: int
+    rows: int
+    targets: int
+    top: int
+    scores: Agreement
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the measurement as plain JSON."""
+        means = {"mean_spearman": self.scores.mean_spearman, "mean_overlap": self.scores.mean_overlap}
+        return {**asdict(self), "scores": {**asdict(self.scores), **means}}
+
+    def __str__(self) -> str:
+        """Say in a sentence what was saved, and in another one what it costs."""
+        error = f" ± {self.scores.standard_error:.3f}" if math.isfinite(self.scores.standard_error) else ""
+        return "\n".join(
+            [
+                f"{self.before} to {self.after}: {self.bytes_before:,} to {self.bytes_after:,} bytes per row, "
+                f"{self.bytes_before / self.bytes_after:.1f} times fewer.",
+                f"Scores beside those before, {self.rows:,} training rows × {self.targets} others as targets: rank "
+                f"correlation {self.scores.mean_spearman:.3f}{error}, {self.scores.mean_overlap:.0%} of the top "
+                f"{self.top} (chance: 0, {self.top / self.rows:.0%}).",
+            ]
+        )
+
+
+def compare_stores(
+    source: FeatureStore,
+    converted: FeatureStore,
+    args: TrakConfig | None = None,
+    processes: Processes | None = None,
+    targets: int = 16,
+    seed: int = 0,
+) -> ConversionFidelity:
+    """Compare the scores of a converted store with those of the store that it was converted from.
+
+    All processes call this together.
+
+    Args:
+        source (`FeatureStore`):
+            The store that was converted.
+        converted (`FeatureStore`):
+            The result of [`~hf_trak.featurize.converting.convert_store`], or a
+            [`~hf_trak.store.revised.PrefixStore`], the first bytes of the rows of `source`.
+        args (`TrakConfig`, *optional*):
+            Settings of the ridge regression. By default `TrakConfig()`.
+        processes (`Processes`, *optional*):
+            The processes that take part.
+        targets (`int`, *optional*, defaults to 16):
+            Number of training rows that are drawn as targets, half of all at most.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the draw.
+
+    Returns:
+        [`ConversionFidelity`]: rank correlations and overlaps of the highest rows.
+
+    Raises:
+        TypeError: a number is no integer.
+        ValueError: a number is out of range, or there are fewer than 4 training rows.
+        SingularGramError: the ridge is too small for these features.
+    """
+    args, processes = args or TrakConfig(), processes or Processes()
+    rows, drawn = _sampled_targets(source.train_size, targets, seed)
+    scores = []
+    for store in (source, converted):
+        scorer, ids = scorer_of(store, args, processes), converted.model_ids
+        preconditioned = [
+            scorer.precondition(model_id, _targets(source, store, model_id, drawn), len(drawn)) for model_id in ids
+        ]
+        scores.append(_scores_of(scorer, ids, preconditioned, rows, len(drawn)))
+    before, after = scores
+    top = min(_TOP, max(1, len(rows) // 4))
+    return ConversionFidelity(
+        str(source.config["feature_dtype"]),
+        str(converted.config["feature_dtype"]),
+        row_bytes(source),
+        row_bytes(converted),
+        len(rows),
+        len(drawn),
+        top,
+        Agreement.of(after.double().numpy(), before.double().numpy(), top),
+    )
+
+
+def row_bytes(store: FeatureStore) -> int:
+    """Number of bytes of a row of features, with its scale, without the weight q."""
+    form = store.code_format
+    return store.proj_dim * store.feature_dtype.itemsize if form is None else form.row_bytes + 4
+
+
+def _sampled_targets(n: int, targets: int, seed: int) -> tuple[Tensor, list[int]]:
+    """Draw targets among n training rows, and take the others to be compared, or a sample of very many."""
+    count = checked_int(targets, "targets", 1)
+    if n < _LEAST_COMPARED_ROWS:
+        raise ValueError(f"There are {n} training rows. Expected at least {_LEAST_ROWS} to compare scores of.")
+    order = np.random.Generator(np.random.Philox(checked_int(seed, "seed", 0))).permutation(n)
+    count = min(count, n // 2)
+    return torch.from_numpy(np.sort(order[count : count + _MOST_ROWS])), sorted(map(int, order[:count]))
+
+
+def _targets(source: FeatureStore, store: FeatureStore, model_id: int, drawn: Sequence[int]) -> Callable[[], Tensor]:
+    """Return what reads the features of the targets `(m, k)` in the coordinates of a store, float32."""
+
+    def read() -> Tensor:
+        shards = source.train(model_id)
+        found = []
+        for row in drawn:
+            shard = shards.read(shards.plan.shard_of(row))
+            found.append(shard.rows(row - shard.start, row - shard.start + 1).grads.float())
+        features = torch.cat(found)
+        rotation = store.rotation(model_id) if source.code_format is None else None
+        # The first bytes of rows are a store of their first columns.
+        return features[:, : store.proj_dim] if rotation is None else rotation.apply(features)
+
+    return read
+
+
+def _scores_of(scorer: Scorer, ids: Sequence[int], targets: Sequence[Any], rows: Tensor, m: int) -> Tensor:
+    """Compute the scores of some training rows `(rows, m)`, float32, in every process."""
+    result = torch.zeros(len(rows), m)
+    with scorer.processes.all_or_none():
+        for start, stop, block in scorer.blocks(ids, targets):
+            first, last = torch.searchsorted(rows, torch.tensor([start, stop])).tolist()
+            result[first:last] = block[rows[first:last] - start].cpu()
+    return scorer.processes.add(result)  # every row comes from one process, the others add zeros
+
+
+logger = logging.getLogger(__name__)
+
+
+LEAST_AGREEMENT = 0.5
+
+"""Rank correlation of inner products of features with exact ones, below which a sketch does not hold them."""
+
+
+CHECKED_ROWS, CHECKED_TARGETS = 32, 4
+
+
+def whitened_map(model: FeaturizedModel, model_id: int) -> WhitenedProjection:
+    """Fit the curvature of the weights that the model has now, or read it, and return the map of their gradients.
+
+    Args:
+        model: the model. All processes call this together.
+        model_id: the checkpoint that these weights are.
+
+    Returns:
+        The map from gradients `(B, P)` to whitened features `(B, k)`.
+
+    Raises:
+        StoreError: the rows are not at hand, as those of a published index, and no curvature was published with it.
+    """
+    return WhitenedProjection(_curvature(model, model_id), whitening_damping(model.args), model.projector())
+
+
+def _curvature(model: FeaturizedModel, model_id: int) -> Curvature:
+    exact = ExactScores(model)
+    if getattr(model.train_dataset, "absent", False):
+        return fitted_curvature(exact, model_id)
+    return exact.fitted(model_id)
+
+
+def check_sketch(model: FeaturizedModel, model_id: int) -> float:
+    """Compare inner products of whitened features with exact ones on a sample, and warn where they disagree.
+
+    Args:
+        model: featurized, with its training rows. All processes call this together.
+        model_id: the checkpoint.
+
+    Returns:
+        The rank correlation, mean over the targets of the sample; 1 where there are too few rows to tell.
+    """
+    if len(model.train_dataset) <= CHECKED_TARGETS + 3:
+        return 1.0
+    scores, curvature, _ = sampled_scores(model, CHECKED_ROWS, CHECKED_TARGETS, 0, model_id)
+    found = Agreement.of(scores.products, scores.exact_products, 1).mean_spearman
+    if found < LEAST_AGREEMENT and model.processes.is_main_process:
+        logger.warning(
+            "Inner products of the whitened features of checkpoint %d have a rank correlation of %.2f with exact ones "
+            "(%s, %d rows × %d targets): %d numbers per row do not hold them. Score with `exact=True` or `rerank`, "
+            "raise `proj_dim`, or featurize with `whitened=False` in another directory.",
+            model_id,
+            found,
+            curvature.kind,
+            len(scores.rows),
+            len(scores.targets),
+            model.proj_dim,
+        )
+    return found

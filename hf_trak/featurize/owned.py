@@ -18,9 +18,8 @@ from torch import Tensor
 
 from hf_trak.curvature.blocks import CurvatureBlocks
 from hf_trak.curvature.curvature import Curvature
-from hf_trak.curvature.exchange import BlockOwners
 from hf_trak.curvature.maps import GradientMap
-from hf_trak.curvature.owner_maps import OwnerMap
+from hf_trak.curvature.owner_maps import BlockOwners, OwnerMap
 from hf_trak.curvature.target_forms import LowRankForm, low_rank_numel
 from hf_trak.featurize.exact_blocks import zero_target
 from hf_trak.featurize.featurized import FeaturizedModel

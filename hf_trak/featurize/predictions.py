@@ -13,9 +13,9 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.modelout_functions.base import STACKED, call_model
 from hf_trak.modelout_functions.batches import LABEL_NAMES, find_logits
-from hf_trak.modelout_functions.causal_lm import CausalLMModelOutput
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
+from hf_trak.modelout_functions.token_tasks import CausalLMModelOutput
 from hf_trak.modelout_functions.tokens import IGNORED, TARGET_MASK
 
 PREDICTED = "predicted"

@@ -23,14 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trak.curvature.conjugate_gradients import RefinedTarget, Solutions, damping_terms, summary
+from hf_trak.curvature.conjugate_gradients import RefinedTarget, Refinement, Solutions, damping_terms, summary
 from hf_trak.curvature.curvature import Curvature
-from hf_trak.curvature.refinement import Refinement
 from hf_trak.curvature.target_forms import LowRankForm, TargetForm
 from hf_trak.data.rows import batch_rows, row_count
 from hf_trak.errors import GradientEngineError, IncompleteStoreError, NonFiniteError
 from hf_trak.featurize.featurized import FeaturizedModel
-from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.base import SplitBatch
 from hf_trak.gradient_computers.gauss_newton import GaussNewton
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
 from hf_trak.runtime.progress import RowProgress

@@ -3,29 +3,198 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import torch
 from datasets import Dataset
+from torch import Tensor
 
-from hf_trak.curvature.refinement import Refinement
-from hf_trak.data.row_part import RowPart
-from hf_trak.data.rows import row_count
-from hf_trak.errors import HfTrakError
+from hf_trak.curvature.conjugate_gradients import Refinement
+from hf_trak.data.rows import HeldRows, RowPart, forward_columns, row_count
+from hf_trak.errors import ConfigMismatchError, HfTrakError
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
-from hf_trak.featurize.fetching import fetched_rows, row_source
-from hf_trak.featurize.saved_shortlist import SavedShortlist
-from hf_trak.featurize.two_passes import CANDIDATES_PER_ROW, LEAST_CANDIDATES, two_passes
+from hf_trak.identity.collation import collation_changes, probe_rows
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.progress import RowProgress
 from hf_trak.scores.groups import RowGroups
-from hf_trak.scores.rerank_columns import IndexRanking, index_columns, reranked_columns
 from hf_trak.scores.score_files import ScoreFiles
-from hf_trak.scores.scored_dataset import ScoreBlock
-from hf_trak.scores.shortlist import fused_shortlist, with_plain_targets
+from hf_trak.scores.scored_dataset import (
+    TOP_K_COLUMNS,
+    IndexRanking,
+    ScoreBlock,
+    fixed_size_list,
+    index_columns,
+    reranked_columns,
+)
+from hf_trak.scores.scorer import Scorer
+from hf_trak.scores.shortlist import fused_shortlist, rescored, shortlist, with_plain_targets
+from hf_trak.store.revised import PrefixStore
+from hf_trak.store.sealed import content_digest
+from hf_trak.store.shard_set import ShardSet
+from hf_trak.store.shards import TensorSpec, read_tensors, write_tensors
+from hf_trak.store.store import FeatureStore
 from hf_trak.weights.checkpoints import Checkpoint
+
+
+def row_source(model: FeaturizedModel) -> Any:
+    """Return the training rows, or what fetches them (with the attribute `remote`); `None` where they cannot be had.
+
+    Args:
+        model: the model and its training rows.
+    """
+    absent = getattr(model.train_dataset, "absent", False)
+    return getattr(model.train_dataset, "remote", None) if absent else model.train_dataset
+
+
+def fetched_rows(model: FeaturizedModel, source: Any, numbers: Sequence[int]) -> HeldRows:
+    """Fetch rows of a dataset that is elsewhere. All processes call this together, and the main process fetches.
+
+    Rows are compared with their digests. What becomes of them on the way to the model is compared on the same rows
+    as for a dataset that is at hand as a whole, which are fetched as well.
+
+    Args:
+        model: the model, its collator and its store.
+        source: what fetches the rows, a `hub.RemoteRows`.
+        numbers: numbers of the rows.
+
+    Raises:
+        ConfigMismatchError: rows have changed, or the collator has.
+        HubAccessError: they cannot be downloaded.
+    """
+    n = row_count(model.train_dataset, "train_dataset")
+    if model.args.remove_unused_columns:
+        collator = model.task.collator(model.data_collator)
+        columns = [*forward_columns(model.model, model.args.label_names), *model.task.batch_columns]
+        source.restrict([*columns, *getattr(collator, "columns", ())])
+    source.show = not model.args.disable_tqdm
+    probed = sorted({*numbers, *probe_rows(n)})
+    model.processes.broadcast_from_main(lambda: source.fetch(probed))
+    with model.processes.all_or_none():
+        held = HeldRows(source.select(probed), probed, n)
+        saved = model.store.config.get("collation")
+        changes = [] if saved is None else collation_changes(saved, model.collation(held))
+        if changes:
+            raise ConfigMismatchError(
+                "The training rows that were fetched do not become what the index was made from:\n  "
+                + "\n  ".join(changes)
+                + "\nExpected the same collator and the same preparation of rows. Pass the `data_collator=` and "
+                "`processing_class=` that the index was made with, and rows as they were then."
+            )
+    return held
+
+
+_DTYPES = (torch.int64, torch.float32, torch.int64, torch.float32)
+
+
+class SavedShortlist:
+    """The file of one shortlist: rows and scores of `count` rows from either end, for each of m targets."""
+
+    def __init__(self, store: FeatureStore, name: str, identity: dict[str, Any], m: int, count: int) -> None:
+        """
+        Args:
+            store: the feature store.
+            name: name of the experiment.
+            identity: everything that the scores depend on, as plain JSON.
+            m: number of targets.
+            count: rows from either end.
+        """
+        digest = content_digest({**identity, "count": count})
+        self._identity = {"kind": "shortlist", "scores": digest}
+        self._version = store.version
+        self._specs = {
+            column: TensorSpec((m, count), (dtype,)) for column, dtype in zip(TOP_K_COLUMNS, _DTYPES, strict=True)
+        }
+        self.path: Path = store.experiment_dir(name) / f"shortlist-{digest[:12]}.safetensors"
+
+    def read(self) -> Dataset:
+        """Read the columns of a top-k result.
+
+        Raises:
+            StoreError: the file is missing or damaged.
+        """
+        found = read_tensors(self.path, self._identity, self._specs, verify=True, version=self._version)
+        return Dataset(pa.table({name: fixed_size_list(found[name].numpy()) for name in TOP_K_COLUMNS}))
+
+    def write(self, columns: Dataset) -> None:
+        """Write the columns of a top-k result.
+
+        Raises:
+            StoreError: the file cannot be written.
+        """
+        listed = columns.with_format("numpy")
+        tensors = {
+            name: torch.from_numpy(np.ascontiguousarray(np.stack(listed[name][:]))).to(dtype)
+            for name, dtype in zip(TOP_K_COLUMNS, _DTYPES, strict=True)
+        }
+        write_tensors(self.path, tensors, self._identity, self._version)
+
+
+LEAST_CANDIDATES, CANDIDATES_PER_ROW = 1000, 50
+
+
+def two_passes(
+    model: FeaturizedModel,
+    eval_dataset: Any,
+    name: str | None,
+    checkpoints: Checkpoint | Sequence[Checkpoint] | None,
+    model_ids: Sequence[int] | None,
+    groups: RowGroups | None,
+    top_k: int,
+    first_pass_bytes: int,
+    candidates: int | None,
+) -> tuple[str, Dataset]:
+    """Score every row by its first bytes, and the best rows of this pass by all their bytes.
+
+    Args:
+        model: the model and its store of codes.
+        eval_dataset, name, checkpoints, model_ids, groups: see [`FeaturizedModel.plan_scores`].
+        top_k: rows to return for each target, from either end.
+        first_pass_bytes: bytes of a row, rounded down to whole blocks.
+        candidates: rows of the first pass whose whole features are read, for each target and end; `None` for 50 times
+            `top_k`, and 1,000 at least.
+
+    Returns:
+        The name of the experiment, and the columns of a top-k result.
+
+    Raises:
+        ValueError: a number is out of range, or the store has no codes.
+    """
+    count = checked_int(first_pass_bytes, "first_pass_bytes", 1, type_error=ValueError)
+    if candidates is None:
+        candidates = max(LEAST_CANDIDATES, CANDIDATES_PER_ROW * top_k)
+    candidates = checked_int(candidates, "candidates", top_k, type_error=ValueError)
+    ids = model.scorer.ensemble(model_ids)
+    for model_id in ids:
+        model.store.train(model_id).names_within(count)  # an error before anything is computed
+    targets = model.precondition(eval_dataset, name, checkpoints, ids, groups)
+    args, processes = model.args, model.processes
+    store = PrefixStore(model.store, count)
+    # The first columns have no more eigenvalues than there are of them.
+    rank = None if args.solver_rank is None else min(args.solver_rank, store.proj_dim, store.train_size)
+    scorer = Scorer(store, processes, model.device, args.lambda_reg, args.lambda_relative, args.solver, rank)
+    m = len(eval_dataset) if groups is None else len(groups)
+    asked = [
+        scorer.precondition(model_id, partial(_first_columns, shards, store.proj_dim, groups), m)
+        for model_id, shards in zip(ids, targets.features, strict=True)
+    ]
+    directory = model.store.output_dir / "scores"
+    n = model.store.train_size
+    listed = shortlist(scorer.blocks(ids, asked), ScoreFiles(directory, "first-pass", processes, n, m), candidates)
+    whole = [model.store.train(model_id) for model_id in ids]
+    files = ScoreFiles(directory, "second-pass", processes, len(listed), m)
+    return targets.name, rescored(whole, targets, listed, min(top_k, n), files)
+
+
+def _first_columns(shards: ShardSet, columns: int, groups: RowGroups | None) -> Tensor:
+    """The first columns of the features of targets, or of the means of groups of them."""
+    parts = ((shard.start, shard.grads[:, :columns].float()) for shard in shards)
+    return torch.cat([part for _, part in parts]) if groups is None else groups.means(parts)
+
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +207,7 @@ class RerankRequest:
         eval_dataset, name, checkpoints, model_ids, groups: see [`FeaturizedModel.plan_scores`].
         top_k: rows to return for each target, from either end.
         count: rows of the index to score exactly, for each target and end.
-        first_pass_bytes, candidates: see [`~hf_trak.featurize.two_passes.two_passes`].
+        first_pass_bytes, candidates: see [`~hf_trak.featurize.reranking.two_passes`].
         refinement: how targets of exact scores are refined.
     """
 
@@ -60,7 +229,7 @@ class Reranked:
 
     Attributes:
         name: name of the experiment.
-        columns: the columns of a top-k result, and [`~hf_trak.scores.rerank_columns.RERANK_COLUMNS`].
+        columns: the columns of a top-k result, and [`~hf_trak.scores.scored_dataset.RERANK_COLUMNS`].
         rows: the training rows that were scored exactly; `None` where these were not at hand.
     """
 

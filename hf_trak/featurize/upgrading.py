@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hf_trak.errors import IncompleteStoreError
-from hf_trak.featurize.comparisons import COMPARISONS
+from hf_trak.featurize.definition import COMPARISONS
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.featurizer import StoredRows
 from hf_trak.store.atomic import create_bytes

@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import GradientEngineError, NonFiniteError, PeerProcessError
-from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
-from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.gradient_computers.engine_check import BatchIndependence, check_against
+from hf_trak.gradient_computers.base import (
+    AbstractGradientComputer,
+    BatchOutputs,
+    GradientSink,
+    SplitBatch,
+    is_out_of_memory,
+)
+from hf_trak.gradient_computers.engine_check import KEPT_BYTES, BatchIndependence, KeptPass, check_against
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.gradient_computers.functional import FunctionalGradientComputer
 from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
-from hf_trak.gradient_computers.kept_pass import KEPT_BYTES, KeptPass
-from hf_trak.gradient_computers.memory import is_out_of_memory
 from hf_trak.gradient_computers.padding import CollatedAlone, PaddingSearch, RowAlone
 from hf_trak.gradient_computers.self_check import Reference, Samples, reference_of
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side

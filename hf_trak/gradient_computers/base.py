@@ -1,17 +1,28 @@
 """The contract of a gradient computer: a model, a task and a batch in; blocks of per-sample gradients out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, Side
+from hf_trak.modelout_functions import function
+from hf_trak.modelout_functions.base import (
+    AbstractModelOutput,
+    Batch,
+    BatchedModelOutput,
+    FieldBatch,
+    Side,
+    as_batch,
+    call_model,
+)
 
 GradientSink = Callable[[int, Tensor], None]
+
 """Receives `(start, block)`: `block` of shape `(B, n)` holds columns `start … start + n` of the per-sample gradients,
 in the order of [`ParameterLayout`]. Blocks come in any order, and a sink adds up columns that come twice (shared
 parameters). The producer may reuse or free the block as soon as the sink returns."""
@@ -157,3 +168,183 @@ def batch_size_of(batch: Any) -> int:
         f"The batch (a {type(batch).__name__}) holds no tensor with a batch dimension. Expected a mapping of names to "
         "tensors, or a sequence of tensors, batch dimension first."
     )
+
+
+@dataclass(frozen=True)
+class SplitBatch:
+    """A batch taken apart. Keys are the names of a mapping or the positions of a sequence.
+
+    Attributes:
+        size: B.
+        mapped: the tensors whose leading dimension is B.
+        constant: everything else (flags, constants, tables).
+        keys: all keys, in order.
+        is_mapping: whether the batch is a mapping.
+        kind: `dict`, `tuple`, or the class of a namedtuple or of a dataclass' fields, whose attributes tasks may read.
+    """
+
+    size: int
+    mapped: dict[Any, Tensor]
+    constant: dict[Any, Any]
+    keys: tuple[Any, ...]
+    is_mapping: bool
+    kind: type[Any] = dict
+
+    @classmethod
+    def of(cls, batch: Batch) -> "SplitBatch":
+        """Take a batch apart.
+
+        Raises:
+            ValueError: no tensor has a batch dimension.
+        """
+        batch = as_batch(batch)
+        size = batch_size_of(batch)
+        is_mapping = isinstance(batch, Mapping)
+        items = dict(batch.items()) if isinstance(batch, Mapping) else dict(enumerate(batch))
+        mapped = {k: v for k, v in items.items() if isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == size}
+        constant = {k: v for k, v in items.items() if k not in mapped}
+        kept = isinstance(batch, FieldBatch) or hasattr(batch, "_fields")
+        kind = type(batch) if kept else dict if is_mapping else tuple
+        return cls(size, mapped, constant, tuple(items), is_mapping, kind)
+
+    def rebuild(self, mapped: Mapping[Any, Tensor]) -> Batch:
+        """Make a batch of the same kind with other tensors in place of the mapped ones."""
+        values = {**self.constant, **mapped}
+        if self.is_mapping:
+            return self.kind({key: values[key] for key in self.keys})
+        made = tuple(values[key] for key in self.keys)
+        return self.kind(*made) if hasattr(self.kind, "_fields") else made
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Make a batch of samples `start … stop`."""
+        return self.rebuild({key: tensor[start:stop] for key, tensor in self.mapped.items()})
+
+    @property
+    def sample_elements(self) -> int:
+        """Number of tensor elements per sample, a measure of the cost of batches of different lengths."""
+        return sum(tensor.numel() for tensor in self.mapped.values()) // max(self.size, 1)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether an error, or one of the errors that caused it, says that memory ran out.
+
+    Recognizes the messages of CUDA and other accelerators, of the CPU's allocator and of cuDNN, as
+    `accelerate.utils.find_executable_batch_size` does.
+    """
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        if isinstance(error, Exception) and should_reduce_batch_size(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def saved_activation_bytes(forward: Callable[[], Any]) -> int:
+    """Count the bytes that autograd saves during `forward()`. A storage shared by several operations counts once."""
+    seen: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        for part in _dense_parts(tensor):
+            storage = part.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(seen.values())
+
+
+def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that hold the storage of a tensor: itself, or the indices and values of a sparse one."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
+def run_model(
+    task: BatchedModelOutput,
+    model: torch.nn.Module,
+    batch: Batch,
+    weights: Mapping[str, Tensor] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> Any:
+    """Run one forward pass of a batch with the inputs that the task takes from it.
+
+    Args:
+        task: the task.
+        model: the model.
+        batch: the batch.
+        weights, buffers: used in place of the model's own where `weights` is given.
+
+    Returns:
+        What the model returned.
+    """
+    args, kwargs = task.model_inputs(batch)
+    return call_model(model, weights, buffers, args, kwargs)
+
+
+def one_per_sample(values: Any, size: int, task: AbstractModelOutput) -> Tensor:
+    """Check that a task returned one value per sample.
+
+    Args:
+        values: what the task returned.
+        size: samples in the batch that it was called with: one, where an engine takes them one at a time.
+        task: named in the error message.
+
+    Returns:
+        `torch.Tensor`: `values`.
+
+    Raises:
+        ValueError: it has another shape than `(size,)`, or is no tensor.
+    """
+    return function.one_per_sample(values, size, f"The task {type(task).__name__}")
+
+
+def gradients_of(f: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """Take the gradients of a scalar by plain autograd.
+
+    Reentrant activation checkpointing refuses `autograd.grad`. There, gradients are accumulated in `.grad`, which is
+    put back as it was.
+
+    Args:
+        f: the scalar.
+        parameters: what to differentiate with respect to.
+
+    Returns:
+        One gradient per parameter, `None` for one that `f` does not depend on.
+
+    Raises:
+        RuntimeError: autograd cannot differentiate `f`.
+    """
+    try:
+        return list(torch.autograd.grad(f, parameters, allow_unused=True, retain_graph=True))
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+    return accumulated_gradients(f, parameters)
+
+
+def accumulated_gradients(f: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """Take the gradients of a scalar as [`gradients_of`] does, in one backward pass under any kind of checkpointing.
+
+    Args:
+        f: the scalar.
+        parameters: what to differentiate with respect to, all leaves that require a gradient.
+
+    Returns:
+        One gradient per parameter, `None` for one that `f` does not depend on.
+    """
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        f.backward()
+        return [parameter.grad for parameter in parameters]
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient

@@ -10,13 +10,18 @@ from torch import Tensor
 
 from hf_trak._compat import mask_code_traceable
 from hf_trak.errors import GradientEngineError
-from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
-from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.base import (
+    AbstractGradientComputer,
+    BatchOutputs,
+    GradientSink,
+    SplitBatch,
+    one_per_sample,
+    run_model,
+    saved_activation_bytes,
+)
 from hf_trak.gradient_computers.environment import pass_settings, problem_type_fixed
-from hf_trak.gradient_computers.memory import saved_activation_bytes
-from hf_trak.gradient_computers.outputs import one_per_sample, run_model
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
-from hf_trak.runtime.memory import free_bytes
+from hf_trak.runtime.checks import free_bytes
 
 logger = logging.getLogger(__name__)
 

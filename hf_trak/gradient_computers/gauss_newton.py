@@ -26,12 +26,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_trak._compat import tree_flatten, tree_unflatten
 from hf_trak.errors import GradientEngineError
-from hf_trak.gradient_computers.base import batch_size_of
-from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.base import (
+    SplitBatch,
+    batch_size_of,
+    is_out_of_memory,
+    one_per_sample,
+    run_model,
+    saved_activation_bytes,
+)
 from hf_trak.gradient_computers.environment import pass_settings, problem_type_fixed
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.gradient_computers.memory import is_out_of_memory, saved_activation_bytes
-from hf_trak.gradient_computers.outputs import one_per_sample, run_model
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput
 
 logger = logging.getLogger(__name__)

@@ -5,10 +5,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
-from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.base import (
+    AbstractGradientComputer,
+    BatchOutputs,
+    GradientSink,
+    SplitBatch,
+    gradients_of,
+    one_per_sample,
+    run_model,
+)
 from hf_trak.gradient_computers.environment import differentiating, pass_settings
-from hf_trak.gradient_computers.outputs import gradients_of, one_per_sample, run_model
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.base import SplitBatch
 from hf_trak.modelout_functions.base import Batch
 
 CollatedAlone = Callable[[int], Batch]

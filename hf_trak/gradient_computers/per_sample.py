@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from hf_trak.gradient_computers.auto import AutoGradientComputer, engines_of
-from hf_trak.gradient_computers.batches import SplitBatch
-from hf_trak.modelout_functions.base import AbstractModelOutput, Batch
+from hf_trak.gradient_computers.base import SplitBatch
+from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, as_batch
 from hf_trak.modelout_functions.function import FunctionModelOutput, OutputFn
-from hf_trak.modelout_functions.records import as_batch
 from hf_trak.modelout_functions.registry import get_task
 
 ModelInputs = tuple[tuple[Any, ...], dict[str, Any]]

@@ -10,15 +10,21 @@ from torch import Tensor
 
 from hf_trak._compat import BatchNormBase
 from hf_trak.errors import GradientEngineError
-from hf_trak.gradient_computers.base import BatchOutputs
-from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.base import BatchOutputs, SplitBatch, gradients_of, one_per_sample, run_model
 from hf_trak.gradient_computers.environment import differentiating
-from hf_trak.gradient_computers.gradient_sketch import SKETCHED_FROM, GradientSketch, each_gradient
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.gradient_computers.outputs import gradients_of, one_per_sample, run_model
 from hf_trak.gradient_computers.padding import RowAlone
-from hf_trak.gradient_computers.tolerance import SCALE, PrecisionObserver, Tolerance, norms_of, rounded_at_random
+from hf_trak.gradient_computers.tolerance import (
+    SCALE,
+    SKETCHED_FROM,
+    GradientSketch,
+    PrecisionObserver,
+    Tolerance,
+    each_gradient,
+    norms_of,
+    rounded_at_random,
+)
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 
 REMEDY = (

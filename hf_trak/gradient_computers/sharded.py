@@ -10,24 +10,24 @@ the columns of whole parameters are emitted by the first process alone. The sums
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+from hf_trak._compat import class_before_fsdp, gathered_after_forward
 from hf_trak.errors import GradientEngineError
-from hf_trak.gradient_computers.base import BatchOutputs, GradientSink
-from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.base import BatchOutputs, GradientSink, SplitBatch
 from hf_trak.gradient_computers.hooked.batch_axis import UnsupportedError
 from hf_trak.gradient_computers.hooked.computer import MAX_RESTARTS, HookedGradientComputer
 from hf_trak.gradient_computers.hooked.hooked_pass import BlockOutput, Emit, HookedPass
-from hf_trak.gradient_computers.hooked.outer import OuterBlock, TakesOuter
 from hf_trak.gradient_computers.hooked.rules.tensor_parallel import GatheringSlices
 from hf_trak.gradient_computers.hooked.traces import RestartError, SampleTrace
+from hf_trak.gradient_computers.hooked.workspace import OuterBlock, TakesOuter
 from hf_trak.gradient_computers.padding import CollatedAlone
 from hf_trak.gradient_computers.sharded_check import check_together
-from hf_trak.gradient_computers.sharded_head import holding, sharded_head
 from hf_trak.gradient_computers.tensor_parallel import (
     Slices,
     hooks_as_forward,
@@ -36,13 +36,50 @@ from hf_trak.gradient_computers.tensor_parallel import (
     uncovered,
 )
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, Side
-from hf_trak.modelout_functions.deferred_logits import NotDeferrableError
+from hf_trak.modelout_functions.deferred_logits import NotDeferrableError, output_embedding
 from hf_trak.runtime.lockstep import STEP, Lockstep, lost_contact
-from hf_trak.runtime.sharding import averaged_over, fsdp_modules, is_sharded_tensor, reshard
-from hf_trak.runtime.zero import GatheredUnit, gathering, units_of
+from hf_trak.runtime.sharding import averaged_over, fsdp_modules, is_sharded_tensor, reshard, tensor_parallel_ranks
+from hf_trak.runtime.zero import GatheredUnit, gathering, is_zero, units_of
+
+_OF_FSDP = "torch.distributed.fsdp."
+
+
+def sharded_head(model: nn.Module) -> nn.Linear | None:
+    """Find the head of a divided model whose logits can be deferred, `None` if there is none.
+
+    It is a linear layer as torch has it, see [`deferrable_head`], of a model that FSDP2 alone divides.
+    """
+    head = output_embedding(model)
+    if not isinstance(head, nn.Linear) or "forward" in vars(head) or parametrize.is_parametrized(head):
+        return None
+    units = fsdp_modules(model)
+    alone = any(unit is head for unit in units)  # FSDP2 makes a class of its own for a layer that it gathers alone
+    if (class_before_fsdp(head) if alone else type(head)) is not nn.Linear:
+        return None
+    hooks = [head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks]
+    if any(
+        not str(getattr(hook, "__module__", "")).startswith(_OF_FSDP) for found in hooks for hook in found.values()
+    ):
+        return None
+    if not units or is_zero(model) or tensor_parallel_ranks(model):
+        return None
+    return head if head.weight.is_floating_point() and head.weight.device.type != "meta" else None
+
+
+@contextmanager
+def holding(model: nn.Module, head: nn.Linear) -> Iterator[None]:
+    """Return a context in which the units of FSDP2 around a head are not freed after their forward pass."""
+    with ExitStack() as stack:
+        for unit in fsdp_modules(model):
+            if any(module is head for module in unit.modules()):
+                stack.enter_context(gathered_after_forward(unit))
+        yield
+
 
 CHECK = "check"
+
 """What a process says at the beginning of a pass for whose batch the engine has not been checked yet."""
+
 
 _CAPTURED, _AGAIN = "captured", "again"
 

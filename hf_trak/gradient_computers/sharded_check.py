@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import GradientEngineError
-from hf_trak.gradient_computers.base import BatchOutputs, GradientSink
-from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.base import BatchOutputs, GradientSink, SplitBatch, one_per_sample, run_model
 from hf_trak.gradient_computers.environment import differentiating
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.gradient_computers.outputs import one_per_sample, run_model
 from hf_trak.gradient_computers.padding import CollatedAlone
 from hf_trak.gradient_computers.self_check import REMEDY
 from hf_trak.gradient_computers.tolerance import Tolerance

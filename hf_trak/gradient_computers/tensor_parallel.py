@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_trak._compat import own_parameters
-from hf_trak.gradient_computers.hooked.outer import OuterBlock
 from hf_trak.gradient_computers.hooked.rules.registry import Piece
 from hf_trak.gradient_computers.hooked.rules.tensor_parallel import placed
+from hf_trak.gradient_computers.hooked.workspace import OuterBlock
 from hf_trak.runtime.sharding import is_sharded_tensor, slice_indices, tensor_parallel_ranks
 
 _HOOKS_OF_TORCH = "torch.distributed.tensor._api"

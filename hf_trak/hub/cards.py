@@ -15,8 +15,7 @@ from typing import Any, Literal
 import yaml
 from huggingface_hub import CommitOperationAdd, DatasetCard, DatasetCardData, DatasetInfo, HfApi
 
-from hf_trak.hub.foreign_json import shown, too_large
-from hf_trak.hub.foreign_yaml import MAX_CARD_BYTES, check_card
+from hf_trak.hub.names import MAX_CARD_BYTES, check_card, shown, too_large
 from hf_trak.version import __version__
 
 logger = logging.getLogger(__name__)

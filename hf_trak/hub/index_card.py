@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hf_trak.codes.coded_rows import CodeFormat
 from hf_trak.config import BITS, TrakConfig
 from hf_trak.featurize.converting import EXACT
 from hf_trak.featurize.fidelity import Fidelity
@@ -12,7 +11,8 @@ from hf_trak.hub.cards import render_card
 from hf_trak.hub.curvature_files import StoredCurvature
 from hf_trak.hub.index_files import SCALE_BYTES
 from hf_trak.hub.manifest import IndexManifest
-from hf_trak.store.configuration import CODE_BITS
+from hf_trak.store.checkpoint_records import CODE_BITS
+from hf_trak.store.codes import CodeFormat
 
 
 def index_card(

@@ -1,6 +1,7 @@
 """The training features of an index: each shard is fetched and checked when it is read, as a whole or in part."""
 
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -9,25 +10,140 @@ from typing import Any, NoReturn
 
 import torch
 from huggingface_hub.utils import tqdm
+from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_trak.codes.coded_rows import CodedRows, CodeFormat
 from hf_trak.errors import StoreError
 from hf_trak.hub.files import IndexFiles
-from hf_trak.hub.foreign_json import shown
-from hf_trak.hub.heads import ShardLayout, keep_head
-from hf_trak.hub.index_files import check_file, check_published_values, refused_if_damaged, shard_bytes
-from hf_trak.hub.row_digests import check_rows
+from hf_trak.hub.index_files import (
+    MAX_HEADER_BYTES,
+    check_file,
+    check_published_values,
+    check_rows,
+    refused_if_damaged,
+    shard_bytes,
+)
+from hf_trak.hub.names import parse_foreign_object, shown
+from hf_trak.store.atomic import atomic_path
+from hf_trak.store.codes import CodedRows, CodeFormat
 from hf_trak.store.shard_set import Shard, ShardSet, content_hash
-from hf_trak.store.shards import read_header, read_part
+from hf_trak.store.shards import DTYPES, METADATA_KEY, TensorSpec, read_header, read_part
+
+_LENGTH_BYTES = 8
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class ShardLayout:
+    """Where the tensors of a shard are in its file.
+
+    Attributes:
+        header (`int`): bytes of the header.
+        stops (`dict[str, int]`): by name of each tensor, in their order in the file, the byte after its last one.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec], size: int) -> None:
+        """
+        Args:
+            specs: the tensors of the shard, each with one dtype.
+            size: bytes of the file.
+
+        Raises:
+            StoreError: a file of this size cannot hold these tensors. The message begins with "it".
+        """
+        self._specs = dict(sorted(specs.items(), key=lambda item: (-item[1].dtypes[0].itemsize, item[0])))
+        data = sum(self._bytes(name) for name in self._specs)
+        self.header = size - _LENGTH_BYTES - data
+        if not 2 <= self.header <= MAX_HEADER_BYTES:
+            raise StoreError(f"it has {size} bytes, of which tensors take {data} and the header cannot take the rest")
+        self.stops: dict[str, int] = {}
+        stop = _LENGTH_BYTES + self.header
+        for name in self._specs:
+            stop += self._bytes(name)
+            self.stops[name] = stop
+
+    def tensors(self, data: bytes) -> tuple[dict[str, Tensor], str]:
+        """Take the tensors out of the first bytes of a file.
+
+        Args:
+            data: the bytes up to the last byte of a tensor.
+
+        Returns:
+            The tensors that `data` holds as a whole, and the metadata of hf_trak in the header.
+
+        Raises:
+            StoreError: the header is not the one that such a file has. The message begins with "it".
+        """
+        begin = _LENGTH_BYTES + self.header
+        (length,) = struct.unpack("<Q", data[:_LENGTH_BYTES])
+        if length != self.header:
+            raise StoreError(f"it begins with a header of {length} bytes, and its size implies {self.header}")
+        try:
+            header = parse_foreign_object(data[_LENGTH_BYTES:begin])
+        except ValueError as error:
+            raise StoreError(f"its header cannot be read: {error}") from error
+        metadata = header.pop("__metadata__", None)
+        text = metadata.get(METADATA_KEY) if isinstance(metadata, dict) else None
+        if not isinstance(text, str):
+            raise StoreError(f"it was not written by hf_trak (no `{METADATA_KEY}` in its metadata)")
+        if header != (expected := self._entries()):
+            wrong = sorted(name for name in {*header, *expected} if header.get(name) != expected.get(name))
+            raise StoreError(
+                f"its header has other tensors, shapes or places than its configuration implies (first: {wrong[:3]})"
+            )
+        return {name: self._tensor(name, data) for name, stop in self.stops.items() if stop <= len(data)}, text
+
+    def _entries(self) -> dict[str, dict[str, Any]]:
+        """The entries of the tensors in the header, with offsets from its end."""
+        begin = _LENGTH_BYTES + self.header
+        return {
+            name: {
+                "dtype": _NAMES[spec.dtypes[0]],
+                "shape": list(spec.shape),
+                "data_offsets": [self.stops[name] - self._bytes(name) - begin, self.stops[name] - begin],
+            }
+            for name, spec in self._specs.items()
+        }
+
+    def _tensor(self, name: str, data: bytes) -> Tensor:
+        spec, stop = self._specs[name], self.stops[name]
+        content = bytearray(data[stop - self._bytes(name) : stop])
+        return torch.frombuffer(content, dtype=spec.dtypes[0]).reshape(spec.shape)
+
+    def _bytes(self, name: str) -> int:
+        spec = self._specs[name]
+        return int(torch.Size(spec.shape).numel()) * spec.dtypes[0].itemsize
+
+
+def keep_head(path: Path, tensors: Mapping[str, Tensor], metadata: str, check: Callable[[Path], object]) -> None:
+    """Write a head to a file, unless it is refused.
+
+    Args:
+        path: the file.
+        tensors: the first tensors of the shard.
+        metadata: the metadata of hf_trak in the shard.
+        check: reads the file that it is given, and raises to refuse it.
+
+    Raises:
+        StoreError: the file cannot be written, or whatever `check` raises.
+    """
+    with atomic_path(path) as temporary:
+        save_file(dict(tensors), temporary, metadata={METADATA_KEY: metadata})
+        check(temporary)
+
 
 CONNECTIONS = 8
+
 """Ranges of bytes that are downloaded at the same time."""
 
+
 _AHEAD = 32
+
 """Shards that are looked at together, by one of several processes, or for single rows."""
 
+
 _REQUEST_BYTES = 1 << 17
+
 """A request takes about the time of so many bytes: a range is worth it where it leaves out more."""
 
 
@@ -49,8 +165,8 @@ class IndexShards(ShardSet):
             files: the files of the index.
             folder: directory of the shards in the index.
             checksums: the checksum of every shard, from the manifest.
-            heads: directory for heads of shards, see `hf_trak.hub.heads`.
-            digests: returns the digests of all rows, if there are some, see `hf_trak.hub.row_digests`.
+            heads: directory for heads of shards, see `hf_trak.hub.index_shards`.
+            digests: returns the digests of all rows, if there are some, see `hf_trak.hub.index_files`.
         """
         super().__init__(
             local.directory,

@@ -11,20 +11,22 @@ from typing import Any
 
 import torch
 
-from hf_trak.codes.coded_rows import CodeFormat
-from hf_trak.codes.rotation import Rotation
 from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.hub.curvature_files import curvature_folder, fetch_content, fetch_known, fetch_tensors
 from hf_trak.hub.files import IndexFiles
-from hf_trak.hub.index_checks import check_listing, checked_config
 from hf_trak.hub.index_files import (
     INDEX_FILE,
     REFERENCE_BYTES,
     ROW_DIGESTS_FILE,
     TRAIN_ROWS_FILE,
     check_file,
+    check_listing,
+    check_low_rank,
+    checked_config,
     gram_bytes,
     low_rank_file,
+    read_row_digests,
+    read_train_rows,
     references_checksum,
     refused_if_damaged,
     row_digest_bytes,
@@ -41,19 +43,15 @@ from hf_trak.hub.manifest import (
     read_index_json,
     refused,
 )
-from hf_trak.hub.row_digests import read_row_digests
-from hf_trak.hub.solver_state import check_low_rank
-from hf_trak.hub.train_rows import read_train_rows
-from hf_trak.identity.row_contents import RowContents
+from hf_trak.identity.row_digest import RowContents
 from hf_trak.store.atomic import differing
-from hf_trak.store.configuration import Comparison
-from hf_trak.store.gram_file import FILE_NAME as GRAM_FILE
-from hf_trak.store.gram_file import Gram
+from hf_trak.store.checkpoint_records import Comparison
+from hf_trak.store.codes import CodeFormat, Rotation
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import Identity, ShardPlan
-from hf_trak.store.store import FeatureStore
+from hf_trak.store.store import GRAM_FILE, FeatureStore, Gram
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +272,7 @@ class IndexStore(FeatureStore):
             self.solver_path(model_id, low_rank_file(published.rank))
 
     def row_digests(self, model_id: int) -> torch.Tensor | None:
-        """Return the digests of the rows of a checkpoint `(n,)`, if they are published; see `hf_trak.hub.row_digests`.
+        """Return the digests of the rows of a checkpoint `(n,)`, if they are published; see `hf_trak.hub.index_files`.
 
         Raises:
             As [`IndexShards.read`].
@@ -292,7 +290,7 @@ class IndexStore(FeatureStore):
             return digests
 
     def train_rows(self) -> RowContents | None:
-        """Return the digests of the training rows, if they are published; see `hf_trak.hub.train_rows`.
+        """Return the digests of the training rows, if they are published; see `hf_trak.hub.index_files`.
 
         Raises:
             As [`IndexShards.read`].

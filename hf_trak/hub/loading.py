@@ -7,40 +7,86 @@ defines features is the same, and finds the weights of every checkpoint.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from huggingface_hub import constants
+from torch.utils.data import default_collate as torch_collate
+from transformers import default_data_collator
 
 from hf_trak.config import TrakConfig
-from hf_trak.data.rows import Collator
-from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError
-from hf_trak.featurize.comparisons import COMPARISONS
-from hf_trak.featurize.curvature_settings import whitening_arguments
+from hf_trak.data.model_inputs import check_rows
+from hf_trak.data.rows import Collator, default_collator
+from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, IncompleteStoreError
+from hf_trak.featurize.definition import COMPARISONS, whitening_arguments
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.hub.absent_rows import AbsentRows, target_collator
 from hf_trak.hub.access import access_errors, hub_api
 from hf_trak.hub.files import LocalFiles
-from hf_trak.hub.foreign_json import shown
 from hf_trak.hub.index_store import IndexStore, open_index
 from hf_trak.hub.manifest import MANIFEST_FILE, IndexManifest, TrainSource, refused
 from hf_trak.hub.models import HubCheckpoint, load_model
-from hf_trak.hub.names import checked_repo, checked_revision
+from hf_trak.hub.names import checked_repo, checked_revision, shown
 from hf_trak.hub.pull import open_repo
 from hf_trak.hub.remote_rows import RemoteRows
 from hf_trak.hub.safe_loading import load_dataset
 from hf_trak.identity.own_code import name_of
 from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
-from hf_trak.modelout_functions.identity import task_identity
+from hf_trak.modelout_functions.function import task_identity
 from hf_trak.store.store import FeatureStore
 from hf_trak.weights.checkpoints import Checkpoint, fingerprint_state_dict
 
+
+class AbsentRows:
+    """Placeholder for training rows that are not available: it knows their number, not their content."""
+
+    absent = True
+    """Tells the featurizer that no row can be computed again and compared with stored features."""
+
+    def __init__(self, count: int, name: str, remote: RemoteRows | None = None) -> None:
+        """
+        Args:
+            count: number of rows.
+            name: name of the index, for messages.
+            remote: the rows in the dataset repo that the index names, of which some can be fetched.
+        """
+        self.count = count
+        self.name = name
+        self.remote = remote
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> NoReturn:
+        raise IncompleteStoreError(
+            f"Training row {index} of the index {self.name} is needed, and the training dataset is not available. "
+            "Expected it for exact scores, and for tasks that use training rows, such as CLIP. Pass "
+            "`train_dataset=` to `from_pretrained`."
+        )
+
+
+def target_collator(processing_class: Any) -> Collator:
+    """Return a collator that looks at the rows of the targets, since there are no training rows to choose one by."""
+
+    def collate(batch: list[Any]) -> Any:
+        check_rows(batch, default_data_collator)
+        return torch_collate(batch) if isinstance(batch[0], tuple | list) else default_data_collator(batch)
+
+    return collate if processing_class is None else default_collator(_EmptyMappings(), processing_class)
+
+
+class _EmptyMappings:
+    """Rows that are mappings, like those of a `datasets.Dataset`, for the choice of a collator."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {}
+
+
 F = TypeVar("F", bound=FeaturizedModel)
 
-_MOST_DRAWS = 10_000
 
 _MOST_DRAWS = 10_000
+
 
 RUN_OPTIONS = (
     "auto_find_batch_size",
@@ -67,6 +113,7 @@ RUN_OPTIONS = (
     "solver_rank",
     "use_cpu",
 )
+
 """Fields of `TrakConfig` that can be chosen for an existing index. The others define its features."""
 
 

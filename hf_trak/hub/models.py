@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from hf_trak.errors import HubAccessError, RefusedIndexError
 from hf_trak.hub import safe_loading
 from hf_trak.hub.access import access_errors
-from hf_trak.hub.foreign_json import read_foreign_object, shown
-from hf_trak.hub.names import HubSource, checked_repo, checked_revision
+from hf_trak.hub.names import HubSource, checked_repo, checked_revision, read_foreign_object, shown
 from hf_trak.version import __version__
 
 MAX_WEIGHT_INDEX_BYTES = 64 << 20

@@ -4,25 +4,42 @@ The same code serves a store on disk ([`push_index`]) and an attributor that may
 ([`push_attributor`]). Both describe the index as [`IndexFacts`] and end in [`publish`].
 """
 
+import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete
+import datasets
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants
 
 from hf_trak.config import TrakConfig
 from hf_trak.errors import HfTrakError, IncompleteStoreError
 from hf_trak.featurize.converting import history_of
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.featurizer import BatchSizeFinder
+from hf_trak.featurize.fidelity import Fidelity
 from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.cards import card_operations
 from hf_trak.hub.curvature_files import StoredCurvature, curvature_folder, settings_left_open, stored_curvature
-from hf_trak.hub.destination import Destination, commit_fields, create_repo
+from hf_trak.hub.files import LocalFiles
 from hf_trak.hub.index_card import index_card
-from hf_trak.hub.index_checks import check_bounds
-from hf_trak.hub.index_facts import IndexFacts, attributor_facts, completed
-from hf_trak.hub.index_files import INDEX_FILE, TRAIN_ROWS_FILE, checksums_of, references_checksum, tensor_files
-from hf_trak.hub.index_store import JSON_FILES, IndexStore
+from hf_trak.hub.index_files import (
+    INDEX_FILE,
+    TRAIN_ROWS_FILE,
+    check_bounds,
+    checksums_of,
+    has_row_digests,
+    read_train_rows,
+    recorded_source,
+    references_checksum,
+    solver_settings,
+    stored_solver,
+    tensor_files,
+    write_row_digests,
+    write_train_rows,
+)
+from hf_trak.hub.index_store import JSON_FILES, IndexStore, open_index
 from hf_trak.hub.manifest import (
     EXACT_SETTINGS,
     MANIFEST_FILE,
@@ -30,17 +47,249 @@ from hf_trak.hub.manifest import (
     SETTINGS,
     SOLVER_SETTINGS,
     IndexManifest,
+    PublishedCheckpoint,
+    TrainSource,
 )
-from hf_trak.hub.origins import parse_source
-from hf_trak.hub.published import PublishedCheckpoint
-from hf_trak.hub.row_digests import has_row_digests, write_row_digests
-from hf_trak.hub.solver_state import solver_settings, stored_solver
-from hf_trak.hub.train_rows import read_train_rows, recorded_source, write_train_rows
+from hf_trak.hub.models import HubCheckpoint, source_of
+from hf_trak.hub.names import HubSource, checked_repo, checked_revision
+from hf_trak.hub.safe_loading import is_commit
 from hf_trak.store.revised import RevisedStore
 from hf_trak.store.sealed import sealed, sealed_bytes
 from hf_trak.store.store import FeatureStore
 
+_COMMIT_FIELDS = ("commit_url", "commit_message", "commit_description", "oid", "pr_url")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A dataset repo, and how to commit to it.
+
+    Attributes:
+        repo_id: name of the repo, created if need be.
+        private: visibility of a repo that is created; `None` leaves it to the Hub's default.
+        token: as in `huggingface_hub`; needs the right to write.
+        revision: the branch; `None` is the main branch.
+        create_pr: open a pull request instead of committing.
+        commit_message: message of the commit; `None` is a default of the library.
+    """
+
+    repo_id: str
+    private: bool | None = None
+    token: str | bool | None = None
+    revision: str | None = None
+    create_pr: bool = False
+    commit_message: str | None = None
+
+
+def create_repo(api: HfApi, destination: Destination) -> str:
+    """Create the repo unless it exists, and return its full name, `user/name`.
+
+    Raises:
+        ValueError: the repo exists and is public, but `private=True` was given.
+    """
+    private = destination.private
+    repo_id = api.create_repo(destination.repo_id, repo_type=REPO_TYPE, private=private, exist_ok=True).repo_id
+    if private and not api.dataset_info(repo_id).private:
+        raise ValueError(
+            f"The dataset repo {repo_id!r} exists and is public, but `private=True` was given. Nothing was "
+            "uploaded. Expected a private repo: change its visibility in its settings, or push to another one."
+        )
+    return repo_id
+
+
+def commit_fields(commit: CommitInfo) -> dict[str, Any]:
+    """Return the arguments of `CommitInfo` as plain JSON, which the main process sends to the others."""
+    return {name: getattr(commit, name) for name in _COMMIT_FIELDS}
+
+
+logger = logging.getLogger(__name__)
+
+
+def train_source(dataset: Any) -> TrainSource | None:
+    """Find the repo, commit and split that a `datasets.Dataset` was loaded from, by the path of its cache files.
+
+    `load_dataset` keeps what it made of a repo in `<user>___<name>/<config>/<version>/<commit>/`.
+
+    Returns:
+        The source, or `None` if the dataset is not one whole split of a dataset repo.
+    """
+    split = str(getattr(dataset, "split", None) or "")
+    known = getattr(getattr(dataset, "info", None), "splits", None) or {}
+    if split not in known or known[split].num_examples != len(dataset):
+        return None  # a selection of the rows, or other rows
+    for file in dataset.cache_files:
+        path = Path(file["filename"])
+        if not path.is_relative_to(datasets.config.HF_DATASETS_CACHE):
+            continue
+        parts = path.relative_to(datasets.config.HF_DATASETS_CACHE).parts
+        if len(parts) == 5 and parts[0].count("___") == 1 and is_commit(parts[3]):
+            return TrainSource(parts[0].replace("___", "/"), parts[1], split, parts[3])
+    return None
+
+
+def recorded_model(store: FeatureStore) -> tuple[str | None, str | None]:
+    """Return repo and revision of the model that a store records, if the recorded name is certainly that of a repo.
+
+    `out/model` may be a directory on the machine that made the features, and the name of a repo to everybody else.
+    So a name is used only if a commit was recorded with it, if it is in the Hub's cache, or if it came with a
+    published index.
+    """
+    config = store.config
+    name, revision = config.get("model_name"), config.get("model_revision")
+    if not isinstance(name, str):
+        return None, None
+    if (source := source_of(name)) is not None:
+        return source.repo_id, source.revision
+    revision = revision if isinstance(revision, str) else None
+    cached = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}").is_dir()
+    known = is_commit(revision) or cached or (store.output_dir / MANIFEST_FILE).is_file()
+    if known and not Path(name).is_dir() and not name.startswith((".", "~", "/")):
+        return name, revision
+    logger.warning(
+        "The index will not name its model: %r may be a directory of this machine. If it is a repo, pass "
+        "`model_name=`.",
+        name,
+    )
+    return None, None
+
+
+def copied_manifest(store: FeatureStore) -> IndexManifest | None:
+    """Return the manifest of a store that is a copy of a published index, and `None` for your own run.
+
+    Raises:
+        RefusedIndexError: the manifest is damaged, or belongs to another store.
+    """
+    if not (store.output_dir / MANIFEST_FILE).exists():
+        return None
+    files = LocalFiles(store.output_dir)
+    return open_index(files, files.work_dir).manifest
+
+
+def known_sources(store: FeatureStore) -> dict[int, HubSource]:
+    """Return the repos of those checkpoints that were loaded from the Hub's cache or came with a pulled index."""
+    found = {}
+    for model_id in store.model_ids:
+        given = store.checkpoint_info(model_id).get("source")
+        if isinstance(given, str) and given.startswith("hf://"):
+            found[model_id] = HubSource.parse(given, f"the source of checkpoint {model_id}")
+        elif isinstance(given, str) and (source := source_of(given)):
+            found[model_id] = source
+    return found
+
+
+def parse_source(given: str | HubCheckpoint | HubSource | None) -> HubSource | None:
+    """Read a value of `checkpoints` as a user gives it.
+
+    Args:
+        given: `"hf://user/model@revision"`, `"user/model@revision"`, or an object that names both; or `None`.
+
+    Raises:
+        ValueError: it does not name a repo and a revision.
+    """
+    if given is None or isinstance(given, HubSource):
+        return given
+    if isinstance(given, HubCheckpoint):
+        return given.source
+    return HubSource.parse(given if given.startswith("hf://") else f"hf://{given}", "a value of `checkpoints`")
+
+
+CheckpointSource = str | HubCheckpoint | HubSource
+
+"""Weights on the Hub: `"hf://user/model@revision"`, `"user/model@revision"`, or an object that names both."""
+
+
+@dataclass(frozen=True)
+class IndexFacts:
+    """Facts that are published about an index and that its feature store does not record.
+
+    Args:
+        settings (`TrakConfig`, *optional*):
+            The configuration of the run, for λ and the batch size. Defaults to the settings of the index that the
+            store is a copy of, and otherwise to `TrakConfig()`.
+        model_name (`str`, *optional*):
+            The model repo that [`TrakAttributor.from_pretrained`] is to load. Defaults to the name in the model's
+            configuration (for a fine-tuned model that of its base), if it is certainly the name of a repo.
+        model_revision (`str`, *optional*):
+            Branch, tag or commit of `model_name`.
+        weights_dtype (`str`, *optional*):
+            Dtype in which the weights are to be loaded, such as `"float32"`. Defaults to that of a copied index.
+        checkpoints (`Mapping[int, str | HubCheckpoint | HubSource]`, *optional*):
+            Where the weights of each model id are on the Hub: `"hf://user/model@revision"`, `"user/model@revision"`
+            or a [`HubCheckpoint`]. Needed for ids whose weights are not those of the model and did not come from the
+            Hub.
+        train_dataset (`TrainSource`, *optional*):
+            The dataset repo of the training rows. Defaults to that of a copied index.
+        lds (`float`, *optional*):
+            The linear datamodeling score, from -1 to 1, if it was measured. Defaults to that of a copied index.
+        fidelity (`Fidelity`, *optional*):
+            What [`TrakAttributor.fidelity`] returned, for the card.
+    """
+
+    settings: TrakConfig | None = None
+    model_name: str | None = None
+    model_revision: str | None = None
+    weights_dtype: str | None = None
+    checkpoints: Mapping[int, CheckpointSource] | None = None
+    train_dataset: TrainSource | None = None
+    lds: float | None = None
+    fidelity: Fidelity | None = None
+
+
+def attributor_facts(
+    attributor: FeaturizedModel, checkpoints: Mapping[int, CheckpointSource] | None = None, **given: Any
+) -> IndexFacts:
+    """Collect the facts that an attributor knows about its own index.
+
+    Args:
+        attributor: any `FeaturizedModel`; its configuration, weights and training dataset are described.
+        checkpoints: takes precedence over the [`HubCheckpoint`] objects that the attributor was featurized with.
+        given: `model_name`, `model_revision`, `lds` and `fidelity` of [`IndexFacts`].
+
+    Raises:
+        TypeError: `given` has another name.
+    """
+    args = attributor.args
+    if args.auto_find_batch_size:
+        found = BatchSizeFinder(args.per_device_batch_size, attributor.store.output_dir).batch_size
+        args = replace(args, per_device_batch_size=found)
+    floating = [value.dtype for value in attributor.model.parameters() if value.is_floating_point()]
+    sources = {key: source for key, source in attributor.sources.items() if isinstance(source, HubCheckpoint)}
+    return IndexFacts(
+        settings=args,
+        weights_dtype=str(floating[0]).removeprefix("torch.") if floating else None,
+        checkpoints={**sources, **(checkpoints or {})},
+        train_dataset=train_source(attributor.train_dataset),
+        **given,
+    )
+
+
+def completed(facts: IndexFacts, store: FeatureStore) -> IndexFacts:
+    """Fill in what was not given and what the store, or the index that it is a copy of, knows.
+
+    Raises:
+        ValueError: the name or revision of the model cannot be that of a repo.
+        RefusedIndexError: the store is a copy of an index, and its manifest is damaged.
+    """
+    if (copied := copied_manifest(store)) is not None:
+        facts = replace(
+            facts,
+            settings=facts.settings or TrakConfig(**copied.settings),
+            weights_dtype=facts.weights_dtype or copied.weights_dtype,
+            train_dataset=facts.train_dataset or copied.train_dataset,
+            lds=copied.lds if facts.lds is None else facts.lds,
+        )
+    if facts.model_name is None:
+        name, revision = recorded_model(store)
+        facts = replace(facts, model_name=name, model_revision=facts.model_revision or revision)
+    if facts.model_name is not None:
+        checked_repo(facts.model_name, "`model_name`")
+    if facts.model_revision is not None:
+        checked_revision(facts.model_revision, "`model_revision`")
+    return replace(facts, checkpoints={**known_sources(store), **(facts.checkpoints or {})})
+
+
 _UPLOAD_FILES = 64
+
 """Files per group of uploads."""
 
 
@@ -134,7 +383,7 @@ def push_index(
         curvature (`bool`, *optional*, defaults to `True`):
             Publish the complete curvatures of the store, too, with which others compute exact scores.
         facts:
-            Fields of [`~hf_trak.hub.index_facts.IndexFacts`], which the store does not record: `settings` (the
+            Fields of [`~hf_trak.hub.push.IndexFacts`], which the store does not record: `settings` (the
             `TrakConfig` of the run, for λ and the batch size), `model_name` and `model_revision` (the model repo),
             `weights_dtype` (such as `"float32"`), `checkpoints` (model ids to `"hf://user/model@revision"` or
             [`HubCheckpoint`]), `train_dataset` (a `TrainSource`), `lds` and `fidelity`.

@@ -21,7 +21,7 @@ from huggingface_hub import CommitInfo, constants
 from hf_trak.errors import RefusedIndexError
 from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.cards import card_operations, render_card
-from hf_trak.hub.destination import Destination, commit_fields, create_repo
+from hf_trak.hub.push import Destination, commit_fields, create_repo
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS

@@ -14,7 +14,8 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -22,9 +23,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import xxhash
+from datasets import Dataset
 from datasets import Dataset as HFDataset
+from torch import Tensor
 
 _FINGERPRINT_ROWS = 1000
+
 _MAX_DEPTH = 100  # a level takes up to four frames of the interpreter's stack, which has 1000
 
 
@@ -396,3 +400,73 @@ def _update_digest_v1(digest: Digest, value: Any) -> None:
         digest.update(f"{getattr(value, 'shape', getattr(value, 'size', ''))}\0".encode() + value.tobytes())
     else:
         digest.update(f"{value!r}\0".encode())
+
+
+_ROWS = 1000
+
+
+@dataclass(frozen=True)
+class RowContents:
+    """The digests of all rows of a dataset.
+
+    Attributes:
+        columns: names of the columns.
+        digests: xxh3-64 of every value, as a signed number, `(n, columns)`, int64.
+    """
+
+    columns: tuple[str, ...]
+    digests: Tensor
+
+    def changed(self, rows: Dataset, numbers: Sequence[int]) -> list[int]:
+        """List the rows that have another value in any column that both have.
+
+        Args:
+            rows: rows that were read, with at least one of the columns.
+            numbers: their numbers.
+
+        Returns:
+            The numbers of rows that have changed.
+        """
+        names = [name for name in self.columns if name in rows.column_names]
+        places = [self.columns.index(name) for name in names]
+        expected = self.digests[torch.tensor(list(numbers), dtype=torch.int64)][:, places]
+        wrong = (content_digests(rows, names) != expected).any(dim=1)
+        return [number for number, differs in zip(numbers, wrong.tolist(), strict=True) if differs]
+
+
+def content_digests(rows: Dataset, columns: Sequence[str]) -> Tensor:
+    """Hash the stored values of some columns.
+
+    Args:
+        rows: a `datasets.Dataset`.
+        columns: names of the columns.
+
+    Returns:
+        `(n, len(columns))`, int64.
+
+    Raises:
+        TypeError: a value cannot be hashed.
+    """
+    found = torch.empty(len(rows), len(columns), dtype=torch.int64)
+    start = 0
+    for table in rows.with_format("arrow").iter(batch_size=_ROWS):
+        for place, name in enumerate(columns):
+            digests = [_digest(value) for value in _values(table[name])]
+            found[start : start + len(digests), place] = torch.tensor(digests, dtype=torch.int64)
+        start += len(table)
+    return found
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    return [
+        value
+        for chunk in column.chunks
+        for value in (chunk.storage if isinstance(chunk, pa.ExtensionArray) else chunk).to_pylist()
+    ]
+
+
+def _digest(value: Any) -> int:
+    digest = xxhash.xxh3_64()
+    update_digest(digest, value)
+    number = digest.intdigest()
+    return number - (number >> 63 << 64)

@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 from hf_trak.errors import KernelError
-from hf_trak.kernels.cache import path_of, write
-from hf_trak.kernels.compiler import Resources, architecture, compile_kernel, nvrtc_version, resources
+from hf_trak.kernels.compiler import Resources, architecture, compile_kernel, nvrtc_version, path_of, resources, write
 from hf_trak.kernels.sources import ARCHITECTURES, VOLTA, Kernel, all_kernels, source
 
 

@@ -36,7 +36,7 @@ KERNELS_MINVER = "0.17.0"
 
 _ROOT = Path(__file__).resolve().parent.parent
 _ENTRY = "hf_trak.projectors.functional"
-_OPERATORS = "hf_trak._ops"
+_OPERATORS = "hf_trak.kernels.ops"
 _RENAMED = {_OPERATORS: "operators"}  # `_ops` is the name of the module in which `kernels` keeps the namespace
 _REPO_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 

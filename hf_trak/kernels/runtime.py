@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hf_trak.errors import KernelError
 from hf_trak.kernels.arguments import Destination, ReduceArguments
-from hf_trak.kernels.cache import cubin
-from hf_trak.kernels.compiler import architecture
+from hf_trak.kernels.compiler import architecture, cubin
 from hf_trak.kernels.sources import REDUCE, Kernel
 
 Grid = tuple[int, int, int]

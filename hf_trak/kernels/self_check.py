@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_trak.errors import KernelError
 from hf_trak.kernels import torch_hadamard
-from hf_trak.kernels.backend import WGMMA_VARIABLE, wgmma_wanted
+from hf_trak.kernels.arguments import WGMMA_VARIABLE, wgmma_wanted
 from hf_trak.kernels.dense import Distribution, Instruction, accumulate_dense, fastest_instruction, tile_of_samples
 from hf_trak.kernels.hadamard import TILE_BITS, rotate_blocks
 from hf_trak.kernels.outer import accumulate_outer, tokens_of_instance

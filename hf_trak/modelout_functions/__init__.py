@@ -5,40 +5,40 @@ Start with `base` (the contract), then `classification` (the paper's example) ov
 object, `inference` finds the task of a model, `identity` says what identifies a task in a store.
 
 May import `hf_trak.identity` (code and settings as plain JSON), `hf_trak.weights.watch` (which weights a CLIP task's
-embeddings belong to), `hf_trak.weights.wrappers` (what a wrapped model is inside) and `hf_trak.runtime`'s checks.
+embeddings belong to), `hf_trak.weights.adapters` (what a wrapped model is inside) and `hf_trak.runtime`'s checks.
 Knows no gradients, no projections, no files.
 """
 
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
-from hf_trak.modelout_functions.causal_lm import CausalLMModelOutput
 from hf_trak.modelout_functions.classification import (
     ClassificationModelOutput,
     ImageClassificationModelOutput,
     IterativeImageClassificationModelOutput,
+    MultiLabelClassificationModelOutput,
+    RegressionModelOutput,
     TextClassificationModelOutput,
 )
 from hf_trak.modelout_functions.clip import CLIPModelOutput, MissingEmbeddingsError
 from hf_trak.modelout_functions.clip_sigmoid import SigLIPModelOutput
 from hf_trak.modelout_functions.diffusion import DiffusionModelOutput
-from hf_trak.modelout_functions.dpo import DPOModelOutput
-from hf_trak.modelout_functions.embedding_losses import EmbeddingLossModelOutput
+from hf_trak.modelout_functions.dpo import DPOModelOutput, ORPOModelOutput, RewardModelOutput
 from hf_trak.modelout_functions.embedding_pairs import EmbeddingPairsModelOutput
+from hf_trak.modelout_functions.embeddings import EmbeddingLossModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
 from hf_trak.modelout_functions.kto import KTOModelOutput
 from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, LossModelOutput
-from hf_trak.modelout_functions.masked_lm import MaskedLMModelOutput
-from hf_trak.modelout_functions.multi_label import MultiLabelClassificationModelOutput
-from hf_trak.modelout_functions.orpo import ORPOModelOutput
 from hf_trak.modelout_functions.policy import GRPOModelOutput, PPOModelOutput
 from hf_trak.modelout_functions.question_answering import QuestionAnsweringModelOutput
 from hf_trak.modelout_functions.registry import TASK_TO_MODELOUT, get_task, infer_task
-from hf_trak.modelout_functions.regression import RegressionModelOutput
-from hf_trak.modelout_functions.reward import RewardModelOutput
 from hf_trak.modelout_functions.row_loss import RowLossModelOutput
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
 from hf_trak.modelout_functions.text_pairs import TextPairsModelOutput
-from hf_trak.modelout_functions.token_classification import TokenClassificationModelOutput
+from hf_trak.modelout_functions.token_tasks import (
+    CausalLMModelOutput,
+    MaskedLMModelOutput,
+    TokenClassificationModelOutput,
+)
 
 __all__ = [
     "TASK_TO_MODELOUT",

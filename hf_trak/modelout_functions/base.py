@@ -12,6 +12,7 @@ Two forms of the same thing:
   and the functional form follows from it.
 """
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -20,14 +21,19 @@ import torch
 from torch import Tensor
 
 Batch = Mapping[str, Any] | Sequence[Tensor]
+
 """A Hugging Face batch (names to tensors), or a plain sequence of tensors as in the `trak` API; the batch dimension
 comes first in both."""
 
+
 STACKED = "stacked"
+
 """Key of a batch under which it lists the tensors that have a dimension of rows for hf_trak alone: the model takes the
 images of all rows along one dimension."""
 
+
 Side = Literal["train", "target"]
+
 """The role of a sample: a training example (a row of X) or a target (a row of t). `loss`, and `regression` with
 `target="fit"`, have another f for targets."""
 
@@ -211,3 +217,29 @@ def call_model(
     if weights is None:
         return model(*args, **kwargs)
     return torch.func.functional_call(model, (dict(weights), dict(buffers or {})), args, kwargs)
+
+
+class FieldBatch(dict[str, Any]):
+    """The fields of a dataclass as a batch: a mapping, whose entries are attributes too, as they were before."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"The batch has the entries {list(self)}, and no {name!r}. Expected one of them. Add it to the "
+                "dataclass that the data collator makes."
+            ) from None
+
+
+def as_batch(batch: Any) -> Any:
+    """Return the fields of a dataclass as a mapping, without those that are `None`, and any other batch as it is.
+
+    Args:
+        batch (`Any`):
+            What a data collator made.
+    """
+    if isinstance(batch, dict) or not dataclasses.is_dataclass(batch) or isinstance(batch, type):
+        return batch  # the outputs of transformers are dictionaries and dataclasses at once
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return FieldBatch({name: value for name, value in values.items() if value is not None})

@@ -2,15 +2,25 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, call_model
-from hf_trak.modelout_functions.batches import as_sequence, check_labels, logits_of, split_batch
+from hf_trak.modelout_functions.batches import (
+    LABEL_NAMES,
+    as_sequence,
+    check_labels,
+    find_logits,
+    logits_of,
+    looked_at,
+    split_batch,
+)
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.margins import error_probability, log_likelihood, margin
+from hf_trak.modelout_functions.tokens import IGNORED
 
 
 class ClassificationModelOutput(BatchedModelOutput):
@@ -183,3 +193,173 @@ class TextClassificationModelOutput(ClassificationModelOutput):
                 "attention_mask, labels). For a model with other inputs, pass a mapping of names to tensors."
             )
         return (), dict(zip(("input_ids", "token_type_ids", "attention_mask"), items[:3], strict=True))
+
+
+_REMEDY = (
+    "Load the model with a sequence or image classification head of as many classes as the labels have, or pass a "
+    "task of your own (`FunctionModelOutput`)."
+)
+
+
+class MultiLabelClassificationModelOutput(AggregatedModelOutput):
+    """The task `multi_label_classification`: f = Σ_c w_c m_c over the classes.
+
+    m_c is logit_c where label c is 1, and −logit_c where it is 0: log p_c / (1 − p_c) of the right answer under the
+    sigmoid of `BCEWithLogitsLoss`, so L and q are those of [`aggregated`]. Labels are 0 and 1, integers or floats,
+    `(B, C)`; -100 marks a class without a label. A `target_mask` column `(B, C)` restricts the target to some classes.
+
+    Takes the arguments of [`AggregatedModelOutput`].
+    """
+
+    def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(batch, Mapping):
+            labels = (*LABEL_NAMES, TARGET_MASK, TARGET_WEIGHTS)
+            return (), {name: value for name, value in batch.items() if name not in labels}
+        return tuple(as_sequence(batch, "(input, …, labels)")[:-1]), {}
+
+    def labelled(self, batch: Batch) -> Tensor:
+        return _labels(batch) != IGNORED
+
+    def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
+        logits, labels = self._read(model_output, batch)
+        return torch.where(labels > 0, logits, -logits)
+
+    def sampled_log_likelihood(self, model_output: Any, batch: Batch, draws: Draws) -> Tensor:
+        """Compute Σ_c √w_c log p(ŷ_c) for a yes or no ŷ_c drawn for every class with a label, `(B,)`."""
+        valid = self._counted(batch)
+        logits = self._read(model_output, batch)[0]
+        # u < sigmoid(z), in the form that is precise at both ends
+        yes = torch.logit(draws.uniforms(valid)) < logits.detach()
+        values = torch.nn.functional.logsigmoid(torch.where(yes, logits, -logits))
+        return self.weighted_by_roots(values, valid, batch)
+
+    def check(self, model_output: Any, batch: Batch) -> None:
+        labels = self._read(model_output, batch)[1]
+        strange = (labels != 0) & (labels != 1) & (labels != IGNORED)
+        strange = looked_at(strange)
+        if bool(strange.any()):
+            sample, name = strange.nonzero()[0].tolist()
+            value = looked_at(labels)[sample, name].item()
+            raise ValueError(
+                f"Class {name} of sample {sample} has the label {value}. Expected 0 or 1, or {IGNORED} for no label. "
+                "For soft labels pass a task of your own (`FunctionModelOutput`)."
+            )
+
+    def _read(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        labels, logits = _labels(batch), find_logits(model_output, _REMEDY)
+        if logits.shape != labels.shape:
+            raise ValueError(
+                f"The labels have the shape {tuple(labels.shape)}, the logits {tuple(logits.shape)}. Expected (B, "
+                f"classes) for both, one 0 or 1 per class. {_REMEDY}"
+            )
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)), labels
+
+
+def _labels(batch: Batch) -> Tensor:
+    if isinstance(batch, Mapping):
+        found = [name for name in LABEL_NAMES if batch.get(name) is not None]
+        if len(found) != 1:
+            raise ValueError(
+                f"The batch has the keys {list(batch)}, of which {found or 'none'} hold labels. Expected exactly one "
+                f"of {list(LABEL_NAMES)}, of shape (B, classes)."
+            )
+        labels: Any = batch[found[0]]
+    else:
+        labels = as_sequence(batch, "(input, …, labels)")[-1]
+    if not isinstance(labels, Tensor) or labels.ndim != 2:
+        raise ValueError(
+            f"The labels have the shape {tuple(getattr(labels, 'shape', ()))}. Expected (B, classes), one 0 or 1 per "
+            "class. For one class per sample use the task 'text_classification' or 'image_classification'."
+        )
+    return labels
+
+
+RegressionTarget = Literal["prediction", "fit"]
+
+
+_REGRESSION_REMEDY = (
+    "Load the model with `num_labels=1`; for several outputs pass a task of your own, for example minus the loss: "
+    "`FunctionModelOutput(lambda out, batch: -(out.logits - batch['labels']).square().sum(-1) / 2)`."
+)
+
+
+class RegressionModelOutput(BatchedModelOutput):
+    """The task `regression`: one real number per sample."""
+
+    def __init__(self, target: RegressionTarget = "prediction") -> None:
+        """
+        Args:
+            target (`str`, *optional*, defaults to `"prediction"`):
+                f on the target side: `"prediction"` for ŷ, `"fit"` for −½ (ŷ − y)².
+
+        Raises:
+            ValueError: `target` is neither of these.
+        """
+        super().__init__()
+        if target not in get_args(RegressionTarget):
+            raise ValueError(f"`target` is {target!r}. Expected one of {list(get_args(RegressionTarget))}.")
+        self.target = target
+
+    def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(batch, Mapping):
+            return (), {name: value for name, value in batch.items() if name not in LABEL_NAMES}
+        return tuple(as_sequence(batch, "(input, …, labels)")[:-1]), {}
+
+    def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        if side == "target" and self.target == "fit":
+            return -self.per_sample_loss(model_output, batch)
+        return _predictions(model_output)
+
+    def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        predictions = _predictions(model_output).detach()
+        residuals = _regression_labels(batch, predictions) - predictions
+        bad = looked_at(~residuals.isfinite())
+        if bool(bad.any()):
+            index = int(bad.nonzero()[0])
+            raise ValueError(
+                f"The label of sample {index} or its prediction is not finite. Expected finite numbers. Look at that "
+                "row for a missing label."
+            )
+        return residuals
+
+    def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
+        """Compute ½ (ŷ − y)² of every sample, differentiable, shape `(B,)`."""
+        predictions = _predictions(model_output)
+        return 0.5 * (predictions - _regression_labels(batch, predictions)).square()
+
+    def sampled_log_likelihood(self, model_output: Any, batch: Batch, draws: Draws) -> Tensor:
+        """Compute ε ŷ of every sample with ε = ±1 drawn at even odds, differentiable, `(B,)`.
+
+        The square loss is −log p of the normal distribution N(ŷ, 1), under which a drawn label y has the gradient
+        ∇ log p(y) = (y − ŷ) ∇ŷ. Its second moment is ∇ŷ ∇ŷᵀ, which ±∇ŷ has in every draw, not only on average.
+        """
+        predictions = _predictions(model_output)
+        uniforms = draws.uniforms(torch.ones_like(predictions, dtype=torch.bool).unsqueeze(1)).squeeze(1)
+        return torch.where(uniforms < 0.5, -predictions, predictions)
+
+
+def _predictions(model_output: Any) -> Tensor:
+    logits = find_logits(model_output, _REGRESSION_REMEDY)
+    if logits.ndim == 2 and logits.shape[1] == 1:
+        logits = logits.squeeze(1)
+    if logits.ndim != 1:
+        raise ValueError(
+            f"The model returned predictions of the shape {tuple(logits.shape)}. Expected (B,) or (B, 1). {_REMEDY}"
+        )
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _regression_labels(batch: Batch, predictions: Tensor) -> Tensor:
+    found = [name for name in LABEL_NAMES if batch.get(name) is not None] if isinstance(batch, Mapping) else [-1]
+    if len(found) != 1:
+        raise ValueError(
+            f"The batch has the keys {list(batch)}, of which {found or 'none'} hold labels. Expected exactly one of "
+            f"{list(LABEL_NAMES)}, one number per sample."
+        )
+    labels: Any = batch[found[0]]  # type: ignore[index]
+    if not isinstance(labels, Tensor) or labels.numel() != predictions.numel():
+        raise ValueError(
+            f"The labels have the shape {tuple(getattr(labels, 'shape', ()))} for {predictions.numel()} sample(s). "
+            "Expected (B,), one number per sample."
+        )
+    return labels.reshape(predictions.shape).to(predictions.dtype)

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from hf_trak.modelout_functions.base import Batch, Side, call_model
-from hf_trak.modelout_functions.clip import CLIPModelOutput, parameter_of
-from hf_trak.modelout_functions.clip_embeddings import read_output
+from hf_trak.modelout_functions.clip import CLIPModelOutput, parameter_of, read_output
 from hf_trak.weights.watch import model_tensors
 
 _SMALL = -15.0

@@ -9,15 +9,51 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput
-from hf_trak.modelout_functions.batches import looked_at
+from hf_trak.modelout_functions.batches import looked_at, takes_positions, with_positions
 from hf_trak.modelout_functions.deferred_logits import DeferredLogits
-from hf_trak.modelout_functions.deferred_margins import margins_of
-from hf_trak.modelout_functions.positions import takes_positions, with_positions
-from hf_trak.modelout_functions.shared_images import IMAGE_TENSORS
+from hf_trak.modelout_functions.margins import margins_of
 from hf_trak.modelout_functions.token_tasks import prepended_tokens
 from hf_trak.modelout_functions.tokens import IGNORED, token_logits
 
+IMAGE_TENSORS = frozenset(
+    {
+        "pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "num_patches", "image_position_ids",
+        "pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_position_ids",
+    }
+)  # fmt: skip
+
+"""Names of the tensors of images and videos that processors make, with or without a dimension of rows."""
+
+
+def images_once(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Take the images of pairs from a batch in which they stand twice, first those of all chosen answers.
+
+    Args:
+        batch: what the collator of a trainer made of pairs.
+
+    Returns:
+        The tensors of images, half as long; nothing if the batch has no images.
+
+    Raises:
+        ValueError: the images of chosen and of rejected answers differ.
+    """
+    found = {}
+    for name, value in batch.items():
+        if name not in IMAGE_TENSORS or not isinstance(value, Tensor):
+            continue
+        half = len(value) // 2
+        if len(value) % 2 or not torch.equal(value[:half], value[half:]):
+            raise ValueError(
+                f"`{name}` of the batch has the shape {tuple(value.shape)}, and its halves differ. Expected the "
+                "images of the chosen answers, and behind them the same for the rejected ones. Use the collator of "
+                "the trainer, without random augmentation."
+            )
+        found[name] = value[:half]
+    return found
+
+
 COMPLETION_MASK = "completion_mask"
+
 """1 on the tokens of the completion, 0 on those of the prompt and on padding."""
 
 

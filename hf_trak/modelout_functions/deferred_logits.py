@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hf_trak.modelout_functions.positions import unwrapped
+from hf_trak.modelout_functions.batches import unwrapped
 from hf_trak.runtime.sharding import is_sharded_tensor
 
 SLICE, SLICE_OF_GPUS = 2**20, 2**26

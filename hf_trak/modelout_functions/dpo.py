@@ -14,16 +14,20 @@ Other losses of h, by the names that TRL gives them: `hinge` (SLiC, arXiv 2305.1
 corrected for labels of which the part ε is wrong; `sigmoid_norm`, −log σ with log-probabilities per token.
 """
 
-from typing import Any, Literal, get_args
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from hf_trak.modelout_functions.base import Batch, Side
+from hf_trak.modelout_functions.batches import find_logits
 from hf_trak.modelout_functions.completions import COMPLETION_MASK, as_named, checked_positive, column_of
-from hf_trak.modelout_functions.pairs import REFERENCES, LikelihoodPairs
+from hf_trak.modelout_functions.pairs import REFERENCES, LikelihoodPairs, PairModelOutput
 
 DPOLoss = Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust"]
+
 
 REFERENCE_REMEDY = (
     "Log-probabilities of the reference model are columns of the rows: `TrakAttributor.from_trainer` computes them, "
@@ -94,3 +98,117 @@ class DPOModelOutput(LikelihoodPairs):
     @property
     def _smoothing(self) -> float:
         return self.label_smoothing if self.loss_type == "robust" else 0.0
+
+
+class ORPOModelOutput(PairModelOutput):
+    """The task `orpo`: f = −L of training rows, and the log odds ratio of targets."""
+
+    def __init__(self, beta: float = 0.1) -> None:
+        """
+        Args:
+            beta (`float`, *optional*, defaults to 0.1):
+                β, the weight of the odds ratio (λ in the paper).
+
+        Raises:
+            ValueError: it is not positive.
+        """
+        super().__init__()
+        self.beta = checked_positive(beta, "beta")
+
+    @property
+    def through_loss(self) -> bool:
+        """Whether the train side is minus the loss itself."""
+        return True
+
+    def margin(self, model_output: Any, batch: Batch, side: Side) -> Tensor:
+        wanted = _predicted(batch) if side == "train" else None
+        return _log_odds_ratio(*self.token_log_probs(model_output, batch, wanted=wanted))
+
+    def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
+        log_probs, mask = self.token_log_probs(model_output, batch, wanted=_predicted(batch))
+        seen = as_named(batch)["attention_mask"][:, 0, 1:] != 0
+        chosen = torch.where(seen, log_probs[:, 0], 0.0).sum(dim=1) / seen.sum(dim=1).clamp(min=1)
+        return self.beta * self.loss_of(_log_odds_ratio(log_probs, mask)) - chosen
+
+    def check(self, model_output: Any, batch: Batch) -> None:
+        self.check_completions(as_named(batch)[COMPLETION_MASK][..., 1:] != 0)
+
+
+def _predicted(batch: Batch) -> Tensor:
+    """Mark the tokens whose log-probabilities are in the loss, `(B, 2, T)`: prompts of chosen answers, too."""
+    entries = as_named(batch)
+    marked = (entries[COMPLETION_MASK] != 0).clone()
+    marked[:, 0] |= entries["attention_mask"][:, 0] != 0
+    return marked
+
+
+def _log_odds_ratio(log_probs: Tensor, mask: Tensor) -> Tensor:
+    means = torch.where(mask, log_probs, 0.0).sum(dim=2) / mask.sum(dim=2).clamp(min=1)
+    log_odds = means - _log1mexp(means)
+    return log_odds[:, 0] - log_odds[:, 1]
+
+
+def _log1mexp(values: Tensor) -> Tensor:
+    """Compute log(1 − eˣ) for x < 0, by the form that does not cancel (Mächler 2012, "Accurately computing
+    log(1 − exp(−|a|))"). Each form gets harmless arguments where the other is taken, or its gradient would be NaN."""
+    small = values < -math.log(2)
+    far, near = torch.where(small, values, -1.0), torch.where(small, -1.0, values)
+    return torch.where(small, torch.log1p(-torch.exp(far)), torch.log(-torch.expm1(near)))
+
+
+_REMEDY = "Load the model with `AutoModelForSequenceClassification` and `num_labels=1`."
+
+
+class RewardModelOutput(LikelihoodPairs):
+    """The task `reward`: f = h, the difference of the rewards of the chosen and the rejected answer."""
+
+    head: ClassVar[str] = "AutoModelForSequenceClassification"
+
+    def __init__(self, center_rewards_coefficient: float | None = None) -> None:
+        """
+        Args:
+            center_rewards_coefficient (`float`, *optional*):
+                c. `None` leaves the term out.
+
+        Raises:
+            ValueError: the coefficient is not positive.
+        """
+        super().__init__()
+        given = center_rewards_coefficient
+        self.center_rewards_coefficient = (
+            None if given is None else checked_positive(given, "center_rewards_coefficient")
+        )
+
+    @property
+    def through_loss(self) -> bool:
+        """Whether the train side is minus the loss itself."""
+        return self.center_rewards_coefficient is not None
+
+    def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(batch, Mapping):
+            batch = {name: value for name, value in batch.items() if name != COMPLETION_MASK}
+        return super().model_inputs(batch)
+
+    def margin(self, model_output: Any, batch: Batch, side: Side) -> Tensor:
+        rewards = self._rewards(model_output, batch)
+        difference = rewards[:, 0] - rewards[:, 1]
+        if as_named(batch).get("margin") is None:
+            return difference
+        return difference - column_of(batch, "margin", difference, "Give every row a number, or remove the column.")
+
+    def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
+        loss = super().per_sample_loss(model_output, batch)
+        if self.center_rewards_coefficient is None:
+            return loss
+        return loss + self.center_rewards_coefficient * self._rewards(model_output, batch).sum(dim=1).square()
+
+    def _rewards(self, model_output: Any, batch: Batch) -> Tensor:
+        """Return the rewards of both answers, `(B, 2)`."""
+        logits = find_logits(model_output, _REMEDY)
+        count = as_named(batch)["input_ids"].shape[0]
+        if logits.numel() != 2 * count:
+            raise ValueError(
+                f"The model returned logits of the shape {tuple(logits.shape)} for {count} pair(s). Expected one "
+                f"reward per answer, {(2 * count, 1)}. {_REMEDY}"
+            )
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(count, 2)

@@ -24,13 +24,11 @@ from torch.nn.functional import normalize, softplus
 
 from hf_trak.modelout_functions.base import Batch, Side
 from hf_trak.modelout_functions.batches import looked_at
-from hf_trak.modelout_functions.clip import MissingEmbeddingsError
-from hf_trak.modelout_functions.clip_embeddings import draw_rows
+from hf_trak.modelout_functions.clip import MissingEmbeddingsError, draw_rows
 from hf_trak.modelout_functions.completions import checked_positive
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.embeddings import EmbeddingModelOutput, evaluating, text_digests
-from hf_trak.runtime.checks import checked_int
-from hf_trak.runtime.finite import check_finite_rows
+from hf_trak.runtime.checks import check_finite_rows, checked_int
 from hf_trak.weights.watch import WeightsStamp, model_tensors
 
 DEFAULT_SIMULATED_BATCH_SIZE = 300

@@ -6,22 +6,24 @@ import torch
 from transformers.models.auto import modeling_auto
 
 from hf_trak.modelout_functions.base import AbstractModelOutput
-from hf_trak.modelout_functions.causal_lm import CausalLMModelOutput
+from hf_trak.modelout_functions.batches import unwrapped
 from hf_trak.modelout_functions.classification import (
     ClassificationModelOutput,
     ImageClassificationModelOutput,
     IterativeImageClassificationModelOutput,
+    MultiLabelClassificationModelOutput,
+    RegressionModelOutput,
     TextClassificationModelOutput,
 )
 from hf_trak.modelout_functions.clip import CLIPModelOutput
 from hf_trak.modelout_functions.clip_sigmoid import SigLIPModelOutput
-from hf_trak.modelout_functions.masked_lm import MaskedLMModelOutput
-from hf_trak.modelout_functions.multi_label import MultiLabelClassificationModelOutput
-from hf_trak.modelout_functions.positions import unwrapped
 from hf_trak.modelout_functions.question_answering import QuestionAnsweringModelOutput
-from hf_trak.modelout_functions.regression import RegressionModelOutput
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
-from hf_trak.modelout_functions.token_classification import TokenClassificationModelOutput
+from hf_trak.modelout_functions.token_tasks import (
+    CausalLMModelOutput,
+    MaskedLMModelOutput,
+    TokenClassificationModelOutput,
+)
 
 TASKS_OF_MODELS: dict[str, type[AbstractModelOutput]] = {
     "image_classification": ImageClassificationModelOutput,

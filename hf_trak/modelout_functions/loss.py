@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
-from hf_trak.modelout_functions.classification import ClassificationModelOutput
-from hf_trak.modelout_functions.identity import task_identity
+from hf_trak.modelout_functions.classification import ClassificationModelOutput, RegressionModelOutput
+from hf_trak.modelout_functions.function import task_identity
 from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
-from hf_trak.modelout_functions.regression import RegressionModelOutput
 
 
 @runtime_checkable

@@ -14,9 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorWithPadding, default_data_collator
 
 from hf_trak.modelout_functions.base import Batch, Side
-from hf_trak.modelout_functions.completions import COMPLETION_MASK, CompletionModelOutput, check_finite
+from hf_trak.modelout_functions.completions import COMPLETION_MASK, CompletionModelOutput, check_finite, images_once
 from hf_trak.modelout_functions.draws import Draws
-from hf_trak.modelout_functions.shared_images import images_once
 from hf_trak.modelout_functions.tokens import IGNORED
 
 REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")

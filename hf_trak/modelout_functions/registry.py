@@ -6,17 +6,15 @@ from typing import Any
 import torch
 
 from hf_trak.modelout_functions.base import AbstractModelOutput
+from hf_trak.modelout_functions.batches import unwrapped
 from hf_trak.modelout_functions.diffusion import DiffusionModelOutput
-from hf_trak.modelout_functions.dpo import DPOModelOutput
+from hf_trak.modelout_functions.dpo import DPOModelOutput, ORPOModelOutput, RewardModelOutput
 from hf_trak.modelout_functions.embedding_pairs import EmbeddingPairsModelOutput
 from hf_trak.modelout_functions.function import FunctionModelOutput
 from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
 from hf_trak.modelout_functions.kto import KTOModelOutput
 from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, LossModelOutput
-from hf_trak.modelout_functions.orpo import ORPOModelOutput
 from hf_trak.modelout_functions.policy import GRPOModelOutput, PPOModelOutput
-from hf_trak.modelout_functions.positions import unwrapped
-from hf_trak.modelout_functions.reward import RewardModelOutput
 from hf_trak.modelout_functions.row_loss import RowLossModelOutput
 
 TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {

@@ -23,9 +23,8 @@ from torch.nn import functional
 from transformers.models.auto import modeling_auto
 
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
-from hf_trak.modelout_functions.batches import as_sequence, find_logits
+from hf_trak.modelout_functions.batches import as_sequence, find_logits, unwrapped
 from hf_trak.modelout_functions.function import OutputFn, one_per_sample
-from hf_trak.modelout_functions.positions import unwrapped
 
 _CTC_CLASSES = frozenset(modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES.values())
 _SEGMENTATION_CLASSES = frozenset({"SegformerForSemanticSegmentation"})

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput, Aggregation, UnitOutput
 from hf_trak.modelout_functions.base import Batch
+from hf_trak.modelout_functions.batches import unwrapped
 from hf_trak.modelout_functions.draws import Draws
-from hf_trak.modelout_functions.positions import unwrapped
-from hf_trak.modelout_functions.sliced_margins import sliced_margin
-from hf_trak.modelout_functions.token_collator import TokenColumnsCollator
+from hf_trak.modelout_functions.margins import sliced_margin
+from hf_trak.modelout_functions.token_tasks import TokenColumnsCollator
 from hf_trak.modelout_functions.tokens import (
     IGNORED,
     as_mapping,

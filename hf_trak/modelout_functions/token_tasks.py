@@ -1,18 +1,21 @@
 """`TokenModelOutput`: labels beside input tokens, for `causal_lm`, `masked_lm` and `token_classification`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers import DataCollatorWithPadding
 
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput, Aggregation, UnitOutput
 from hf_trak.modelout_functions.base import Batch
+from hf_trak.modelout_functions.batches import takes_positions, unwrapped, with_positions
 from hf_trak.modelout_functions.draws import Draws
-from hf_trak.modelout_functions.positions import takes_positions, unwrapped, with_positions
-from hf_trak.modelout_functions.sliced_margins import sliced_margin
-from hf_trak.modelout_functions.token_collator import TokenColumnsCollator
+from hf_trak.modelout_functions.margins import sliced_margin
 from hf_trak.modelout_functions.tokens import (
+    IGNORED,
+    TARGET_WEIGHTS,
     TOKEN_COLUMNS,
     as_mapping,
     check_tokens,
@@ -20,6 +23,82 @@ from hf_trak.modelout_functions.tokens import (
     token_logits,
     without_labels,
 )
+
+
+class TokenColumnsCollator:
+    """A data collator that also carries [`tokens.TOKEN_COLUMNS`], and `labels` where the inner one cannot."""
+
+    def __init__(self, collator: Callable[[list[Any]], Any], beside: str) -> None:
+        """
+        Args:
+            collator: the inner collator.
+            beside: the column whose entries the others are aligned with: `input_ids`, or `labels` for
+                sequence-to-sequence models.
+        """
+        self.collator = collator
+        self.beside = beside
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """Collate rows into a batch.
+
+        Raises:
+            ValueError: a column has another number of entries than the row has tokens.
+        """
+        if not rows or not isinstance(rows[0], Mapping):
+            return self.collator(rows)
+        names = [name for name in TOKEN_COLUMNS if name in rows[0]]
+        # `DataCollatorWithPadding` pads what the tokenizer made and fails on labels of different lengths.
+        if isinstance(self.collator, DataCollatorWithPadding) and isinstance(rows[0].get("labels"), Sequence | Tensor):
+            names.insert(0, "labels")
+        if not names:
+            return self.collator(rows)
+        columns = {name: [_entries(row, name, i) for i, row in enumerate(rows)] for name in names}
+        tokens = [len(row[self.beside]) if row.get(self.beside) is not None else None for row in rows]
+        batch = self.collator([{name: value for name, value in row.items() if name not in columns} for row in rows])
+        for name, column in columns.items():
+            batch[name] = self._padded(name, column, tokens, batch)
+        return batch
+
+    def _padded(self, name: str, column: list[list[Any]], tokens: list[int | None], batch: Any) -> Tensor:
+        reference = batch.get(self.beside)
+        free = not isinstance(reference, Tensor)  # an encoder-decoder may have more or fewer labels than inputs
+        width = max(map(len, column)) if free else reference.shape[1]
+        if not free and reference.shape[0] == 1 < len(column):  # one sequence of all rows, which is cut later
+            column, tokens = [list(chain.from_iterable(column))], [sum(count or 0 for count in tokens)]
+        if not free:
+            for i, (entries, count) in enumerate(zip(column, tokens, strict=True)):
+                if len(entries) not in (count, width):
+                    raise ValueError(
+                        f"Row {i} of the batch has {len(entries)} entries in `{name}`, but {count} in "
+                        f"`{self.beside}`. Expected the same number. Make both with one call of the tokenizer."
+                    )
+        fill, dtype = {"labels": (IGNORED, torch.long), TARGET_WEIGHTS: (0.0, torch.float32)}.get(
+            name, (0, torch.long)
+        )
+        padded = torch.full((len(column), width), fill, dtype=dtype)
+        for i, entries in enumerate(column):
+            start = width - len(entries) if self._left(i, batch) else 0
+            padded[i, start : start + len(entries)] = torch.as_tensor(entries, dtype=dtype)
+        return padded
+
+    def _left(self, row: int, batch: Any) -> bool:
+        """Tell from its attention mask, or else from the tokenizer, whether a row is padded on the left."""
+        mask = batch.get("attention_mask")
+        if self.beside == "input_ids" and isinstance(mask, Tensor) and mask.ndim == 2:
+            return bool(mask[row, 0] == 0)
+        tokenizer = getattr(self.collator, "tokenizer", None) or getattr(self.collator, "processing_class", None)
+        return getattr(tokenizer, "padding_side", "right") == "left"
+
+
+def _entries(row: Mapping[str, Any], name: str, index: int) -> list[Any]:
+    value = row.get(name)
+    if value is None or not hasattr(value, "__len__"):
+        raise ValueError(
+            f"Row {index} of the batch has {value!r} in `{name}`. Expected a list with one entry per token. Fill the "
+            "column in every row, or remove it."
+        )
+    return list(value)
+
 
 SEQUENCE_NAMES = ("input_ids", "attention_mask", "labels")
 
@@ -102,3 +181,55 @@ def prepended_tokens(model: torch.nn.Module) -> int:
     if not getattr(config, "is_prompt_learning", False) or config.peft_type == "PREFIX_TUNING":
         return 0
     return int(config.num_virtual_tokens)
+
+
+class CausalLMModelOutput(TokenModelOutput):
+    """The task `causal_lm`: f = Σ_t w_t m_t, with m_t the margin of label token t under the logits of position t − 1.
+
+    Labels stand beside the inputs, not shifted, as everywhere in `transformers`. The first token of a sequence has
+    nothing to be predicted from and never counts, and neither does the first one after left padding. A sample has the
+    same f, q and gradients with padding on either side as without any.
+
+    Takes the arguments of [`AggregatedModelOutput`].
+    """
+
+    head: ClassVar[str] = "AutoModelForCausalLM"
+
+    def labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        labels, valid = super().labels(batch)
+        attention = batch.get("attention_mask")
+        seen = torch.ones_like(valid)
+        if isinstance(attention, Tensor) and attention.ndim == 2:
+            seen = attention != 0
+        before = torch.nn.functional.pad(seen[:, :-1], (1, 0), value=False)
+        return labels, valid & before
+
+    def predictions(self, model_output: Any, labels: Tensor) -> Tensor:
+        return super().predictions(model_output, labels)[:, :-1]  # position 0 has no prediction
+
+    def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
+        labels = self.labels(as_mapping(batch, SEQUENCE_NAMES))[0]
+        margins = sliced_margin(self.predictions(model_output, labels), labels[:, 1:])
+        return torch.nn.functional.pad(margins, (1, 0))  # zeros, which never count
+
+
+class MaskedLMModelOutput(TokenModelOutput):
+    """The task `masked_lm`: f = Σ_t w_t m_t over the masked tokens, those whose label is not -100.
+
+    The choice of masked tokens is part of the sample. Where a collator draws it anew for every batch, each row has
+    `num_draws` choices with seeds of their own, over which features are means. [`hf_trak.data.language.mask_tokens`]
+    fixes one choice in the dataset.
+
+    Takes the arguments of [`AggregatedModelOutput`].
+    """
+
+    head: ClassVar[str] = "AutoModelForMaskedLM"
+
+
+class TokenClassificationModelOutput(TokenModelOutput):
+    """The task `token_classification`: f = Σ_t w_t m_t over the tokens whose label is not -100.
+
+    Takes the arguments of [`AggregatedModelOutput`].
+    """
+
+    head: ClassVar[str] = "AutoModelForTokenClassification"

@@ -5,16 +5,20 @@ Start with `base` (the contract, `BlockProjector`), then `sparse` and `dense` (t
 `functional` has the maps as functions of tensors, and `reference` defines them entry by entry in plain Python.
 `basic`, `cuda` and `cuda_fast_jl` have the names and signatures of the `trak` package.
 
-May import `hf_trak._ops` and `hf_trak.kernels`, which compute the maps, and the checks in `hf_trak.runtime`. Knows no
+May import `hf_trak.kernels`, which computes the maps, and the checks in `hf_trak.runtime`. Knows no
 models, tasks or files.
 """
 
 from hf_trak.projectors.base import AbstractProjector, BlockProjector, ProjectionSink, ProjectionType
-from hf_trak.projectors.basic import BasicProjector, BasicSingleBlockProjector
 from hf_trak.projectors.checks import require_finite
-from hf_trak.projectors.cuda import ChunkedCudaProjector, CudaProjector
-from hf_trak.projectors.cuda_fast_jl import FastJlProjector
-from hf_trak.projectors.dense import NormalProjector, RademacherProjector
+from hf_trak.projectors.cuda import (
+    BasicProjector,
+    BasicSingleBlockProjector,
+    ChunkedCudaProjector,
+    CudaProjector,
+    FastJlProjector,
+)
+from hf_trak.projectors.dense import NoOpProjector, NormalProjector, RademacherProjector, SparseProjector
 from hf_trak.projectors.factored import FactoredProjector
 from hf_trak.projectors.factory import MapName, make_projector
 from hf_trak.projectors.functional import (
@@ -25,8 +29,6 @@ from hf_trak.projectors.functional import (
     sjlt,
     sjlt_transposed,
 )
-from hf_trak.projectors.noop import NoOpProjector
-from hf_trak.projectors.sparse import SparseProjector
 
 __all__ = [
     "AbstractProjector",

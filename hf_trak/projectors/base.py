@@ -7,7 +7,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from hf_trak.kernels.backend import kernels_wanted
+from hf_trak.kernels.arguments import kernels_wanted
 from hf_trak.projectors.checks import (
     check_block,
     check_factors,

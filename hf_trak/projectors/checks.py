@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.kernels.philox import MODEL_ID_LIMIT, SEED_LIMIT
-from hf_trak.runtime.checks import checked_int
-from hf_trak.runtime.finite import check_finite_rows
+from hf_trak.runtime.checks import check_finite_rows, checked_int
 
 MAX_GRAD_DIM = 2**63 - 1
 """Largest P: positions fill 63 bits of the counter."""

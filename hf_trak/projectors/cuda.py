@@ -4,6 +4,8 @@ They give the features of [`RademacherProjector`] or [`NormalProjector`] with th
 on CUDA kernels too, without limits on the size of a gradient; the classes here are for scripts that name them.
 """
 
+import importlib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,16 @@ import torch
 from torch import Tensor
 
 from hf_trak.projectors.base import AbstractProjector, BlockProjector, ProjectionType, blocks_of
-from hf_trak.projectors.checks import check_cuda, check_proj_type, require_finite, same_device
+from hf_trak.projectors.checks import (
+    check_cuda,
+    check_grad_dim,
+    check_model_id,
+    check_proj_dim,
+    check_proj_type,
+    check_seed,
+    require_finite,
+    same_device,
+)
 from hf_trak.projectors.dense import dense_projector
 from hf_trak.runtime.checks import checked_int
 
@@ -178,3 +189,245 @@ class ChunkedCudaProjector:
                 out += projector.project(self._input()[:batch_size, :size].contiguous(), model_id)
         require_finite(out)
         return out
+
+
+class _OverDenseMap(BlockProjector):
+    """Checked arguments and one of the dense maps, shared by the two classes below."""
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device,
+        dtype: torch.dtype,
+        model_id: int,
+    ) -> None:
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        check_proj_type(type(self), proj_type, (ProjectionType.rademacher, ProjectionType.normal))
+        if not dtype.is_floating_point:
+            raise ValueError(f"`dtype` is {dtype}. Expected a floating point type, such as torch.float32.")
+        self.dtype = dtype
+        self.model_id = check_model_id(model_id)
+        self._dense = dense_projector(proj_type, self.grad_dim, self.proj_dim, self.seed, device)
+        self.algorithm = self._dense.algorithm
+
+    @property
+    def scale(self) -> float:
+        """1/√k, see [`BlockProjector`]."""
+        return self._dense.scale
+
+    def project(self, grads: Any, model_id: int) -> Tensor:
+        """Project whole gradients as [`BlockProjector.project`] does; the result has dtype `dtype`."""
+        return super().project(grads, model_id).to(self.dtype)
+
+
+class BasicSingleBlockProjector(_OverDenseMap):
+    """Dense projection that keeps the whole matrix of the last model id (`trak` API).
+
+    Needs 4 · P · k bytes; meant for tests.
+    """
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device,
+        dtype: torch.dtype = torch.float32,
+        model_id: int = 0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            grad_dim (`int`):
+                P, length of a gradient vector, 1 ≤ P < 2⁶³.
+            proj_dim (`int`):
+                k, length of a projected gradient, 1 ≤ k ≤ 2²⁴.
+            seed (`int`):
+                Seed of the random matrix, 0 ≤ seed < 2⁶³.
+            proj_type (`str` or `ProjectionType`):
+                Distribution of the entries, `"rademacher"` or `"normal"`.
+            device (`str` or `torch.device`):
+                Device on which `project` expects gradients.
+            dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
+                Dtype of what `project` returns; sums are accumulated in float32.
+            model_id (`int`, *optional*, defaults to 0):
+                Checkpoint whose matrix `generate_sketch_matrix` gives. `project` takes its own.
+
+        Raises:
+            TypeError: a number is not an integer.
+            ValueError: a number is outside its range, `proj_type` is unknown, or `dtype` is not floating point.
+        """
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device, dtype, model_id)
+        self._matrix: tuple[int, torch.device, Tensor] | None = None
+
+    def generate_sketch_matrix(self) -> Tensor:
+        """Return R of the constructor's `model_id`, `(P, k)`, float32, on `device`."""
+        return self._dense.matrix(0, self.grad_dim, self.model_id, torch.device(self.device))
+
+    def free_memory(self) -> None:
+        """Drop the matrix. Safe at any time; the next `project` generates it again."""
+        self._matrix = None
+
+    def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
+        if self._matrix is None or self._matrix[:2] != (model_id, block.device):
+            self._matrix = None  # free the old one first
+            matrix = self._dense.matrix(0, self.grad_dim, model_id, block.device)
+            self._matrix = (model_id, block.device, matrix)
+        out.addmm_(block.to(torch.float32), self._matrix[2][start : start + block.shape[1]])
+
+
+class BasicProjector(_OverDenseMap):
+    """Dense projection that generates the matrix in tiles and never keeps it (`trak` API)."""
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device,
+        block_size: int = 100,
+        dtype: torch.dtype = torch.float32,
+        model_id: int = 0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            grad_dim (`int`):
+                P, length of a gradient vector, 1 ≤ P < 2⁶³.
+            proj_dim (`int`):
+                k, length of a projected gradient, 1 ≤ k ≤ 2²⁴.
+            seed (`int`):
+                Seed of the random matrix, 0 ≤ seed < 2⁶³.
+            proj_type (`str` or `ProjectionType`):
+                Distribution of the entries, `"rademacher"` or `"normal"`.
+            device (`str` or `torch.device`):
+                Device on which `project` expects gradients.
+            block_size (`int`, *optional*, defaults to 100):
+                Number of columns of R in the blocks of `generate_sketch_matrix`, at least 1. R itself does not depend
+                on it, and `project` works in tiles of the size that suits the device.
+            dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
+                Dtype of what `project` returns; sums are accumulated in float32.
+            model_id (`int`, *optional*, defaults to 0):
+                Checkpoint whose matrix `generate_sketch_matrix` gives. `project` takes its own.
+
+        Raises:
+            TypeError: a number is not an integer.
+            ValueError: a number is outside its range, `proj_type` is unknown, or `dtype` is not floating point.
+        """
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device, dtype, model_id)
+        self.block_size = checked_int(block_size, "block_size", 1)
+
+    def get_generator_states(self) -> list[tuple[int, int]]:
+        """Return what `generate_sketch_matrix` takes for each block: its range of columns, `(first, last)`.
+
+        The generator is counter-based and has no other state.
+        """
+        return [
+            (first, min(first + self.block_size, self.proj_dim)) for first in range(0, self.proj_dim, self.block_size)
+        ]
+
+    def generate_sketch_matrix(self, generator_state: tuple[int, int]) -> Tensor:
+        """Return columns `first … last` of R of the constructor's `model_id`, `(P, last - first)`, float32."""
+        first, last = generator_state
+        return self._dense.matrix(0, self.grad_dim, self.model_id, torch.device(self.device))[:, first:last]
+
+    def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
+        self._dense.accumulate(out, block, start, model_id)
+
+
+_BATCH_SIZES = (8, 16, 32)
+
+_SEEDS_PER_MODEL = 10_000  # as the `trak` package calls fast_jl
+
+
+class FastJlProjector(AbstractProjector):
+    """Projection by the package `fast_jl` (extra `fast-jl`). Used only where it is named.
+
+    It is not the map of the other projectors, and not even one map: its random matrix depends on the number of
+    multiprocessors of the GPU, so that features made on two GPU models cannot be used together.
+    """
+
+    algorithm = "fast_jl"
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device,
+        max_batch_size: int = 32,
+    ) -> None:
+        """
+        Args:
+            grad_dim (`int`):
+                P, length of a gradient vector, at least 1.
+            proj_dim (`int`):
+                k, a multiple of 512.
+            seed (`int`):
+                Seed of the random matrix, at least 0.
+            proj_type (`str` or `ProjectionType`):
+                Distribution of the entries, `"rademacher"` or `"normal"`.
+            device (`str` or `torch.device`):
+                A CUDA device.
+            max_batch_size (`int`, *optional*, defaults to 32):
+                8, 16 or 32, whatever the GPU's shared memory allows.
+
+        Raises:
+            ModuleNotFoundError: `fast_jl` is not installed.
+            TypeError: a number is not an integer.
+            ValueError: an argument is not one of those described above.
+        """
+        super().__init__(check_grad_dim(grad_dim), check_proj_dim(proj_dim), check_seed(seed), proj_type, device)
+        check_cuda(type(self), device)
+        check_proj_type(type(self), proj_type, (ProjectionType.rademacher, ProjectionType.normal))
+        if self.proj_dim % 512:
+            raise ValueError(
+                f"`proj_dim` is {proj_dim}. fast_jl takes multiples of 512: pass one, or use another projector, which "
+                "takes any number."
+            )
+        self.max_batch_size = checked_int(max_batch_size, "max_batch_size", 1)
+        if self.max_batch_size not in _BATCH_SIZES:
+            raise ValueError(f"`max_batch_size` is {max_batch_size}. Expected one of {_BATCH_SIZES}.")
+        self._module = _fast_jl()
+        warnings.warn(
+            "The random matrix of fast_jl depends on the GPU model: features made with it cannot be extended or "
+            "compared on another one. `CudaProjector` and `RademacherProjector` have no such limit.",
+            stacklevel=2,
+        )
+
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
+        """Project whole gradients, see [`AbstractProjector.project`]; a mapping is concatenated first.
+
+        Raises:
+            TypeError: `model_id` is not an integer.
+            ValueError: the gradients do not have P columns, or `model_id` is out of range.
+        """
+        blocks = blocks_of(grads)
+        whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+        if whole.shape[1] != self.grad_dim:
+            raise ValueError(f"The gradients have {whole.shape[1]} columns. Expected grad_dim={self.grad_dim}.")
+        fitting = next((size for size in _BATCH_SIZES if whole.shape[0] <= size), _BATCH_SIZES[-1])
+        name = f"project_{ProjectionType(self.proj_type)}_{min(fitting, self.max_batch_size)}"
+        multiprocessors = torch.cuda.get_device_properties(whole.device).multi_processor_count
+        seed = self.seed + _SEEDS_PER_MODEL * check_model_id(model_id)
+        with torch.cuda.device(whole.device):  # fast_jl has no guard of its own
+            return getattr(self._module, name)(whole.contiguous(), self.proj_dim, seed, multiprocessors)
+
+
+def _fast_jl() -> Any:
+    try:
+        return importlib.import_module("fast_jl")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "fast_jl is not installed. It needs the CUDA toolkit to build (before 13, or with TORCH_CUDA_ARCH_LIST "
+            "set for the GPU): `pip install 'hf_trak[fast-jl]'`. `CudaProjector` needs neither.",
+            name="fast_jl",
+        ) from error

@@ -6,10 +6,8 @@ from typing import Literal, get_args
 import torch
 
 from hf_trak.projectors.base import BlockProjector
-from hf_trak.projectors.dense import NormalProjector, RademacherProjector
+from hf_trak.projectors.dense import NoOpProjector, NormalProjector, RademacherProjector, SparseProjector
 from hf_trak.projectors.factored import DEFAULT_FACTORED_DIM, FactoredProjector
-from hf_trak.projectors.noop import NoOpProjector
-from hf_trak.projectors.sparse import SparseProjector
 
 MapName = Literal["sjlt", "factored", "rademacher", "normal", "none"]
 """Names of the maps: sparse, two-sided and then sparse, dense ±1, dense normal, and the identity."""

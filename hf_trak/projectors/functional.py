@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trak import _ops
+from hf_trak.kernels import ops as _ops
 from hf_trak.projectors.checks import BLOCK_DTYPES, MAX_GRAD_DIM, MAX_PROJ_DIM, check_model_id, check_seed
 from hf_trak.runtime.checks import checked_int
 

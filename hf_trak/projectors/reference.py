@@ -48,7 +48,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_trak.kernels.philox_reference import draw, philox, sign
+from hf_trak.kernels.philox import draw, philox, sign
 
 
 def rademacher_entry(i: int, j: int, seed: int, model_id: int) -> int:

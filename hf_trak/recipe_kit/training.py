@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 from hf_trak.attributor import TrakAttributor
 from hf_trak.config import TrakConfig
 from hf_trak.errors import StoreError
-from hf_trak.hub.foreign_json import shown
+from hf_trak.hub.names import shown
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.runtime.checks import checked_int
 from hf_trak.store.sealed import read_sealed, write_sealed

@@ -18,7 +18,7 @@ _EXPORTS = {
     "ScoreDistributions": "hf_trak.report.distributions",
     "image_grid": "hf_trak.report.grid",
     "show_target": "hf_trak.report.notebook",
-    "verify_run": "hf_trak.report.run_verification",
+    "verify_run": "hf_trak.report.run_record",
     "write_report": "hf_trak.report.page",
 }
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hf_trak.report.notebook import show_target
     from hf_trak.report.page import ReportOptions, write_report
     from hf_trak.report.run import AttributionRun
-    from hf_trak.report.run_verification import verify_run
+    from hf_trak.report.run_record import verify_run
 
 
 def __getattr__(name: str) -> Any:

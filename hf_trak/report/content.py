@@ -1,29 +1,179 @@
 """Contents of a row that a report shows: image, texts, label and prediction, found in columns of any name."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Audio, ClassLabel, Dataset, Image, Value
+from datasets import Audio, ClassLabel, Dataset, Features, Image, LargeList, List, Value, Video
 
-from hf_trak.report.stored_rows import StoredRows
-from hf_trak.report.text import Span
 from hf_trak.scores.scored_dataset import RERANK_COLUMNS, TOP_K_COLUMNS
 from hf_trak.scores.spans import TOKEN_POSITIONS, TOKEN_SCORES
 
+_MEDIA = (Audio, Image, Video)
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """An image file that has not been decoded.
+
+    Attributes:
+        data: the content of the file, or `None` if it has to be read from `path`.
+        path: a local file, or an address that `datasets` reads.
+        mode: the mode of pillow that the dataset converts the image to.
+    """
+
+    data: bytes | None
+    path: str | None
+    mode: str | None = None
+
+
+class StoredRows:
+    """Rows of a `datasets.Dataset` without its transform, and with an [`EncodedImage`] for every image.
+
+    Other media stay encoded, too. Other columns are decoded as usual, except for values that cannot be decoded, such
+    as JSON that is nested too deeply, which are returned as stored.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.features = dataset.features
+        self._rows = dataset.with_format("arrow")
+        self._decoded = Features({name: _media_encoded(feature) for name, feature in self.features.items()})
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        stored = {name: values[0] for name, values in self._rows[index].to_pydict().items()}
+        return {name: self._value(name, value) for name, value in stored.items()}
+
+    def _value(self, name: str, value: Any) -> Any:
+        feature = self.features[name]
+        if isinstance(feature, Image):
+            if isinstance(value, Mapping):
+                return EncodedImage(value.get("bytes"), value.get("path"), feature.mode)
+            return value
+        try:
+            return self._decoded.decode_example({name: value})[name]
+        except (LookupError, RecursionError, TypeError, ValueError):
+            return value
+
+
+def stored(rows: Any) -> Any:
+    """Wrap a `datasets.Dataset` as [`StoredRows`]. Any other rows are returned unchanged."""
+    return StoredRows(rows) if isinstance(rows, Dataset) else rows
+
+
+def _media_encoded(feature: Any) -> Any:
+    """Change a feature so that its images, sounds and videos stay encoded."""
+    if isinstance(feature, dict):
+        return {name: _media_encoded(inner) for name, inner in feature.items()}
+    if isinstance(feature, LargeList):
+        return LargeList(_media_encoded(feature.feature))
+    if isinstance(feature, List):
+        return List(_media_encoded(feature.feature), length=feature.length)
+    return replace(feature, decode=False) if isinstance(feature, _MEDIA) else feature
+
+
+LONGEST_TEXT = 1200
+
+"""Number of characters of a text that are shown."""
+
+
+_CONTEXT = 400  # characters shown before the marked span of a long text
+
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Characters `start … stop - 1` of a text, and the part of the score that they account for."""
+
+    start: int
+    stop: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a text, marked or not."""
+
+    text: str
+    marked: bool = False
+
+
+def visible(text: str) -> str:
+    """Write out control characters, lone surrogates and noncharacters of a text, for example U+0000 as `\\x00`.
+
+    Newlines and tabs stay. Escaping is left to the template.
+    """
+    return _CONTROL.sub(_written_out, text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def _written_out(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def pieces(text: str, spans: Iterable[Span] = (), limit: int = LONGEST_TEXT) -> tuple[list[Piece], int]:
+    """Cut a text to `limit` characters, and mark the span of the highest score.
+
+    Args:
+        text: the text, as stored in the dataset.
+        spans: a breakdown of its score. A long text is cut around the marked span.
+        limit: number of characters to keep.
+
+    Returns:
+        The parts in order, and the number of characters that were left out.
+    """
+    best = _most_attributed(text, spans)
+    if best is None:
+        return [Piece(visible(text[:limit]))], max(0, len(text) - limit)
+    start, stop = best
+    first = 0 if stop <= limit else max(0, start - _CONTEXT)
+    last = min(len(text), first + limit)
+    stop = min(stop, last)
+    cut = [Piece(visible(text[first:start])), Piece(visible(text[start:stop]), True), Piece(visible(text[stop:last]))]
+    if first:
+        cut.insert(0, Piece("…"))
+    return [piece for piece in cut if piece.text], len(text) - (last - first)
+
+
+def _most_attributed(text: str, spans: Iterable[Span]) -> tuple[int, int] | None:
+    """Find the span of the highest score, or `None` if no span is inside the text."""
+    inside = [span for span in spans if 0 <= span.start < span.stop <= len(text)]
+    if not inside:
+        return None
+    best = max(inside, key=lambda span: span.score)
+    return best.start, best.stop
+
+
+def plain(parts: Sequence[Piece], limit: int = 80) -> str:
+    """Shorten a text to one line of at most `limit` characters, for the description of a picture."""
+    line = " ".join("".join(part.text for part in parts).split())
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
 SPANS_COLUMN = "trak_spans"
+
 """Optional column of targets that breaks the score down over the text: a list of `{"start", "stop", "score"}` with
 character positions in the first text shown. Without it, the columns of `attribute_tokens` are used if the rows have
 the column `offset_mapping`; the scores of a token are then summed over the training rows in `trak_indices`."""
 
+
 _OFFSETS = "offset_mapping"
 
+
 _IMAGE_NAMES = ("image", "img", "pixel_values", "images")
+
 _LABEL_NAMES = ("label", "labels", "fine_label", "target", "class")
+
 _NOT_CONTENT = ("id", "idx", "index", "uuid", "guid", "url", "path", "file", "file_name", "filename", "split")
+
 _PREDICTION_NAMES = ("prediction", "predicted", "predicted_label")
+
 _MOST_TEXTS = 6
 
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import ClassLabel, Dataset
 
-from hf_trak.report.images import UnreadableImageError, bounded
-from hf_trak.report.pixels import as_pixels
-from hf_trak.report.stored_rows import stored
+from hf_trak.report.content import stored
+from hf_trak.report.images import UnreadableImageError, as_pixels, bounded
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 from hf_trak.store.atomic import atomic_path
 

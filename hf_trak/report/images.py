@@ -1,5 +1,6 @@
 """Decoding of images from any dataset within bounds, since a small file may expand to gigabytes or be no image."""
 
+import base64
 import errno
 import io
 import math
@@ -8,34 +9,111 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+import xxhash
 
-from hf_trak.report.pixels import as_array
-from hf_trak.report.stored_rows import EncodedImage
-from hf_trak.report.text import visible
+from hf_trak.report.content import EncodedImage, visible
 
 if TYPE_CHECKING:
+    from PIL import Image
     from PIL.Image import Image as Picture
 
+
+def as_array(image: Any) -> np.ndarray:
+    """Convert an array, tensor or nested list to an array with channels last.
+
+    Args:
+        image: numbers of shape (H, W), (H, W, C) or (C, H, W) with C one of 1, 3, 4.
+
+    Returns:
+        An array (H, W), (H, W, 3) or (H, W, 4).
+
+    Raises:
+        ValueError: the image has another shape.
+    """
+    if isinstance(image, torch.Tensor):
+        image = image.detach().cpu()
+        image = image.float() if image.dtype == torch.bfloat16 else image  # NumPy has no bfloat16
+    array = np.asarray(image)
+    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
+        array = np.moveaxis(array, 0, 2)
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)) or array.size == 0:
+        raise ValueError(
+            f"An image has the shape {array.shape}. Expected (H, W), (H, W, C) or (C, H, W) with C one of 1, 3, 4. "
+            "Name another column as `image_column`, or convert the images."
+        )
+    return array
+
+
+def as_pixels(image: Any) -> np.ndarray:
+    """Convert an image to float64 numbers in [0, 1].
+
+    Bytes are divided by 255. Floats in [0, 1] are kept. Any other values are mapped linearly, the least to 0 and the
+    greatest to 1. Reduce large images with `images.bounded` first, since the result takes 8 bytes per number.
+
+    Args:
+        image: a PIL image, or an array, tensor or nested list (H, W), (H, W, C) or (C, H, W) with C one of 1, 3, 4.
+
+    Returns:
+        An array (H, W), (H, W, 3) or (H, W, 4).
+
+    Raises:
+        ValueError: the image has another shape.
+    """
+    array = as_array(as_plain(image) if hasattr(image, "convert") else image)
+    if array.dtype == np.uint8:
+        return array / 255.0
+    array = array.astype(np.float64)
+    array = np.nan_to_num(array, nan=0.0, posinf=0.0, neginf=0.0)
+    low, high = float(array.min()), float(array.max())
+    if low >= 0.0 and high <= 1.0:
+        return array
+    return (array - low) / ((high - low) or 1.0)
+
+
+def as_plain(image: Any) -> Any:
+    """Convert a PIL image with a palette or another colour space to grey, RGB or RGBA. Others pass as they are."""
+    transparent = "transparency" in image.info
+    if image.mode in ("L", "I", "I;16", "F", "RGBA") or (image.mode == "RGB" and not transparent):
+        return image
+    return image.convert("L" if image.mode == "1" else "RGBA" if transparent else "RGB")
+
+
 MOST_PIXELS = 64 << 20
+
 """Largest number of pixels that are decoded. Most formats take 4 bytes per pixel, progressive JPEG takes 7."""
 
+
 _COSTLY = ("WEBP", "AVIF", "JPEG2000")
+
 _MOST_COSTLY_PIXELS = 32 << 20  # their decoders take 9 to 19 bytes per pixel
+
 _LONGEST_SIDE = 1 << 17  # each row of pixels takes memory and time of its own
 
+
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000")
+
 """Formats of pillow that are read. Others start programs, or contain files of other formats and sizes."""
 
+
 _KEPT_PIXELS = 16 << 20
+
 _KEPT_NUMBERS = 2 << 20
+
 _DRAFTED_SIDE = 2560
+
 _MOST_BYTES = 1 << 30
+
 _NUMERIC = ("I", "F")
+
 _DAMAGED = (
     OSError,
     ArithmeticError,
@@ -50,6 +128,7 @@ _DAMAGED = (
     struct.error,
     zlib.error,
 )
+
 """Errors that decoders raise for damaged files."""
 
 
@@ -198,3 +277,96 @@ def _reasons() -> Iterator[None]:
     except _DAMAGED as error:
         reason = visible(f"{type(error).__name__}: {str(error)[:120]}")
         raise UnreadableImageError(f"its file cannot be decoded ({reason})") from error
+
+
+SMALL = 64
+
+"""Images of at most this many pixels a side are kept as they are and shown pixel by pixel."""
+
+
+_SIDES = {"large": 320, "small": 128}  # pixels
+
+_QUALITY = 80  # of WebP
+
+
+@dataclass(frozen=True)
+class Thumbnail:
+    """A thumbnail. `uri` is a `data:` URL; `width` and `height` are in pixels."""
+
+    key: str
+    uri: str
+    width: int
+    height: int
+    pixelated: bool
+
+
+class PictureBook:
+    """Collects the pictures of one page, without duplicates."""
+
+    def __init__(self) -> None:
+        self._pictures: dict[tuple[str, str], Thumbnail] = {}
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    @property
+    def pictures(self) -> list[Thumbnail]:
+        """The pictures in the order in which they were added."""
+        return list({picture.key: picture for picture in self._pictures.values()}.values())
+
+    def add(self, image: Any, size: str = "small") -> Thumbnail:
+        """Add an image, unless an equal one has been added.
+
+        Args:
+            image: an [`EncodedImage`], a PIL image, or an array or tensor (H, W), (H, W, C) or (C, H, W).
+            size: `"large"` for targets (at most 320 pixels a side), `"small"` for training examples (128).
+
+        Returns:
+            The picture of the image.
+
+        Raises:
+            UnreadableImageError: the image cannot be decoded, or has too many pixels.
+            ValueError: the array has another shape.
+            ImportError: pillow is not installed.
+        """
+        small = _small(image, _SIDES[size])
+        content = xxhash.xxh3_128(f"{small.mode} {small.size}".encode() + small.tobytes()).hexdigest()
+        found = self._pictures.get((content, size))
+        if found is None:
+            found = _encode(f"p{len(self._pictures)}", small)
+            self._pictures[content, size] = found
+            if found.pixelated:  # the same at every size
+                self._pictures.update({(content, other): found for other in _SIDES})
+        return found
+
+
+def _small(image: Any, side: int) -> "Image.Image":
+    """Convert an image to 8 bits per colour and at most `side` pixels a side, unless it is shown pixel by pixel."""
+    decoded = bounded(image)
+    picture = as_plain(decoded) if hasattr(decoded, "convert") else None
+    if picture is None or picture.mode not in ("L", "RGB", "RGBA"):
+        picture = _in_bytes(decoded)
+    picture = picture.copy()  # leave the image of the dataset unchanged
+    picture.info = {}  # it may contain profiles and texts of any size, which would be written to the page
+    if max(picture.size) > SMALL:
+        picture.thumbnail((side, side))
+    return picture
+
+
+def _in_bytes(image: Any) -> "Image.Image":
+    """Convert an image of any numbers to a picture of bytes."""
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8:
+        return pillow().fromarray(np.ascontiguousarray(image))
+    return pillow().fromarray(np.ascontiguousarray((as_pixels(image) * 255).round().astype(np.uint8)))
+
+
+def _encode(key: str, picture: "Image.Image") -> Thumbnail:
+    pixelated = max(picture.size) <= SMALL
+    buffer = io.BytesIO()
+    if pixelated:
+        picture.save(buffer, "PNG", optimize=True)
+    else:
+        picture.save(buffer, "WEBP", quality=_QUALITY)
+    kind = "png" if pixelated else "webp"
+    uri = f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return Thumbnail(key, uri, picture.width, picture.height, pixelated)

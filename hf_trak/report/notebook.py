@@ -1,18 +1,61 @@
 """The view of one target in a notebook."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from datasets import Dataset
 
+from hf_trak.curvature.conjugate_gradients import Refinement
+from hf_trak.data.rows import RowPart
+from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.report.distributions import ScoreDistributions
-from hf_trak.report.last import LastResult
 from hf_trak.report.page import target_page
-from hf_trak.report.run import AttributionRun, score_distributions
+from hf_trak.report.run import AttributionRun, score_distributions, top_k_range
 from hf_trak.report.views import RunViews, TargetView
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
+
+
+def exact_distributions(
+    attributor: FeaturizedModel,
+    scored: Dataset,
+    eval_dataset: Any,
+    name: str | None = None,
+    model_ids: Sequence[int] | None = None,
+    *,
+    rows: RowPart | None = None,
+    refinement: Refinement | None = None,
+) -> ScoreDistributions:
+    """Count the exact scores of the targets in bins, from the files that `attribute` wrote.
+
+    Args:
+        attributor, scored, eval_dataset, name, model_ids:
+            As for [`~hf_trak.report.run.score_distributions`], of a result of `attribute(..., exact=True)` or
+            `attribute(..., rerank=...)`.
+        rows (`RowPart`, *optional*):
+            The rows that were reranked; `None` for all.
+        refinement (`Refinement`, *optional*):
+            How the targets were refined, if they were.
+
+    Returns:
+        `ScoreDistributions`: one distribution per target.
+    """
+    blocks = ExactScores(attributor, rows, refinement).plan(eval_dataset, name, None, model_ids).blocks
+    return ScoreDistributions.from_blocks(blocks, *top_k_range(scored))
+
+
+@dataclass
+class LastResult:
+    """The last result of `attribute(..., per="target")` and what it was computed from."""
+
+    scored: Dataset
+    eval_dataset: Any
+    name: str
+    model_ids: Sequence[int] | None
+    distributions: ScoreDistributions | None = None
+    """Counted when they are needed for the first time."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_trak.report.content import visible
 from hf_trak.report.run import AttributionRun
-from hf_trak.report.text import visible
 from hf_trak.report.views import RunViews, TargetView, number, signed
 from hf_trak.store.atomic import atomic_path
 from hf_trak.version import __version__

@@ -18,40 +18,179 @@ the same directory, whose other files it does not touch. A directory with nothin
 written by `save_to_disk`, is a run without checksums.
 """
 
+import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from datasets import Dataset
 
 from hf_trak.errors import StoreError
 from hf_trak.featurize.featurized import FeaturizedModel
-from hf_trak.report.content import raw
+from hf_trak.report.content import as_row, raw
 from hf_trak.report.distributions import ScoreDistributions
-from hf_trak.report.run_checks import (
+from hf_trak.report.run_record import (
     SELF_INFLUENCE,
     TRAIN_ROWS,
+    SavedParts,
     check_parts,
     ends_of,
+    find_run,
+    read_parts,
     scores_problem,
     sizes_problem,
     statistics_problem,
     train_sizes,
+    verify_run,
+    write_run,
 )
-from hf_trak.report.run_facts import known_facts, plain_facts
-from hf_trak.report.run_reading import SavedParts, read_parts
-from hf_trak.report.run_record import find_run
-from hf_trak.report.run_rows import as_dataset, top_k_of_full, with_scores_of
-from hf_trak.report.run_verification import verify_run
-from hf_trak.report.run_writing import write_run
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
+from hf_trak.version import __version__
+
+_SPARE_DEPTH = 50  # a margin, since a value that can just be written here cannot be read from a deeper call stack
+
+
+def known_facts(attributor: FeaturizedModel) -> dict[str, Any]:
+    """Collect the facts that are known from the store and the configuration."""
+    config = attributor.store.config
+    args = attributor.args
+    return {
+        "model": config.get("model_name") or config.get("model_class"),
+        "model_class": config.get("model_class"),
+        "model_revision": config.get("model_revision"),
+        "task": config.get("task"),
+        "parameters": attributor.layout.total,
+        "checkpoints": [
+            Path(str(attributor.store.checkpoint_info(i)["source"])).name for i in attributor.store.model_ids
+        ],
+        "projection": config.get("projection"),
+        "features": attributor.proj_dim,
+        "ridge": f"{args.lambda_reg:g}" if args.lambda_reg is not None else f"{args.lambda_relative:g} relative",
+        "seed": args.seed,
+        "train_rows": len(attributor.train_dataset),
+        "train_fingerprint": config.get("train_fingerprint"),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hf_trak_version": __version__,
+    }
+
+
+def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert facts to plain JSON, in their order.
+
+    Values that JSON does not have become text: NaN and infinities (`"NaN"`), and objects of other classes (as by
+    `str`).
+
+    Raises:
+        ValueError: a fact contains itself, is nested too deeply, or has keys that are neither strings nor numbers.
+    """
+    plain = {}
+    for name, value in facts.items():
+        try:
+            json.dumps(functools.reduce(lambda inner, _: [inner], range(_SPARE_DEPTH), value), default=str)
+            plain[str(name)] = json.loads(json.dumps(value, default=str), parse_constant=str)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"The fact {str(name)[:80]!r} cannot be saved as JSON: {str(error)[:200]}. Expected plain values, "
+                "lists and dictionaries. Convert it, or leave it out."
+            ) from error
+    return plain
+
+
+_FULL_TOP = 50  # length of the top-k lists that are made of full score lists
+
+
+def top_k_of_full(scored: Dataset, n: int) -> tuple[Dataset, ScoreDistributions]:
+    """Convert full score lists to top-k columns and distributions.
+
+    Args:
+        scored: the result of `attribute(..., top_k=None, per="target")`.
+        n: number of training rows.
+
+    Returns:
+        The rows with top-k columns of the 50 highest and lowest scores, and the distribution of every list.
+
+    Raises:
+        ValueError: the lists do not have n scores.
+    """
+    name = TOP_K_COLUMNS[1]
+    if (length := scored.features[name].length) != n:
+        raise ValueError(
+            f"`{name}` holds {length} scores per row for {n} training rows. Expected the result of "
+            "`attribute(..., top_k=None, per='target')`."
+        )
+    k = min(_FULL_TOP, n)
+    ends: dict[str, list[Any]] = {column: [] for column in TOP_K_COLUMNS}
+    parts = []
+    for row in scored.select_columns([name]).with_format("numpy"):
+        scores = row[name]
+        order = np.argsort(-scores, kind="stable")
+        for indices, (rows, values) in zip(
+            (order[:k], order[::-1][:k]), (TOP_K_COLUMNS[:2], TOP_K_COLUMNS[2:]), strict=True
+        ):
+            ends[rows].append(indices.tolist())
+            ends[values].append(scores[indices].tolist())
+        block = [(0, n, torch.from_numpy(np.array(scores)[:, None]))]
+        parts.append(ScoreDistributions.from_blocks(block, scores.min(keepdims=True), scores.max(keepdims=True)))
+    merged = ScoreDistributions(
+        **{f: np.concatenate([getattr(part, f) for part in parts]) for f in ScoreDistributions.__dataclass_fields__}
+    )
+    kept = scored.with_format(None).remove_columns([name])
+    for column in TOP_K_COLUMNS:
+        kept = kept.add_column(column, ends[column])
+    return kept, merged
+
+
+def with_scores_of(rows: Any, scored: Dataset) -> Dataset:
+    """Convert the rows of any dataset to a `datasets.Dataset`, and add their scores.
+
+    Args:
+        rows: a map-style dataset with as many rows as `scored`.
+        scored: the score columns.
+    """
+    shown = as_dataset([rows[i] for i in range(len(rows))])
+    shown = shown.remove_columns(
+        [name for name in TOP_K_COLUMNS if name in shown.column_names]
+    )  # scores of an earlier call
+    for name in scored.column_names:
+        if name not in shown.column_names:
+            shown = shown.add_column(name, scored[name][:])
+    return shown
+
+
+def as_dataset(rows: Any) -> Dataset:
+    """Convert rows of any kind to a `datasets.Dataset`, as far as they can be shown. A `datasets.Dataset` stays as is.
+
+    Raises:
+        ValueError: a column has values that Arrow cannot store in one column.
+    """
+    if isinstance(rows, Dataset):
+        return rows
+    named = [as_row(row) for row in rows]
+    names = list(dict.fromkeys(name for row in named for name in row))
+    try:
+        return Dataset.from_dict({name: [_plain(row.get(name)) for row in named] for name in names})
+    except (pa.ArrowException, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"The columns {names} of the rows cannot be saved: {str(error)[:200]}. Expected values of one type in "
+            "each column. Give the rows as a `datasets.Dataset`."
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
+
 
 __all__ = ["AttributionRun", "find_run", "score_distributions", "top_k_range", "verify_run"]
 
+
 OUTLIERS = 24
+
 """Number of training rows of the highest self-influence that a run keeps."""
 
 

@@ -5,13 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_trak.report.content import Columns, Content, content_of
+from hf_trak.report.content import LONGEST_TEXT, Columns, Content, Piece, content_of, pieces, plain, stored, visible
 from hf_trak.report.distributions import Histogram
-from hf_trak.report.images import UnreadableImageError
+from hf_trak.report.images import PictureBook, Thumbnail, UnreadableImageError
 from hf_trak.report.run import AttributionRun
-from hf_trak.report.stored_rows import stored
-from hf_trak.report.text import LONGEST_TEXT, Piece, pieces, plain, visible
-from hf_trak.report.thumbnails import Picture, PictureBook
 from hf_trak.scores.scored_dataset import RANK_COLUMNS, TOP_K_COLUMNS
 
 _LONGEST_LABEL = 60
@@ -37,7 +34,7 @@ class RowView:
     """A training example or a target. `alt` describes its picture in words."""
 
     row: int
-    picture: Picture | None
+    picture: Thumbnail | None
     texts: list[TextView]
     label: str | None
     prediction: str | None

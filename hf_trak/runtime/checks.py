@@ -4,8 +4,16 @@ Python's `int` and anything that converts to it without loss (NumPy's integers, 
 `bool` does not, since `True` for a count is a mistake, and neither does a float with an integral value.
 """
 
+import math
 import operator
+from collections.abc import Sequence
 from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from hf_trak.errors import NonFiniteError
 
 
 def is_int(value: Any, minimum: int | None = None, maximum: int | None = None) -> bool:
@@ -87,3 +95,95 @@ def _range_text(minimum: int | None, maximum: int | None) -> str:
     if minimum is not None:
         return f" of at least {minimum}"
     return "" if maximum is None else f" of at most {maximum}"
+
+
+INSPECT = (
+    "Inspect that example and the checkpoint's weights, or take gradients in float32 (float16 overflows above 65504)."
+)
+
+
+def non_finite_rows(values: Tensor) -> list[int]:
+    """Find the rows that hold a NaN or an infinity.
+
+    Args:
+        values (`torch.Tensor` of shape `(rows, ...)`):
+            Rows of any real dtype.
+
+    Returns:
+        `list[int]`: their indices, ascending; empty if every value is finite.
+    """
+    # A NaN or an infinity makes the sum one. So may large finite numbers, whose rows are then looked at one by one.
+    if math.isfinite(values.sum().item()):
+        return []
+    finite = values.isfinite().reshape(values.shape[0], -1).all(dim=1)
+    return (~finite).nonzero().flatten().tolist()
+
+
+def check_finite_rows(
+    values: Tensor, what: str, rows: int | Sequence[int] = 0, *, unit: str = "row", remedy: str = INSPECT
+) -> None:
+    """Check that every value is finite.
+
+    Args:
+        values (`torch.Tensor` of shape `(rows, ...)`):
+            Rows of any real dtype.
+        what (`str`):
+            What a row is, such as `"projected gradient"`, for the message.
+        rows (`int` or `Sequence[int]`, *optional*, defaults to 0):
+            Number of the first row, or the numbers of all of them, for the message.
+        unit (`str`, *optional*, defaults to `"row"`):
+            What the number counts, such as `"sample"`, for the message.
+        remedy (`str`, *optional*):
+            The sentence of the message that says what to do.
+
+    Raises:
+        NonFiniteError: a value is NaN or infinite; names the first such row and says how many more there are.
+    """
+    bad = non_finite_rows(values)
+    if bad:
+        number = rows + bad[0] if isinstance(rows, int) else rows[bad[0]]
+        more = f" (and of {len(bad) - 1} more of these {values.shape[0]})" if len(bad) > 1 else ""
+        raise NonFiniteError(
+            f"The {what} of {unit} {number}{more} is NaN or infinite. Expected finite numbers. {remedy}"
+        )
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """Return how many bytes can still be allocated on a device.
+
+    Args:
+        device (`torch.device` or `str`): the device.
+
+    Returns:
+        `int`: for an accelerator, its free memory plus what torch's allocator holds unused; for an Apple GPU, what is
+        left of the recommended maximum; for the CPU, the memory that the system can give without swapping.
+
+    Raises:
+        ValueError: torch does not tell the free memory of this kind of device.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    backend: Any = getattr(torch, device.type, None)
+    if hasattr(backend, "mem_get_info"):
+        unused = backend.memory_reserved(device) - backend.memory_allocated(device)
+        return backend.mem_get_info(device)[0] + unused
+    raise ValueError(
+        f"The free memory of {device} is not known. Expected the CPU, an Apple GPU, or an accelerator of which torch "
+        "tells it, such as CUDA. Choose the sizes of blocks and chunks yourself."
+    )
+
+
+def byte_size(count: float) -> str:
+    """Write a number of bytes for people, for example `1.5 GiB`.
+
+    Args:
+        count (`float`): number of bytes.
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while count >= 1024 and len(units) > 1:
+        count /= 1024
+        units.pop(0)
+    return f"{count:,.0f} {units[0]}" if units[0] == "B" else f"{count:,.1f} {units[0]}"

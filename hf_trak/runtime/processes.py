@@ -6,7 +6,9 @@ wait for it notice at once instead of after a timeout of hours.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,11 +23,15 @@ from hf_trak.errors import PeerProcessError
 
 T = TypeVar("T")
 
+
 LONGEST_WAIT = timedelta(days=1)
+
 """Longest wait of a process for another one that is running but does not answer. Once they have connected, the death
 of a process is noticed at once."""
 
+
 _MEETING_WAIT = timedelta(minutes=5)
+
 """Longest wait of processes for each other to connect, at a time when none of them has long computations to do."""
 
 
@@ -224,3 +230,41 @@ class Processes:
 def share_of(count: int, index: int, parts: int) -> range:
     """Return part `index` of `count` items that are cut into contiguous parts, whose sizes differ by at most one."""
     return range(count * index // parts, count * (index + 1) // parts)
+
+
+R = TypeVar("R")
+
+
+def map_shards(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Apply `function` to each item on a thread pool, and yield the results in the order of the items.
+
+    Args:
+        function: called in as many threads as torch has (`torch.get_num_threads`), whose torch operators use one core
+            each; called in the calling thread if torch has one thread.
+        items: the arguments of the calls.
+
+    Returns:
+        An iterator of results. At most one more result than there are threads is held at a time, and torch uses one
+        core in the calling thread until the iterator ends or is closed.
+
+    Raises:
+        Exception: an error of `function` is raised in the place of its result.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield from map(function, items)
+        return
+    pool = ThreadPoolExecutor(threads, "shards", initializer=torch.set_num_threads, initargs=(1,))
+    held: deque[Future[R]] = deque()
+    torch.set_num_threads(1)  # what the caller does between results would compete for cores that are in use
+    try:
+        for item in items:
+            held.append(pool.submit(function, item))
+            if len(held) > threads:
+                yield held.popleft().result()
+        while held:
+            yield held.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        # Each thread has its own number, but threads that start from now on take the last one that was set anywhere.
+        torch.set_num_threads(threads)

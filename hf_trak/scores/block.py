@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_trak.scores.eigenvalue import extreme_eigenvalues
+from hf_trak.scores.dual import extreme_eigenvalues
 from hf_trak.scores.ridge import RidgeSystem, checked_rows, raise_singular, ridge_lambda
 from hf_trak.scores.training_features import TrainingFeatures
 from hf_trak.store.shards import Identity, TensorSpec

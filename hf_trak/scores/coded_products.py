@@ -27,7 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_trak.codes.coded_rows import CodedRows, CodeFormat
+from hf_trak.store.codes import CodedRows, CodeFormat
 
 DIGITS = 3
 """Digits of 8 bits of the integers that targets are rounded to.

@@ -15,20 +15,61 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_trak.scores.eigenvalue import extreme_eigenvalues
 from hf_trak.scores.ridge import check_condition, checked_rows, raise_singular
+from hf_trak.scores.subspace import random_normals
 from hf_trak.scores.training_features import TrainingFeatures
 from hf_trak.store.shards import Identity, TensorSpec
 from hf_trak.store.solver_files import SolverFiles
 
+_DENSE = 1024
+
+"""Size up to which all eigenvalues are computed in any case."""
+
+_ITERATIONS = 100
+
+
+def extreme_eigenvalues(matrix: Tensor, wanted: int | None) -> dict[str, float]:
+    """Compute the largest eigenvalue of a matrix, and another one.
+
+    Where all eigenvalues would take long and no other one is wanted, the largest comes from LOBPCG (Knyazev 2001, SIAM
+    J. Sci. Comput. 23:517), from below, and the closer the more it stands out.
+
+    Args:
+        matrix: symmetric, positive semidefinite, float64.
+        wanted: number of the other one in ascending order, or `None`, for which 0 is returned.
+
+    Returns:
+        `largest_eigenvalue` and `smallest_eigenvalue`.
+    """
+    if wanted is not None or len(matrix) <= _DENSE:
+        values = torch.linalg.eigvalsh(matrix).clamp_min(0)
+        return {
+            "largest_eigenvalue": float(values[-1]),
+            "smallest_eigenvalue": 0.0 if wanted is None else float(values[wanted]),
+        }
+    if not bool(matrix.diagonal().any()):
+        return {"largest_eigenvalue": 0.0, "smallest_eigenvalue": 0.0}
+    start = random_normals(len(matrix), 1, seed=0, model_id=0)
+    values, _ = torch.lobpcg(matrix, X=start, largest=True, niter=_ITERATIONS, tol=1e-9)
+    return {"largest_eigenvalue": float(values[0]), "smallest_eigenvalue": 0.0}
+
+
 _NAME = "kernel"
+
 _IDENTITY: Identity = {"kind": "kernel"}
+
 _FACTS = ("trace", "largest_eigenvalue", "smallest_eigenvalue")
+
 _SLICE_NUMBERS = 1 << 25
+
 """Numbers of X, over all rows, that are multiplied at a time: 256 MiB in float64."""
+
 _TILE = 512
+
 """Rows and columns of a block of K, which one process computes as a whole."""
+
 _ROWS_TOGETHER = 1024
+
 """Columns of (K + λI)⁻¹ that are computed at a time."""
 
 

@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from hf_trak.codes.coded_rows import CodedRows
 from hf_trak.runtime.transfers import CopyEngine, copy_engine, uploaded
+from hf_trak.store.codes import CodedRows
 from hf_trak.store.shard_set import Shard
 
 

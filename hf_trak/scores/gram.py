@@ -15,7 +15,7 @@ This is the pre-rounding of Demmel & Nguyen, Fast Reproducible Floating-Point Su
 import torch
 from torch import Tensor
 
-from hf_trak.runtime.finite import check_finite_rows
+from hf_trak.runtime.checks import check_finite_rows
 
 _HALF_BITS = 26
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import NonFiniteError, SingularGramError
-from hf_trak.runtime.finite import check_finite_rows as check_finite_rows
+from hf_trak.runtime.checks import check_finite_rows as check_finite_rows
 
 
 def gram_update(gram: Tensor, features: Tensor, start: int = 0) -> Tensor:

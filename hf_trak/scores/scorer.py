@@ -16,17 +16,15 @@ from torch import Tensor
 
 from hf_trak.config import SolverName
 from hf_trak.errors import IncompleteStoreError
-from hf_trak.runtime.finite import check_finite_rows
-from hf_trak.runtime.processes import Processes
-from hf_trak.runtime.shard_threads import map_shards
+from hf_trak.runtime.checks import check_finite_rows
+from hf_trak.runtime.processes import Processes, map_shards
 from hf_trak.scores.gram import GramSum, column_squares
 from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.solvers import SolverReport, Solvers
 from hf_trak.scores.streaming import ScaledRows, joined, score_blocks, self_influence_blocks
-from hf_trak.store.gram_file import Gram
 from hf_trak.store.shard_set import Shard, ShardSet
-from hf_trak.store.store import FeatureStore
+from hf_trak.store.store import FeatureStore, Gram
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +82,7 @@ class Scorer:
             device: products are computed on this device if it is a CUDA device, and on the CPU otherwise.
             lambda_reg: absolute ridge, see [`ridge_lambda`].
             lambda_relative: relative ridge, see [`ridge_lambda`].
-            solver: how the ridge regression is solved, see `hf_trak.scores.solver_choice`.
+            solver: how the ridge regression is solved, see `hf_trak.scores.solvers`.
             solver_rank: rank of `"low_rank"`, or columns per block of `"block"`; `None` for the defaults.
         """
         self.store = store

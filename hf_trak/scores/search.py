@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hf_trak.errors import StoreError
-from hf_trak.scores.preconditioned import PreconditionedTargets
+from hf_trak.scores.shortlist import PreconditionedTargets
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.store.sealed import read_sealed, write_sealed
 from hf_trak.store.shard_set import ShardSet

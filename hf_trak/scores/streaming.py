@@ -19,12 +19,12 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from hf_trak.codes.coded_rows import CodedRows, CodeFormat
 from hf_trak.errors import StoreError
-from hf_trak.runtime.finite import check_finite_rows
+from hf_trak.runtime.checks import check_finite_rows
 from hf_trak.scores.coded_products import CodedTargets, coded_targets
 from hf_trak.scores.feature_shards import FeatureShard, codes_of, uploaded_shards
 from hf_trak.scores.ridge import RidgeSystem
+from hf_trak.store.codes import CodedRows, CodeFormat
 
 _PLAIN_EXPONENT = 32
 """Rows whose largest entry is between 2⁻³² and 2³² are kept unscaled: far smaller entries still fit into float32."""

@@ -28,6 +28,7 @@ bits. Sums over rows are sums of integers, see `hf_trak.scores.gram`: the same b
 """
 
 import logging
+import math
 from collections.abc import Callable
 from statistics import NormalDist
 
@@ -35,23 +36,82 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import StoreError
+from hf_trak.kernels.philox import MASK32, Stream, Word, packed_words, philox_4x32, sign_tensor
 from hf_trak.scores.low_rank import Factors, overlaps_of
-from hf_trak.scores.random_vectors import random_normals, random_signs
 from hf_trak.scores.training_features import Sizes, TrainingFeatures, sum_over_strips
 from hf_trak.store.shards import Identity, TensorSpec
 from hf_trak.store.solver_files import SolverFiles
 
+_SIGNS_PER_CALL = 128
+
+_NORMALS_PER_CALL = 4
+
+_ROWS_TOGETHER = 1 << 14
+
+
+def random_signs(rows: int, columns: int, seed: int, model_id: int) -> Tensor:
+    """Generate independent signs ±1, `(rows, columns)`, float32, with the same bits everywhere.
+
+    Args:
+        rows: number of rows.
+        columns: number of columns, of which 128 come from one call of the generator.
+        seed: the seed, in [0, 2⁶³).
+        model_id: id of the checkpoint, in [0, 2³²).
+    """
+    result = torch.empty(rows, columns)
+    for first in range(0, rows, _ROWS_TOGETHER):
+        part = result[first : first + _ROWS_TOGETHER]
+        for block in range(-(-columns // _SIGNS_PER_CALL)):
+            left = block * _SIGNS_PER_CALL
+            signs = sign_tensor(packed_words(_words(first, len(part), block, seed, model_id, Stream.SOLVER_SIGNS_1)))
+            part[:, left : left + _SIGNS_PER_CALL] = signs[:, : columns - left]
+    return result
+
+
+def random_normals(rows: int, columns: int, seed: int, model_id: int) -> Tensor:
+    """Generate independent standard normal numbers, `(rows, columns)`, float64, by the method of Box and Muller.
+
+    The arguments are those of [`random_signs`]. Bits depend on the logarithm and the cosine of the machine.
+    """
+    parts = []
+    for block in range(-(-columns // _NORMALS_PER_CALL)):
+        words = [word.double() for word in _words(0, rows, block, seed, model_id, Stream.SOLVER_NORMALS_1)]
+        for first, second in ((words[0], words[1]), (words[2], words[3])):
+            radius = (-2 * ((first + 1) / 2.0**32).log()).sqrt()
+            angle = second * (2 * math.pi / 2.0**32)
+            parts += [radius * angle.cos(), radius * angle.sin()]
+    return torch.stack(parts[:columns], dim=1)
+
+
+def _words(
+    start: int, count: int, block: int, seed: int, model_id: int, stream: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    counter: tuple[Word, Word, Word, Word] = (
+        torch.arange(start, start + count, dtype=torch.int64), 0, block | (stream << 24), model_id,
+    )  # fmt: skip
+    return philox_4x32(counter, (seed & MASK32, seed >> 32))
+
+
 logger = logging.getLogger(__name__)
 
+
 ALGORITHM = "subspace-1"
+
 """Raised whenever the factors of the same features change."""
 
+
 PROBES = 16
+
 """Random vectors with which the error is measured."""
+
 _POWERS = 3
+
 _FAILURE = 1e-6
+
 _STRIP_NUMBERS = 1 << 24
+
 PASSES = 5
+
 """Passes over the rows."""
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trak.runtime.finite import check_finite_rows
+from hf_trak.runtime.checks import check_finite_rows
 
 PADDING = -(2**63)
 """A key below that of every finite score. It fills up tables whose rows have different lengths."""

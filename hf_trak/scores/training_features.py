@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_trak.codes.coded_rows import CodedRows, CodeFormat
-from hf_trak.codes.packing import packed_bytes
-from hf_trak.runtime.finite import check_finite_rows
+from hf_trak.runtime.checks import check_finite_rows
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores.gram import ProductSum, power_above
+from hf_trak.store.codes import CodedRows, CodeFormat, packed_bytes
 from hf_trak.store.shard_set import Shard, ShardSet
 
 PIECE_NUMBERS = 1 << 26

@@ -17,6 +17,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import IO, Any
 
@@ -26,11 +27,16 @@ from hf_trak.errors import HfTrakError, StoreError
 
 logger = logging.getLogger(__name__)
 
+
 MAX_NAME_BYTES = 200
+
 """Longest accepted name; file systems stop at 255 bytes, and the store adds suffixes of its own."""
 
+
 TEMPORARY = re.compile(r"\.hf_trak-tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{16}")
-"""Names of temporary files and directories; `hf_trak.store.leftovers` says who removes them."""
+
+"""Names of temporary files and directories; `hf_trak.store.atomic` says who removes them."""
+
 
 _STALE_SECONDS = 3600.0
 
@@ -268,7 +274,7 @@ def differing(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
 def remove_stale_temporaries(directory: Path) -> None:
     """Remove temporary files over an hour old that processes of this host left in a directory when they died.
 
-    This is the part of the policy in `hf_trak.store.leftovers` that costs no more than listing one directory.
+    This is the part of the policy in `hf_trak.store.atomic` that costs no more than listing one directory.
     """
     for entry in directory.glob(".hf_trak-tmp-*"):
         match = TEMPORARY.fullmatch(entry.name)
@@ -350,3 +356,89 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+DAY = 86_400.0
+
+_OLD_TEMPORARIES = (".scored.tmp", ".scored.old", ".train.tmp", ".train.old")
+
+"""Directories that version 0.1.0 left behind when saving a report run was interrupted."""
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A temporary file or directory.
+
+    Attributes:
+        path: where it is.
+        size: bytes.
+        age: seconds since the last write.
+        host: host of the writer; `None` where the name does not say.
+        alive: whether the writer is running; `None` where this host cannot see that.
+    """
+
+    path: Path
+    size: int
+    age: float
+    host: str | None
+    alive: bool | None
+
+    @property
+    def removable(self) -> bool:
+        """Whether it may be removed on request."""
+        return self.alive is False or (self.alive is None and self.age > DAY)
+
+    @property
+    def stale(self) -> bool:
+        """Whether any run may remove it unasked."""
+        return (self.alive is False and self.age > DAY / 24) or self.age > 7 * DAY
+
+    def remove(self) -> bool:
+        """Remove it, and return whether it is gone. Another process may have removed it first."""
+        if self.path.is_dir() and not self.path.is_symlink():
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                self.path.unlink()
+        return not os.path.lexists(self.path)
+
+
+def leftovers(directory: Path) -> list[Leftover]:
+    """List all temporary files below a directory, sorted by path. Links to directories are not followed."""
+    return sorted(_found(directory), key=lambda one: one.path)
+
+
+def remove_stale(directory: Path) -> list[Leftover]:
+    """Remove what any run may remove below a directory, see the module's docstring, and return what was removed."""
+    return [one for one in leftovers(directory) if one.stale and one.remove()]
+
+
+def _found(directory: Path) -> Iterator[Leftover]:
+    try:
+        entries = list(os.scandir(directory))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return
+    for entry in entries:
+        match = TEMPORARY.fullmatch(entry.name)
+        if match is None and entry.name not in _OLD_TEMPORARIES:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _found(Path(entry.path))
+            continue
+        with contextlib.suppress(FileNotFoundError):  # finished in the meantime
+            size, written = _extent(Path(entry.path))
+            host = None if match is None else match["host"]
+            alive = None if match is None or host != host_name() else is_alive(int(match["pid"]))
+            yield Leftover(Path(entry.path), size, max(0.0, time.time() - written), host, alive)
+
+
+def _extent(path: Path) -> tuple[int, float]:
+    """Size in bytes and time of the last write of a file, or of everything in a directory."""
+    status = path.lstat()
+    size, written = status.st_size, status.st_mtime
+    if path.is_dir() and not path.is_symlink():
+        for folder, _, names in os.walk(path):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.lstat(os.path.join(folder, name))
+                    size, written = size + status.st_size, max(written, status.st_mtime)
+    return size, written

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trak.codes.coded_rows import CodedRows, CodeFormat
-from hf_trak.codes.rotation import Rotation
 from hf_trak.errors import IncompleteStoreError, NonFiniteError, StoreError
-from hf_trak.runtime.finite import check_finite_rows
-from hf_trak.store.findings import Finding
+from hf_trak.runtime.checks import check_finite_rows
+from hf_trak.store.codes import CodedRows, CodeFormat, Rotation
 from hf_trak.store.shards import (
     FORMAT_VERSION,
+    Finding,
     Identity,
     ShardPlan,
     TensorSpec,

@@ -14,13 +14,15 @@ bytes of each tensor by its name, so that part of the tensors can be read and ch
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -31,16 +33,148 @@ from hf_trak.errors import StoreError
 from hf_trak.runtime.checks import checked_int
 from hf_trak.store.atomic import atomic_path, differing
 from hf_trak.store.sealed import content_digest, sealed
-from hf_trak.store.whole_file import DTYPES, WholeFile
+
+State = Literal["intact", "damaged", "missing", "unchecked", "leftover"]
+
+"""`unchecked`: a file without checksums, from an older version; `leftover`: not part of any result."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The state of one file.
+
+    Attributes:
+        path: the file.
+        state: see [`State`].
+        detail: what is wrong with it; empty for intact files.
+        remedy: how to repair it, for example the call that computes it again.
+    """
+
+    path: Path
+    state: State
+    detail: str = ""
+    remedy: str = ""
+
+
+DTYPES = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
+
+"""The dtypes that a store holds, by their names in safetensors files."""
+
+
+_LENGTH = 8
+
+"""Number of bytes at the start of the file that give the length of the header, little-endian. The header follows, and
+then the tensors."""
+
+
+class WholeFile:
+    """The part of the interface of `safetensors.safe_open` that shards need."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Args:
+            path: the file.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            OSError: it cannot be read.
+            SafetensorError: it is truncated, or not a safetensors file.
+        """
+        with open(path, "rb", buffering=0) as file:
+            data = np.empty(os.fstat(file.fileno()).st_size, dtype=np.uint8)
+            if file.readinto(data.data) != len(data):
+                raise SafetensorError("it became shorter while it was read")
+        begin = _LENGTH + int.from_bytes(data[:_LENGTH].tobytes(), "little")
+        if not _LENGTH < begin <= len(data):
+            raise SafetensorError(f"its header would end at byte {begin}, the file ends at {len(data)}")
+        try:
+            header = json.loads(data[_LENGTH:begin].tobytes())
+            self._metadata = header.pop("__metadata__", None)
+            self._tensors = {name: _Entry(**entry) for name, entry in header.items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise SafetensorError(f"its header is not one of safetensors ({error})") from error
+        self._bytes = data[begin:]
+
+    def __enter__(self) -> "WholeFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is open."""
+
+    def metadata(self) -> dict[str, str] | None:
+        return self._metadata
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> "_Entry":
+        return self._tensors[name]
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Return a tensor, a view of the memory that the file was read into.
+
+        Raises:
+            SafetensorError: the header gives it bytes that the file does not have, or a dtype that a store does not
+                hold.
+        """
+        entry = self._tensors[name]
+        dtype = DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise SafetensorError(f"`{name}` has dtype {entry.dtype}")
+        first, last = entry.data_offsets
+        if not first <= last <= len(self._bytes) or last - first != math.prod(entry.shape) * dtype.itemsize:
+            raise SafetensorError(
+                f"`{name}` of shape {entry.shape} would be bytes {first} … {last} of {len(self._bytes)}"
+            )
+        content = self._bytes[first:last]
+        # A header of odd length leaves tensors unaligned, which `view` refuses.
+        if content.ctypes.data % dtype.itemsize:
+            content = content.copy()
+        return torch.from_numpy(content).view(dtype).view(entry.shape)
+
+
+class _Entry:
+    """The entry of a tensor in the header."""
+
+    def __init__(self, dtype: str, shape: list[int], data_offsets: list[int], **_: Any) -> None:
+        numbers = [*shape, *data_offsets]
+        right = isinstance(dtype, str) and isinstance(shape, list) and len(data_offsets) == 2
+        right = right and all(type(number) is int and number >= 0 for number in numbers)
+        if not right or math.prod(max(size, 1) for size in shape) >= 1 << 60:  # torch multiplies in 64 bits
+            raise ValueError(f"there is a tensor {dtype!r} {shape!r} at {data_offsets!r}")
+        self.dtype = dtype
+        self.shape = shape
+        self.data_offsets = data_offsets
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
 
 FORMAT_VERSION = 2
+
 """The version of new stores with floating-point features."""
+
 CODES_VERSION = 3
+
 """The version of stores with codes."""
+
 READABLE_VERSIONS = (1, FORMAT_VERSION, CODES_VERSION)
+
 METADATA_KEY = "hf_trak"
 
+
 Identity = Mapping[str, str | int]
+
 """A description, as JSON, of everything that a file was computed from."""
 
 
@@ -196,7 +330,7 @@ def read_tensors(
         verify: whether to compare the checksum, which reads the whole file. By default the checksum is compared the
             first time that this process reads the file in its present state.
         mapped: whether to memory-map the tensors: pages are read when they are touched, and slices cost only their
-            rows. Otherwise the whole file is read at once, see `hf_trak.store.whole_file`.
+            rows. Otherwise the whole file is read at once, see `hf_trak.store.shards`.
         version: format version of the store that the file belongs to.
         **extra: metadata that it must have.
 
@@ -276,6 +410,7 @@ def check_file(path: Path) -> None:
 
 
 _verified: set[object] = set()
+
 """Files whose checksum this process has compared: path, inode, size, time of the last modification, and time of the
 last change of the inode, which a program that writes into the file cannot set back."""
 

@@ -23,8 +23,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_trak.errors import NonFiniteError, StoreError
-from hf_trak.store.findings import Finding
-from hf_trak.store.shards import Identity, TensorSpec, parse_metadata, read_header, read_tensors, write_tensors
+from hf_trak.store.shards import (
+    Finding,
+    Identity,
+    TensorSpec,
+    parse_metadata,
+    read_header,
+    read_tensors,
+    write_tensors,
+)
 from hf_trak.store.store import FeatureStore
 
 _NAMES = re.compile(r"(kernel|low_rank-\d+|low_rank-\d+\.passes|gram_block-\d+-\d+)\.safetensors")

@@ -22,7 +22,9 @@ Stores of format 1 have neither checksums of their JSON files nor ids in the ide
 and finished in their own format, with a warning; see [`FeatureStore.unknown`].
 """
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,28 +32,104 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_trak.codes.coded_rows import CodeFormat
-from hf_trak.codes.rotation import Rotation
-from hf_trak.errors import ConfigMismatchError
+from hf_trak.errors import ConfigMismatchError, NonFiniteError, StoreError
 from hf_trak.store.atomic import create_bytes, remove_stale_temporaries
-from hf_trak.store.checkpoint_records import CheckpointRecords, checked_count, checked_model_id, encoded
-from hf_trak.store.configuration import (
+from hf_trak.store.checkpoint_records import (
     CODE_BITS,
     FEATURE_DTYPES,
     INFORMATIONAL,
+    CheckpointRecords,
     Comparison,
+    ExperimentRecords,
+    checked_count,
+    checked_model_id,
     config_changes,
     config_hash,
+    encoded,
     normalized,
     read_config,
 )
-from hf_trak.store.experiments import ExperimentRecords
+from hf_trak.store.codes import CodeFormat, Rotation
 from hf_trak.store.format_1 import UNKNOWN, warn_once
-from hf_trak.store.gram_file import FILE_NAME as GRAM_FILE
-from hf_trak.store.gram_file import Gram, check_gram, read_gram_file, write_gram_file
 from hf_trak.store.sealed import content_digest, sealed_bytes
 from hf_trak.store.shard_set import ShardSet
-from hf_trak.store.shards import Identity, ShardPlan
+from hf_trak.store.shards import Identity, ShardPlan, TensorSpec, read_header, read_tensors, write_tensors
+
+GRAM_FILE = "gram.safetensors"
+
+_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Gram:
+    """XᵀX over all `n` train rows of one checkpoint, `matrix` (k, k), and its trace."""
+
+    matrix: Tensor
+    trace: float
+    n: int
+
+
+def check_gram(gram: Tensor, n: int, width: int, n_rows: int, model_id: int) -> None:
+    """Check that a matrix may be the XᵀX of all rows of a store.
+
+    Args:
+        gram: the matrix.
+        n: number of rows that it sums over.
+        width: k.
+        n_rows: number of rows of the store.
+        model_id: the checkpoint, for the error message.
+
+    Raises:
+        ValueError: shape, dtype or `n` do not fit the store.
+        NonFiniteError: an entry is NaN or infinite.
+    """
+    if tuple(gram.shape) != (width, width) or gram.dtype not in _DTYPES or n != n_rows:
+        raise ValueError(
+            f"The Gram matrix is {gram.dtype} {tuple(gram.shape)} over {n} rows. Expected float32 or float64 "
+            f"{(width, width)} over {n_rows} rows: half precision overflows, and a part of the rows does not give XᵀX."
+        )
+    if not bool(torch.isfinite(gram).all()):
+        raise NonFiniteError(
+            f"The Gram matrix of model id {model_id} has NaN or infinite entries. Expected finite ones. Inspect the "
+            "weights of this checkpoint, or compute features in float32."
+        )
+
+
+def write_gram_file(path: Path, gram: Tensor, n: int, identity: Identity, version: int) -> None:
+    """Write a matrix that [`check_gram`] has accepted. The arguments are those of [`read_gram_file`]."""
+    write_tensors(path, {"gram": gram}, identity, version, n=n, trace=_trace(gram))
+
+
+def read_gram_file(path: Path, width: int, n: int, identity: Identity, version: int) -> Gram:
+    """Read a matrix.
+
+    Args:
+        path: the file.
+        width: k.
+        n: number of rows that it has to sum over.
+        identity: what it has to be computed from.
+        version: the format version of the store.
+
+    Raises:
+        StoreError: the file is missing or damaged, or was computed from something else.
+    """
+    specs: Mapping[str, TensorSpec] = {"gram": TensorSpec((width, width), _DTYPES)}
+    matrix = read_tensors(path, identity, specs, version=version, n=n)["gram"]
+    saved = read_header(path, identity, specs, version, n=n).get("trace")
+    found = _trace(matrix)
+    # In format 1 nothing but this comparison protects the number, from which λ is derived. The bound is that of a sum
+    # of k terms in another order; both sums are taken in float64.
+    if not isinstance(saved, float) or not math.isclose(saved, found, rel_tol=width * 2.0**-52, abs_tol=0.0):
+        raise StoreError(
+            f"{path} says that the trace is {saved!r}; its matrix has {found!r}. Delete this file and run the same "
+            "command again."
+        )
+    return Gram(matrix, saved, n)
+
+
+def _trace(matrix: Tensor) -> float:
+    return float(matrix.diagonal().sum(dtype=torch.float64))
+
 
 _FEATURIZE_REST = "Featurize the remaining rows first."
 
@@ -71,7 +149,7 @@ class FeatureStore:
             output_dir (`Path`):
                 Directory of the store.
             config (`dict[str, Any]`):
-                Its configuration, as [`~hf_trak.store.configuration.normalized`] returns it.
+                Its configuration, as [`~hf_trak.store.checkpoint_records.normalized`] returns it.
         """
         self.output_dir = output_dir
         self._config = config
@@ -412,7 +490,7 @@ class FeatureStore:
         """Read the saved XᵀX.
 
         Returns:
-            [`~hf_trak.store.gram_file.Gram`] or `None`: the matrix, its trace and its number of rows; `None` if none
+            [`~hf_trak.store.store.Gram`] or `None`: the matrix, its trace and its number of rows; `None` if none
             is saved.
 
         Raises:

@@ -4,15 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hf_trak.errors import HfTrakError, IncompleteStoreError, StoreError
-from hf_trak.store.findings import Finding
-from hf_trak.store.gram_file import FILE_NAME as GRAM_FILE
-from hf_trak.store.leftovers import leftovers
+from hf_trak.store.atomic import leftovers
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
 from hf_trak.store.sealed import is_sealed, read_sealed
-from hf_trak.store.shards import check_file
+from hf_trak.store.shards import Finding, check_file
 from hf_trak.store.solver_files import SolverFiles
-from hf_trak.store.store import FeatureStore
+from hf_trak.store.store import GRAM_FILE, FeatureStore
 
 _FEATURIZE = "`featurize` with the same arguments computes it."
 _ATTRIBUTE = "`attribute` with the same targets computes it."

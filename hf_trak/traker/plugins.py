@@ -4,10 +4,17 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from hf_trak.gradient_computers import AbstractGradientComputer
-from hf_trak.modelout_functions import AbstractModelOutput, LossModelOutput
-from hf_trak.projectors import BasicProjector, BlockProjector, ProjectionType
+import torch
+from torch import Tensor
+
+from hf_trak.gradient_computers import AbstractGradientComputer, ParameterLayout
+from hf_trak.identity.recorded_names import recorded_name
+from hf_trak.modelout_functions import AbstractModelOutput, Batch, LossModelOutput, Side
+from hf_trak.modelout_functions.function import task_identity, task_identity_v1
+from hf_trak.projectors import BasicProjector, BlockProjector, NoOpProjector, ProjectionType
 from hf_trak.runtime.checks import checked_int
+from hf_trak.traker.savers.run_metadata import RunMetadata
+from hf_trak.version import __version__
 
 
 def construct(cls: Any, required: Mapping[str, Any], optional: Mapping[str, tuple[Any, Any]]) -> Any:
@@ -93,3 +100,119 @@ def require_size(projector: Any, num_params: int) -> None:
             f"The {type(projector).__name__} was made for gradients of {made_for} elements, but {num_params} are "
             f"attributed. Make it with grad_dim={num_params}, or choose other parameters (`grad_wrt`)."
         )
+
+
+class GradientPipeline:
+    """Computes the projected gradients of batches."""
+
+    def __init__(
+        self, computer: Any, projector: Any, grad_dim: int, proj_dim: int, device: str | torch.device
+    ) -> None:
+        """
+        Args:
+            computer: an `AbstractGradientComputer`, or any object with its documented methods.
+            projector: an `AbstractProjector`, or any object with `project(grads, model_id)`.
+            grad_dim: number of attributed parameter elements, P.
+            proj_dim: number of columns after projection, k.
+            device: where gradients are collected and projected.
+        """
+        self.computer = computer
+        self.projector = projector
+        self.grad_dim = grad_dim
+        self.proj_dim = proj_dim
+        self.device = device
+
+    def __call__(self, batch: Batch, size: int, model_id: int, side: Side) -> tuple[Tensor, Tensor]:
+        """Compute projected gradients and output-to-loss gradients.
+
+        Args:
+            batch: the samples.
+            size: number of samples, B.
+            model_id: id of the checkpoint, which chooses the random projection.
+            side: `"train"` or `"target"`.
+
+        Returns:
+            `tuple`: projected gradients `(B, k)` in float32, and output-to-loss gradients q `(B,)`. For targets, which
+            do not need q, it is zero if it would cost a pass of its own.
+
+        Raises:
+            ValueError: the computer or the projector returned another shape.
+        """
+        grads, q = self._compute(batch, size, model_id, side)
+        expected = (size, self.proj_dim)
+        if tuple(grads.shape) != expected or q.numel() != size:
+            raise ValueError(
+                f"The gradients have the shape {tuple(grads.shape)} after projection, with {q.numel()} output-to-loss "
+                f"gradients. Expected {expected} and {size}. Check {type(self.computer).__name__} and "
+                f"{type(self.projector).__name__}."
+            )
+        return grads.to(torch.float32), q.reshape(-1)
+
+    def _compute(self, batch: Batch, size: int, model_id: int, side: Side) -> tuple[Tensor, Tensor]:
+        if not can_stream(self.computer):
+            grads = self.projector.project(self.computer.compute_per_sample_grad(batch), model_id=model_id)
+            return grads, self.computer.compute_loss_grad(batch) if side == "train" else torch.zeros(size)
+        if can_accumulate(self.projector) and self.projector.proj_dim:  # a NoOpProjector need not know its size
+            sink = self.projector.sink(size, model_id, self.device)
+            q = self.computer.stream(batch, sink, side).out_to_loss
+            return sink.result(), q
+        whole = torch.zeros(size, self.grad_dim, dtype=torch.float32, device=self.device)
+
+        def collect(start: int, block: Tensor) -> None:
+            whole[:, start : start + block.shape[1]] += block
+
+        q = self.computer.stream(batch, collect, side).out_to_loss
+        return self.projector.project(whole, model_id=model_id), q
+
+
+def require_device(device: str | torch.device) -> None:
+    """Raise `ValueError` if the device is a CUDA device and torch sees none."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"`device` is {str(device)!r}, but torch sees no CUDA device. Pass device='cpu'.")
+
+
+def run_metadata(
+    model: torch.nn.Module, layout: ParameterLayout, task: AbstractModelOutput, computer: Any, projector: Any
+) -> RunMetadata:
+    """Describe all that defines the features of a run, apart from sizes and dtype, which the saver adds.
+
+    Args:
+        model: the model.
+        layout: the attributed parameters.
+        task: the model output function.
+        computer: the gradient computer.
+        projector: the projector.
+    """
+    metadata = {
+        "api": "TRAKer",  # features are divided by √P, unlike those of TrakAttributor
+        "gradient_computer": "built-in"
+        if is_ours(type(computer))
+        else class_name(type(computer)),  # built-in ones agree
+        "hf_trak_version": __version__,
+        "model_class": type(model).__name__,
+        "parameters": layout.to_list(),
+        "parameters_fingerprint": layout.fingerprint,
+        "projection": projection_identity(projector),
+        "task": task_identity(task, model),
+    }
+    return RunMetadata(metadata, {**metadata, "task": task_identity_v1(task)})
+
+
+def projection_identity(projector: Any) -> dict[str, Any]:
+    """Identify a projection. The library's own are known by their algorithm, whichever class computes it."""
+    own = can_accumulate(projector) and is_ours(type(projector))
+    identity = {
+        "class": None if own else class_name(type(projector)),
+        "algorithm": getattr(projector, "algorithm", None),
+    }
+    for name in ("nonzeros", "proj_type", "seed"):
+        value = getattr(projector, name, None)
+        identity[name] = value if value is None or isinstance(value, int) else str(value)
+    if isinstance(projector, NoOpProjector):
+        identity |= {"proj_type": None, "seed": None}
+    return identity
+
+
+def class_name(cls: type) -> str:
+    """Return the name under which a directory records a class."""
+    return recorded_name(f"{cls.__module__}.{cls.__qualname__}")

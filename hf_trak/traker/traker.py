@@ -11,7 +11,9 @@ entry.
 
 import logging
 import math
+import operator
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +21,107 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trak.errors import IncompleteStoreError
+from hf_trak.errors import IncompleteStoreError, NonFiniteError
 from hf_trak.gradient_computers import AbstractGradientComputer, FunctionalGradientComputer, ParameterLayout
 from hf_trak.modelout_functions import AbstractModelOutput, Batch, Side, get_task
 from hf_trak.projectors import AbstractProjector, NoOpProjector
-from hf_trak.runtime.checks import checked_int
+from hf_trak.runtime.checks import checked_int, non_finite_rows
 from hf_trak.store.atomic import safe_name
 from hf_trak.store.checkpoint_records import checked_model_id
-from hf_trak.traker import requirements
-from hf_trak.traker.batch_rows import materialize, selected
-from hf_trak.traker.ensemble import ScoreEnsemble
-from hf_trak.traker.gradient_pipeline import GradientPipeline, require_device
-from hf_trak.traker.open_checkpoint import OpenCheckpoint
-from hf_trak.traker.plugins import construct, default_projector, require_both_sides, require_size
-from hf_trak.traker.run_identity import class_name, projection_identity, run_metadata
+from hf_trak.traker import batch_rows as requirements
+from hf_trak.traker.batch_rows import materialize, rows_of, selected
+from hf_trak.traker.plugins import (
+    GradientPipeline,
+    class_name,
+    construct,
+    default_projector,
+    projection_identity,
+    require_both_sides,
+    require_device,
+    require_size,
+    run_metadata,
+)
 from hf_trak.traker.savers import AbstractSaver, SafetensorsSaver
 from hf_trak.traker.score_computers import AbstractScoreComputer, BasicScoreComputer
 from hf_trak.weights.checkpoints import Checkpoint, load_into
 from hf_trak.weights.watch import LoadedWeights
+
+
+class ScoreEnsemble:
+    """Sums up the products and the output-to-loss gradients of checkpoints.
+
+    Attributes:
+        model_ids: the model ids that have been added.
+    """
+
+    def __init__(self, train_set_size: int, num_targets: int) -> None:
+        self.model_ids: list[int] = []
+        self._products = torch.zeros(train_set_size, num_targets)
+        self._out_to_loss = torch.zeros(train_set_size, dtype=torch.float64)
+
+    def add(
+        self, model_id: int, computer: AbstractScoreComputer, features: Tensor, out_to_loss: Tensor, targets: Tensor
+    ) -> None:
+        """Add a checkpoint.
+
+        Args:
+            model_id: its id.
+            computer: the score computer that multiplies.
+            features: X (XᵀX + λI)⁻¹ of the train examples, `(n, k)`.
+            out_to_loss: their output-to-loss gradients q, `(n,)`.
+            targets: projected gradients of the targets, `(m, k)`.
+        """
+        computer.get_scores(features, targets, accumulator=self._products)
+        self._out_to_loss += out_to_loss
+        self.model_ids.append(model_id)
+
+    def scores(self) -> Tensor:
+        """Multiply the mean product by the mean output-to-loss gradient of each train row. To be called once.
+
+        Returns:
+            `torch.Tensor` of shape `(n, m)`, float32.
+
+        Raises:
+            NonFiniteError: a score is NaN or infinite; names the train row.
+        """
+        scores = self._products
+        scores /= len(self.model_ids)
+        scores *= (self._out_to_loss / len(self.model_ids)).to(scores.dtype)[:, None]
+        if rows := non_finite_rows(scores):
+            raise NonFiniteError(
+                f"The scores of train row {rows[0]} are not finite. Pass `use_half_precision=False`, or a larger "
+                "`lambda_reg`."
+            )
+        return scores
+
+
+@dataclass
+class OpenCheckpoint:
+    """A checkpoint that has been loaded for `featurize` or for `score`.
+
+    Attributes:
+        side: `"train"` if batches are for `featurize`, `"target"` if they are for `score`.
+        weights: the weights that were loaded into the model.
+        size: number of rows that batches may belong to.
+        size_name: the argument that gave this number, for error messages.
+        next_row: the row after those that were written with `num_samples`.
+    """
+
+    side: Side
+    weights: LoadedWeights
+    size: int
+    size_name: str
+    next_row: int = 0
+
+    def rows(self, batch: Batch, inds: Iterable[int] | None, num_samples: int | None) -> list[int]:
+        """Determine the row numbers of a batch. Arguments and errors are those of `rows_of`."""
+        return rows_of(batch, inds, num_samples, self.size, self.size_name, self.next_row)
+
+    def advance(self, num_samples: int | None) -> None:
+        """Count rows that were written in sequence. Called after they were, so that a failed call can be repeated."""
+        if num_samples is not None:
+            self.next_row += operator.index(num_samples)
+
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_trak.viewer.export import FORMATS
 from hf_trak.viewer.handlers import (
     ANY_LABEL,
     BY_INFLUENCE,
     BY_NUMBER,
     EXPECTED_ERRORS,
+    FORMATS,
     MOST_ROWS,
     PREDICTION,
     Handlers,

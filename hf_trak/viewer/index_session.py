@@ -2,9 +2,11 @@
 
 import logging
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +18,90 @@ from torch import Tensor
 from hf_trak.attributor import TrakAttributor
 from hf_trak.errors import HfTrakError
 from hf_trak.featurize.exact import ExactScores
+from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.featurizer import StoredRows
-from hf_trak.featurize.fetching import row_source
+from hf_trak.featurize.reranking import row_source
 from hf_trak.identity.row_digest import fingerprint_dataset
-from hf_trak.report.content import Columns, content_of
+from hf_trak.report.content import Columns, content_of, stored
 from hf_trak.report.page import facts_shown
-from hf_trak.report.run_facts import known_facts
-from hf_trak.report.stored_rows import stored
+from hf_trak.report.run import known_facts
 from hf_trak.report.views import index_ranks
-from hf_trak.scores.rerank_columns import without_rerank_columns
-from hf_trak.scores.scored_dataset import RANK_COLUMNS, STAGE_COLUMN, TOP_K_COLUMNS
+from hf_trak.scores.scored_dataset import RANK_COLUMNS, STAGE_COLUMN, TOP_K_COLUMNS, without_rerank_columns
+from hf_trak.scores.scorer import Scorer
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.store.shards import ShardPlan
-from hf_trak.viewer.kept_solvers import KeptSolvers
-from hf_trak.viewer.session import Answer, Session
+from hf_trak.viewer.session import Answer, Session, TokenScores, label_rows
 from hf_trak.viewer.target_form import TargetForm
-from hf_trak.viewer.token_parts import TokenScores, label_rows
 from hf_trak.viewer.train_rows import TrainRows
+
+MOST_KEPT = 4
+
+"""Number of factorizations that are kept, each of k² numbers of 8 bytes with the primal solver."""
+
+
+Solve = Callable[[Tensor], Tensor]
+
+
+class KeptSolvers:
+    """Applies (XᵀX + λI)⁻¹ to targets, under any checkpoint and λ, and keeps the factors of the last few."""
+
+    def __init__(self, model: FeaturizedModel, most: int = MOST_KEPT) -> None:
+        """
+        Args:
+            model: the model and its store.
+            most: number of factorizations to keep.
+        """
+        self._model = model
+        self._most = most
+        self._kept: OrderedDict[tuple[int, float | None], Solve] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def solve(self, model_id: int, lambda_relative: float | None, targets: Tensor) -> Tensor:
+        """Compute t (XᵀX + λI)⁻¹ of targets.
+
+        Args:
+            model_id: the checkpoint.
+            lambda_relative: λ as a multiple of trace(XᵀX) / min(n, k); `None` takes the λ of the configuration.
+            targets: t, `(m, k)`.
+
+        Returns:
+            `(m, k)`, float64.
+
+        Raises:
+            SingularGramError: λ is too small for these features.
+            ValueError: λ is negative or not finite.
+        """
+        key = (model_id, lambda_relative)
+        if key not in self._kept:
+            while len(self._kept) >= self._most:
+                self._kept.popitem(last=False)
+            self._kept[key] = self._made(*key)
+        self._kept.move_to_end(key)
+        return self._kept[key](targets)
+
+    def _made(self, model_id: int, lambda_relative: float | None) -> Solve:
+        scorer = self._scorer(lambda_relative)
+        if scorer.solvers.choice(model_id).kind != "primal":
+            return partial(scorer.solvers.solve, scorer.solvers.make(model_id))
+        gram = scorer.gram(model_id)
+        assert gram is not None  # a viewer is one process, which is the main one
+        return scorer.system(model_id, gram).solve
+
+    def _scorer(self, lambda_relative: float | None) -> Scorer:
+        model, args = self._model, self._model.args
+        if lambda_relative is None:
+            return model.scorer
+        given = (model.store, model.processes, model.device, None, lambda_relative)
+        return Scorer(*given, args.solver, args.solver_rank)
+
 
 logger = logging.getLogger(__name__)
 
+
 MOST_RERANKED = 2000
+
 GENERATED_TOKENS = 32
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_trak.report.content import Columns, content_of
+from hf_trak.report.content import Columns, content_of, stored
 from hf_trak.report.page import facts_shown
 from hf_trak.report.run import AttributionRun
-from hf_trak.report.stored_rows import stored
 from hf_trak.report.views import index_ranks
 from hf_trak.scores.scored_dataset import RANK_COLUMNS, STAGE_COLUMN, TOP_K_COLUMNS
 from hf_trak.viewer.session import Answer, Session

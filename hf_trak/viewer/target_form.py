@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from datasets import ClassLabel, Dataset, Features, Image, Value
 
+from hf_trak.report.content import EncodedImage
 from hf_trak.report.images import bounded
-from hf_trak.report.stored_rows import EncodedImage
 
 MOST_BYTES = 10 << 20
 """Largest upload."""

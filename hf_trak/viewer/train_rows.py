@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Audio, ClassLabel, Dataset, Image, Value
 
-from hf_trak.report.content import Columns, Content, content_of
-from hf_trak.report.stored_rows import stored
+from hf_trak.report.content import Columns, Content, content_of, stored
 
 _BATCH = 10_000
 _TEXT_TYPES = ("string", "large_string")

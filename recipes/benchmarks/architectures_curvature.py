@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.curvature.blocks import CurvatureBlocks, KroneckerBlock
-from hf_trak.curvature.plan import FitPlan
+from hf_trak.curvature.curvature import FitPlan
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.gradient_computers.per_sample import function_task

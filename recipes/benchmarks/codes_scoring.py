@@ -32,15 +32,14 @@ from typing import Any
 import torch
 from datasets import disable_progress_bars
 
-from hf_trak.codes.coded_rows import FIRST_BLOCK_BYTES
 from hf_trak.runtime.processes import Processes
-from hf_trak.scores.first_pass import rescored, shortlist
-from hf_trak.scores.preconditioned import PreconditionedTargets
 from hf_trak.scores.score_files import ScoreFiles
 from hf_trak.scores.scorer import Scorer
+from hf_trak.scores.shortlist import PreconditionedTargets, rescored, shortlist
 from hf_trak.scores.streaming import ScaledRows
-from hf_trak.store.configuration import CODE_BITS, code_settings
-from hf_trak.store.prefix import PrefixStore
+from hf_trak.store.checkpoint_records import CODE_BITS, code_settings
+from hf_trak.store.codes import FIRST_BLOCK_BYTES
+from hf_trak.store.revised import PrefixStore
 from hf_trak.store.shards import write_tensors
 from hf_trak.store.store import FeatureStore
 

@@ -26,8 +26,8 @@ from ecosystem_cases import GROUPS, EcosystemCase
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import HfTrakError
+from hf_trak.gradient_computers.base import run_model
 from hf_trak.gradient_computers.environment import pass_settings
-from hf_trak.gradient_computers.outputs import run_model
 
 BOUND = 1e-5
 HEAD = "| | works | engine | largest error | seconds |\n|---|---|---|---|---|"

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from gpu_steps import Step, featurize_steps, fused_steps, scoring_steps
 
-from hf_trak.kernels.backend import WGMMA_VARIABLE, float32_terms, kernels_wanted
+from hf_trak.kernels.arguments import WGMMA_VARIABLE, float32_terms, kernels_wanted
 from hf_trak.kernels.hadamard import plan_passes
 from hf_trak.kernels.runtime import CUDA as RUNTIME
 from hf_trak.kernels.self_check import checked_instruction

@@ -15,8 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_trak.gradient_computers import HookedGradientComputer
-from hf_trak.gradient_computers.hooked.outer import OuterBlock
-from hf_trak.gradient_computers.hooked.workspace import default_block_bytes
+from hf_trak.gradient_computers.hooked.workspace import OuterBlock, default_block_bytes
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.gradient_computers.per_sample import function_task
 from hf_trak.projectors import make_projector

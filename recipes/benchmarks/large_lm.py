@@ -116,7 +116,7 @@ def flattened(ids: Tensor) -> dict[str, Tensor]:
     """Lay documents of a third to all of the tokens of a row end to end, and cut them apart as the featurizer does."""
     from transformers import DataCollatorWithFlattening
 
-    from hf_trak.data.packing import cut_at_rows
+    from hf_trak.data.language import cut_at_rows
 
     count, longest = ids.shape
     lengths = [longest // 3 + row * (longest - longest // 3) // (count - 1) for row in range(count)]
@@ -150,7 +150,7 @@ def featurize_batch(case: dict[str, Any]) -> dict[str, Any]:
     """Project the gradients of one batch, without check and store."""
     from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
     from hf_trak.modelout_functions import deferred_logits
-    from hf_trak.projectors.sparse import SparseProjector
+    from hf_trak.projectors.dense import SparseProjector
 
     if "deferred" in case:  # otherwise as the engine chooses
         deferred_logits.DEFERRED_FROM = 0 if case["deferred"] else 2**60

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 
 from hf_trak.runtime.processes import Processes
-from hf_trak.scores.preconditioned import PreconditionedTargets
 from hf_trak.scores.score_files import ScoreFiles
 from hf_trak.scores.scorer import Scorer
 from hf_trak.scores.search import GradientSearch
+from hf_trak.scores.shortlist import PreconditionedTargets
 from hf_trak.scores.streaming import ScaledRows
-from hf_trak.store.configuration import code_settings
+from hf_trak.store.checkpoint_records import code_settings
 from hf_trak.store.shards import write_tensors
 from hf_trak.store.store import FeatureStore
 

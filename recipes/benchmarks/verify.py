@@ -25,7 +25,7 @@ from quality_bench.job import BATCH, Job
 from quality_bench.shortlist_scores import EMBEDDINGS, EXACT, INDEX, RIDGE, scored
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.evaluation.patch_result import PatchResult
+from hf_trak.evaluation.tail_patch import PatchResult
 from hf_trak.modelout_functions import get_task
 
 ROWS = 10

@@ -9,20 +9,59 @@ parameter values arrive per sample, before broadcasting sums them over the batch
   gradient from the input and the output gradient, [`BatchedOp.through_rule`].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from hf_trak.gradient_computers.hooked.batch_axis import BatchAxis
-from hf_trak.gradient_computers.hooked.folded_rows import aligned_rows, sum_rows
 from hf_trak.gradient_computers.hooked.hooked_pass import HookedPass
-from hf_trak.gradient_computers.hooked.outer import TakesOuter
-from hf_trak.gradient_computers.hooked.rules.registry import RuleResult, pieces_of
-from hf_trak.gradient_computers.hooked.tensors import outputs_of, replace_tensors, tensors_in
-from hf_trak.gradient_computers.hooked.traces import OpCallId, OpKey, OpTrace, ParameterUnsupportedError, Tracked
-from hf_trak.gradient_computers.hooked.workspace import Workspace
+from hf_trak.gradient_computers.hooked.rules.registry import Piece, RuleResult, pieces_of
+from hf_trak.gradient_computers.hooked.traces import (
+    OpCallId,
+    OpKey,
+    OpTrace,
+    ParameterUnsupportedError,
+    Tracked,
+    outputs_of,
+    replace_tensors,
+    tensors_in,
+)
+from hf_trak.gradient_computers.hooked.workspace import OuterBlock, TakesOuter, Workspace
+
+
+def aligned_rows(
+    x: Tensor, x_axis: BatchAxis, grad: Tensor, grad_axis: BatchAxis, rows: bool
+) -> tuple[Tensor, Tensor]:
+    """Bring the batch of an input and an output gradient to the front.
+
+    Args:
+        x: the input.
+        x_axis: its batch dimension.
+        grad: the gradient of the output.
+        grad_axis: the batch dimension of the output.
+        rows: whether the rule takes one leading dimension, see [`RegisteredRule`].
+
+    Returns:
+        Both as `(B, *)`; folded rows as `(B, fold, *)`, or as `(B · fold, *)` if `rows`.
+    """
+    x, grad = x_axis.rows_first(x), grad_axis.rows_first(grad)
+    if rows:
+        x = x.flatten(0, 1) if x_axis.fold > 1 else x
+        grad = grad.flatten(0, 1) if grad_axis.fold > 1 else grad
+    return x, grad
+
+
+def sum_rows(pieces: Iterable[Piece], size: int, fold: int) -> Iterator[Piece]:
+    """Add up the rows of each sample: pieces of `(size · fold, n)` become `(size, n)`."""
+    for name, start, block in pieces:
+        if fold == 1:
+            yield name, start, block
+        elif isinstance(block, OuterBlock):
+            yield name, start, block.joined(fold)
+        else:
+            yield name, start, block.view(size, fold, -1).sum(1)
 
 
 @dataclass(frozen=True)
@@ -226,6 +265,7 @@ class BatchedOp:
 
 
 OpHandler = Callable[[BatchedOp], Any]
+
 """Returns the result of the operation."""
 
 
@@ -238,6 +278,7 @@ class RegisteredHandler:
 
 
 HANDLERS: dict[Callable[..., Any], RegisteredHandler] = {}
+
 """The handlers by torch function. Those of the library are in `op_handlers`."""
 
 

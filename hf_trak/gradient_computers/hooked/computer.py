@@ -14,14 +14,20 @@ from torch import Tensor
 
 from hf_trak._compat import opened_backward, own_parameters
 from hf_trak.errors import GradientEngineError
-from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink
-from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.base import (
+    AbstractGradientComputer,
+    BatchOutputs,
+    GradientSink,
+    SplitBatch,
+    accumulated_gradients,
+    gradients_of,
+    one_per_sample,
+    run_model,
+)
 from hf_trak.gradient_computers.environment import differentiating, pass_settings
 from hf_trak.gradient_computers.hooked.batch_axis import UnsupportedError
-from hf_trak.gradient_computers.hooked.deferred_head import emit_slice
 from hf_trak.gradient_computers.hooked.hooked_pass import BlockOutput, Emit, HookedPass
-from hf_trak.gradient_computers.hooked.hooks import LayerHooks
-from hf_trak.gradient_computers.hooked.outer import OuterBlock, OuterSink, TakesOuter, every_factor
+from hf_trak.gradient_computers.hooked.hooks import LayerHooks, emit_slice
 from hf_trak.gradient_computers.hooked.traces import (
     ModelTrace,
     ModuleUnsupportedError,
@@ -31,8 +37,14 @@ from hf_trak.gradient_computers.hooked.traces import (
 )
 from hf_trak.gradient_computers.hooked.tracker import ParameterTracker
 from hf_trak.gradient_computers.hooked.width_traces import Steps, WidthTraces
-from hf_trak.gradient_computers.hooked.workspace import Workspace, default_block_bytes
-from hf_trak.gradient_computers.outputs import accumulated_gradients, gradients_of, one_per_sample, run_model
+from hf_trak.gradient_computers.hooked.workspace import (
+    OuterBlock,
+    OuterSink,
+    TakesOuter,
+    Workspace,
+    default_block_bytes,
+    every_factor,
+)
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 from hf_trak.modelout_functions.deferred_logits import NotDeferrableError, ReceiveHead, deferrable_head, deferring
 

@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_trak.gradient_computers.batches import SplitBatch
+from hf_trak.gradient_computers.base import SplitBatch
 from hf_trak.gradient_computers.hooked.autograd_functions import Keep, PerSample
 from hf_trak.gradient_computers.hooked.batch_axis import BatchAxis
-from hf_trak.gradient_computers.hooked.outer import OuterBlock, TakesOuter
 from hf_trak.gradient_computers.hooked.rules.registry import Piece
-from hf_trak.gradient_computers.hooked.tensors import mark_data
 from hf_trak.gradient_computers.hooked.traces import (
     ModelTrace,
     ParameterUnsupportedError,
     SampleTrace,
     Tracked,
+    mark_data,
 )
-from hf_trak.gradient_computers.hooked.workspace import Workspace
+from hf_trak.gradient_computers.hooked.workspace import OuterBlock, TakesOuter, Workspace
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.runtime.sharding import is_sharded_tensor
 

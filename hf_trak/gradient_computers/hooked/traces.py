@@ -1,8 +1,9 @@
 """Records of the hooked engine: what the pass of one sample saw, and what is known about a model after some passes."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -16,12 +17,17 @@ from hf_trak.gradient_computers.hooked.batch_axis import (
 )
 
 OpKey = tuple[tuple[str, ...], str]
+
 """An operation on parameter values: names of the parameters that the values come from, and of the torch function."""
 
+
 LayerCallId = tuple[str, int]
+
 """A call of a layer within one pass: the name of the module, and how many calls of it came before."""
 
+
 OpCallId = tuple[OpKey, int]
+
 """A call of an operation within one pass: its key, and how many calls with that key came before."""
 
 
@@ -179,3 +185,43 @@ class Tracked:
     value: Tensor
     roots: tuple[str, ...]
     is_parameter: bool = False
+
+
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments of a call, including those in lists and tuples."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            for item in value:
+                if isinstance(item, Tensor):
+                    yield item
+
+
+def replace_tensors(value: Any, replacement: Callable[[Tensor], Any]) -> Any:
+    """Replace a tensor, or every tensor in a list or tuple; return anything else as it is."""
+    if isinstance(value, Tensor):
+        return replacement(value)
+    if type(value) in (tuple, list) and any(isinstance(item, Tensor) for item in value):
+        return type(value)(replacement(item) if isinstance(item, Tensor) else item for item in value)
+    return value
+
+
+def outputs_of(result: Any) -> list[Tensor]:
+    """Return the tensors that a function returned, alone or in a list or tuple."""
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, tuple | list):
+        return [item for item in result if isinstance(item, Tensor)]
+    return []
+
+
+def is_data(tensor: Tensor) -> bool:
+    """Tell whether a tensor, in the pass of one sample, was computed from the sample."""
+    return getattr(tensor, "_hf_trak_data", False)
+
+
+def mark_data(result: Any) -> None:
+    """Mark the tensors of a result as computed from the sample."""
+    for tensor in outputs_of(result):
+        tensor._hf_trak_data = True  # type: ignore[attr-defined]

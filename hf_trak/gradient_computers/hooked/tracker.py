@@ -21,8 +21,16 @@ from hf_trak.gradient_computers.hooked.autograd_functions import Trap
 from hf_trak.gradient_computers.hooked.batch_axis import UnsupportedError
 from hf_trak.gradient_computers.hooked.batched_op import HANDLERS, BatchedOp, OpHandler, ParameterCall
 from hf_trak.gradient_computers.hooked.hooked_pass import HookedPass
-from hf_trak.gradient_computers.hooked.tensors import is_data, mark_data, outputs_of, tensors_in
-from hf_trak.gradient_computers.hooked.traces import OpKey, OpTrace, ParameterUnsupportedError, RestartError
+from hf_trak.gradient_computers.hooked.traces import (
+    OpKey,
+    OpTrace,
+    ParameterUnsupportedError,
+    RestartError,
+    is_data,
+    mark_data,
+    outputs_of,
+    tensors_in,
+)
 from hf_trak.gradient_computers.hooked.width_traces import step_of
 
 

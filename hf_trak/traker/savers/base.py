@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import HfTrakError, IncompleteStoreError
-from hf_trak.runtime.finite import check_finite_rows
+from hf_trak.runtime.checks import check_finite_rows
 from hf_trak.store.atomic import explained
 from hf_trak.store.shard_set import UNDERFLOW_TOLERANCE, cast_rows
 from hf_trak.traker.savers.refusals import deleted_grads, mismatched_weights, unknown_model_id

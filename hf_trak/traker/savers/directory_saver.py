@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_trak.runtime.checks import checked_int
-from hf_trak.store.leftovers import remove_stale
+from hf_trak.store.atomic import remove_stale
 from hf_trak.traker.savers.base import AbstractSaver, ModelIDException
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from hf_trak.errors import IncompleteStoreError, StoreError
-from hf_trak.store.findings import Finding
-from hf_trak.store.leftovers import leftovers
+from hf_trak.store.atomic import leftovers
+from hf_trak.store.shards import Finding
 from hf_trak.traker.savers.mmap_arrays import ArrayPlan
 from hf_trak.traker.savers.mmap_directory import EXPERIMENTS, METADATA, MmapDirectory, is_id
 from hf_trak.traker.savers.row_files import RowFile

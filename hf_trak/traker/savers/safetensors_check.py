@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from hf_trak.errors import HfTrakError, StoreError
-from hf_trak.store.findings import Finding
 from hf_trak.store.shard_set import ShardSet
+from hf_trak.store.shards import Finding
 from hf_trak.store.store import FeatureStore
 from hf_trak.traker.savers.finalized_files import FinalizedFiles
 from hf_trak.traker.savers.partial import PartialShard

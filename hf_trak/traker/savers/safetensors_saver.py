@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import StoreError
-from hf_trak.runtime.checks import checked_int
-from hf_trak.runtime.finite import check_finite_rows
+from hf_trak.runtime.checks import check_finite_rows, checked_int
 from hf_trak.store.atomic import safe_name
 from hf_trak.store.checkpoint_records import checked_model_id
 from hf_trak.store.shard_set import ShardSet

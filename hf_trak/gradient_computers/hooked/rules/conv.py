@@ -8,10 +8,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from hf_trak._compat import padding_of_both_sides
-from hf_trak.gradient_computers.hooked.outer import OuterBlock, TakesOuter, every_factor
 from hf_trak.gradient_computers.hooked.rules.linear import outer_pieces
 from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, Piece, common, register_layer_rule
-from hf_trak.gradient_computers.hooked.workspace import Workspace
+from hf_trak.gradient_computers.hooked.workspace import OuterBlock, TakesOuter, Workspace, every_factor
 from hf_trak.runtime.operator_threads import over_samples
 
 Sizes = Sequence[int]

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_trak.gradient_computers.hooked.outer import OuterBlock, TakesOuter
 from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, Piece, common, over_tokens, register_layer_rule
-from hf_trak.gradient_computers.hooked.workspace import Workspace
+from hf_trak.gradient_computers.hooked.workspace import OuterBlock, TakesOuter, Workspace
 
 
 def outer_pieces(

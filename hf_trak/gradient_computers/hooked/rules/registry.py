@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hf_trak._compat import has_foreign_forward, own_parameters
-from hf_trak.gradient_computers.hooked.outer import OuterBlock, TakesOuter
-from hf_trak.gradient_computers.hooked.workspace import Workspace
+from hf_trak.gradient_computers.hooked.workspace import OuterBlock, TakesOuter, Workspace
 
 Piece = tuple[str, int, Tensor | OuterBlock]
 """`(name, start, block)`: columns `start … start + n` of the flattened parameter `name`, for every sample: `(B,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_trak._compat import own_parameters
-from hf_trak.gradient_computers.hooked.outer import every_factor
 from hf_trak.gradient_computers.hooked.rules.embedding import embedding_pieces
 from hf_trak.gradient_computers.hooked.rules.linear import linear_pieces
 from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, Piece, RegisteredRule, common, over_tokens
+from hf_trak.gradient_computers.hooked.workspace import every_factor
 from hf_trak.runtime.sharding import is_sharded_tensor, runs_of, slice_indices
 
 

@@ -21,7 +21,7 @@ from curvature_bench.stages import (
 from curvature_bench.work import Work, linear_parameters
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.curvature.fit import CurvatureFit
-from hf_trak.curvature.hybrid import HybridSystem
+from hf_trak.curvature.maps import HybridSystem
 from hf_trak.featurize.estimate import estimate
 from hf_trak.featurize.exact import ExactScores
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from hf_trak.evaluation import Bank
-from hf_trak.evaluation.removal_effects import evaluate_removal
-from hf_trak.evaluation.removal_result import RemovalResult
+from hf_trak.evaluation.removal_effects import RemovalResult, evaluate_removal
 from hf_trak.evaluation.retraining import Retrain
 from hf_trak.evaluation.tail_removal import RemovalPlan, removal_plan
 from hf_trak.store.sealed import content_digest

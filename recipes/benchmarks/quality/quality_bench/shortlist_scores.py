@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from hf_trak import TrakAttributor
-from hf_trak.codes.coded_rows import CodedRows, CodeFormat
-from hf_trak.codes.rotation import Rotation
 from hf_trak.config import BITS
 from hf_trak.curvature.maps import WhitenedProjection
 from hf_trak.featurize.exact import ExactScores
-from hf_trak.featurize.fitted import fitted_curvature
+from hf_trak.featurize.fidelity import fitted_curvature
 from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
+from hf_trak.store.codes import CodedRows, CodeFormat, Rotation
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import ShardPlan
 from quality_bench.case import Case

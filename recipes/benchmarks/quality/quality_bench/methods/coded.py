@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_trak import TrakAttributor
-from hf_trak.codes.coded_rows import CodedRows, CodeFormat
-from hf_trak.codes.rotation import Rotation
 from hf_trak.config import BITS
 from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
+from hf_trak.store.codes import CodedRows, CodeFormat, Rotation
 from quality_bench.job import Cost, Job, Method, Scores
 
 SIZES = (512, 1024, 2048, 4096, 8192, 16384)

@@ -1,27 +1,192 @@
-"""Rows of codes: rotated features, rounded to levels, with one scale per row. `levels-1` of `reference.py`."""
+"""Codes of features: 8, 4, 2 or 1 bits per number instead of 32.
+
+A row of features is rotated at random (`rotation.py`), after which its entries look like independent normal numbers
+whatever the row was. Each entry is then rounded to a few levels, which are kept with one scale per row
+(`coded_rows.py`) and packed into bytes (`packing.py`). Rotations keep inner products, so that Gram matrices,
+ridge regressions and scores of rotated features are those of the features themselves, up to the rounding.
+
+`reference.py` defines all of it entry by entry. A version is part of every name: `hadamard-1` and `levels-1`.
+
+May import: `hf_trak.errors`, `hf_trak.runtime`, `hf_trak.kernels` and `hf_trak.kernels.ops`. Knows no files.
+
+Start with `reference.py`, then `coded_rows.py`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trak.codes.packing import pack, packed_bytes, padding_is_zero, unpack
+from hf_trak.kernels.arguments import kernels_wanted
+from hf_trak.kernels.ops import hadamard
+from hf_trak.kernels.philox import Stream, packed_words, philox_words, sign_tensor
+from hf_trak.kernels.torch_hadamard import rotate_blocks
 
-ALGORITHM = "levels-1"
+BITS = (8, 4, 2, 1)
+
+
+def packed_bytes(columns: int, bits: int) -> int:
+    """Number of bytes that hold so many levels."""
+    return -(-columns * bits // 8)
+
+
+def pack(levels: Tensor, bits: int) -> Tensor:
+    """Pack levels into bytes, each from its lowest bit; bits after the last level are 0.
+
+    Args:
+        levels: `(rows, k)`, uint8, below 2ᵇ.
+        bits: b, a divisor of 8.
+
+    Returns:
+        `(rows, ⌈k·b / 8⌉)`, uint8.
+    """
+    if bits == 8:
+        return levels.contiguous()
+    per_byte = 8 // bits
+    rows, k = levels.shape
+    if k % per_byte:
+        levels = torch.nn.functional.pad(levels, (0, -k % per_byte))
+    places = levels.reshape(rows, -1, per_byte)
+    result = places[..., 0].clone()
+    for place in range(1, per_byte):
+        result |= places[..., place] << (bits * place)
+    return result
+
+
+def level_values(bits: int) -> Tensor:
+    """The number v = u − (2ᵇ − 1) / 2 that each level u stands for: `(2ᵇ,)`, float32."""
+    return torch.arange(2**bits, dtype=torch.float32) - (2**bits - 1) / 2
+
+
+@cache
+def _table(bits: int, device: torch.device) -> Tensor:
+    """The values of the levels in each byte: `(256, 8 / b)`, float32."""
+    places = torch.arange(0, 8, bits)
+    found = (torch.arange(256).unsqueeze(1) >> places) & (2**bits - 1)
+    return level_values(bits)[found].to(device)
+
+
+def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """Return the numbers that packed levels stand for.
+
+    Args:
+        packed: `(rows, ⌈columns·b / 8⌉)`, uint8.
+        bits: b.
+        columns: number of levels per row.
+
+    Returns:
+        `(rows, columns)`, float32, without the scale of the row.
+    """
+    if bits == 8:
+        return packed[:, :columns].to(torch.float32).sub_(127.5)
+    # One row of the table, of 8/b numbers, for every byte.
+    table, places = _table(bits, packed.device), packed.reshape(-1)
+    if packed.device.type != "cpu":
+        values = table.index_select(0, places.int())
+    elif bits == 4:
+        # Two numbers are one word for torch, which takes words faster than NumPy does.
+        values = table.view(torch.int64).squeeze(1).index_select(0, places.int()).view(torch.float32)
+    else:
+        # NumPy copies rows of 16 or 32 bytes up to four times as fast as torch. No index is out of range.
+        values = torch.from_numpy(np.take(table.numpy(), places.numpy(), axis=0, mode="clip"))
+    return values.view(packed.shape[0], -1)[:, :columns]
+
+
+def padding_is_zero(packed: Tensor, bits: int, columns: int) -> bool:
+    """Tell whether the bits after the last level of every row are 0."""
+    left = columns * bits % 8
+    return left == 0 or not bool((packed[:, -1] >> left).any())
+
+
+ROTATION = "hadamard-1"
+
+
+class Rotation:
+    """The rotation of rows of k features of one checkpoint: y = H·D·x / √p, thrice, in blocks of p = 2ⁱ ≤ k.
+
+    An orthogonal map: inner products of rotated rows are those of the rows. After it, every entry is a sum of all
+    entries of the row with random signs, so that any columns are a sketch of the whole row. Once would not do: of a
+    row with a few large entries it makes entries of a few sizes, whose rounding errors all point the same way. After
+    three times the errors are those of normal numbers, as of "structured spinners" (arXiv 1610.06209).
+    """
+
+    def __init__(self, k: int, seed: int, model_id: int) -> None:
+        """
+        Args:
+            k: number of features, at least 1.
+            seed: seed in [0, 2⁶³).
+            model_id: id of the checkpoint in [0, 2³²).
+        """
+        self.k = k
+        self.seed = seed
+        self.model_id = model_id
+        self._size = 1 << (k.bit_length() - 1)
+        self._starts = 3 * ([0] if self._size == k else [0, k - self._size])
+        self._signs: dict[torch.device, Tensor] = {}
+
+    def apply(self, rows: Tensor) -> Tensor:
+        """Rotate rows.
+
+        Args:
+            rows: `(rows, k)`, any floating dtype; finite.
+
+        Returns:
+            `(rows, k)`, float32, on the same device. The bits do not depend on the device.
+        """
+        result = rows.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        self._rotate(result, self._signs_on(rows.device), self._starts)
+        return result
+
+    def inverse(self, rows: Tensor) -> Tensor:
+        """Undo the rotation, up to rounding. Arguments and result as those of [`~Rotation.apply`]."""
+        result = rows.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        signs = self._signs_on(rows.device)
+        for number, start in reversed(list(enumerate(self._starts))):
+            self._rotate(result, torch.zeros_like(signs[:1]), [start])
+            result[:, start : start + self._size] *= sign_tensor(signs[number])[: self._size]
+        return result
+
+    def _rotate(self, rows: Tensor, signs: Tensor, starts: list[int]) -> None:
+        """Run rounds with these signs on the blocks that begin at `starts`, in place."""
+        run = hadamard if kernels_wanted(rows.device) else rotate_blocks
+        run(rows, signs, self._size, starts)
+
+    def _signs_on(self, device: torch.device) -> Tensor:
+        """Signs of all rounds, packed: `(rounds, ⌈p / 32⌉)`, int32."""
+        if device not in self._signs:
+            calls = -(-self._size // 128)
+            rounds = torch.arange(len(self._starts))
+            words = philox_words(0, calls, self.seed, self.model_id, Stream.HADAMARD_1, rounds)
+            packed = packed_words(words).transpose(0, 1).flatten(1)[:, : -(-self._size // 32)]
+            self._signs[device] = packed.contiguous().to(device)
+        return self._signs[device]
+
+
+LEVELS = "levels-1"
+
 
 FIRST_BLOCK_BYTES = 512
+
 """Bytes of the first block of columns. It and the next have so many bytes per row, then each twice the one before, so
 that the first 512, 1024, 2048, … bytes of a row are whole blocks."""
 
+
 STEPS = {4: 0.3352, 2: 0.9957, 1: 1.0}
+
 """Distance of neighbouring levels in standard deviations; Max, IRE Transactions on Information Theory 6, 1960."""
 
+
 _ENCODED_BYTES = 1 << 23
+
 """Size in float64 of the rows that are encoded together."""
 
+
 _DECODED_BYTES = 1 << 19
+
 """Size in float32 of the rows of a block of columns that are decoded together on a CPU."""
 
 

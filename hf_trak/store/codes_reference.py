@@ -32,7 +32,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_trak.kernels.philox_reference import philox, sign
+from hf_trak.kernels.philox import philox, sign
 
 STREAM = 7
 

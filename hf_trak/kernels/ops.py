@@ -6,7 +6,7 @@ they run the same map in torch operators, which is what the kernels are compared
 these. `project` and `project_transposed` return x R and y Rᵀ, and each is the other's derivative; both also work under
 `torch.func.vmap` and `torch.compile`.
 
-This module is the only one that registers operators. It stands above `hf_trak.kernels` and below `hf_trak.codes` and
+This module is the only one that registers operators. Tensors go in and out; it is the entry of
 `hf_trak.projectors`, which check the arguments and call the functions here.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_trak.kernels import hadamard as hadamard_kernel
 from hf_trak.kernels import torch_hadamard
-from hf_trak.kernels.backend import float32_terms, kernels_wanted
+from hf_trak.kernels.arguments import float32_terms, kernels_wanted
 from hf_trak.kernels.dense import Distribution, accumulate_dense
 from hf_trak.kernels.outer import accumulate_outer
 from hf_trak.kernels.runtime import CUDA
@@ -259,8 +259,11 @@ def _vmapped(operator: Any) -> Any:
 
 
 project.register_autograd(_derive_project, setup_context=_keep_for_project)
+
 project_transposed.register_autograd(_derive_transposed, setup_context=_keep_for_project)
+
 project.register_vmap(_vmapped(project))
+
 project_transposed.register_vmap(_vmapped(project_transposed))
 
 
