@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,6 +11,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 import torch
+from places import PYTHONPATH
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +34,7 @@ def jobs_with_one_thread() -> Iterator[None]:
     The server that jobs are forked from takes its environment over when the first job starts: modules whose tests
     start jobs ask for this fixture with `pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")`.
     """
-    here = Path(__file__).parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(here.parent), str(here)]))
+        patch.setenv("PYTHONPATH", PYTHONPATH)
         yield

@@ -35,7 +35,7 @@ SPREADS = 5.0
 
 """An effect is farther than so many standard deviations from the mean of random rows, and beyond each draw of them.
 Few rows have most of the effect on a target, so that sets of random rows are no normal distribution: with 3 instead of
-5, `recipes/benchmarks/verify.py` sees an effect of 2 in 16 sets of random rows."""
+5, `benchmarks/verify.py` sees an effect of 2 in 16 sets of random rows."""
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,7 @@ QUALITY = {
 }
 
 """Linear datamodeling score with ridge, the mean over seven banks, relative to float32 with 16,384 bytes:
-`recipes/benchmarks/quality/CODES.md`. Models of other kinds may rank them differently."""
+`benchmarks/quality/CODES.md`. Models of other kinds may rank them differently."""
 
 
 _COMPARED = (("int2", 512), ("int2", 1024), ("int4", 2048), ("int2", 2048), ("int2", 4096), ("float32", 16384))

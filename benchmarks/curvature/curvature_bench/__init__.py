@@ -1,0 +1,1 @@
+"""The parts of the benchmark of curvature; `benchmarks/curvature` is the command."""

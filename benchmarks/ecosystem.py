@@ -1,0 +1,124 @@
+"""Does it work with …? Every case is attributed as its users would, and compared with plain autograd.
+
+    python benchmarks/ecosystem.py
+
+Features are whole gradients of batches of all rows, as `from_trainer` or `TrakAttributor` take them; beside them, one
+`autograd.grad` for each row, collated alone. The error is the largest of a row, relative to the norm of its gradient.
+Where that is above 1e-5, rows are compared with `autograd.grad` of their outputs within the whole batch, too: the
+slope of a ReLU whose input is about zero follows rounding, which is not the same for a batch. A case that is refused
+is listed with the message. Cases of `lightning`, `diffusers`,
+`sentence_transformers` and `setfit` need these packages.
+"""
+
+import argparse
+import gc
+import logging
+import os
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from datasets import disable_progress_bars
+from ecosystem_cases import GROUPS, EcosystemCase
+
+from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.errors import HfTrakError
+from hf_trak.gradient_computers.base import run_model
+from hf_trak.gradient_computers.environment import pass_settings
+
+BOUND = 1e-5
+HEAD = "| | works | engine | largest error | seconds |\n|---|---|---|---|---|"
+
+
+announced: list[str] = []
+"""What the choice of an engine has logged."""
+
+
+class _Announcements(logging.Handler):
+    """Keep the lines that name an engine."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if " by the " in record.getMessage():
+            announced.append(record.getMessage())
+
+
+def by_autograd(own: TrakAttributor, together: bool = False) -> torch.Tensor:
+    """The gradient of every row, collated alone or within the batch of all: `(n, P)`."""
+    featurizer = own.featurizer()
+    featurizer.prepare_task(0, own.args.per_device_batch_size)
+    batches, task, model = featurizer.batches(own.train_dataset), featurizer.task, own.model
+    parameters = dict(model.named_parameters())
+    wanted = [parameters[name] for name in own.layout.names]
+    found = []
+    every = range(len(own.train_dataset))
+    for row in every:
+        batch = next(batches.iterate([every]))[1] if together else batches.alone(row)
+        with pass_settings(model), torch.enable_grad():
+            output = task.output(run_model(task, model, batch), batch, "train")[row if together else 0]
+            gradients = torch.autograd.grad(output, wanted, allow_unused=True, materialize_grads=True)
+        found.append(torch.cat([one.detach().flatten().float() for one in gradients]))
+    return torch.stack(found)
+
+
+def largest(features: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error of a row, relative to the norm of its gradient."""
+    return float(((features - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)).max())
+
+
+def outcome(case: EcosystemCase) -> tuple[bool, str]:
+    """Whether a case is as it should be, and its line of the table."""
+    with tempfile.TemporaryDirectory() as directory:
+        args = TrakConfig(
+            str(Path(directory) / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True, disable_tqdm=True,
+            per_device_batch_size=8,
+        )  # fmt: skip
+        started = time.perf_counter()
+        announced.clear()
+        try:
+            own = case.make(Path(directory), args)
+            own.featurize()
+        except (HfTrakError, ValueError, TypeError, ImportError) as error:
+            message = str(error).splitlines()[0].replace("|", "¦")
+            return False, f"| {case.title} | **refused**: {type(error).__name__}: {message} | | | |"
+        seconds = time.perf_counter() - started
+        features = torch.cat([shard.grads for shard in own.store.train(0)])
+        alone = error = largest(features, by_autograd(own))
+        if alone > BOUND:
+            error = largest(features, by_autograd(own, together=True))
+    engine = " ".join(announced[-1].split(" by the ")[1].split(" engine")[0].split()) if announced else ""
+    works = f"with {case.needs}" if case.needs else "as it is"
+    fine = error <= BOUND
+    shown = f"{error:.0e}" if fine else f"**{error:.0e}**"
+    if alone != error:
+        shown += f" in the batch, {alone:.0e} alone"
+    return fine, f"| {case.title} | {works} | {engine} | {shown} | {seconds:.1f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument("--only", help="cases whose title has this text")
+    args = parser.parse_args()
+    logging.getLogger("hf_trak").setLevel(logging.ERROR)
+    engines = logging.getLogger("hf_trak.gradient_computers.auto")
+    engines.setLevel(logging.INFO)
+    engines.propagate = False
+    engines.addHandler(_Announcements())
+    disable_progress_bars()
+    fine = total = 0
+    for group in args.groups:
+        print(f"\n## {group}\n\n{HEAD}", flush=True)
+        for case in GROUPS[group]:
+            if args.only is None or args.only in case.title:
+                good, line = outcome(case)
+                fine, total = fine + good, total + 1
+                print(line, flush=True)
+                gc.collect()
+    print(f"\n{fine} of {total} within {BOUND:g}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The parts of the benchmark of curvature; `recipes/benchmarks/curvature` is the command."""

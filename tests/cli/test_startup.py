@@ -1,0 +1,202 @@
+"""What happens before the first result: imports, and the passes of the first batch."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_trak
+from hf_trak.gradient_computers import (
+    AutoGradientComputer,
+    engine_check,
+    register_layer_rule,
+    unregister_layer_rule,
+)
+from hf_trak.gradient_computers.per_sample import function_task
+from hf_trak.modelout_functions.base import AbstractModelOutput
+from hf_trak.projectors import make_projector
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """`import hf_trak` alone is tested with the layers."""
+    code = "import sys; from hf_trak.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code + "print(); print(*sys.modules)"], capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "transformers", "datasets", "accelerate", "numpy"} & {*done.stdout.splitlines()[-1].split()}
+
+
+def test_scores_of_a_small_model_import_neither_compiler_nor_sharding(tmp_path: Path) -> None:
+    """Each takes a second to import. A model that is compiled or sharded has imported them before."""
+    code = f"""
+import sys, torch
+from hf_trak import TrakAttributor, TrakConfig
+rows = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+config = TrakConfig({str(tmp_path)!r}, proj_dim=8, use_cpu=True, disable_tqdm=True)
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+scores = TrakAttributor(model, config, rows, task="image_classification").featurize().attribute(rows, top_k=3)
+assert len(scores) == 8
+print(); print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"} & {
+        *done.stdout.splitlines()[-1].split()
+    }
+
+
+def test_all_public_names_are_listed_and_there() -> None:
+    assert dir(hf_trak) == sorted(hf_trak.__all__)
+    assert all(getattr(hf_trak, name) is not None for name in hf_trak.__all__)
+
+
+class Net(nn.Module):
+    """Counts its passes by the number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 3)
+        self.passes: list[int] = []
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes.append(len(x))
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Doubling(nn.Linear):
+    """A layer whose rule is wrong."""
+
+
+def f(logits: Tensor, batch: Any) -> Tensor:
+    return logits.log_softmax(-1)[..., 0].reshape(len(logits), -1).sum(1)
+
+
+def made(model: nn.Module) -> AutoGradientComputer:
+    return AutoGradientComputer(model, function_task(f, model), dtype=None, device=None)
+
+
+def whole(computer: AutoGradientComputer, batch: dict[str, Tensor]) -> Tensor:
+    total = torch.zeros(len(batch["x"]), computer.layout.total)
+
+    def sink(start: int, block: Tensor) -> None:
+        total[:, start : start + block.shape[1]] += block
+
+    computer.stream(batch, sink)
+    return total
+
+
+def batch_of(*shape: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(*shape, generator=torch.Generator().manual_seed(1))}
+
+
+def test_the_first_batch_passes_through_the_model_once() -> None:
+    """Besides it, two samples alone by plain autograd, and one that is traced."""
+    model = Net()
+    whole(made(model), batch_of(6, 5))
+    assert sorted(model.passes) == [1, 1, 1, 6]
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (4, 9, 5)])
+def test_the_kept_pass_has_the_bits_of_another_one(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of(*shape)
+    computer = made(Net())
+    first = whole(computer, batch)
+    assert torch.equal(first, whole(computer, batch))
+    model = Net()
+    monkeypatch.setattr("hf_trak.gradient_computers.auto.KEPT_BYTES", 0)
+    assert torch.equal(first, whole(made(model), batch))
+    assert model.passes.count(shape[0]) == 2
+
+
+def test_factors_are_kept_as_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A projection that takes factors gets them from the kept pass, too, with the same bits."""
+    model, batch = Net(), batch_of(4, 2, 5)
+    projector = make_projector("sjlt", sum(p.numel() for p in model.parameters()), 64, 0, "cpu")
+    handed: list[str] = []
+    features = []
+    computer = made(model)
+    for _ in range(2):
+        sink = projector.sink(4, 0, torch.device("cpu"))
+        given = sink.add_outer
+        monkeypatch.setattr(sink, "takes_outer", lambda left, right: True)
+        monkeypatch.setattr(sink, "add_outer", lambda *args, given=given: (handed.append("outer"), given(*args))[1])
+        computer.stream(batch, sink)
+        features.append(sink.result())
+    assert torch.equal(*features)
+    assert len(handed) == 4  # two weights, twice
+    assert model.passes.count(4) == 2
+
+
+def test_a_refused_engine_leaves_nothing_in_the_sink() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = Doubling(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    def wrong(call: Any) -> dict[str, Tensor]:
+        return {"weight": 2 * torch.einsum("bi,bj->bij", call.grad, call.x), "bias": call.grad}
+
+    register_layer_rule(Doubling)(wrong)
+    try:
+        batch, model = batch_of(4, 5), Model()
+        computer = made(model)
+        found = whole(computer, batch)
+        assert computer.engine != "hooked"
+    finally:
+        unregister_layer_rule(Doubling)
+    assert torch.allclose(found, whole(made(model), batch), rtol=1e-5, atol=1e-6)
+
+
+def test_too_many_bytes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors may take more than the gradients; then the batch is computed again."""
+    monkeypatch.setattr(engine_check, "KEPT_BYTES", 100)
+    model, batch = Net(), batch_of(6, 5)
+    found = whole(made(model), batch)
+    assert model.passes.count(6) == 2
+    monkeypatch.undo()
+    assert torch.equal(found, whole(made(Net()), batch))
+
+
+def test_samples_that_mix_are_found_by_the_pass_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ordinary pass of the whole batch is made only where f differs."""
+    made_checks = []
+    kept = engine_check.check_batch_independence
+    monkeypatch.setattr(
+        engine_check, "check_batch_independence", lambda *args: (made_checks.append(1), kept(*args))[1]
+    )
+    whole(made(Net()), batch_of(6, 5))
+    assert not made_checks
+
+    class Mixing(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + 0.1 * x.sum())
+
+    with pytest.raises(engine_check.SamplesMixedError, match="depends on the other samples"):
+        whole(made(Mixing()), batch_of(6, 5))
+    assert made_checks
+
+
+def test_an_engine_that_cannot_be_made_is_passed_over_without_a_check() -> None:
+    """The hooked engine takes no task without a batched form."""
+
+    class PerSample(AbstractModelOutput):
+        def get_output(self, model: Any, weights: Any, buffers: Any, x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, (weights, buffers), (x[None],))[0, 0]
+
+        def get_out_to_loss_grad(self, model: Any, weights: Any, buffers: Any, batch: Any) -> Tensor:
+            return torch.ones(len(batch[0]))
+
+    computer = AutoGradientComputer(Net(), PerSample(), dtype=None, device=None, self_check=False)
+    computer.stream((batch_of(6, 5)["x"],), lambda start, block: None)
+    assert computer.engine == "functional"

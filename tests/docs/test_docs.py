@@ -1,0 +1,593 @@
+"""The documentation: every example runs, and what pages say of messages, commands and tasks is so."""
+
+import ast
+import configparser
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, load_dataset
+from doc_examples import (
+    documents,
+    make_trainer,
+    sentences,
+    tiny_bert,
+    tiny_gpt2,
+    trained_trainer,
+    word_tokenizer,
+    write_reviews,
+)
+from doc_pages import PAGES, ROOT, RUNNABLE, blocks_of, hf_trak_command, name_of, run_page
+from hub_server import TOKEN, Hub, client, hub
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import BertConfig, BertForMaskedLM, DataCollatorWithPadding
+from vlm_models import conversations, processor_of_words, vlm
+
+from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.cli.main import COMMANDS
+from hf_trak.modelout_functions import TASK_TO_MODELOUT
+
+__all__ = ["client", "hub"]  # fixtures
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def small(directory: str, **settings: Any) -> TrakConfig:
+    return TrakConfig(output_dir=directory, proj_dim=64, use_cpu=True, disable_tqdm=True, **settings)
+
+
+def layouts() -> list[str]:
+    """The paths that docs/formats.md names, as regular expressions. Below a directory of which it names no files there
+    may be any: datasets have files of their own."""
+    text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
+    paths = [
+        name for line in re.findall(r"^\| (`.+?`) \|", text, re.MULTILINE) for name in re.findall(r"`(.+?)`", line)
+    ]
+    for block in blocks_of(ROOT / "docs/formats.md"):
+        parents: list[str] = []
+        for line in block.code.splitlines():
+            entry = re.split(r" {2,}", line.strip())[0]
+            depth = (len(line) - len(line.lstrip())) // 2
+            parents = [*parents[:depth], entry]
+            if 'see "' not in line:  # what is described further down
+                paths += ["".join([*parents[:-1], name]) for name in entry.split(", ")]
+    parents_of_others = {path for path in paths if any(other.startswith(path) and other != path for other in paths)}
+    return [pattern(path) for path in paths if path not in parents_of_others]
+
+
+def pattern(path: str) -> str:
+    """Numbers stand for any number of as many digits or more, `<name>` and `…` for anything in one name."""
+    escaped = re.sub(r"<[^>]*>|…", "\0", path)
+    escaped = re.sub(r"\d+", "\1", re.sub(r"\.hf_trak-tmp.*", "", escaped))
+    found = re.escape(escaped).replace("\0", "[^/]+").replace("\1", r"\d+")
+    return found + (".+" if path.endswith("/") else "")
+
+
+def assert_documented(directory: Path, root: str) -> None:
+    """Every file below a directory has its place in docs/formats.md, where the directory is called `root`."""
+    known = [re.compile(layout) for layout in layouts()]
+    files = [path.relative_to(directory).as_posix() for path in sorted(directory.rglob("*")) if path.is_file()]
+    assert files
+    lost = [file for file in files if not any(k.fullmatch(name) for k in known for name in (file, f"{root}/{file}"))]
+    assert not lost
+
+
+# -- what is run, and what is not ---------------------------------------------------------------------------------
+
+
+def test_every_page_with_examples_is_run() -> None:
+    runnable = {name_of(b.page) for b in BLOCKS if b.language in RUNNABLE and b.reason is None}
+    assert runnable == {*RUN_HERE, "README.md"}  # tests/docs/test_readme.py runs the README
+
+
+def test_blocks_that_are_not_run_say_why() -> None:
+    """A block of another language is output, or a layout. A comment without a block before which it stands is lost."""
+    assert {block.language for block in BLOCKS} <= {"python", "bash", "text"}
+    left_out = [block for block in BLOCKS if block.reason is not None]
+    assert all(len(block.reason or "") > 10 for block in left_out)
+    assert all(block.language == "bash" for block in left_out), "all Python runs"
+    comments = sum(
+        len(re.findall(r"^<!-- not run:", page.read_text(encoding="utf-8"), re.MULTILINE)) for page in PAGES
+    )
+    inside = sum(len(re.findall(r"^<!-- not run:", block.code, re.MULTILINE)) for block in BLOCKS)
+    assert comments - inside == len(left_out)
+    print("\n".join(f"{block.place}: {block.reason}" for block in left_out))
+
+
+# -- the pages ----------------------------------------------------------------------------------------------------
+
+
+def test_quickstart(place: Path) -> None:
+    tokenizer = word_tokenizer()
+    lm_rows = documents(tokenizer, 12)
+    namespace = {
+        "trainer": trained_trainer(),
+        "eval_dataset": sentences(6),
+        "model": tiny_bert(),
+        "train_dataset": sentences(40),
+        "data_collator": DataCollatorWithPadding(tokenizer),
+        "tokenizer": tokenizer,
+        "new_rows": sentences(4),
+        "lm_attributor": TrakAttributor(tiny_gpt2(), small("lm"), lm_rows, processing_class=tokenizer),
+        "lm_targets": lm_rows.select(range(3)),
+    }
+
+    def collected(namespace: dict[str, Any]) -> None:
+        steps = [Path(path).name for path in namespace["callback"].checkpoints]
+        assert steps == ["checkpoint-100", "checkpoint-200"]
+
+    def asked(namespace: dict[str, Any]) -> None:
+        assert len(namespace["every"][0]["trak_scores"]) == 40
+        assert (len(namespace["turned"]), len(namespace["together"]), len(namespace["half"])) == (40, 1, 20)
+        assert namespace["sources"][0]["trak_groups"] == ["book", "web"]
+        assert sorted(namespace["suspects"].tolist()) == list(range(40))
+
+    def revised(namespace: dict[str, Any]) -> None:
+        assert len(namespace["revised"].train_dataset) == 42
+
+    def taken_apart(namespace: dict[str, Any]) -> None:
+        row = namespace["broken_down"][0]
+        assert np.allclose(np.sum(row["trak_token_scores"], axis=1), row["trak_scores"], rtol=1e-3, atol=1e-6)
+        assert sum(namespace["named"][0]["target_mask"]) == 1
+
+    checks = {
+        "callback = TrakCallback(": collected,
+        "per=": asked,
+        ".exclude(": revised,
+        "attribute_span(": taken_apart,
+    }
+    smaller = {'TrakConfig(output_dir="trak")': 'TrakConfig(output_dir="trak", proj_dim=512)'}
+    run_page("docs/quickstart.md", namespace, hf_trak_command, smaller, checks)
+    assert_documented(place / "trak-3", "trak")
+
+
+def test_concepts(place: Path) -> None:
+    rows = sentences(40)
+    run_page(
+        "docs/concepts.md",
+        {"model": tiny_bert(), "train_dataset": rows, "eval_dataset": rows.select(range(3))},
+        hf_trak_command,
+    )
+    assert len(list((place / "trak").glob("checkpoint-*/train-*"))) == 1, "features do not depend on λ"
+
+
+def test_curvature(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_reviews(place)
+    trainer = make_trainer(sentences(40), 0)
+    small = 'TrakConfig(output_dir="trak", proj_dim=64, use_cpu=True, disable_tqdm=True, '
+    namespace = run_page(
+        "docs/curvature.md",
+        {"trainer": trainer, "eval_dataset": sentences(6)},
+        hf_trak_command,
+        {'TrakConfig(output_dir="trak", ': small},
+    )
+    assert len(namespace["scored"]) == len(namespace["best"]) == 6
+    assert (len(namespace["mean"]), len(namespace["half"]), len(namespace["suspects"])) == (1, 20, 40)
+    printed = capsys.readouterr().out
+    assert re.search(r"^bert.encoder.layer.0.attention.self.query.weight +kronecker +8 × 9 ", printed, re.MULTILINE)
+    assert "Fidelity of checkpoint 0, 16 training rows × 4 targets" in printed
+    for directory, root in (("trak", "trak"), ("reviews-trak", "trak")):
+        assert_documented(place / directory, root)
+
+
+def test_refine(place: Path) -> None:
+    trainer = make_trainer(sentences(40), 0)
+    small = 'TrakConfig(output_dir="trak", use_cpu=True, disable_tqdm=True, '
+    given = {"trainer": trainer, "eval_dataset": sentences(6)}
+    namespace = run_page("docs/refine.md", given, hf_trak_command, {'TrakConfig(output_dir="trak", ': small})
+    assert len(namespace["scored"]) == len(namespace["quick"]) == 6
+    assert len(list((place / "trak").glob("experiments/*/exact-*/checkpoint-0/refined-*/refined-*.json"))) == 2
+
+
+def test_verify(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = sentences(60)
+    attributor = TrakAttributor(tiny_bert(), small("trak"), rows).featurize()
+    given = {"attributor": attributor, "eval_dataset": rows.select(range(3))}
+    namespace = run_page("docs/verify.md", given, hf_trak_command)
+    assert len(namespace["result"].random) == 8
+    assert "16 draws" in capsys.readouterr().out
+
+
+def test_viewer(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = word_tokenizer()
+    rows = documents(tokenizer, 12)
+    attributor = TrakAttributor(tiny_gpt2(), small("trak"), rows, processing_class=tokenizer).featurize()
+
+    def tokenize(rows: Dataset) -> Dataset:
+        return rows.map(lambda row: (ids := tokenizer(row["text"])["input_ids"]) and {"input_ids": ids, "labels": ids})
+
+    namespace = run_page("docs/viewer.md", {"attributor": attributor, "tokenize": tokenize}, hf_trak_command)
+    assert len(namespace["answer"].rows) == 12 and namespace["answer"].tokens is not None
+    assert capsys.readouterr().out.startswith("[(")
+
+
+def test_rerank(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_reviews(place)
+    trainer = make_trainer(sentences(40), 0)
+    small = 'TrakConfig(output_dir="trak", proj_dim=64, use_cpu=True, disable_tqdm=True, '
+    given = {"trainer": trainer, "eval_dataset": sentences(6)}
+    namespace = run_page("docs/rerank.md", given, hf_trak_command, {'TrakConfig(output_dir="trak", ': small})
+    assert namespace["scored"]["trak_stage"] == ["exact"] * 6
+    assert "0% of the rows are not among the first 1,000 of the index" in capsys.readouterr().out
+    for directory in ("trak", "reviews-trak"):
+        assert_documented(place / directory, "trak")
+
+
+def test_codes(place: Path) -> None:
+    pytest.importorskip("faiss")
+    rows = sentences(40)
+    config = TrakConfig(output_dir="trak", bytes_per_row=1024, use_cpu=True, disable_tqdm=True)
+    attributor = TrakAttributor(tiny_bert(), config, rows).featurize()
+    run_page("docs/codes.md", {"attributor": attributor, "eval_dataset": rows.select(range(3))}, hf_trak_command)
+
+
+def test_tasks(place: Path) -> None:
+    rows = sentences(40)
+    namespace = {
+        "language_model": tiny_gpt2(),
+        "documents": documents(word_tokenizer(), 6),
+        "model": tiny_bert(),
+        "train_dataset": rows,
+        "eval_dataset": rows.select(range(3)),
+    }
+    run_page("docs/tasks.md", namespace, hf_trak_command)
+    assert len(namespace["scored"]) == 3
+    weighted = namespace["weighted"].featurize().attribute(rows.select(range(3)), top_k=3)
+    assert np.isfinite(weighted["trak_scores"][:]).all()
+
+
+def test_randomness(place: Path) -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    namespace = {
+        "masked_language_model": BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **sizes)).eval(),
+        "tokenizer": tokenizer,
+        "documents": documents(tokenizer, 6).select_columns(["input_ids"]),
+    }
+    run_page("docs/randomness.md", namespace, hf_trak_command)
+    assert namespace["attributor"].store.config["collation"]["draws"] == 8
+
+
+def test_packing(place: Path) -> None:
+    rows = documents(word_tokenizer(), 6)
+    pairs = [[rows[i], rows[i + 1]] for i in (0, 2, 4)]
+    packed = [
+        {"input_ids": [token for row in pair for token in row["input_ids"]],
+         "labels": [label for row in pair for label in row["labels"]],
+         "seq_lengths": [len(row["input_ids"]) for row in pair]}
+        for pair in pairs
+    ]  # fmt: skip
+    namespace = {"language_model": tiny_gpt2(), "documents": rows, "packed_rows": Dataset.from_list(packed)}
+    run_page("docs/packing.md", namespace, hf_trak_command)
+    assert [found[0] for found in namespace["rows_of_best"]] == [0, 0]
+
+
+def test_vision_language(place: Path) -> None:
+    trl = pytest.importorskip("trl")
+    rows, model = conversations(6), vlm("qwen2_vl")
+    model.config.pad_token_id = 0
+    options = {"max_length": None, "bf16": False, "gradient_checkpointing": False, "report_to": [], "use_cpu": True}
+    args = trl.SFTConfig("out", max_steps=1, save_strategy="no", disable_tqdm=True, **options)
+    trainer = trl.SFTTrainer(model, args=args, train_dataset=rows, processing_class=processor_of_words())
+    namespace = {"trainer": trainer, "eval_dataset": rows.select([1])}
+    run_page("docs/vision_language.md", namespace, hf_trak_command)
+    assert namespace["scored"][0]["trak_indices"][0] == 1
+
+
+def test_preferences(place: Path) -> None:
+    trl = pytest.importorskip("trl")
+    words, options = word_tokenizer(), {"report_to": "none", "use_cpu": True, "bf16": False}
+    texts = [f" {word} film fox" for word in ("good", "bad", "dull", "great")]
+    pairs = Dataset.from_dict({"prompt": ["the"] * 4, "chosen": texts, "rejected": texts[1:] + texts[:1]})
+    given = {"train_dataset": pairs, "processing_class": words}
+    model, reference = tiny_gpt2(), tiny_gpt2()
+    trainer = trl.DPOTrainer(model, reference, trl.DPOConfig(output_dir="dpo", **options), **given)
+    policy_trainer = trl.GRPOTrainer(
+        tiny_gpt2(), [lambda completions, **_: [0.0] * len(completions)],
+        trl.GRPOConfig(output_dir="grpo", num_generations=2, per_device_train_batch_size=2, **options), **given,
+    )  # fmt: skip
+    tokens = trainer.train_dataset.map(lambda row: {"ref_chosen_logps": -9.0, "ref_rejected_logps": -9.0})
+    namespace = {
+        "trainer": trainer, "policy_trainer": policy_trainer, "held_out_pairs": pairs.select([2]),
+        "policy": tiny_gpt2(), "token_pairs": tokens,
+    }  # fmt: skip
+    run_page("docs/preferences.md", namespace, hf_trak_command)
+    assert sorted(namespace["scored"][0]["trak_indices"]) == [0, 1, 2, 3] and namespace["best"] != namespace["worst"]
+    assert len(namespace["why"][0]["trak_scores"]) == 3
+    assert namespace["plain"].store.train(0).unwritten() == []
+    assert_documented(place / "trak-dpo", "trak")
+
+
+def test_embeddings(place: Path) -> None:
+    st = pytest.importorskip("sentence_transformers")
+    from sentence_transformers.sentence_transformer import losses, modules
+    from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
+
+    words = word_tokenizer()
+    tiny_bert().base_model.save_pretrained("encoder")
+    words.save_pretrained("encoder")
+    tower = modules.Transformer("encoder")
+    model = st.SentenceTransformer(modules=[tower, modules.Pooling(8)], device="cpu")
+    texts = [f"the {word} film" for word in ("good", "bad", "dull", "great")]
+    pairs = Dataset.from_dict({"anchor": texts, "positive": [f"a {text.split()[1]} fox" for text in texts]})
+    args = st.SentenceTransformerTrainingArguments("training", use_cpu=True, report_to=[])
+    trainer = st.SentenceTransformerTrainer(
+        model, args, train_dataset=pairs, loss=losses.MultipleNegativesRankingLoss(model)
+    )
+    labelled = Dataset.from_dict({"one": texts, "other": texts[::-1], "labels": [0, 1, 1, 0]})
+    namespace = {
+        "trainer": trainer, "model": model, "pairs": pairs, "pairs_with_labels": labelled, "tokenizer": words,
+        "collator": SentenceTransformerDataCollator(model.preprocess), "classifier": tiny_bert(),
+    }  # fmt: skip
+    run_page("docs/embeddings.md", namespace, hf_trak_command)
+    assert len(namespace["scored"][0]["trak_indices"]) == len(namespace["why"][0]["trak_indices"]) == 3
+    assert namespace["plain"].featurize().store.train(0).unwritten() == []
+    assert namespace["reranker"].featurize().store.train(0).unwritten() == []
+    assert_documented(place / "trak-embeddings", "trak")
+
+
+def test_diffusion(place: Path) -> None:
+    class Unet(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.Conv2d(4, 1, 3, padding=1)
+
+        def forward(self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor | None = None) -> Any:
+            shift = 0 if encoder_hidden_states is None else encoder_hidden_states.mean(dim=(1, 2))[:, None, None, None]
+            hidden = self.first(sample) + shift + timestep[:, None, None, None] / 100
+            return SimpleNamespace(sample=self.last(torch.nn.functional.silu(hidden)))
+
+    rows = Dataset.from_dict({"pixel_values": torch.randn(6, 1, 4, 4).tolist(), "prompt": [str(i) for i in range(6)]})
+    schedule = torch.linspace(0.999, 0.01, 50)
+    namespace = {
+        "unet": Unet(), "conditional_unet": Unet(), "images": rows, "samples": rows.select([1]), "captioned": rows,
+        "noise_scheduler": SimpleNamespace(
+            alphas_cumprod=schedule, config=SimpleNamespace(prediction_type="v_prediction")
+        ),
+        "encode_image": lambda pixels: [[[value[0][0] for value in pixels]]],
+        "encode_prompt": lambda text: [[float(text), 1.0]],
+    }  # fmt: skip
+    run_page("docs/diffusion.md", namespace, hf_trak_command)
+    assert len(namespace["scored"]) == 1 and len(namespace["scores"]) == 2
+    assert namespace["square"].function == "square"
+
+
+def test_engines(place: Path) -> None:
+    batch: dict[str, Tensor] = {"input_ids": torch.randint(1, 30, (4, 7)), "attention_mask": torch.ones(4, 7)}
+    model = tiny_bert()
+    namespace = run_page("docs/engines.md", {"model": model, "batch": batch}, hf_trak_command)
+    assert {name: tuple(grad.shape) for name, grad in namespace["grads"].items()} == {
+        name: (4, *parameter.shape) for name, parameter in model.named_parameters()
+    }
+
+
+def test_projections(place: Path) -> None:
+    namespace = run_page("docs/projections.md", {}, hf_trak_command)
+    features, by_hand = namespace["features"].double().numpy(), namespace["by_hand"]
+    # Signs times float32 numbers are exact; 50 of them are added, each time with an error of 2⁻²⁴ of the sum so far.
+    bound = 50 * 2.0**-24 * abs(namespace["gradients"].double()).sum(dim=1).numpy()[:, None]
+    assert (abs(features - by_hand) <= bound).all()
+
+
+def test_hub(hub: Hub, client: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    model = tiny_bert().eval()
+    model.save_pretrained("model")
+    hub.put("model", "me/my-model", {path.name: path.read_bytes() for path in Path("model").iterdir()}, private=True)
+    namespace = {
+        "attributor": TrakAttributor(model, small("trak"), sentences(40)).featurize(),
+        "my_examples": sentences(5),
+        "train_dataset": sentences(40),
+    }
+    run_page("docs/hub.md", namespace, hf_trak_command)
+    assert len(namespace["scored"]) == len(namespace["again"]) == 5
+    assert len(namespace["scored"][0]["trak_indices"]) == 10
+    assert namespace["shown"][0]["trak_rows"][0]["text"].startswith("sentence ")
+    assert len(load_dataset("me/my-scores", split="train")) == 5
+
+
+def test_command_line(
+    hub: Hub, client: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    write_reviews(place)
+    hub.put("model", "me/model", {p.name: p.read_bytes() for p in Path("model").iterdir()}, private=True)
+    rng = np.random.default_rng(0)
+    np.save("masks.npy", rng.random((12, 40)) < 0.5)
+    np.save("outputs.npy", rng.standard_normal((12, 4)))
+    done = []
+
+    def command(argv: list[str]) -> None:
+        monkeypatch.chdir(elsewhere if {"--index", "pull"} & set(argv) else place)
+        hf_trak_command(argv)
+        done.append(argv[1])
+
+    elsewhere = place / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine.jsonl").write_bytes((place / "mine.jsonl").read_bytes())
+    run_page("docs/command_line.md", {}, command)
+    assert set(COMMANDS) - set(done) == {"selftest", "serve"}
+    assert (place / "trak/scores/mine/report.html").is_file()
+    assert (elsewhere / "copy/trak_index.json").is_file()
+    assert_documented(place / "trak", "trak")
+    assert_documented(elsewhere / "copy", "trak")
+    assert re.search(r"^lds +-?0\.\d+", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_evaluation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = sentences(12)
+    attributor = TrakAttributor(tiny_bert(), small("trak"), rows).featurize()
+    namespace = {
+        "make_trainer": make_trainer,
+        "train_dataset": rows,
+        "targets": sentences(4),
+        "attributor": attributor,
+    }
+
+    def measured(namespace: dict[str, Any]) -> None:
+        assert namespace["scores"].shape == (12, 4)
+        assert namespace["retrained"].num_rows == 8
+        assert re.search(r"-?\d\.\d+ \[-?\d\.\d+, -?\d\.\d+\]", capsys.readouterr().out)
+
+    # A hundred retrainings take most of a minute.
+    run_page(
+        "docs/evaluation.md",
+        namespace,
+        hf_trak_command,
+        replace={
+            ", 100)": ", 8)",
+            "counts=[4, 8]": "counts=[4]",
+            "wrong).auc": "wrong, resamples=50).auc",
+            '"noisy")': '"noisy", proj_dim=512)',
+        },
+        checks={"TrainerRetraining(": measured},
+    )
+    assert re.search(r"helpful \{4: ", capsys.readouterr().out)
+    assert_documented(place / "lds", "lds")
+
+
+def test_scaling(place: Path) -> None:
+    write_reviews(place)
+    model = tiny_bert()
+    attributor = TrakAttributor(model, small("trak", shard_size=5), sentences(40))
+    namespace = {"model": model, "attributor": attributor, "path": model.state_dict(), "index": 1, "quarter": 2}
+    run_page("docs/scaling.md", namespace, hf_trak_command)
+    assert len(list((place / "trak/checkpoint-1").glob("train-*"))) == 2
+
+
+def test_trak_script(place: Path) -> None:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images, labels = torch.tensor(data.images / 16.0, dtype=torch.float32), torch.tensor(data.target)
+
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    train_set = TensorDataset(images[:1100], labels[:1100])
+    test_set = TensorDataset(images[1100:1120], labels[1100:1120])
+    namespace = {
+        "model": network(),
+        "checkpoints": [network().state_dict() for _ in range(2)],
+        "train_set": train_set,
+        "test_set": test_set,
+        "train_loader": DataLoader(train_set, batch_size=100),
+        "test_loader": DataLoader(test_set, batch_size=8),
+    }
+    run_page("docs/from_trak.md", namespace, hf_trak_command)
+    assert namespace["scores"].shape == (1100, 20)
+    assert namespace["scores"].isfinite().all()
+    assert len(namespace["scored"]) == 20
+    for directory, root in (("trak_results", "trak"), ("mmap_results", "trak_results"), ("trak", "trak")):
+        assert_documented(place / directory, root)
+
+
+def test_contributing_a_task(place: Path) -> None:
+    rows = sentences(20)
+    graded = Dataset.from_dict({"input_ids": rows["input_ids"][:], "labels": [float(i % 4) for i in range(20)]})
+    run_page("docs/contributing/tasks.md", {"grader": tiny_bert(1), "graded_rows": graded}, hf_trak_command)
+
+
+def test_contributing_a_layer_rule(place: Path) -> None:
+    run_page("docs/contributing/layer_rules.md", {}, hf_trak_command)
+
+
+RUN_HERE = {
+    "docs/quickstart.md",
+    "docs/codes.md",
+    "docs/rerank.md",
+    "docs/verify.md",
+    "docs/viewer.md",
+    "docs/concepts.md",
+    "docs/curvature.md",
+    "docs/refine.md",
+    "docs/tasks.md",
+    "docs/randomness.md",
+    "docs/packing.md",
+    "docs/preferences.md",
+    "docs/embeddings.md",
+    "docs/diffusion.md",
+    "docs/vision_language.md",
+    "docs/engines.md",
+    "docs/projections.md",
+    "docs/hub.md",
+    "docs/command_line.md",
+    "docs/evaluation.md",
+    "docs/scaling.md",
+    "docs/sharded.md",  # by several processes, in test_sharded.py
+    "docs/from_trak.md",
+    "docs/contributing/tasks.md",
+    "docs/contributing/layer_rules.md",
+}
+
+
+# -- what pages say -----------------------------------------------------------------------------------------------
+
+
+def texts_of_the_library() -> str:
+    """All texts in the library's code, f-strings with `…` for values, one per line."""
+    found = []
+    for path in sorted((ROOT / "hf_trak").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(" ".join(node.value.split()))
+            elif isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.append(" ".join("".join(map(str, parts)).split()))
+    return "\n".join(found)
+
+
+def test_quoted_messages_are_those_of_the_library() -> None:
+    """A message that was reworded is to be found here, too."""
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^> (.+)$", page, re.MULTILINE)
+    assert len(quoted) > 20
+    texts = texts_of_the_library()
+    lost = []
+    for message in quoted:
+        parts = [part.strip(" .") for part in message.split("…")]
+        lost += [(message, part) for part in parts if len(part) > 1 and part not in texts]
+    assert not lost
+
+
+def test_the_table_of_tasks_is_complete() -> None:
+    table = (ROOT / "docs/tasks.md").read_text(encoding="utf-8").split("## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `") or line.startswith("| a f")]
+    assert set(re.findall(r"`([a-z0-9_]+)`", " ".join(rows))) == set(TASK_TO_MODELOUT)
+
+
+def test_the_table_of_commands_is_complete() -> None:
+    page = (ROOT / "docs/command_line.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`([a-z-]+)`", " ".join(rows))) == set(COMMANDS)
+
+
+def test_the_table_of_layers_is_that_of_the_linter() -> None:
+    rules = configparser.ConfigParser()
+    rules.read(ROOT / ".importlinter")
+    lines = rules["importlinter:contract:layers"]["layers"].strip().splitlines()
+    layers = [set(re.findall(r"\w+", line)) for line in reversed(lines)]
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    table: list[set[str]] = [set() for _ in layers]
+    for number, names in re.findall(r"^\| (\d+) \| (.+?) \|", page, re.MULTILINE):
+        table[int(number) - 1] |= set(re.findall(r"`hf_trak/(\w+?)(?:\.py|/)`", names))
+    assert table == layers
+
+
+def test_the_environment_variables_are_documented() -> None:
+    named = set(re.findall(r"HF_TRAK_[A-Z0-9_]*[A-Z0-9]", texts_of_the_library()))
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert named and all(name in pages for name in named), named

@@ -1,0 +1,91 @@
+"""Public functions document the errors that they raise."""
+
+import ast
+import inspect
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_trak
+import hf_trak.evaluation
+import hf_trak.hub
+import hf_trak.modelout_functions
+import hf_trak.projectors
+import hf_trak.savers
+import hf_trak.score_computers
+
+PACKAGE = Path(__file__).parents[2] / "hf_trak"
+
+
+def statements(function: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function without those of functions and classes inside it."""
+    for child in ast.iter_child_nodes(function):
+        if not isinstance(child, ast.FunctionDef | ast.ClassDef | ast.Lambda):
+            yield child
+            yield from statements(child)
+
+
+def functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
+    """Yield public functions, public methods of public classes, and their constructors."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from functions(node.body)
+        if isinstance(node, ast.FunctionDef) and (node.name == "__init__" or not node.name.startswith("_")):
+            yield node
+
+
+def test_functions_that_raise_say_so() -> None:
+    """A function with a `raise` statement has a `Raises` section in its docstring."""
+    silent, looked_at = [], 0
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for function in functions(ast.parse(path.read_text(encoding="utf-8")).body):
+            raises = any(isinstance(node, ast.Raise) and node.exc is not None for node in statements(function))
+            text = ast.get_docstring(function)
+            looked_at += raises
+            if raises and text and "Raise" not in text:
+                silent.append(f"{path.relative_to(PACKAGE)}:{function.lineno} {function.name}")
+    assert looked_at > 80
+    assert not silent
+
+
+def entries(text: str) -> list[str]:
+    """The entries of the section `Args` of a docstring: its lines with the least indentation."""
+    lines = text.split("Args:\n", 1)[1].splitlines() if "Args:\n" in text else []
+    found: list[str] = []
+    indentation = None
+    for line in lines:
+        depth = len(line) - len(line.lstrip())
+        if not line.strip():
+            continue
+        indentation = depth if indentation is None else indentation
+        if depth < indentation:
+            break
+        if depth == indentation:
+            found.append(line.strip())
+    return found
+
+
+def public() -> list[type | types.FunctionType]:
+    """What users call by name: the exports of the library, tasks, projectors, and the `trak` API's classes."""
+    exports = [getattr(hf_trak, name) for name in hf_trak.__all__ if name != "__version__"]
+    rooms = [hf_trak.modelout_functions, hf_trak.projectors, hf_trak.savers, hf_trak.score_computers]
+    rooms += [hf_trak.evaluation, hf_trak.hub]
+    named = [getattr(room, name) for room in rooms for name in room.__all__]
+    functions = [getattr(hf_trak.TrakAttributor, name) for name in ("from_trainer", "from_pretrained", "featurize")]
+    functions += [getattr(hf_trak.TrakAttributor, name) for name in ("attribute", "select", "group_scores", "extend")]
+    found = [one for one in (*exports, *named, *functions) if inspect.isclass(one) or inspect.isroutine(one)]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("one", public(), ids=lambda one: one.__qualname__)
+def test_arguments_of_public_names_are_typed(one: Any) -> None:
+    """In doc-builder form: name and type on one line, what it means below."""
+    constructor = vars(one).get("__init__") if inspect.isclass(one) else None
+    texts = [one.__doc__, getattr(constructor, "__doc__", None)]
+    for text in texts:
+        for entry in entries(inspect.cleandoc(text or "")):
+            assert re.fullmatch(r"[\w*, ]+( \(.+\))?:", entry), entry

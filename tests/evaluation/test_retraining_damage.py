@@ -1,0 +1,246 @@
+"""Directories of retrainings that are damaged, mixed up, or of an older version give right numbers, or an error."""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import damage
+import numpy as np
+import pytest
+from data import format_1_traker as old
+
+from hf_trak.errors import HfTrakError, IncompleteStoreError, StoreError
+from hf_trak.evaluation import random_subsets, retrain_on_subsets, retraining_files
+from hf_trak.evaluation.retraining import upgrade_retraining, verify_retraining
+
+GOLDEN = Path(__file__).parents[1] / "data" / "format-1"
+N = 12
+MASKS = random_subsets(N, 4)
+GIVEN: dict[str, Any] = {
+    "masks": MASKS,
+    "repeats": 2,
+    "seed": 3,
+    "settings": {"learning_rate": 0.25, "layers": [2, 3]},
+}
+
+
+DATASET = (Path("retrained.arrow"),)
+"""It may go, and says more than it needs to."""
+
+
+def trained(rows: np.ndarray, seed: int) -> np.ndarray:
+    """Depends on the rows and on the seed, as a training does."""
+    return np.array([rows.sum(), (rows**2).sum(), len(rows)]) + np.random.default_rng(seed).normal(size=3)
+
+
+def run(directory: Path, **changes: Any) -> list[list[float]]:
+    return retrain_on_subsets(retrain=trained, output_dir=directory, **{**GIVEN, **changes})["outputs"][:]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[float]]]:
+    directory = tmp_path_factory.mktemp("whole")
+    return directory, run(directory)
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of runs need not wait for a disk."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+def expect_no_silence(case: damage.Damage, directory: Path, expected: list[list[float]]) -> str:
+    """Run on a damaged directory: the right numbers, or an error with the name of a file that was touched."""
+    try:
+        found = run(directory)
+    except HfTrakError as error:
+        names = [str(directory / file) for file in case.files]
+        assert any(name in str(error) for name in names), f"{case}: {error}"
+        return "refused"
+    assert found == expected, f"{case}: wrong numbers without a word"
+    return "right"
+
+
+def cases(directory: Path, scratch: Path) -> Iterator[damage.Damage]:
+    yield from damage.flips(directory, 240)
+    for byte in range((directory / "retraining.json").stat().st_size):
+        yield damage.flip(Path("retraining.json"), byte, byte % 8)
+    yield from damage.cuts(directory)
+    yield from damage.deletions(directory)
+    yield from damage.swaps(directory)
+    for label, changes in {
+        "another seed": {"seed": 4},
+        "other settings": {"settings": {"learning_rate": 0.5, "layers": [2, 3]}},
+        "other subsets": {"masks": random_subsets(N, 4, seed=9)},
+        "other rows": {"masks": random_subsets(N + 1, 4)},
+    }.items():
+        run(scratch / label, **changes)
+        yield from damage.taken_from(scratch / label, directory, label)
+
+
+def test_nothing_damaged_is_silent(whole: tuple[Path, list[list[float]]], tmp_path: Path) -> None:
+    directory, expected = whole
+    seen = {"right": 0, "refused": 0}
+    every = list(cases(directory, tmp_path))
+    for case in every:
+        shutil.copytree(directory, tmp_path / "copy")
+        case.act(tmp_path / "copy")
+        if (tmp_path / "copy" / "retraining.json").exists():
+            found = {one.path for one in verify_retraining(tmp_path / "copy") if one.state != "intact"}
+            touched = {tmp_path / "copy" / file for file in case.files}
+            # of two intact files that do not fit, the check cannot know which one is in the wrong place
+            assert found & touched or case.files == DATASET or (found and case.foreign), case
+        seen[expect_no_silence(case, tmp_path / "copy", expected)] += 1
+        shutil.rmtree(tmp_path / "copy")
+    assert len(every) >= 400 and seen["refused"] >= 300, seen
+
+
+def test_a_damaged_training_is_done_again_as_the_error_says(whole: Any, tmp_path: Path) -> None:
+    directory, expected = whole
+    shutil.copytree(directory, tmp_path / "copy")
+    files = {path.name: path for path in (tmp_path / "copy" / "trainings").iterdir()}
+    for file in files.values():
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 16
+        file.write_bytes(data)
+    while files:
+        with pytest.raises(StoreError, match=r"checksum.*Delete this file and run the same command again") as error:
+            run(tmp_path / "copy")
+        (name,) = [name for name in files if name in str(error.value)]
+        files.pop(name).unlink()
+    assert run(tmp_path / "copy") == expected
+
+
+def test_the_dataset_is_never_read_as_truth(whole: Any, tmp_path: Path) -> None:
+    directory, expected = whole
+    shutil.copytree(directory, tmp_path / "copy")
+    other = run(tmp_path / "other", settings={})
+    assert other == expected  # what a training gives does not depend on the settings of this test
+    (tmp_path / "copy" / "retrained.arrow").write_bytes(b"not a dataset")
+    (finding,) = [one for one in verify_retraining(tmp_path / "copy") if one.state != "intact"]
+    assert finding.path.name == "retrained.arrow" and finding.state == "damaged" and "anew" in finding.remedy
+    assert run(tmp_path / "copy") == expected
+    assert {one.state for one in verify_retraining(tmp_path / "copy")} == {"intact"}
+
+
+def test_a_dataset_outlives_later_calls(tmp_path: Path) -> None:
+    """More subsets later replace the file; what was returned before stays what it was."""
+    first = retrain_on_subsets(MASKS[:2], trained, tmp_path)
+    before = first["outputs"][:]
+    retrain_on_subsets(MASKS, trained, tmp_path)
+    assert first["outputs"][:] == before and len(first) == 2
+    assert first.map(lambda row: {"sum": sum(row["outputs"])})["outputs"][:] == before
+
+
+def test_the_check_misses_nothing_that_is_absent(whole: Any, tmp_path: Path) -> None:
+    directory, _ = whole
+    shutil.copytree(directory, tmp_path / "copy")
+    last = sorted((tmp_path / "copy" / "trainings").iterdir())[-1]
+    last.unlink()
+    (finding,) = [one for one in verify_retraining(tmp_path / "copy") if one.state != "intact"]
+    assert finding.path == last and finding.state == "missing"
+    (tmp_path / "copy" / "trainings" / ".hf_trak-tmp-host-1-0123456789abcdef").write_text("")
+    assert [one.state for one in verify_retraining(tmp_path / "copy") if one.state != "intact"] == [
+        "missing",
+        "leftover",
+    ]
+    with pytest.raises(IncompleteStoreError, match="holds no retrainings"):
+        list(verify_retraining(tmp_path))
+
+
+def test_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, repeats=1)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hf_trak.store.shards.save_file", full)
+    with pytest.raises(StoreError, match=r"repeat-001.*No space left.*are free.*run the same"):
+        run(tmp_path)
+
+
+# -- format 1 --------------------------------------------------------------------------------------------------------
+
+
+def golden(directory: Path) -> list[list[float]]:
+    return retrain_on_subsets(
+        old.MASKS, old.retrain, directory, repeats=2, seed=3, settings=old.SETTINGS
+    )["outputs"][:]  # fmt: skip
+
+
+EXPECTED = json.loads((GOLDEN / "traker-expected.json").read_text())["retraining"]
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    shutil.copytree(GOLDEN / "retraining", tmp_path / "golden")
+    retraining_files._warned.clear()
+    return tmp_path / "golden"
+
+
+def test_a_directory_of_format_1_is_finished_with_one_warning(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (copied / "trainings" / "subset-000001-repeat-001.safetensors").unlink()
+    before = (copied / "retraining.json").read_bytes()
+    with caplog.at_level(logging.WARNING, "hf_trak"):
+        assert golden(copied) == EXPECTED
+        assert golden(copied) == EXPECTED
+    assert [record.getMessage() for record in caplog.records if "upgrade" in record.getMessage()] == [
+        f"{copied} is of format 1: its files have no checksums, so that damage is not noticed. `hf-trak upgrade "
+        f"{copied}` adds them."
+    ]
+    assert (copied / "retraining.json").read_bytes() == before
+    assert {one.state for one in verify_retraining(copied)} == {"unchecked", "intact"}
+
+
+def test_upgrading(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    upgrade_retraining(copied)
+    assert {one.state for one in verify_retraining(copied)} == {"intact"}
+    files = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    retraining_files._warned.clear()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "hf_trak"):
+        upgrade_retraining(copied)
+        assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == files
+        assert golden(copied) == EXPECTED
+    assert not caplog.records
+    for path in sorted((copied / "trainings").iterdir()):
+        shutil.copyfile(GOLDEN / "retraining" / "trainings" / path.name, path)
+        with pytest.raises(StoreError, match=f"{path.name}.*no checksum.*hf-trak upgrade"):
+            golden(copied)
+        upgrade_retraining(copied)
+
+
+def test_an_upgrade_that_was_killed_goes_on(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = retraining_files.write_tensors
+    for allowed in range(6):
+        done = []
+
+        def failing(*args: Any, **kwargs: Any) -> None:
+            if len(done) == allowed:  # noqa: B023
+                raise KeyboardInterrupt
+            done.append(1)  # noqa: B023
+            write(*args, **kwargs)
+
+        monkeypatch.setattr(retraining_files, "write_tensors", failing)
+        with pytest.raises(KeyboardInterrupt):
+            upgrade_retraining(copied)
+        monkeypatch.setattr(retraining_files, "write_tensors", write)
+        assert golden(copied) == EXPECTED
+        assert not {"damaged", "missing"} & {one.state for one in verify_retraining(copied)}
+    upgrade_retraining(copied)
+    assert {one.state for one in verify_retraining(copied)} == {"intact"}
+
+
+def test_an_upgrade_notices_what_can_be_noticed(copied: Path) -> None:
+    """The dataset holds everything a second time."""
+    path = copied / "trainings" / "subset-000002-repeat-000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 16
+    path.write_bytes(data)
+    assert [one.path.name for one in verify_retraining(copied) if one.state == "damaged"] == ["retrained.arrow"]
+    with pytest.raises(StoreError, match=r"subset-000002-repeat-000.*different"):
+        upgrade_retraining(copied)
+    assert "checksum" not in json.loads((copied / "retraining.json").read_text())
