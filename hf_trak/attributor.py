@@ -77,8 +77,8 @@ class TrakAttributor(FeaturizedModel):
     ```
 
     The result has one row per target. `scored[j]["trak_indices"][r]` is the row of the training dataset that helped
-    target j r-th most, and `scored[j]["trak_scores"][r]` is its score. `trak_opponent_indices` and
-    `trak_opponent_scores` are the most harmful rows: those with the lowest scores, which may be positive. A positive
+    target j r-th most, and `scored[j]["trak_scores"][r]` is its score. `trak_harmful_indices` and
+    `trak_harmful_scores` are the most harmful rows: those with the lowest scores, which may be positive. A positive
     score says that training on the example raised the model output of the target.
 
     The constructor takes what `Trainer` takes; see [`~hf_trak.featurize.featurized.FeaturizedModel`].
@@ -409,11 +409,11 @@ class TrakAttributor(FeaturizedModel):
 
         Returns:
             The rows (as stored, without a transform set on them, if they are a `datasets.Dataset`) with the columns
-            `trak_indices`, `trak_scores`, `trak_opponent_indices`, `trak_opponent_scores`, or with `trak_scores`
+            `trak_indices`, `trak_scores`, `trak_harmful_indices`, `trak_harmful_scores`, or with `trak_scores`
             alone: a fixed-size list with one score per training row (`per="target"`) or per target (`per="train"`).
             With `aggregate` or `group_by`, targets are groups, in ascending order of their values: one row for each,
             with its value and `n_targets`, the number of its members.
-            With `rerank`, `trak_index_ranks` and `trak_opponent_index_ranks` are the ranks that the features gave to
+            With `rerank`, `trak_index_ranks` and `trak_harmful_index_ranks` are the ranks that the features gave to
             the rows, from 1, and null for rows that they have behind the first `rerank` of the target; `trak_stage` is
             `"exact"`, or `"refined"`, or `"index"` where the training rows are not at hand and nothing was reranked.
 
@@ -662,7 +662,7 @@ class TrakAttributor(FeaturizedModel):
 
         Returns:
             As [`~TrakAttributor.attribute`], with `trak_token_positions`, `trak_token_scores` and
-            `trak_opponent_token_scores`: `scored[j]["trak_token_scores"][r][t]` is the part of
+            `trak_harmful_token_scores`: `scored[j]["trak_token_scores"][r][t]` is the part of
             `scored[j]["trak_scores"][r]` that comes from the label at `scored[j]["trak_token_positions"][t]`. The
             parts add up to the score.
 

@@ -30,14 +30,14 @@ _TOP_K_MEANINGS = {
     "target": {
         "trak_indices": "rows of the training dataset that helped this target most, best first",
         "trak_scores": "their scores",
-        "trak_opponent_indices": "rows of the training dataset that harmed this target most, worst first",
-        "trak_opponent_scores": "their scores",
+        "trak_harmful_indices": "rows of the training dataset that harmed this target most, worst first",
+        "trak_harmful_scores": "their scores",
     },
     "train": {
         "trak_indices": "targets that this training example helped most",
         "trak_scores": "its scores for them",
-        "trak_opponent_indices": "targets that this training example harmed most",
-        "trak_opponent_scores": "its scores for them",
+        "trak_harmful_indices": "targets that this training example harmed most",
+        "trak_harmful_scores": "its scores for them",
     },
 }
 _FULL_MEANINGS = {
@@ -266,7 +266,7 @@ def with_training_rows(scored: Dataset, train_dataset: Dataset, columns: Sequenc
             Names of the columns of `train_dataset` to show. By default all.
 
     Returns:
-        `datasets.Dataset`: `scored` with the columns `trak_rows` and `trak_opponent_rows`, which are lists of k rows.
+        `datasets.Dataset`: `scored` with the columns `trak_rows` and `trak_harmful_rows`, which are lists of k rows.
 
     Raises:
         ValueError: `scored` lacks top-k columns, `columns` names an unknown one, or an index is not that of a training
@@ -282,7 +282,7 @@ def with_training_rows(scored: Dataset, train_dataset: Dataset, columns: Sequenc
         )
     rows = train_dataset.select_columns(kept)
     parts = []
-    for name in ("trak_indices", "trak_opponent_indices"):
+    for name in ("trak_indices", "trak_harmful_indices"):
         indices = np.asarray(scored.with_format("numpy")[name][:]).reshape(len(scored), -1)
         if indices.min() < 0 or indices.max() >= len(rows):
             raise ValueError(
@@ -297,7 +297,7 @@ def with_training_rows(scored: Dataset, train_dataset: Dataset, columns: Sequenc
         column = name.replace("indices", "rows")
         features = Features({column: List(dict(rows.features), length=indices.shape[1])})
         parts.append(Dataset(pa.table({column: lists}), info=DatasetInfo(features=features)))
-    stale = [name for name in ("trak_rows", "trak_opponent_rows") if name in scored.column_names]
+    stale = [name for name in ("trak_rows", "trak_harmful_rows") if name in scored.column_names]
     return concatenate_datasets([scored.with_format(None).remove_columns(stale), *parts], axis=1)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from datasets import Dataset
 
-SIDES = {"helped_most": ("trak_", 1), "harmed_most": ("trak_opponent_", -1)}
+SIDES = {"helped_most": ("trak_", 1), "harmed_most": ("trak_harmful_", -1)}
 """Prefix of the columns of either side, and the sign of its scores."""
 
 

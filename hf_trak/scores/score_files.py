@@ -58,8 +58,8 @@ class ScoreFiles:
             per: `"target"` for m rows, `"train"` for n rows.
 
         Returns:
-            The rows, memory-mapped from files, except for top-k lists per target, which are in memory. Opponents are
-            sorted from the lowest score up. Among equal scores, the lower index comes first.
+            The rows, memory-mapped from files, except for top-k lists per target, which are in memory. Harmful rows
+            are sorted from the lowest score up. Among equal scores, the lower index comes first.
 
         Raises:
             StoreError: a file cannot be written.

@@ -14,14 +14,14 @@ ScoreBlock = tuple[int, int, Tensor]
 for m targets."""
 
 
-TOP_K_COLUMNS = ("trak_indices", "trak_scores", "trak_opponent_indices", "trak_opponent_scores")
+TOP_K_COLUMNS = ("trak_indices", "trak_scores", "trak_harmful_indices", "trak_harmful_scores")
 
 """Columns of a top-k result. A result with all scores has `trak_scores` alone."""
 
 
-RANK_COLUMNS = ("trak_index_ranks", "trak_opponent_index_ranks")
+RANK_COLUMNS = ("trak_index_ranks", "trak_harmful_index_ranks")
 
-"""For every row of `trak_indices` and `trak_opponent_indices` its rank in the index: 1 for the row with the highest
+"""For every row of `trak_indices` and `trak_harmful_indices` its rank in the index: 1 for the row with the highest
 score, and with the lowest. Null where the index has it behind the shortlist of the target."""
 
 

@@ -26,7 +26,7 @@ from hf_trak.modelout_functions.base import AbstractModelOutput
 
 TOKEN_POSITIONS = "trak_token_positions"
 TOKEN_SCORES = "trak_token_scores"
-OPPONENT_TOKEN_SCORES = "trak_opponent_token_scores"
+HARMFUL_TOKEN_SCORES = "trak_harmful_token_scores"
 
 Range = tuple[int, int]
 """`(start, stop)`, `stop` not included. Negative numbers count from the end."""
@@ -165,13 +165,13 @@ def with_token_scores(scored: Dataset, singles: Dataset) -> Dataset:
         singles: the result of `attribute(single_labels(...), top_k=None)` for the same targets.
 
     Returns:
-        `scored` with `trak_token_positions`, and with `trak_token_scores` and `trak_opponent_token_scores`: for
+        `scored` with `trak_token_positions`, and with `trak_token_scores` and `trak_harmful_token_scores`: for
         target j, `scored[j]["trak_token_scores"][r][t]` is what label t contributes to `scored[j]["trak_scores"][r]`.
     """
     owners = np.asarray(singles.with_format(None)["trak_target"][:])
     positions = np.asarray(singles.with_format(None)["trak_position"][:])
     full = singles.select_columns(["trak_scores"]).with_format("numpy")
-    wanted = {TOKEN_SCORES: "trak_indices", OPPONENT_TOKEN_SCORES: "trak_opponent_indices"}
+    wanted = {TOKEN_SCORES: "trak_indices", HARMFUL_TOKEN_SCORES: "trak_harmful_indices"}
     columns: dict[str, list[Any]] = {TOKEN_POSITIONS: [], **{name: [] for name in wanted}}
     chosen = scored.with_format(None)
     for target in range(len(scored)):

@@ -86,14 +86,14 @@ def main(argv: list[str] | None = None) -> None:
         "accuracy": float(right.mean()),
         f"accuracy_of_{asked}": float(right[of_asked].mean()),
         "mislabelled_share": float(wrong.mean()),
-        "mislabelled_among_most_harmful": float(wrong[np.asarray(scored["trak_opponent_indices"][:])].mean()),
+        "mislabelled_among_most_harmful": float(wrong[np.asarray(scored["trak_harmful_indices"][:])].mean()),
         "mislabelled_among_most_helpful": float(wrong[np.asarray(scored["trak_indices"][:])].mean()),
     }
     save_dataset(rows, args.output_dir / "train")
     save_dataset(scored, args.output_dir / "scored")
     write_json(args.output_dir / "summary.json", {"rows": len(rows), "targets": len(targets), **found})
     for place, target in enumerate(scored.select(range(min(4, len(scored))))):
-        clips = [f"{'*' * rows[i]['mislabelled']}{rows[i]['kind']}" for i in target["trak_opponent_indices"][:6]]
+        clips = [f"{'*' * rows[i]['mislabelled']}{rows[i]['kind']}" for i in target["trak_harmful_indices"][:6]]
         print(f"Target {place} ({target['kind']}): harmed most: {' '.join(clips)}")
     print(
         f"\n{found['accuracy']:.0%} of held-out clips are told right, {found[f'accuracy_of_{asked}']:.0%} of {asked}."

@@ -169,19 +169,19 @@ def present(
 
 
 def find_swapped(attributor: TrakAttributor, train: Dataset, data: DataArguments, top_k: int) -> dict[str, Any]:
-    """Count the pairs with a swapped caption that are opponents of the same image with the right caption."""
+    """Count the swapped pairs among the most harmful rows of the same image with the right caption."""
     swapped = [row for row, mark in enumerate(train[SWAPPED]) if mark]
     probes = train.select(swapped).remove_columns([data.caption_column, SWAPPED])
     probes = probes.rename_column(TRUE_CAPTION, data.caption_column)
-    opponents = attributor.attribute(probes, top_k=top_k, name="swapped")["trak_opponent_indices"]
+    harmful = attributor.attribute(probes, top_k=top_k, name="swapped")["trak_harmful_indices"]
     ranks = [
-        list(found).index(row) if row in list(found) else None for row, found in zip(swapped, opponents, strict=True)
+        list(found).index(row) if row in list(found) else None for row, found in zip(swapped, harmful, strict=True)
     ]
     found = sum(rank is not None for rank in ranks)
     chance = min(1.0, top_k / len(train))
     print(
-        f"\n{found} of {len(swapped)} training pairs with a swapped caption are among the {top_k} opponents of their "
-        f"image with the right caption, {sum(rank == 0 for rank in ranks)} of them in the first place; by chance "
+        f"\n{found} of {len(swapped)} training pairs with a swapped caption are among the {top_k} most harmful rows of "
+        f"their image with the right caption, {sum(rank == 0 for rank in ranks)} of them in the first place; by chance "
         f"{chance * len(swapped):.1f} were."
     )
     return {"rows": swapped, "ranks": ranks, "top_k": top_k, "found": found, "by_chance": chance * len(swapped)}

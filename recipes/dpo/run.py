@@ -126,7 +126,7 @@ def present(
         swapped = np.asarray(train["swapped"][:])
         planted = {
             "swapped_share": float(swapped.mean()),
-            "swapped_among_most_harmful": float(swapped[together[0]["trak_opponent_indices"]].mean()),
+            "swapped_among_most_harmful": float(swapped[together[0]["trak_harmful_indices"]].mean()),
             "swapped_among_most_helpful": float(swapped[together[0]["trak_indices"]].mean()),
         }
     save_dataset(train, output_dir / "train")

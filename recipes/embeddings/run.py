@@ -160,15 +160,15 @@ def main(argv: list[str] | None = None) -> None:
     found = {
         "mistaken_questions": mistaken,
         "planted_share": float(planted.mean()),
-        "planted_among_most_harmful": float(planted[together[0]["trak_opponent_indices"]].mean()),
+        "planted_among_most_harmful": float(planted[together[0]["trak_harmful_indices"]].mean()),
         "planted_among_most_helpful": float(planted[together[0]["trak_indices"]].mean()),
-        "of_single_targets_most_harmful": float(planted[np.asarray(scored["trak_opponent_indices"][:])].mean()),
+        "of_single_targets_most_harmful": float(planted[np.asarray(scored["trak_harmful_indices"][:])].mean()),
         "of_single_targets_most_helpful": float(planted[np.asarray(scored["trak_indices"][:])].mean()),
     }
     save_dataset(rows, args.output_dir / "train")
     save_dataset(scored, args.output_dir / "scored")
     write_json(args.output_dir / "summary.json", {"rows": len(rows), "targets": len(targets), **found})
-    for side, column in (("helped", "trak_indices"), ("harmed", "trak_opponent_indices")):
+    for side, column in (("helped", "trak_indices"), ("harmed", "trak_harmful_indices")):
         print(f"What {side} the targets most, all together:")
         for place in together[0][column][:4]:
             row, mark = rows[place], " (wrong pair)" * rows[place]["planted"]

@@ -59,7 +59,7 @@ def present(
             "label": names[labels[row]],
             "predicted": names[guesses[row]],
             "helped_most": side(found.scored[row], ""),
-            "harmed_most": side(found.scored[row], "opponent_"),
+            "harmed_most": side(found.scored[row], "harmful_"),
         }
         for row in rows
     ]

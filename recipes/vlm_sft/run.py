@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     found = {
         "answers": said,
         "wrong_share": float(wrong.mean()),
-        "wrong_among_most_harmful": float(wrong[np.asarray(scored["trak_opponent_indices"][:])].mean()),
+        "wrong_among_most_harmful": float(wrong[np.asarray(scored["trak_harmful_indices"][:])].mean()),
         "wrong_among_most_helpful": float(wrong[np.asarray(scored["trak_indices"][:])].mean()),
     }
     save_dataset(rows, args.output_dir / "train")
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
     write_json(args.output_dir / "summary.json", {"rows": len(rows), "targets": len(targets), **found})
     digits, marks = rows["digit"][:], rows["wrong"][:]
     for place, target in enumerate(scored.select(range(min(4, len(scored))))):
-        chats = [f"{'*' * marks[row]}{digits[row]}" for row in target["trak_opponent_indices"][:8]]
+        chats = [f"{'*' * marks[row]}{digits[row]}" for row in target["trak_harmful_indices"][:8]]
         print(f"Target {place} (a {DIGITS[ASKED]}, seen as {said[place]}): harmed most: {' '.join(chats)}")
     print(f"\n{found['wrong_share']:.0%} of the training chats call a {DIGITS[ASKED]} {DIGITS[SAID]} (*).")
     print(f"Of the {args.top_k} that harmed a target most, {found['wrong_among_most_harmful']:.0%} do;")

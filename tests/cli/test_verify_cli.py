@@ -60,7 +60,7 @@ def test_rows_of_a_run(ask: Ask, place: Path, capsys: pytest.CaptureFixture[str]
     printed = ask(*TARGETS, "--name", "mine", "--target", "1", "--similar", "none", "--count", "4")
     assert printed["rows"] == scored[1]["trak_indices"][:4] and printed["similar"] is None
     harmful = ask(*TARGETS, "--name", "mine", "--target", "1", "--similar", "none", "--harmful")
-    assert harmful["rows"] == scored[1]["trak_opponent_indices"]
+    assert harmful["rows"] == scored[1]["trak_harmful_indices"]
     assert harmful["change"] < printed["change"]
     capsys.readouterr()
     assert main(["verify", *TARGETS, "--name", "mine", "--target", "1"]) == 0

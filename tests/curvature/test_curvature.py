@@ -62,7 +62,7 @@ def test_groups_are_means_of_their_targets(fitted: TrakAttributor, scores: np.nd
 def test_the_highest_and_the_lowest(fitted: TrakAttributor, scores: np.ndarray) -> None:
     scored = fitted.attribute(targets(), top_k=4, exact=True).with_format("numpy")
     assert np.array_equal(np.stack(scored["trak_indices"][:]), np.argsort(-scores, axis=1)[:, :4])
-    assert np.array_equal(np.stack(scored["trak_opponent_indices"][:]), np.argsort(scores, axis=1)[:, :4])
+    assert np.array_equal(np.stack(scored["trak_harmful_indices"][:]), np.argsort(scores, axis=1)[:, :4])
     by_row = fitted.attribute(targets(), top_k=2, per="train", exact=True).with_format("numpy")
     assert np.array_equal(np.stack(by_row["trak_indices"][:]), np.argsort(-scores.T, axis=1)[:, :2])
 

@@ -99,8 +99,8 @@ def test_identical_texts_keep_rows_and_scores_of_their_own(tmp_path: Any) -> Non
     once = torch.tensor(alone.attribute(targets, top_k=None)["trak_scores"][:], dtype=torch.float64)
     assert float(once[0, 0]) > 1.5 * float(scores[0, 0])  # four copies share what one has alone
     top = attributor.attribute(targets, top_k=len(TEXTS))
-    for helpers, opponents in zip(top["trak_indices"][:], top["trak_opponent_indices"][:], strict=True):
-        assert sorted(helpers) == sorted(opponents) == list(range(len(TEXTS)))
+    for helpers, harmful in zip(top["trak_indices"][:], top["trak_harmful_indices"][:], strict=True):
+        assert sorted(helpers) == sorted(harmful) == list(range(len(TEXTS)))
     assert set(top[0]["trak_indices"][: len(TWINS)]) == set(TWINS)
     assert len(attributor.self_influence()) == len(TEXTS)
 

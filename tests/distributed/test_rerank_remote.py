@@ -248,7 +248,7 @@ def test_without_rows_the_answer_is_that_of_the_index(
     found = local.attribute(targets(), top_k=TOP, rerank=6)
     same_bits(found, local.attribute(targets(), top_k=TOP))
     assert found["trak_stage"] == ["index"] * 3
-    assert found["trak_index_ranks"] == [[1, 2, 3]] * 3 == found["trak_opponent_index_ranks"]
+    assert found["trak_index_ranks"] == [[1, 2, 3]] * 3 == found["trak_harmful_index_ranks"]
     assert "nothing is reranked: the training rows are not at hand" in caplog.text
 
 

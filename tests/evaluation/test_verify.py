@@ -111,8 +111,8 @@ def test_they_raise_the_output_of_their_own_label(own: TrakAttributor, planted: 
 
 def test_attribution_finds_rows_with_an_effect(own: TrakAttributor, planted: Any) -> None:
     scored = own.featurize().attribute(planted[2], top_k=4)
-    assert set(scored[0]["trak_opponent_indices"]) == set(PLANTED)
-    found = own.verify(planted[2], scored[0]["trak_opponent_indices"])
+    assert set(scored[0]["trak_harmful_indices"]) == set(PLANTED)
+    found = own.verify(planted[2], scored[0]["trak_harmful_indices"])
     assert found.has_effect and found.change < 0
     assert own.verify(planted[2], scored[0]["trak_indices"]).change > 0
 

@@ -236,7 +236,7 @@ def test_top_k_is_the_head_and_tail_of_the_full_matrix(trained: Any, tmp_path: P
         assert top["trak_indices"][:] == order[:, :5].tolist()
         assert np.allclose(top["trak_scores"][:], np.take_along_axis(matrix, order[:, :5], 1), rtol=1e-5)
         worst = np.argsort(matrix, axis=1, kind="stable")[:, :5]
-        assert top["trak_opponent_indices"][:] == worst.tolist()
+        assert top["trak_harmful_indices"][:] == worst.tolist()
     by_train = attributor.attribute(eval_rows(), top_k=None, per="train")
     assert np.allclose(np.stack(by_train.with_format("numpy")["trak_scores"][:]), scores, rtol=1e-6)
 

@@ -276,7 +276,6 @@ def test_two_processes_find_what_one_finds(tmp_path):
     """Every process of a real launch gets the same revision, selection and groups, with the same bits."""
     script = tmp_path / "job.py"
     script.write_text(JOB)
-    root = Path(__file__).parents[2]
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH,
     }  # fmt: skip

@@ -108,20 +108,20 @@ def test_the_network_is_worth_explaining(trained, damaged):
     assert (predicted == np.asarray(damaged.held_out["labels"])).mean() >= 0.95
 
 
-def test_a_mislabelled_copy_is_among_the_top_opponents_of_its_twin(attributor, damaged):
+def test_a_mislabelled_copy_is_among_the_most_harmful_of_its_twin(attributor, damaged):
     """Top 10 of 1,020 rows, by chance 1 in 100: the probability of 18 or more of 20 would be below 1e-33.
-    Measured with three seeds: 20 of 20, all but one as the very first opponent.
+    Measured with three seeds: 20 of 20, all but one as the very most harmful row.
 
     The copies of the *other* twins are damage, too, but of other images: they must not crowd the same ten places (by
     chance again 1 in 100; measured 12 in 100, since wrong labels harm in general).
     """
     scored = attributor.attribute(damaged.rows.select(damaged.twins), top_k=10)
-    opponents = [set(rows) for rows in scored["trak_opponent_indices"]]
-    own = [copy in rows for copy, rows in zip(damaged.copies, opponents, strict=True)]
-    others = [copy in rows for i, rows in enumerate(opponents) for j, copy in enumerate(damaged.copies) if i != j]
+    harmful = [set(rows) for rows in scored["trak_harmful_indices"]]
+    own = [copy in rows for copy, rows in zip(damaged.copies, harmful, strict=True)]
+    others = [copy in rows for i, rows in enumerate(harmful) for j, copy in enumerate(damaged.copies) if i != j]
     assert np.sum(own) >= 18
     assert np.mean(others) <= 0.3
-    assert all(score < 0 for scores in scored["trak_opponent_scores"] for score in scores[:1])
+    assert all(score < 0 for scores in scored["trak_harmful_scores"] for score in scores[:1])
 
 
 def test_a_row_is_its_own_best_proponent(attributor, damaged):

@@ -115,7 +115,7 @@ def test_a_part_of_the_rows(attributor, exact, nets):
     assert 16 < len(shortlist) < N
     best = shortlist[np.argsort(-everything[shortlist], axis=0, kind="stable")]
     np.testing.assert_array_equal(column(found, "trak_indices"), best[:TOP].T)
-    np.testing.assert_array_equal(column(found, "trak_opponent_indices"), best[::-1][:TOP].T)
+    np.testing.assert_array_equal(column(found, "trak_harmful_indices"), best[::-1][:TOP].T)
     scores = np.take_along_axis(everything.T, column(found, "trak_indices"), axis=1)
     np.testing.assert_allclose(column(found, "trak_scores"), scores, rtol=1e-3, atol=1e-5 * np.abs(everything).max())
     ranks = ranks_of(index, column(found, "trak_indices"))

@@ -225,8 +225,8 @@ def test_training_rows_are_not_needed_and_shown_where_they_are(hub: Hub, client:
     shown = with_training_rows(scored, raw, ["text"])
     for row in shown:
         assert [entry["text"] for entry in row["trak_rows"]] == [f"digit {i}" for i in row["trak_indices"]]
-        assert [entry["text"] for entry in row["trak_opponent_rows"]] == [
-            f"digit {i}" for i in row["trak_opponent_indices"]
+        assert [entry["text"] for entry in row["trak_harmful_rows"]] == [
+            f"digit {i}" for i in row["trak_harmful_indices"]
         ]
     with pytest.raises(ValueError, match="has 3 rows"):
         with_training_rows(scored, raw.select(range(3)))

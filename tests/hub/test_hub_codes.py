@@ -412,7 +412,7 @@ def test_two_passes_elsewhere(hub: Hub, client: Path, tmp_path: Path, monkeypatc
     assert [answer.path for answer in sent] == ["trak_config.json", "trak_index.json"]
     options = {"top_k": 2, "first_pass_bytes": 512, "candidates": 2}
     found, expected = (one.attribute(targets(), **options) for one in (elsewhere, attributor))
-    for name in ("trak_indices", "trak_scores", "trak_opponent_indices", "trak_opponent_scores"):
+    for name in ("trak_indices", "trak_scores", "trak_harmful_indices", "trak_harmful_scores"):
         assert found[name][:] == expected[name][:], name
     shards = {name for name in files if "/train-" in name}
     heads = [answer for answer in sent if answer.asked is not None and answer.asked.startswith("bytes=0-")]

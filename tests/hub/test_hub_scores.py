@@ -87,7 +87,7 @@ def test_what_is_refused(hub: Hub, client: Path) -> None:
         (rows(3), "score columns"),
         (top_k().remove_columns("trak_indices"), "score columns"),
         (Dataset.from_dict({"trak_scores": [[1.0], [2.0]]}), "float32"),
-        (top_k().rename_column("trak_scores", "x").rename_column("trak_opponent_scores", "trak_scores"), "columns"),
+        (top_k().rename_column("trak_scores", "x").rename_column("trak_harmful_scores", "trak_scores"), "columns"),
     ]:
         with pytest.raises(ValueError, match=reason):
             push_scores(bad, "tester/scores", token=TOKEN)

@@ -1,6 +1,6 @@
 """On a GPU, where a wait inside of CUDA cannot be interrupted by a signal, hence the thread:
 
-    python -m pytest -m gpu tests/kernels/test_cuda_gpu.py tests/kernels/test_transfers.py --timeout 60 --timeout-method=thread
+    python -m pytest -m gpu tests/kernels/test_cuda_gpu.py tests/kernels/test_transfers.py --timeout 60
 
 Integers have exact sums in float32: signs and indices on the GPU must agree with the CPU to the bit.
 For the memory and race checkers, which are slow:

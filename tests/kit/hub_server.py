@@ -432,7 +432,6 @@ def environment(hub: Hub, home: Path) -> dict[str, str]:
     """Return the environment variables for a subprocess that uses the Hub."""
     import os
 
-    root = str(Path(__file__).parents[2])
     own = {
         "HF_ENDPOINT": hub.endpoint,
         "HF_HOME": str(home),

@@ -36,7 +36,7 @@ def build(number: int) -> AttributionRun:
     scored = train.select(range(N_TARGETS))
     for rows_name, scores_name, down in (
         ("trak_indices", "trak_scores", True),
-        ("trak_opponent_indices", "trak_opponent_scores", False),
+        ("trak_harmful_indices", "trak_harmful_scores", False),
     ):
         order = scores.argsort(dim=0, descending=down)[:TOP_K].T
         scored = scored.add_column(rows_name, order.tolist())
@@ -54,7 +54,7 @@ def _values(number: int) -> dict[str, Any]:
 
 def contents(run: AttributionRun) -> dict[str, Any]:
     """Collect all values of a run that a report uses."""
-    rows = {i for row in run.scored for name in ("trak_indices", "trak_opponent_indices") for i in row[name]}
+    rows = {i for row in run.scored for name in ("trak_indices", "trak_harmful_indices") for i in row[name]}
     rows |= {i for i, _ in run.outliers()}
     assert run.self_influence is not None and run.distributions is not None
     return {

@@ -100,7 +100,7 @@ def run(directory: Path, sizes: Sizes = Sizes()) -> dict[str, Any]:
     found: dict[str, Any] = {"self influence": digest(attributor.self_influence().numpy())}
     for per in ("target", "train"):
         top = attributor.attribute(targets, top_k=sizes.top_k, per=per).with_format("numpy")
-        for name in ("trak_indices", "trak_scores", "trak_opponent_indices", "trak_opponent_scores"):
+        for name in ("trak_indices", "trak_scores", "trak_harmful_indices", "trak_harmful_scores"):
             found[f"{name} per {per}"] = digest(top[name][:])
         scores = attributor.attribute(targets, top_k=None, per=per).with_format("numpy")
         found[f"all scores per {per}"] = digest(scores["trak_scores"][:])

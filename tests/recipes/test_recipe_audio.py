@@ -39,7 +39,7 @@ def test_a_small_run_writes_what_the_readme_lists(recipe, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} - {"training"} == {"scored", "train", "summary.json", "trak"}
     scored = load_from_disk(str(tmp_path / "scored"))
     assert scored["kind"][:] == ["rising"] * 2
-    assert all(len(rows) == 3 for rows in scored["trak_opponent_indices"])
+    assert all(len(rows) == 3 for rows in scored["trak_harmful_indices"])
     assert "are rising and labelled as falling" in capsys.readouterr().out
 
 

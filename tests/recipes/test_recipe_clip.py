@@ -37,7 +37,7 @@ def finished(tmp_path_factory):
     return out, run_script(RECIPE, out, *SMALL)
 
 
-def test_swapped_captions_are_top_opponents(finished):
+def test_swapped_captions_are_most_harmful(finished):
     """A real training: of 400 pairs the ten with a caption of another image come out as what spoils these images."""
     out, printed = finished
     summary = json.loads((out / "summary.json").read_text())
@@ -66,7 +66,7 @@ def test_scores_refer_to_the_training_pairs(finished):
     assert summary["accuracy"] == pytest.approx(right.mean())
     for target in summary["attributions"]:
         row = scored[target["row"]]
-        assert [item["row"] for item in target["harmed_most"]] == row["trak_opponent_indices"][:3]
+        assert [item["row"] for item in target["harmed_most"]] == row["trak_harmful_indices"][:3]
         assert f"Target {target['row']}: {row['caption']!r}" in printed
     assert (out / "attribution.png").stat().st_size > 10_000
 

@@ -54,7 +54,7 @@ def test_a_small_run_writes_what_the_readme_lists(recipe, tmp_path, capsys):
     names = {path.name for path in tmp_path.iterdir()} - {"training"}
     assert names == {"scored", "train", "summary.json", "trak", "model"}
     scored = load_from_disk(str(tmp_path / "scored"))
-    assert all(len(rows) == 3 for rows in scored["trak_opponent_indices"])
+    assert all(len(rows) == 3 for rows in scored["trak_harmful_indices"])
     assert "training pairs are wrong" in capsys.readouterr().out
 
 

@@ -81,14 +81,14 @@ def test_a_run_leaves_scores_that_refer_to_the_training_rows(finished):
     assert (len(scored), len(train)) == (30, 150)
     for indices, scores, descending in (
         ("trak_indices", "trak_scores", True),
-        ("trak_opponent_indices", "trak_opponent_scores", False),
+        ("trak_harmful_indices", "trak_harmful_scores", False),
     ):
         rows, values = np.asarray(scored[indices][:]), np.asarray(scored[scores][:])
         assert rows.shape == values.shape == (30, 6)
         assert rows.min() >= 0 and rows.max() < 150
         assert all(len(set(row)) == 6 for row in rows.tolist())
         assert (np.diff(values, axis=1) <= 0).all() if descending else (np.diff(values, axis=1) >= 0).all()
-    assert np.asarray(scored["trak_scores"][:]).max() > 0 > np.asarray(scored["trak_opponent_scores"][:]).min()
+    assert np.asarray(scored["trak_scores"][:]).max() > 0 > np.asarray(scored["trak_harmful_scores"][:]).min()
     assert scored.features["label_predicted"] == scored.features["label"]
     assert "Target " in printed and "helped most: " in printed
 
@@ -105,7 +105,7 @@ def test_the_summary_agrees_with_the_scores(finished):
         row = scored[target["row"]]
         assert target["row"] in wrong or len(wrong) < 2  # misclassified ones first
         assert (target["label"], target["predicted"]) == (str(row["label"]), str(row["label_predicted"]))
-        for side, prefix in (("helped_most", "trak_"), ("harmed_most", "trak_opponent_")):
+        for side, prefix in (("helped_most", "trak_"), ("harmed_most", "trak_harmful_")):
             assert [item["row"] for item in target[side]] == row[f"{prefix}indices"][:3]
             assert [item["label"] for item in target[side]] == [
                 str(train[i]["label"]) for i in row[f"{prefix}indices"][:3]

@@ -53,7 +53,7 @@ def test_a_run_leaves_scores_that_refer_to_the_training_rows(finished):
         row = scored[target["row"]]
         assert target["text"] == row["text"] and target["label"] == PACKAGES[row["label"]]
         assert [item["row"] for item in target["helped_most"]] == row["trak_indices"][:3]
-        assert [item["score"] for item in target["harmed_most"]] == row["trak_opponent_scores"][:3]
+        assert [item["score"] for item in target["harmed_most"]] == row["trak_harmful_scores"][:3]
         for item in target["helped_most"]:
             assert item["text"] == train[item["row"]]["text"]
             assert item["label"] == PACKAGES[train[item["row"]]["label"]]

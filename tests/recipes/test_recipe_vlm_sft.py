@@ -35,7 +35,7 @@ def test_a_small_run_writes_what_the_readme_lists(recipe, tmp_path, capsys):
     recipe.main([*small.split(), *CPU, "--output_dir", str(tmp_path)])
     assert {path.name for path in tmp_path.iterdir()} - {"training"} == {"scored", "train", "summary.json", "trak"}
     scored = load_from_disk(str(tmp_path / "scored"))
-    assert all(len(rows) == 3 for rows in scored["trak_opponent_indices"])
+    assert all(len(rows) == 3 for rows in scored["trak_harmful_indices"])
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert len(summary["answers"]) == 2 and set(summary["answers"]) <= set(recipe.DIGITS)
     assert "call a three eight" in capsys.readouterr().out

@@ -44,8 +44,8 @@ def top_k(scores: Tensor, k: int) -> dict[str, list]:
     return {
         "trak_indices": best.tolist(),
         "trak_scores": scores.T.gather(1, best).tolist(),
-        "trak_opponent_indices": worst.tolist(),
-        "trak_opponent_scores": scores.T.gather(1, worst).tolist(),
+        "trak_harmful_indices": worst.tolist(),
+        "trak_harmful_scores": scores.T.gather(1, worst).tolist(),
     }
 
 
@@ -205,7 +205,7 @@ def test_equal_pictures_are_kept_once_and_large_ones_made_small():
 
 def test_a_run_survives_the_disk_with_the_rows_it_needs(tmp_path, hostile_run):
     saved = AttributionRun.load(hostile_run.save(tmp_path / "run"))
-    named = {i for row in hostile_run.scored for key in ("trak_indices", "trak_opponent_indices") for i in row[key]}
+    named = {i for row in hostile_run.scored for key in ("trak_indices", "trak_harmful_indices") for i in row[key]}
     assert set(saved.train_rows.tolist()) == named | {i for i, _ in hostile_run.outliers()}
     for index in saved.train_rows.tolist():
         assert saved.train_row(index) == hostile_run.train[index]
@@ -380,7 +380,7 @@ def test_from_features_to_page(attributor: TrakAttributor, tmp_path: Path):
     np.testing.assert_array_equal(full.distributions.counts, found.counts)
     for ours, theirs in zip(full.scored, scored, strict=True):
         assert ours["trak_indices"][:8] == theirs["trak_indices"]
-        assert ours["trak_opponent_indices"][:8] == theirs["trak_opponent_indices"]
+        assert ours["trak_harmful_indices"][:8] == theirs["trak_harmful_indices"]
     saved = AttributionRun.load(run.save(tmp_path / "run"))
     page = write_report(saved, tmp_path / "report.html").read_text()
     assert page.count("<article") == 4
@@ -423,7 +423,7 @@ def test_show_shows_the_last_result(attributor: TrakAttributor, tmp_path: Path):
     text = " ".join(Elements(page).text.split())
     assert [int(i) for i in re.findall(r"row (\d+)", text)] == [
         *scored[1]["trak_indices"][:2],
-        *scored[1]["trak_opponent_indices"][:2],
+        *scored[1]["trak_harmful_indices"][:2],
     ]
     assert "All 50 scores" in text
     run = AttributionRun.collect(fresh, scored)

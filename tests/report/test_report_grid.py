@@ -39,8 +39,8 @@ def scored():
     columns = {
         "trak_indices": fixed_size_list(np.array([[3, 0, 7], [1, 2, 5]])),
         "trak_scores": fixed_size_list(np.array([[0.3, 0.2, 0.1], [3.0, 2.0, 1.0]], dtype=np.float32)),
-        "trak_opponent_indices": fixed_size_list(np.array([[8, 4, 6], [9, 10, 11]])),
-        "trak_opponent_scores": fixed_size_list(np.array([[-0.3, -0.2, 0.05], [-3, -2, -1]], dtype=np.float32)),
+        "trak_harmful_indices": fixed_size_list(np.array([[8, 4, 6], [9, 10, 11]])),
+        "trak_harmful_scores": fixed_size_list(np.array([[-0.3, -0.2, 0.05], [-3, -2, -1]], dtype=np.float32)),
     }
     return attach_columns(rows(TARGET_COLORS, [0, 1]), Dataset(pa.table(columns)))
 
@@ -75,10 +75,10 @@ def test_what_helped_is_not_drawn_among_the_rows_that_harmed(train, scored, tmp_
         path = image_grid(scored, train, [0], tmp_path / f"grid{n}.png", n=n)
         pixels = np.asarray(PILImage.open(path).convert("RGB")).astype(int)
         left, right = place(path, COLORS[4])[0], pixels.shape[1]
-        beyond = pixels[:, int(left) + 80 : right]  # right of the second opponent
+        beyond = pixels[:, int(left) + 80 : right]  # right of the second harmful row
         return int((np.abs(beyond - np.array(color)) <= 1).all(axis=-1).sum())
 
-    # The third opponent's score is +0.05: nothing harmed the target there.
+    # The third harmful row's score is +0.05: nothing harmed the target there.
     assert frames(3, HELPED) == 0
 
 
@@ -158,8 +158,8 @@ def test_wrong_arguments(train, scored, tmp_path, change, message):
 def test_scores_of_another_dataset_or_without_top_k(train, scored, tmp_path):
     with pytest.raises(ValueError, match=r"names training row 3; `train_dataset` has 2 rows"):
         image_grid(scored, train.select([0, 1]), [0], tmp_path / "grid.png")
-    with pytest.raises(ValueError, match=r"\['trak_opponent_indices', 'trak_opponent_scores'\] are missing"):
-        full = scored.remove_columns(["trak_opponent_indices", "trak_opponent_scores"])
+    with pytest.raises(ValueError, match=r"\['trak_harmful_indices', 'trak_harmful_scores'\] are missing"):
+        full = scored.remove_columns(["trak_harmful_indices", "trak_harmful_scores"])
         image_grid(full, train, [0], tmp_path / "grid.png")
     with pytest.raises(ValueError, match=r"`train_dataset` has no column 'image'"):
         image_grid(scored, train.rename_column("image", "img"), [0], tmp_path / "grid.png")

@@ -50,7 +50,7 @@ def test_all_rows_as_candidates_are_the_full_scan(attributor):
     targets = digits(1000, 1006)
     expected = attributor.attribute(targets, top_k=5)
     found = attributor.attribute(targets, top_k=5, first_pass_bytes=FIRST, candidates=N)
-    for name in ("trak_indices", "trak_opponent_indices"):
+    for name in ("trak_indices", "trak_harmful_indices"):
         np.testing.assert_array_equal(column(found, name), column(expected, name))
     assert found.column_names == expected.column_names
     assert found.features == expected.features

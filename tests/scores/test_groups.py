@@ -64,7 +64,7 @@ def test_top_k_of_groups_in_both_directions(attributor, targets, scores):
     assert result["source"][:] == ["form", "photo", "scan"]
     for row, expected in zip(result, by_source, strict=True):
         assert row["trak_indices"] == np.argsort(-expected)[:4].tolist()
-        assert row["trak_opponent_indices"] == np.argsort(expected)[:4].tolist()
+        assert row["trak_harmful_indices"] == np.argsort(expected)[:4].tolist()
         assert relative_error(row["trak_scores"], np.sort(expected)[::-1][:4]) < 1e-5
     turned = attributor.attribute(targets, top_k=1, group_by="source", per="train")
     assert [row[0] for row in turned["trak_indices"]] == np.argmax(by_source, axis=0).tolist()

@@ -33,9 +33,9 @@ def test_an_exact_index_equals_the_scan(attributor):
     targets = digits(200, 207)
     expected = attributor.attribute(targets, top_k=5)
     found = attributor.build_search("Flat").search(targets, top_k=5)
-    for name in ("trak_indices", "trak_opponent_indices"):
+    for name in ("trak_indices", "trak_harmful_indices"):
         np.testing.assert_array_equal(column(found, name), column(expected, name))
-    for name in ("trak_scores", "trak_opponent_scores"):
+    for name in ("trak_scores", "trak_harmful_scores"):
         np.testing.assert_allclose(column(found, name), column(expected, name), rtol=1e-4)
     assert found.column_names == expected.column_names
     assert found.features["trak_indices"] == expected.features["trak_indices"]

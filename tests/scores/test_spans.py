@@ -101,7 +101,7 @@ def test_token_scores_add_up_to_the_score(attributor, rows):
     for row, ids in enumerate(targets["input_ids"]):
         assert result[row]["trak_token_positions"] == list(range(1, len(ids)))  # the first token is predicted by none
         assert result[row]["trak_indices"] == again[row]["trak_indices"]
-        for prefix, name in (("trak_", "trak_token_scores"), ("trak_opponent_", "trak_opponent_token_scores")):
+        for prefix, name in (("trak_", "trak_token_scores"), ("trak_harmful_", "trak_harmful_token_scores")):
             parts = np.asarray(result[row][name])
             assert parts.shape == (4, len(ids) - 1)
             np.testing.assert_allclose(parts.sum(axis=1), result[row][f"{prefix}scores"], rtol=1e-3, atol=1e-7)

@@ -268,7 +268,6 @@ print(full_scores(attributor, digits(200, 204)).sum())
 def test_two_processes_write_the_same_codes(net, tmp_path):
     script = tmp_path / "job.py"
     script.write_text(JOB)
-    root = Path(__file__).parents[2]
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH,
     }  # fmt: skip
