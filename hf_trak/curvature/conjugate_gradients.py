@@ -197,7 +197,7 @@ DEFAULT_ROWS = 1024
 
 REFINED_DAMPING = 10.0
 
-"""Damping c of refined targets: what the banks of the benchmark of quality say, see docs/benchmarks/refine.md. C has
+"""Damping c of refined targets: what the banks of the benchmark of quality say, see benchmarks/pages/refine.md. C has
 curvature between layers, too, and so many more directions that a sample of rows says little about."""
 
 DEFAULT_TOLERANCE = 0.05

@@ -51,7 +51,7 @@ def is_large(height: int, width: int, size: int) -> bool:
 
     For each of the T outer products, p · (I + J) for its two factors and p² for theirs, beside I · J. Products with
     few columns run at a lower rate: of half as many, all T are faster, of equally many, few
-    (`docs/benchmarks/factored.md`).
+    (`benchmarks/pages/factored.md`).
 
     Args:
         height: I.

@@ -3,7 +3,8 @@
 A shortlist has another task than the scores of an index: it has to hold the best rows under the exact scores that
 come after it. The ridge regression finds some of these, and plain inner products of the same features find others,
 since the ridge takes out of gradients what many rows share, and exact curvature keeps a part of it. Merged by their
-ranks, the two lists hold more of the best rows than that of the ridge regression alone (docs/benchmarks/shortlist.md).
+ranks, the two lists hold more of the best rows than that of the ridge regression
+alone (benchmarks/pages/shortlist.md).
 
 Lists are merged by reciprocal rank fusion (Cormack et al. 2009, Reciprocal rank fusion outperforms Condorcet and
 individual rank learning methods, SIGIR), which takes lists of any origin, such as that of a text search.
