@@ -8,8 +8,6 @@ from typing import Any
 from hf_trak.cli.build import build, quiet, remembered, require_run
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, parse_yaml_and_args
 from hf_trak.config import TrakConfig
-from hf_trak.store.atomic import read_json
-from hf_trak.store.store import FeatureStore
 
 
 def run(argv: Sequence[str]) -> None:
@@ -44,15 +42,4 @@ def _seal(directory: Path) -> str | None:
 
         upgrade_retraining(directory)
         return "retraining"
-    if (directory / "metadata.json").exists():
-        from hf_trak.traker.savers.mmap_saver import upgrade_mmap
-
-        upgrade_mmap(directory)
-        return "TRAKer directory"
-    config = directory / FeatureStore.CONFIG_FILE
-    if config.exists() and read_json(config).get("api") == "TRAKer":
-        from hf_trak.traker.savers.safetensors_saver import upgrade_traker
-
-        upgrade_traker(directory)
-        return "TRAKer directory"
     return None

@@ -69,19 +69,17 @@ def findings_of(directory: Path) -> Iterable[Finding]:
 def _checks(directory: Path) -> Iterator[Iterable[Finding]]:
     from hf_trak.evaluation.retraining import verify_retraining
     from hf_trak.report.run_record import verify_run
-    from hf_trak.traker.savers.mmap_saver import verify_mmap
-    from hf_trak.traker.savers.safetensors_saver import verify_traker
+    from hf_trak.traker.savers.check import check_run
 
     if (directory / FeatureStore.CONFIG_FILE).exists():
         yield verify_store(directory)
         yield verify_curvatures(directory)
-        yield verify_traker(directory)
         for revision in sorted(directory.glob("revisions/*")):
             for store in (revision, revision / "added"):
                 if (store / FeatureStore.CONFIG_FILE).exists():
                     yield verify_store(store)
     if (directory / "metadata.json").exists():
-        yield verify_mmap(directory)
+        yield check_run(directory)
     if (directory / "retraining.json").exists():
         yield verify_retraining(directory)
     runs = sorted(path for path in [directory, *directory.glob("scores/*")] if _is_run(path))
