@@ -58,7 +58,7 @@ class CurvatureFiles:
         path = self.directory / CURVATURE_FILE
         if not path.exists():
             return None
-        content = unsealed(read_sealed(path, _REMEDY, allow_unsealed=False))
+        content = unsealed(read_sealed(path, _REMEDY))
         if changes := differing(content.get("identity", {}), self.identity):
             raise ConfigMismatchError(
                 f"The curvature in {self.directory} was fitted to something else than what is given:\n  "
@@ -242,7 +242,7 @@ def described_curvature(path: Path) -> dict[str, Any]:
     Raises:
         StoreError: the record is damaged.
     """
-    content = read_sealed(path, _FIT_AGAIN, allow_unsealed=False)
+    content = read_sealed(path, _FIT_AGAIN)
     try:
         identity = content["identity"]
         return {

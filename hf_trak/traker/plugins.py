@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_trak.gradient_computers import AbstractGradientComputer, ParameterLayout
-from hf_trak.identity.recorded_names import recorded_name
 from hf_trak.modelout_functions import AbstractModelOutput, Batch, LossModelOutput, Side
-from hf_trak.modelout_functions.function import task_identity, task_identity_v1
+from hf_trak.modelout_functions.function import task_identity
 from hf_trak.projectors import BasicProjector, BlockProjector, NoOpProjector, ProjectionType
 from hf_trak.runtime.checks import checked_int
 from hf_trak.traker.savers.run_metadata import RunMetadata
@@ -195,7 +194,7 @@ def run_metadata(
         "projection": projection_identity(projector),
         "task": task_identity(task, model),
     }
-    return RunMetadata(metadata, {**metadata, "task": task_identity_v1(task)})
+    return RunMetadata(metadata, metadata)
 
 
 def projection_identity(projector: Any) -> dict[str, Any]:
@@ -215,4 +214,4 @@ def projection_identity(projector: Any) -> dict[str, Any]:
 
 def class_name(cls: type) -> str:
     """Return the name under which a directory records a class."""
-    return recorded_name(f"{cls.__module__}.{cls.__qualname__}")
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -293,7 +293,7 @@ def test_shards_appear_when_their_last_row_arrives(tmp_path):
         writer.read_all()
     writer.write([4, 6, 7], grads[[4, 6, 7]], q[[4, 6, 7]])
     assert torch.equal(writer.read_all()[0], grads) and torch.equal(writer.read_all()[1], q)
-    assert writer.shards.complete and len(list(tmp_path.iterdir())) == 3
+    assert not writer.shards.unwritten() and len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_finished_shard_has_the_bytes_of_one_written_at_once(tmp_path):
@@ -336,9 +336,9 @@ def test_killed_between_the_last_row_and_the_shard(tmp_path):
     partial = PartialShard(writer.shards, 0)
     partial.write(np.arange(N), grads, q)
     partial.mark(np.arange(N))
-    assert writer.done().all() and not writer.shards.complete
+    assert writer.done().all() and writer.shards.unwritten()
     assert torch.equal(make_writer(tmp_path, shard_size=N).read_all()[0], grads)
-    assert writer.shards.complete
+    assert not writer.shards.unwritten()
 
 
 @pytest.mark.parametrize(

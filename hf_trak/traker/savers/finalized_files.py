@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.runtime.checks import is_int
 from hf_trak.store.atomic import differing, safe_name, write_bytes
-from hf_trak.store.sealed import content_digest, read_sealed, unsealed
+from hf_trak.store.sealed import content_digest, read_sealed, sealed_bytes, unsealed
 from hf_trak.store.shards import Identity, ShardPlan, TensorSpec, read_header, read_tensors, write_tensors
 from hf_trak.store.store import FeatureStore
 
@@ -53,16 +53,15 @@ class FinalizedFiles:
         path = self.settings_path(model_id)
         remedy = "Delete it and call `finalize_features` again."
         try:
-            saved = unsealed(read_sealed(path, remedy, allow_unsealed=self.store.version == 1))
+            saved = unsealed(read_sealed(path, remedy))
         except FileNotFoundError:
             return None
         except OSError as error:
             raise StoreError(f"{path} cannot be read ({error}). {remedy}") from error
         kinds = {"content": str, "grads_deleted": bool, "settings": dict}
         lines = [f"{key} is {saved.get(key)!r}" for key, kind in kinds.items() if not isinstance(saved.get(key), kind)]
-        if self.store.version > 1:
-            identity = saved.pop("identity", None)
-            lines += differing(identity if isinstance(identity, dict) else {}, self.store.identity(model_id))
+        identity = saved.pop("identity", None)
+        lines += differing(identity if isinstance(identity, dict) else {}, self.store.identity(model_id))
         if lines:
             raise StoreError(
                 f"{path} is damaged or belongs to another run ({'; '.join(lines)}). Expected the description of the "
@@ -80,9 +79,8 @@ class FinalizedFiles:
             grads_deleted: whether the gradients have been deleted.
         """
         saved: dict[str, Any] = {"content": content, "grads_deleted": grads_deleted, "settings": dict(settings)}
-        if self.store.version > 1:
-            saved["identity"] = self.store.identity(model_id)
-        write_bytes(self.settings_path(model_id), self.store.encoded(saved))
+        saved["identity"] = self.store.identity(model_id)
+        write_bytes(self.settings_path(model_id), sealed_bytes(saved))
 
     def write_features(
         self, model_id: int, features: Tensor, out_to_loss: Tensor, content: str, settings: Mapping[str, Any]
@@ -104,7 +102,6 @@ class FinalizedFiles:
                 self.features_path(model_id, index),
                 {"features": features[part.start : part.stop], "out_to_loss": out_to_loss[part.start : part.stop]},
                 identity,
-                self.store.version,
                 start=part.start,
                 stop=part.stop,
             )
@@ -152,7 +149,6 @@ class FinalizedFiles:
                 self._features_identity(model_id, saved["content"], saved["settings"]),
                 specs,
                 verify,
-                version=self.store.version,
                 start=part.start,
                 stop=part.stop,
             )
@@ -164,7 +160,7 @@ class FinalizedFiles:
 
     def _features_identity(self, model_id: int, content: str, settings: Mapping[str, Any]) -> Identity:
         identity = {**self.store.identity(model_id), "content": content, "kind": "features"}
-        return identity if self.store.version == 1 else {**identity, "settings": content_digest(settings)}
+        return {**identity, "settings": content_digest(settings)}
 
     # experiments and scores
 
@@ -198,9 +194,8 @@ class FinalizedFiles:
         """
         path = self.scores_path(experiment)
         extra: dict[str, Any] = {"model_ids": [int(model_id) for model_id in model_ids]}
-        if self.store.version > 1:
-            extra["members"] = {str(model_id): self._member(model_id) for model_id in extra["model_ids"]}
-        write_tensors(path, {"scores": scores}, self._scores_identity(experiment), self.store.version, **extra)
+        extra["members"] = {str(model_id): self._member(model_id) for model_id in extra["model_ids"]}
+        write_tensors(path, {"scores": scores}, self._scores_identity(experiment), **extra)
 
     def read_scores(self, experiment: str, verify: bool | None = None) -> Tensor:
         """Read the saved scores `(n, m)` of an experiment, memory-mapped.
@@ -210,8 +205,8 @@ class FinalizedFiles:
         """
         specs = self._scores_specs(experiment)
         path, identity = self.scores_path(experiment), self._scores_identity(experiment)
-        scores = read_tensors(path, identity, specs, verify, version=self.store.version)["scores"]
-        said = read_header(path, identity, specs, self.store.version).get("members") or {}
+        scores = read_tensors(path, identity, specs, verify)["scores"]
+        said = read_header(path, identity, specs).get("members") or {}
         # Scores stay valid when features are deleted, but are refused when the features have been replaced.
         now = {model_id: {**said[model_id], **self._member(int(model_id))} for model_id in said}
         if lines := differing(said, now):
@@ -228,7 +223,7 @@ class FinalizedFiles:
         """Read which model ids the saved scores of an experiment are averaged over. Raises as `read_scores`."""
         specs = self._scores_specs(experiment)
         path, identity = self.scores_path(experiment), self._scores_identity(experiment)
-        found = read_header(path, identity, specs, self.store.version).get("model_ids")
+        found = read_header(path, identity, specs).get("model_ids")
         if not isinstance(found, list) or not all(is_int(model_id) for model_id in found):
             raise StoreError(
                 f"{path} names the model ids {found!r}. Expected a list of integers. Call `finalize_scores` again."
@@ -249,4 +244,4 @@ class FinalizedFiles:
 
     def _scores_identity(self, experiment: str) -> Identity:
         identity = {"config": self.store.config_hash, "kind": "scores"}
-        return identity if self.store.version == 1 else {**identity, "experiment": experiment}
+        return {**identity, "experiment": experiment}

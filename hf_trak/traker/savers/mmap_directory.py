@@ -34,17 +34,14 @@ from hf_trak.runtime.checks import is_int
 from hf_trak.store.atomic import create_bytes, json_bytes, write_bytes
 from hf_trak.store.checkpoint_records import checked_model_id
 from hf_trak.store.sealed import (
-    SEALED_VERSION,
-    VERSION_KEY,
     content_digest,
-    is_sealed,
     read_sealed,
     sealed_bytes,
     unsealed,
 )
 from hf_trak.traker.savers.mmap_arrays import MARKS, MmapArrays
 from hf_trak.traker.savers.row_files import seed_of
-from hf_trak.traker.savers.run_metadata import IDENTITY_FORMAT, changes, defining
+from hf_trak.traker.savers.run_metadata import changes, defining
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +95,6 @@ class MmapDirectory:
             create_bytes(path, sealed_bytes(metadata))
         directory = cls.load(save_dir)
         saved, given = defining(directory.metadata), defining(metadata)
-        if 1 in (directory.version, directory.metadata.get(IDENTITY_FORMAT)):  # it describes less
-            given = {key: value for key, value in defining(in_format_1 or metadata).items() if key in saved}
         if lines := changes(saved, given):
             raise ConfigMismatchError(
                 f"{path} was saved with another configuration than the one given:\n  "
@@ -131,21 +126,7 @@ class MmapDirectory:
                 f"{path} says train_size and proj_dim {sizes} and feature_dtype {metadata.get('feature_dtype')!r}. "
                 f"Expected two positive numbers, and 'float16' or 'float32'. {_RESTORE}"
             )
-        version = content.get(VERSION_KEY, 1) if is_sealed(content) else 1
-        if version not in (1, SEALED_VERSION):
-            raise StoreError(
-                f"{path} has format version {version!r}; this version of hf_trak reads up to {SEALED_VERSION}. Use "
-                "the version of hf_trak that wrote it, or another save_dir."
-            )
-        if version == 1 and save_dir.absolute() not in _warned:
-            _warned.add(save_dir.absolute())
-            logger.warning(
-                "%s is of format 1: its files have no checksums, so that damage is not noticed. `hf-trak upgrade %s` "
-                "adds checksums.",
-                save_dir,
-                save_dir,
-            )
-        return cls(save_dir, metadata, version)
+        return cls(save_dir, metadata, 2)
 
     # model ids
 
@@ -278,12 +259,12 @@ class MmapDirectory:
         path = self.save_dir / EXPERIMENTS
         remedy = "Restore it from a copy, or delete it and call `start_scoring_checkpoint` for every experiment again."
         try:
-            found = _read_json(path, remedy, allow_unsealed=self.version == 1)
+            found = _read_json(path, remedy)
         except FileNotFoundError:
             return {}
         content = unsealed(found)
-        experiments = content.get("experiments") if is_sealed(found) else content
-        run = content.get("run") if is_sealed(found) else self.run
+        experiments = content.get("experiments")
+        run = content.get("run")
         sound = isinstance(experiments, dict) and run == self.run
         for entry in experiments.values() if isinstance(experiments, dict) else ():
             count = entry.get("num_targets") if isinstance(entry, dict) else None
@@ -320,7 +301,7 @@ class MmapDirectory:
         return seed_of({"array": "scores", "experiment": experiment, "run": self.run, **of})
 
     def _read(self, path: Path, remedy: str) -> dict[str, Any]:
-        return unsealed(_read_json(path, remedy, allow_unsealed=self.version == 1))
+        return unsealed(_read_json(path, remedy))
 
     def _encoded(self, content: Mapping[str, Any]) -> bytes:
         return json_bytes(content) if self.version == 1 else sealed_bytes(content)
@@ -331,9 +312,9 @@ def is_id(name: str) -> bool:
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
-def _read_json(path: Path, remedy: str, allow_unsealed: bool = True) -> dict[str, Any]:
+def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     try:
-        return read_sealed(path, remedy, allow_unsealed)
+        return read_sealed(path, remedy)
     except FileNotFoundError:
         raise
     except OSError as error:

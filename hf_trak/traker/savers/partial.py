@@ -109,7 +109,6 @@ class PartialShard:
     def _header(shards: ShardSet, rows: range) -> bytes:
         content = {
             "dtype": str(shards.dtype),
-            "format_version": shards.version,
             "identity": dict(shards.identity),
             "start": rows.start,
             "stop": rows.stop,

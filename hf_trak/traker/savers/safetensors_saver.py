@@ -186,7 +186,7 @@ class SafetensorsSaver(DirectorySaver):
             return None
         if not saved["grads_deleted"]:
             shards = self.store.train(model_id)
-            if shards.complete and shards.content_hash != saved["content"]:
+            if not shards.unwritten() and shards.content_hash != saved["content"]:
                 raise StoreError(
                     f"{self.files.settings_path(model_id)} describes features of other rows than those in "
                     f"{shards.path(0)}. Restore the file that was exchanged; if rows were computed anew, delete the "
