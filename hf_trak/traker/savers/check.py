@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_trak.errors import IncompleteStoreError, StoreError
-from hf_trak.store.atomic import leftovers
 from hf_trak.store.shards import Finding
+from hf_trak.store.verification import judged
 from hf_trak.traker.savers.mmap_directory import EXPERIMENTS, METADATA, MmapDirectory, rows_seed
 from hf_trak.traker.savers.row_files import RowFile
 
@@ -24,30 +23,20 @@ def check_run(save_dir: Path) -> Iterator[Finding]:
 
     Yields:
         `Finding`: one per file, missing ones included.
-
-    Raises:
-        IncompleteStoreError: the directory holds no results of a `MmapSaver`.
     """
-    save_dir = Path(save_dir)
-    try:
-        directory = MmapDirectory(save_dir)
-    except IncompleteStoreError:
-        raise
-    except StoreError as error:
-        yield Finding(save_dir / METADATA, "damaged", str(error), "Restore it from a copy, or use another save_dir.")
+    path = save_dir / METADATA
+    finding = judged(path, lambda: MmapDirectory(save_dir), "Restore it from a copy, or use another save_dir.")
+    yield finding
+    if finding.state != "intact":
         return
-    yield Finding(save_dir / METADATA, "intact")
+    directory, path = MmapDirectory(save_dir), save_dir / EXPERIMENTS
     experiments: dict[str, dict[str, Any]] = {}
-    path = save_dir / EXPERIMENTS
-    try:
-        experiments = directory.read_experiments()
-    except StoreError as error:
-        yield Finding(path, "damaged", str(error), "Delete it and score the targets again.")
-    else:
-        if path.exists():
-            yield Finding(path, "intact")
-        elif any(save_dir.glob("*/*_is_scored.mmap")) or any(save_dir.glob("scores/*.mmap")):
-            yield Finding(path, "missing", "targets and scores need it", _AGAIN)
+    if path.exists():
+        finding = judged(path, directory.read_experiments, "Delete it and score the targets again.")
+        yield finding
+        experiments = directory.read_experiments() if finding.state == "intact" else {}
+    elif any(save_dir.glob("*/*_is_scored.mmap")) or any(save_dir.glob("scores/*.mmap")):
+        yield Finding(path, "missing", "targets and scores need it", _AGAIN)
     for model_id in directory.mentioned_ids("*/*"):
         yield from _model_id(directory, model_id, experiments)
     for name, entry in sorted(experiments.items()):
@@ -56,23 +45,18 @@ def check_run(save_dir: Path) -> Iterator[Finding]:
             yield from _array(scores, np.arange(scores.shape[0]), directory.scores_seed(name, entry))
         elif scores.path.exists():
             yield Finding(scores.path, "missing", "its scores are incomplete", scores.remedy)
-    for one in leftovers(save_dir):
-        yield Finding(one.path, "leftover", f"{one.size} bytes", "`hf-trak clean` removes it.")
 
 
 def _model_id(
     directory: MmapDirectory, model_id: int, experiments: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Finding]:
     path, member = directory.id_path(model_id), directory.member_path(model_id)
-    try:
-        info = directory.read_info(model_id)
-    except FileNotFoundError:
-        yield Finding(path, "missing", "it describes the arrays of this model id", _AGAIN)
+    remedy = f"Restore it, or delete {member} and {path.parent}, and featurize again."
+    finding = judged(path, lambda: directory.read_info(model_id), remedy)
+    yield finding
+    if finding.state != "intact":
         return
-    except StoreError as error:
-        yield Finding(path, "damaged", str(error), f"Restore it, or delete {path.parent} and featurize again.")
-        return
-    yield Finding(path, "intact")
+    info = directory.read_info(model_id)
     if member.exists():  # `read_info` has compared its content
         yield Finding(member, "intact")
     else:
@@ -132,10 +116,5 @@ def _array(file: RowFile, due: np.ndarray, seed: int, unwritten: set[int] | None
 
 def _problem(file: RowFile) -> Finding | None:
     """Open a file for reading, and return what keeps it from being opened."""
-    try:
-        file.open("r")
-    except FileNotFoundError:
-        return Finding(file.path, "missing", "the array does not exist", file.remedy)
-    except StoreError as error:
-        return Finding(file.path, "damaged", str(error), file.remedy)
-    return None
+    finding = judged(file.path, lambda: file.open("r"), file.remedy)
+    return None if finding.state == "intact" else finding

@@ -342,7 +342,7 @@ def _is_id(name: str) -> bool:
 
 def _read(path: Path, remedy: str) -> dict[str, Any]:
     try:
-        return unsealed(read_sealed(path, remedy, allow_unsealed=False))
+        return unsealed(read_sealed(path, remedy))
     except FileNotFoundError:
         raise
     except OSError as error:
