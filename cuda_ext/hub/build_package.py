@@ -1,6 +1,6 @@
 """Make a package for the Hub's `kernels` library of the projections: the functions, operators and CUDA sources.
 
-    python -m hf_trak.kernels.package random-projections --repo-id YOUR_NAME/random-projections
+    python cuda_ext/hub/build_package.py random-projections --repo-id YOUR_NAME/random-projections
 
 The folder is a repository of type `kernel` as it would be on the Hub, see [`write_package`]. Its modules are copies of
 those of hf_trak that `hf_trak/projectors/functional.py` needs, with relative imports and with operators in a namespace
@@ -11,13 +11,13 @@ import argparse
 import ast
 import base64
 import hashlib
-import importlib.metadata
 import json
 import re
 import shutil
 import tempfile
 from pathlib import Path
 
+import hf_trak
 from hf_trak.errors import KernelError
 from hf_trak.kernels.sources import CPU_PARTS, all_kernels, cpu_source, parts, source_directory
 from hf_trak.version import __version__
@@ -34,10 +34,10 @@ BACKENDS = ("cpu", "cuda")
 KERNELS_MINVER = "0.17.0"
 """Oldest version of the `kernels` library that the layout has been loaded with."""
 
-_ROOT = Path(__file__).resolve().parent.parent
+_TEMPLATES = Path(__file__).resolve().parent
+_ROOT = Path(hf_trak.__file__).resolve().parent
 _ENTRY = "hf_trak.projectors.functional"
 _OPERATORS = "hf_trak.kernels.ops"
-_RENAMED = {_OPERATORS: "operators"}  # `_ops` is the name of the module in which `kernels` keeps the namespace
 _REPO_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 
 
@@ -92,7 +92,7 @@ def package_files() -> dict[str, str]:
     files = {_path_in_package(module): _made_relative(module) for module in sorted(modules)}
     for directory in sorted({path.rpartition("/")[0] for path in files} - {""}):
         files[f"{directory}/__init__.py"] = f'"""Modules of hf_trak\'s `{directory}` that the projections need."""\n'
-    files["__init__.py"] = (source_directory() / "hub" / "init.py").read_text(encoding="utf-8")
+    files["__init__.py"] = (_TEMPLATES / "init.py").read_text(encoding="utf-8")
     for name in dict.fromkeys(part for kernel in all_kernels() for part in parts(kernel.file)):
         files[f"cuda_ext/{name}"] = (source_directory() / name).read_text(encoding="utf-8")
     for name in CPU_PARTS:
@@ -127,31 +127,13 @@ def _repository_files(repo_id: str, digest: str) -> dict[str, str]:
         "source_version": __version__,
     }
     texts = {"README.md": "CARD.md", "build.toml": "build.toml"}
-    found = {"LICENSE": _license()}
+    found = {"LICENSE": (_TEMPLATES.parents[1] / "LICENSE").read_text(encoding="utf-8")}
     for name, template in texts.items():
-        text = (source_directory() / "hub" / template).read_text(encoding="utf-8")
+        text = (_TEMPLATES / template).read_text(encoding="utf-8")
         for field, value in fields.items():
             text = text.replace(f"{{{field}}}", value)
         found[name] = text
     return found
-
-
-def _license() -> str:
-    """Read the license of the checkout, or that of the installed package.
-
-    Raises:
-        KernelError: there is none.
-    """
-    beside = _ROOT.parent / "LICENSE"
-    if beside.is_file():
-        return beside.read_text(encoding="utf-8")
-    for file in importlib.metadata.files("hf_trak") or ():
-        if file.name == "LICENSE":
-            return file.read_text(encoding="utf-8")
-    raise KernelError(
-        f"The license is missing: {beside} does not exist, and the installed hf_trak has none. Expected the file that "
-        "the wheel ships. Reinstall hf_trak."
-    )
 
 
 def _needed(entry: str) -> set[str]:
@@ -162,7 +144,7 @@ def _needed(entry: str) -> set[str]:
         module = waiting.pop()
         if module not in found:
             found.add(module)
-            waiting += [target for node in _imports(module) for target, _ in _targets(node, module)]
+            waiting += [target for node in _imports(module) for target in _targets(node, module)]
     return found
 
 
@@ -179,13 +161,13 @@ def _imports(module: str) -> list[ast.ImportFrom]:
     return [node for node in imports if (node.module or "").split(".")[0] == "hf_trak"]
 
 
-def _targets(node: ast.ImportFrom, module: str) -> list[tuple[str, ast.alias]]:
+def _targets(node: ast.ImportFrom, module: str) -> list[str]:
     """Return the module that each imported name is in, or is: `from hf_trak.kernels import torch_hadamard`."""
     source = str(node.module)
     if _file(source).name != "__init__.py":
-        return [(source, alias) for alias in node.names]
-    targets = [(f"{source}.{alias.name}", alias) for alias in node.names]
-    for target, _ in targets:
+        return [source]
+    targets = [f"{source}.{alias.name}" for alias in node.names]
+    for target in targets:
         if not _file(target).is_file():
             raise KernelError(
                 f"The module {module} imports {target}, which is defined in the package {source} itself. Expected an "
@@ -198,17 +180,8 @@ def _made_relative(module: str) -> str:
     """Return a module's text with relative imports, and with operators in the package's namespace."""
     lines = _text(module).splitlines(keepends=True)
     for node in _imports(module):
-        if any(target in _RENAMED for target, _ in _targets(node, module)) and len(node.names) > 1:
-            raise KernelError(f"The module {module} imports {_OPERATORS} beside others. Expected a line of its own.")
-        ((target, alias), *_) = _targets(node, module)
-        given = f"from {node.module} import"
         made = f"from {_relative(str(node.module), module)} import"
-        if target in _RENAMED:
-            if alias.name == target.rpartition(".")[2]:
-                given, made = f"{given} {alias.name}", f"{made} {_RENAMED[target]} as {alias.asname or alias.name}"
-            else:
-                made = f"from {_relative('hf_trak', module).rstrip('.') or '.'}.{_RENAMED[target]} import"
-        lines[node.lineno - 1] = lines[node.lineno - 1].replace(given, made)
+        lines[node.lineno - 1] = lines[node.lineno - 1].replace(f"from {node.module} import", made)
     text = "".join(lines)
     if module == _OPERATORS:
         text = _in_own_namespace(text)
@@ -221,7 +194,7 @@ def _in_own_namespace(text: str) -> str:
     """Register operators as `kernels` wants them: under a name that `_ops.py` gives them."""
     text = re.sub(r'"hf_trak::(\w+)"', r'add_op_namespace_prefix("\1")', text)
     text = text.replace("`torch.ops.hf_trak.*`", "`ops.*` of `_ops.py`")
-    return text.replace("import Tensor\n", "import Tensor\n\nfrom ._ops import add_op_namespace_prefix\n", 1)
+    return text.replace("import Tensor\n", "import Tensor\n\nfrom .._ops import add_op_namespace_prefix\n", 1)
 
 
 def _relative(target: str, module: str) -> str:
@@ -240,7 +213,7 @@ def _text(module: str) -> str:
 
 
 def _path_in_package(module: str) -> str:
-    return _RENAMED.get(module, module.partition(".")[2].replace(".", "/")) + ".py"
+    return module.partition(".")[2].replace(".", "/") + ".py"
 
 
 def _namespace_module(identifier: str) -> str:
@@ -286,7 +259,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command, see the module's docstring."""
     parser = argparse.ArgumentParser(
-        prog="python -m hf_trak.kernels.package",
+        prog="python cuda_ext/hub/build_package.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
