@@ -5,8 +5,8 @@ which rows a batch belongs to and what a step needs of the steps before it. `plu
 gradients, and deals with classes of users. `savers` and `score_computers` have contracts and implementations. The
 top-level modules `savers` and `score_computers` are import paths only.
 
-This package may import any other except `attributor`, `callbacks`, `featurize`, `evaluation`, `hub`, `report`,
-`recipe_kit` and `cli`.
+This package may import any other except `attributor`, `callbacks`, `featurize`, `evaluation`, `hub`, `report` and
+`cli`.
 """
 
 from hf_trak.traker.traker import TRAKer

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
 from doc_examples import make_trainer, sentences, write_reviews
+from kit import training
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.build import build
 from hf_trak.cli.main import main
 from hf_trak.cli.parser import DataArguments, ModelArguments, parse_yaml_and_args
-from hf_trak.recipe_kit import training
 from hf_trak.report.run import AttributionRun
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 

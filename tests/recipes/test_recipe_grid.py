@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
+from kit.grid import image_grid
 from PIL import Image as PILImage
 
-from hf_trak.report import image_grid
 from hf_trak.scores.scored_dataset import attach_columns, fixed_size_list
 
 # Twelve training images, each of one colour that nothing else in the picture has.

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 
+from hf_trak.cli.preparation import evenly_spaced
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 from hf_trak.runtime.checks import checked_int
 
@@ -88,13 +89,6 @@ def load_splits(
     else:
         targets = splits[eval_split]
     return evenly_spaced(train, args.max_train_samples), evenly_spaced(targets, args.max_eval_samples)
-
-
-def evenly_spaced(dataset: Dataset, limit: int | None) -> Dataset:
-    """Select rows ⌊i · rows / limit⌋, so that a dataset sorted by class keeps all of its classes."""
-    if limit is None or limit >= len(dataset):
-        return dataset
-    return dataset.select([i * len(dataset) // limit for i in range(limit)])
 
 
 def require_columns(datasets: tuple[Dataset, ...], wanted: Mapping[str, str], dataset_name: str) -> None:
