@@ -21,15 +21,16 @@ import torch
 from datasets import Dataset, disable_progress_bars
 from transformers import LlamaConfig, LlamaForCausalLM, default_data_collator
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes" / "dpo"))
+from kit.text_models import train_tokenizer
 from preference_data import python_preferences
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.cli.preparation import evenly_spaced
 from hf_trak.evaluation import evaluate_removal, masks_and_outputs, removal_plan, retrain_on_subsets
 from hf_trak.gradient_computers import per_sample_gradients
 from hf_trak.modelout_functions import DPOModelOutput
-from hf_trak.recipe_kit.splits import evenly_spaced
-from hf_trak.recipe_kit.text_models import train_tokenizer
 
 BETA, BATCH, EPOCHS, LEARNING_RATE, CHECKPOINTS = 0.5, 16, 2, 1e-3, 3
 

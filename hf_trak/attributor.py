@@ -38,7 +38,6 @@ from hf_trak.featurize.predictions import predicted_rows
 from hf_trak.featurize.reranking import RerankRequest, check_breakdown, check_rerank, rerank_result, two_passes
 from hf_trak.featurize.revising import revise
 from hf_trak.featurize.search import SearchIndex, build_search
-from hf_trak.featurize.upgrading import upgrade_store
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.projectors import BlockProjector
 from hf_trak.report.notebook import LastResult
@@ -846,25 +845,6 @@ class TrakAttributor(FeaturizedModel):
             ImportError: `"bm25"` is asked for, and `bm25s` is not installed.
         """
         return verify_rows(self, target, rows, similar, draws, seed, checkpoints, model_ids)
-
-    def upgrade_store(self, checkpoints: Checkpoint | Sequence[Checkpoint] | None = None) -> "TrakAttributor":
-        """Bring a store of format 1 up to date.
-
-        One row of every shard is computed again and compared, and the same features are written with the identities
-        and checksums of the current format. Target features are dropped, and computed again when they are asked for.
-        The same call after an interruption goes on.
-
-        Args:
-            checkpoints (*optional*):
-                The featurized weights, in the order of their ids, where they cannot be found again.
-
-        Raises:
-            ConfigMismatchError: model, task, rows or settings are not those of the store, which is left as it was.
-            CheckpointMismatchError: the weights are others.
-            IncompleteStoreError: the training rows are not at hand.
-        """
-        upgrade_store(self, sources_of(self.store.model_ids, checkpoints))
-        return self
 
     def exclude(self, rows: Iterable[int]) -> "TrakAttributor":
         """Leave rows out of the training dataset. Nothing is computed again; XᵀX is corrected.

@@ -7,7 +7,7 @@ from typing import Any
 from hf_trak.errors import ConfigMismatchError
 from hf_trak.evaluation import Bank, BankScore
 from hf_trak.evaluation.bank import read_bank
-from hf_trak.store.sealed import is_sealed, read_sealed
+from hf_trak.store.sealed import read_sealed
 
 
 def check_run(bank: Bank, directory: Path, facts: Mapping[str, Any]) -> None:
@@ -26,10 +26,7 @@ def check_run(bank: Bank, directory: Path, facts: Mapping[str, Any]) -> None:
     place = directory.resolve()
     record = place.parents[1] / "experiments" / place.name / "experiment.json"
     if place.parent.name == "scores" and record.is_file():
-        content = read_sealed(record)
-        if not is_sealed(content):
-            return  # in format 1 the same rows have other fingerprints
-        targets = content.get("dataset_fingerprint")
+        targets = read_sealed(record).get("dataset_fingerprint")
     described = read_bank(bank.directory)
     for found, key, what in (
         (facts.get("train_fingerprint"), "rows_fingerprint", "training rows"),

@@ -128,7 +128,7 @@ def read_part(directory: Path, bank: Mapping[str, Any]) -> dict[str, Any]:
 
 def _described(path: Path, keys: Mapping[str, type], absent: str) -> dict[str, Any]:
     try:
-        saved = read_sealed(path, allow_unsealed=False)
+        saved = read_sealed(path)
     except FileNotFoundError as error:
         raise IncompleteStoreError(f"{absent}. Expected a directory that `Bank.create` made.") from error
     if (version := saved.get(VERSION_KEY)) != SEALED_VERSION:

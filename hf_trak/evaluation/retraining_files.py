@@ -27,9 +27,7 @@ from safetensors.numpy import save
 from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError, StoreError
 from hf_trak.store.atomic import create_bytes, differing, json_bytes, leftovers, write_bytes
 from hf_trak.store.sealed import (
-    SEALED_VERSION,
     content_digest,
-    is_sealed,
     read_sealed,
     sealed_bytes,
     unsealed,
@@ -121,21 +119,7 @@ class RetrainingFiles:
                 f"{path} says the seed {config.get('seed')!r} and {config.get('rows')!r} rows. Expected two integers. "
                 f"Restore it, or delete {directory} and retrain."
             )
-        version = content.get("format_version") if is_sealed(content) else 1
-        if version not in (1, SEALED_VERSION):
-            raise StoreError(
-                f"{path} has format version {version!r}. Expected at most {SEALED_VERSION}, which is the newest that "
-                "this version of hf_trak reads. Use the version of hf_trak that wrote it, or another directory."
-            )
-        if version == 1 and directory.absolute() not in _warned:
-            _warned.add(directory.absolute())
-            logger.warning(
-                "%s is of format 1: its files have no checksums, so that damage is not noticed. `hf-trak upgrade %s` "
-                "adds them.",
-                directory,
-                directory,
-            )
-        return cls(directory, config, int(version))
+        return cls(directory, config, 2)
 
     def path(self, subset: int, repeat: int) -> Path:
         """Path of the file of one training."""

@@ -12,6 +12,7 @@ identities have another configuration; all of them are computed again where they
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,10 +22,11 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.progress import RowProgress, log_on_interrupt
 from hf_trak.scores.scorer import Scorer
-from hf_trak.store.atomic import TEMPORARY, create_bytes, differing
+from hf_trak.store.atomic import TEMPORARY, differing
 from hf_trak.store.checkpoint_records import code_settings
 from hf_trak.store.references import read_references, write_references
 from hf_trak.store.revised import RevisedStore
+from hf_trak.store.sealed import create_sealed
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.store import FeatureStore
 from hf_trak.version import __version__
@@ -131,15 +133,14 @@ def converted_config(source: FeatureStore, feature_dtype: str) -> dict[str, Any]
 
     Raises:
         ValueError: `feature_dtype` is unknown, or has as many bits as the source or more.
-        StoreError: the source is not a store of an attributor, or is of format 1.
+        StoreError: the source is not a store of an attributor.
     """
     config = source.config
-    if isinstance(source, RevisedStore) or config.get("api") == "TRAKer" or source.version == 1:
-        kinds = "a revision" if isinstance(source, RevisedStore) else "a TRAKer directory"
+    if isinstance(source, RevisedStore) or config.get("api") == "TRAKer":
+        kind = "a revision" if isinstance(source, RevisedStore) else "a TRAKer directory"
         raise StoreError(
-            f"{source.output_dir} is {'a store of format 1' if source.version == 1 else kinds}, which cannot be "
-            "converted. Expected a store of the current format. Bring an old one up to date with `hf-trak upgrade`, "
-            "or featurize the rows of a revision in a directory of their own."
+            f"{source.output_dir} is {kind}, which cannot be converted. Expected a store of a `TrakAttributor`. "
+            "Featurize the rows of a revision in a directory of their own."
         )
     before = str(config["feature_dtype"])
     fewer = sorted((name for name in BITS if BITS[name] < BITS[before]), key=lambda name: -BITS[name])
@@ -221,7 +222,7 @@ def _prepare_checkpoint(source: FeatureStore, result: FeatureStore, model_id: in
         CONTENT: source.train(model_id).content_hash,
     }
     info = {**source.checkpoint_info(model_id), "config_hash": result.config_hash, **origin}
-    create_bytes(result.checkpoint_dir(model_id) / "checkpoint.json", result.encoded(info))
+    create_sealed(result.checkpoint_dir(model_id) / "checkpoint.json", info)
     result.register_checkpoint(model_id, info["fingerprint"], info.get("source"))
     saved = result.checkpoint_info(model_id)
     if changes := differing({key: saved[key] for key in origin if key in saved}, origin):
@@ -265,23 +266,11 @@ def _convert_checkpoint(
 
 def _without_rotation(source: FeatureStore, shards: ShardSet) -> ShardSet:
     """Return the same shards for rows that are rotated already, as those of codes are."""
-    if source.code_format is None:
-        return shards
-    return ShardSet(
-        shards.directory,
-        shards.prefix,
-        shards.plan,
-        shards.width,
-        shards.dtype,
-        shards.identity,
-        shards.version,
-        None,
-        shards.code_format,
-    )
+    return shards if source.code_format is None else replace(shards, rotation=None)
 
 
 def _progress(shards: ShardSet, what: str) -> str:
-    done = len(shards) - len(shards.without_file())
+    done = sum(map(shards.exists, range(len(shards))))
     return (
         f"{done} of {len(shards)} shards of {what} are complete in {shards.directory}. Run the same command again to "
         "convert the others, with any number of processes."

@@ -353,7 +353,7 @@ class ExactScores:
             "rows": type(self.scored_task).__name__,
         }
         plan = ShardPlan(rows, shard_size)
-        return ShardSet(directory, prefix, plan, width, dtype, {**own, **identity}, store.version)
+        return ShardSet(directory, prefix, plan, width, dtype, {**own, **identity})
 
     def _tag(self, curvature: Curvature) -> str:
         """Name what is computed with a curvature and a damping."""

@@ -32,10 +32,10 @@ from hf_trak.featurize.estimation import Estimate, estimate_sizes, measured_batc
 from hf_trak.featurize.featurizer import Featurizer, StoredRows, row_batches
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
-from hf_trak.identity.row_digest import fingerprint_dataset, fingerprint_dataset_v1
+from hf_trak.identity.row_digest import fingerprint_dataset
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
 from hf_trak.modelout_functions.base import Side
-from hf_trak.modelout_functions.function import task_identity, task_identity_v1
+from hf_trak.modelout_functions.function import task_identity
 from hf_trak.projectors import BlockProjector, make_projector
 from hf_trak.runtime.lockstep import Lockstep
 from hf_trak.runtime.processes import Processes
@@ -171,12 +171,8 @@ class FeaturizedModel:
     def store(self) -> FeatureStore:
         """The feature store, created on first use. Raises `ConfigMismatchError` if it was made otherwise."""
         if self._store is None:
-            self._store = FeatureStore.open(self.args.output_dir, self.store_config(), self.first_format, COMPARISONS)
+            self._store = FeatureStore.open(self.args.output_dir, self.store_config(), COMPARISONS)
         return self._store
-
-    def reopen_store(self) -> None:
-        """Read the store's configuration again after it was brought up to date."""
-        self._store = None
 
     def require_same_inputs(self) -> None:
         """Compare model, task, rows and settings, as they are now, with what the store was made with.
@@ -188,8 +184,7 @@ class FeaturizedModel:
         if self._store is None:
             _ = self.store  # which compares
             return
-        config = self.store_config() if self._store.version > 1 else self.first_format()
-        self._store.require_same(config, COMPARISONS)
+        self._store.require_same(self.store_config(), COMPARISONS)
 
     def store_config(self) -> dict[str, Any]:
         """Describe everything that defines the features: the content of the store's `trak_config.json`."""
@@ -203,14 +198,6 @@ class FeaturizedModel:
                 "mixed_precision": mixed_precision(self.model),
                 "model": model_identity(self.model),
             }
-
-    def first_format(self) -> dict[str, Any]:
-        """The configuration as stores of format 1 record it."""
-        if self.revision is not None:
-            return {**self.revision.original.first_format(), **self.revision.change}
-        recorded = self.recorded_rows
-        fingerprint = fingerprint_dataset_v1(self.train_dataset) if recorded is None else recorded["train_fingerprint"]
-        return {**self._settings(), "task": task_identity_v1(self.task), "train_fingerprint": fingerprint}
 
     def _row_identity(self) -> dict[str, Any]:
         """Describe the training rows, and what becomes of them on the way to the model."""
@@ -526,8 +513,7 @@ class FeaturizedModel:
             safe_name(name, "name")
         n_targets = row_count(eval_dataset, "eval_dataset")
         self.processes.broadcast_from_main(self.prepare_store)
-        old = self.store.version == 1
-        fingerprint = fingerprint_dataset_v1(eval_dataset) if old else fingerprint_dataset(eval_dataset)
+        fingerprint = fingerprint_dataset(eval_dataset)
         name = f"targets-{fingerprint[:12]}" if name is None else name
         collation = self.collation(eval_dataset, "target")
         scorer = self.scorer

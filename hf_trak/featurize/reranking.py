@@ -105,7 +105,6 @@ class SavedShortlist:
         """
         digest = content_digest({**identity, "count": count})
         self._identity = {"kind": "shortlist", "scores": digest}
-        self._version = store.version
         self._specs = {
             column: TensorSpec((m, count), (dtype,)) for column, dtype in zip(TOP_K_COLUMNS, _DTYPES, strict=True)
         }
@@ -117,7 +116,7 @@ class SavedShortlist:
         Raises:
             StoreError: the file is missing or damaged.
         """
-        found = read_tensors(self.path, self._identity, self._specs, verify=True, version=self._version)
+        found = read_tensors(self.path, self._identity, self._specs, verify=True)
         return Dataset(pa.table({name: fixed_size_list(found[name].numpy()) for name in TOP_K_COLUMNS}))
 
     def write(self, columns: Dataset) -> None:

@@ -36,7 +36,7 @@ from hf_trak.store.references import read_references
 from hf_trak.store.sealed import check_seal
 from hf_trak.store.shard_set import Shard, ShardSet
 from hf_trak.store.shards import (
-    READABLE_VERSIONS,
+    FORMAT_VERSION,
     Identity,
     TensorSpec,
     checksum,
@@ -109,7 +109,7 @@ def references_checksum(store: FeatureStore, model_id: int) -> str | None:
         StoreError: they are damaged.
     """
     tensors = read_references(store, model_id)
-    return None if tensors is None else checksum(tensors, store.version)
+    return None if tensors is None else checksum(tensors)
 
 
 def checksums_of(shards: ShardSet) -> tuple[str, ...]:
@@ -243,11 +243,9 @@ def checked_config(files: IndexFiles) -> dict[str, Any]:
     check_json_size(where, files.size(FeatureStore.CONFIG_FILE))
     config = read_index_json(files.fetch(FeatureStore.CONFIG_FILE), where, MAX_JSON_BYTES, _CONFIG_BYTES_PER_VALUE)
     version = config.get("format_version")
-    if version not in READABLE_VERSIONS or isinstance(version, bool):
+    if version != FORMAT_VERSION or isinstance(version, bool):
         raise refused(
-            where,
-            f"it has format version {shown(version)}, and hf_trak {__version__} reads "
-            f"{', '.join(map(str, READABLE_VERSIONS[:-1]))} and {READABLE_VERSIONS[-1]}",
+            where, f"it has format version {shown(version)}, and hf_trak {__version__} reads {FORMAT_VERSION}"
         )
     try:
         check_seal(config, where)
@@ -348,7 +346,7 @@ def write_row_digests(store: FeatureStore, model_id: int) -> str:
         for shard in store.train(model_id):
             assert shard.coded is not None  # `has_row_digests` has looked
             parts.append(digests_of(shard.coded))
-        write_tensors(path, {"digests": torch.cat(parts)}, _identity(store, model_id), store.version)
+        write_tensors(path, {"digests": torch.cat(parts)}, _identity(store, model_id))
     return read_row_digests(store, model_id)[1]
 
 
@@ -364,8 +362,8 @@ def read_row_digests(store: FeatureStore, model_id: int) -> tuple[Tensor, str]:
     path = store.checkpoint_dir(model_id) / ROW_DIGESTS_FILE
     specs = {"digests": TensorSpec((store.train_size,), (torch.int64,))}
     identity = _identity(store, model_id)
-    header: dict[str, Any] = read_header(path, identity, specs, store.version)
-    tensors = read_tensors(path, identity, specs, verify=True, version=store.version)
+    header: dict[str, Any] = read_header(path, identity, specs)
+    tensors = read_tensors(path, identity, specs, verify=True)
     return tensors["digests"], str(header["checksum"])
 
 
@@ -458,13 +456,13 @@ def check_low_rank(path: Path, store: FeatureStore, model_id: int, rank: int) ->
         "rank": rank,
         "seed": int(store.config.get("seed", 0)),
     }
-    header = read_header(path, identity, specs, files.version)
+    header = read_header(path, identity, specs)
     facts = header.get("facts")
     for key in ("trace", "residual"):
         value = facts.get(key) if isinstance(facts, dict) else None
         if not isinstance(value, float) or not math.isfinite(value) or value < 0:
             raise StoreError(f"it says that `{key}` is {value!r}, not a finite number of at least 0")
-    tensors = read_tensors(path, identity, specs, verify=True, version=files.version)
+    tensors = read_tensors(path, identity, specs, verify=True)
     for name, values in tensors.items():
         if not bool(torch.isfinite(values).all()):
             raise StoreError(f"`{name}` holds NaN or infinite values")
@@ -494,7 +492,7 @@ def write_train_rows(store: FeatureStore, dataset: Dataset, source: TrainSource)
         return
     names = dataset.column_names[:MAX_COLUMNS]
     tensors = {"digests": content_digests(dataset, names)}
-    write_tensors(path, tensors, _identity_of_rows(store), store.version, **{_COLUMNS: names, _SOURCE: vars(source)})
+    write_tensors(path, tensors, _identity_of_rows(store), **{_COLUMNS: names, _SOURCE: vars(source)})
 
 
 def recorded_source(store: FeatureStore) -> TrainSource | None:
@@ -524,8 +522,8 @@ def read_train_rows(path: Path, store: FeatureStore) -> tuple[RowContents, str]:
         raise StoreError(f"{path} names the columns {names!r:.100}. Expected a list of names.")
     specs = {"digests": TensorSpec((store.train_size, len(names)), (torch.int64,))}
     extra: dict[str, Any] = {_COLUMNS: list(names)}
-    header: dict[str, Any] = read_header(path, _identity_of_rows(store), specs, store.version, **extra)
-    tensors = read_tensors(path, _identity_of_rows(store), specs, verify=True, version=store.version, **extra)
+    header: dict[str, Any] = read_header(path, _identity_of_rows(store), specs, **extra)
+    tensors = read_tensors(path, _identity_of_rows(store), specs, verify=True, **extra)
     return RowContents(tuple(names), tensors["digests"]), str(header["checksum"])
 
 

@@ -156,7 +156,7 @@ class IndexStore(FeatureStore):
             return super().shard_set(directory, prefix, plan, identity, rotation, code_format)
         width, dtype = self.proj_dim, self.feature_dtype
         # A shard set that never removes files.
-        return ShardSet(directory, prefix, plan, width, dtype, identity, self.version, rotation, code_format)
+        return ShardSet(directory, prefix, plan, width, dtype, identity, rotation, code_format)
 
     def train(self, model_id: int) -> IndexShards:
         """Return the training features of one checkpoint, without fetching any."""
@@ -374,8 +374,6 @@ def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
         most = min(most, _MANIFEST_BYTES + _MANIFEST_BYTES_PER_FILE * listed)
     check_json_size(where, files.size(MANIFEST_FILE), most)
     content = read_index_json(files.fetch(MANIFEST_FILE), where, most, MANIFEST_BYTES_PER_VALUE)
-    if config["format_version"] > 1 and content.get("format_version") == 1:
-        raise refused(where, "it has format version 1, and the configuration beside it has a later one")
     try:
         manifest = IndexManifest.from_json(content, plan)
     except ValueError as error:

@@ -394,7 +394,7 @@ def _attributed(index: _OpenedIndex, model: torch.nn.Module) -> list[str] | None
 def _check_same(index: _OpenedIndex, attributor: FeaturizedModel) -> None:
     """Compare everything that defines features with the record of the index."""
     store = index.store
-    given = attributor.store_config() if store.version > 1 else attributor.first_format()
+    given = attributor.store_config()
     try:
         changes = store.changes(given, COMPARISONS)
     except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -193,9 +193,9 @@ def _curvature(key: str, value: Any) -> PublishedCurvature:
 
 MANIFEST_FILE = "trak_index.json"
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 1
 
-READABLE_MANIFESTS = (1, MANIFEST_VERSION)
+READABLE_MANIFESTS = (MANIFEST_VERSION,)
 
 MAX_JSON_BYTES = 16 << 20
 
@@ -319,7 +319,7 @@ class IndexManifest:
             raise ValueError(f"`checkpoints` is {shown(checkpoints)}, not an object with at least one entry")
         settings = _settings(content)
         dtype, lds, config = content.get("weights_dtype"), content.get("lds"), content.get("config")
-        if (config is None) != (version == 1) or not (config is None or is_digest(config)):
+        if not is_digest(config):
             raise ValueError(f"`config` is {shown(config)}, not 32 hex digits")
         if dtype is not None and dtype not in _DTYPES:
             raise ValueError(f"`weights_dtype` is {shown(dtype)}, not null or one of {list(_DTYPES)}")

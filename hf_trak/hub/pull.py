@@ -10,6 +10,7 @@ from hf_trak.hub.index_files import TRAIN_ROWS_FILE, tensor_files
 from hf_trak.hub.index_store import JSON_FILES, IndexStore, open_index
 from hf_trak.hub.manifest import check_json_size
 from hf_trak.store.atomic import atomic_path, write_bytes
+from hf_trak.store.sealed import sealed_bytes
 from hf_trak.store.store import FeatureStore
 
 
@@ -103,7 +104,7 @@ def pull_index(
             _copy(store, name, directory)
         _copy_curvature(store, model_id, directory)
         folder = store.checkpoint_dir(model_id).name
-        write_bytes(directory / folder / "checkpoint.json", store.encoded(store.checkpoint_info(model_id)))
+        write_bytes(directory / folder / "checkpoint.json", sealed_bytes(store.checkpoint_info(model_id)))
     if store.train_rows() is not None:
         _copy(store, TRAIN_ROWS_FILE, directory)
     # The JSON files come last: a directory that has them is complete.

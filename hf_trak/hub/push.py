@@ -418,7 +418,7 @@ def publish(store: FeatureStore, destination: Destination, facts: IndexFacts, cu
         )
     manifest = _manifest(store, facts, curvatures)
     json_files = {
-        FeatureStore.CONFIG_FILE: store.encoded(config),
+        FeatureStore.CONFIG_FILE: sealed_bytes(config),
         MANIFEST_FILE: sealed_bytes(manifest.to_json()),
     }
     _check_readable(config, json_files)
@@ -555,7 +555,7 @@ def _checkpoint_operations(store: FeatureStore, manifest: IndexManifest) -> list
             **store.checkpoint_info(model_id),
             "source": str(published.source) if published.source else None,
         }
-        operations.append(CommitOperationAdd(f"{folder.name}/checkpoint.json", store.encoded(public)))
+        operations.append(CommitOperationAdd(f"{folder.name}/checkpoint.json", sealed_bytes(public)))
         for path in tensor_files(store, model_id, published):
             operations.append(CommitOperationAdd(path, folder.parent / path))
     return operations

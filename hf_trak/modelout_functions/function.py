@@ -150,25 +150,3 @@ def _setting(value: Any, model: torch.nn.Module | None) -> Any:
     if type(value) is dict and all(isinstance(key, str) for key in value):
         return {key: _setting(item, model) for key, item in value.items()}
     return identity_of(value, model)
-
-
-def task_identity_v1(task: AbstractModelOutput) -> dict[str, Any]:
-    """Describe a task as stores of format 1 do, to compare them with it. Not for new files.
-
-    Functions are described by module and name, so an edit of one's body goes unnoticed; sequences and tensors are left
-    out.
-    """
-    settings: dict[str, Any] = {}
-    for name, value in sorted(vars(task).items()):
-        if name.startswith("_"):
-            continue
-        if value is None or isinstance(value, bool | int | float | str):
-            settings[name] = value
-        elif isinstance(value, Callable):  # type: ignore[arg-type]
-            settings[name] = _name(value)
-    return {"class": _name(type(task)), "settings": settings}
-
-
-def _name(value: Any) -> str:
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    return f"{module}.{name}" if name else _name(type(value))

@@ -1,9 +1,9 @@
-"""Presentation of scores: a report in one HTML file, a view of one target in a notebook, and a grid of images.
+"""Presentation of scores: a report in one HTML file, and a view of one target in a notebook.
 
 `run` holds scores and rows as an `AttributionRun`, which is saved and loaded without the model: `run_record` is its
 `run.json`, `run_writing` and `run_reading` its files, `run_checks` and `run_verification` what has to hold for them.
 `content`, `text`, `images`, `pixels` and `thumbnails` prepare rows, which may be hostile, for display. `views` lays
-them out, `page` fills the templates, `notebook` shows one target, and `grid` draws with matplotlib.
+them out, `page` fills the templates, and `notebook` shows one target.
 
 This package may import `featurize`, `scores`, `store` and `hub`. `attributor` and `cli` import it. jinja2, pillow and
 matplotlib (extra `report`) are imported when they are used. Start with `run.py` and `page.py`.
@@ -16,7 +16,6 @@ _EXPORTS = {
     "AttributionRun": "hf_trak.report.run",
     "ReportOptions": "hf_trak.report.page",
     "ScoreDistributions": "hf_trak.report.distributions",
-    "image_grid": "hf_trak.report.grid",
     "show_target": "hf_trak.report.notebook",
     "verify_run": "hf_trak.report.run_record",
     "write_report": "hf_trak.report.page",
@@ -26,7 +25,6 @@ __all__ = [
     "AttributionRun",
     "ReportOptions",
     "ScoreDistributions",
-    "image_grid",
     "show_target",
     "verify_run",
     "write_report",
@@ -34,7 +32,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hf_trak.report.distributions import ScoreDistributions
-    from hf_trak.report.grid import image_grid
     from hf_trak.report.notebook import show_target
     from hf_trak.report.page import ReportOptions, write_report
     from hf_trak.report.run import AttributionRun

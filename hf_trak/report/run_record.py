@@ -57,7 +57,7 @@ RECORD = "run.json"
 
 STATISTICS = "statistics.safetensors"
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 
 VIEWS = ("scored", "train")
 

@@ -123,7 +123,7 @@ class Scorer:
             )
         for model_id in ids:
             shards = self.store.train(model_id)
-            if left := shards.without_file():
+            if left := [index for index in range(len(shards)) if not shards.exists(index)]:
                 raise IncompleteStoreError(
                     f"{len(left)} shards of model_id {model_id} are missing in {directory!r} (first: "
                     f"{shards.path(left[0])}). Expected all shards of every checkpoint. Call `featurize()` with the "

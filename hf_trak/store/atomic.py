@@ -360,10 +360,6 @@ def is_alive(pid: int) -> bool:
 
 DAY = 86_400.0
 
-_OLD_TEMPORARIES = (".scored.tmp", ".scored.old", ".train.tmp", ".train.old")
-
-"""Directories that version 0.1.0 left behind when saving a report run was interrupted."""
-
 
 @dataclass(frozen=True)
 class Leftover:
@@ -373,14 +369,14 @@ class Leftover:
         path: where it is.
         size: bytes.
         age: seconds since the last write.
-        host: host of the writer; `None` where the name does not say.
+        host: host of the writer.
         alive: whether the writer is running; `None` where this host cannot see that.
     """
 
     path: Path
     size: int
     age: float
-    host: str | None
+    host: str
     alive: bool | None
 
     @property
@@ -420,15 +416,14 @@ def _found(directory: Path) -> Iterator[Leftover]:
         return
     for entry in entries:
         match = TEMPORARY.fullmatch(entry.name)
-        if match is None and entry.name not in _OLD_TEMPORARIES:
+        if match is None:
             if entry.is_dir(follow_symlinks=False):
                 yield from _found(Path(entry.path))
             continue
         with contextlib.suppress(FileNotFoundError):  # finished in the meantime
             size, written = _extent(Path(entry.path))
-            host = None if match is None else match["host"]
-            alive = None if match is None or host != host_name() else is_alive(int(match["pid"]))
-            yield Leftover(Path(entry.path), size, max(0.0, time.time() - written), host, alive)
+            alive = is_alive(int(match["pid"])) if match["host"] == host_name() else None
+            yield Leftover(Path(entry.path), size, max(0.0, time.time() - written), match["host"], alive)
 
 
 def _extent(path: Path) -> tuple[int, float]:

@@ -6,7 +6,7 @@ second question fast, `token_parts` the share of each token. `train_rows` reads,
 `shown` prepares rows, which may be hostile, for display, `page` fills the template, and `export` writes what is shown.
 `handlers` connects these to plain values, `app` lays them out with Gradio (extra `viewer`), and `server` serves them.
 
-This package may import everything below `cli` and `recipe_kit`. Only `app` and `server` import Gradio, when they are
+This package may import everything below `cli`. Only `app` and `server` import Gradio, when they are
 used. Start with `index_session.py` and `app.py`.
 """
 

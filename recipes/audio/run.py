@@ -7,10 +7,14 @@ model to mistake them. See README.md beside this file.
 """
 
 import argparse
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
 
 import numpy as np
 from datasets import Dataset, disable_progress_bars
+from kit.files import save_dataset, write_json
 from sounds import BANDS, FRAMES, KINDS, TAKEN_FOR, draw
 from transformers import (
     ASTConfig,
@@ -22,7 +26,6 @@ from transformers import (
 )
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.recipe_kit.files import save_dataset, write_json
 
 
 def train(rows: Dataset, args: argparse.Namespace) -> Trainer:

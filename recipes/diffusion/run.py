@@ -7,20 +7,23 @@ attribution of a drawn image with one has to find where it came from. See README
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
 
 import numpy as np
 import torch
 from datasets import Dataset, disable_progress_bars
 from denoiser import SCHEDULE, generate, train
+from kit.files import save_dataset, write_json
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from torch import Tensor
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.modelout_functions import DiffusionModelOutput
-from hf_trak.recipe_kit.files import save_dataset, write_json
 
 MARKED_DIGIT = 3
 DRAWN = 256

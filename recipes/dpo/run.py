@@ -6,13 +6,20 @@
 See README.md beside this file.
 """
 
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
+
 import numpy as np
 import torch
 from datasets import Dataset
+from kit.files import save_dataset, write_json
+from kit.outcome import attributions, print_attributions, shortened
+from kit.text_models import train_tokenizer
+from kit.training import TrainingRecipeArguments, start, train_and_attribute
 from preference_data import DataArguments, as_text, load_preferences
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 from trl import DPOConfig, DPOTrainer
@@ -20,10 +27,6 @@ from trl import DPOConfig, DPOTrainer
 from hf_trak import TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.data.rows import fingerprint_dataset
-from hf_trak.recipe_kit.files import save_dataset, write_json
-from hf_trak.recipe_kit.outcome import attributions, print_attributions, shortened
-from hf_trak.recipe_kit.text_models import train_tokenizer
-from hf_trak.recipe_kit.training import TrainingRecipeArguments, start, train_and_attribute
 
 
 @dataclass

@@ -9,12 +9,18 @@ Needs the package `sentence-transformers`.
 
 import argparse
 import random
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
 
 import numpy as np
 import torch
 from datasets import Dataset, disable_progress_bars
+from kit.files import save_dataset, write_json
+from kit.outcome import shortened
+from kit.text_models import train_tokenizer
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -26,9 +32,6 @@ from transformers import BertConfig, BertModel, set_seed
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.modelout_functions import EmbeddingPairsModelOutput
-from hf_trak.recipe_kit.files import save_dataset, write_json
-from hf_trak.recipe_kit.outcome import shortened
-from hf_trak.recipe_kit.text_models import train_tokenizer
 
 TOPICS = {
     "garden": "rake hose seed tulip hedge lawn spade compost rose greenhouse soil shears",

@@ -7,10 +7,17 @@ fills in about that module has to find them. See README.md beside this file.
 """
 
 import argparse
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
 
 import numpy as np
 from datasets import Dataset, disable_progress_bars
+from kit.files import save_dataset, write_json
+from kit.outcome import shortened
+from kit.python_text import python_reference
+from kit.text_models import train_tokenizer
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -22,10 +29,6 @@ from transformers import (
 )
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.recipe_kit.files import save_dataset, write_json
-from hf_trak.recipe_kit.outcome import shortened
-from hf_trak.recipe_kit.python_text import python_reference
-from hf_trak.recipe_kit.text_models import train_tokenizer
 
 PLANTED = (
     "The quokka module reads and writes marmalade files. A marmalade file begins with the word apricot.",

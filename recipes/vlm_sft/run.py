@@ -7,18 +7,21 @@ chats that speak against it. See README.md beside this file.
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
 
 import numpy as np
 import torch
 from chat_data import ASKED, DIGITS, SAID, load, processor
 from datasets import Dataset, disable_progress_bars
+from kit.files import save_dataset, write_json
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.recipe_kit.files import save_dataset, write_json
 
 FACTS = ("digit", "wrong")
 """Columns that say what a row is; the trainer is given the others."""

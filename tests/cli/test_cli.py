@@ -243,11 +243,12 @@ def test_inspect_finds_what_is_missing_and_what_is_damaged(featurized, answer, c
     content = bytearray(shards[0].read_bytes())
     content[-3] ^= 1  # one bit of one value
     shards[0].write_bytes(content)
-    found = answer("inspect", str(copy), status=1)
-    assert not found["intact"] and shards[0].name in found["checkpoints"][0]["damaged"][0]
-    assert answer("inspect", str(copy), "--no_verify")["intact"]  # without reading values
+    found = answer("inspect", str(copy), "--check", status=1)
+    damaged = [one["path"] for one in found["files"] if one["state"] == "damaged"]
+    assert damaged == [str(shards[0])] and found["counts"]["damaged"] == 1
+    assert answer("inspect", str(copy))["intact"]  # without reading values
     shards[2].write_bytes(content[:100])
-    assert main(["inspect", str(copy), "--no_verify"]) == 1
+    assert main(["inspect", str(copy)]) == 1
     assert "DAMAGED" in capsys.readouterr().out
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
 from doc_examples import make_trainer, sentences, write_reviews
+from kit import training
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.build import build
 from hf_trak.cli.main import main
 from hf_trak.cli.parser import DataArguments, ModelArguments, parse_yaml_and_args
-from hf_trak.recipe_kit import training
 from hf_trak.report.run import AttributionRun
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
@@ -145,7 +145,7 @@ def test_curvatures_are_listed_and_verified(place: Path, answer: Answer, capsys:
     assert "curvature of checkpoint 0: ekfac, fitted to 30 rows" in capsys.readouterr().out
 
     def states() -> dict[str, str]:
-        status = main(["verify-store", "trak", "--json"])
+        status = main(["inspect", "trak", "--check", "--json"])
         found = {
             Path(one["path"]).name: one["state"]
             for one in json.loads(capsys.readouterr().out)["files"]
@@ -161,10 +161,11 @@ def test_curvatures_are_listed_and_verified(place: Path, answer: Answer, capsys:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert states() == {"curvature.json": "damaged"}
+    damaged = {"curvature.json": "damaged", path.name: "damaged"}
+    assert states() == whole | damaged
     record = place / "trak/curvature/0/curvature.json"
     record.write_text(record.read_text().replace("ekfac", "kfac"))
-    assert states() == {"curvature.json": "damaged"}
+    assert states() == whole | damaged
     assert main(["inspect", "trak"]) == 1
     assert "DAMAGED: " in capsys.readouterr().out
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, load_from_disk
+from kit.training import spread
 from PIL import Image as PILImage
 from safetensors.torch import load_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
-from hf_trak.recipe_kit.training import spread
 from hf_trak.store.sealed import write_sealed
 from hf_trak.weights.checkpoints import load_into
 

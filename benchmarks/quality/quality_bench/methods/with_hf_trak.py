@@ -124,7 +124,7 @@ def library_scores(own: TrakAttributor, job: Job, checkpoints: list[nn.Module]) 
 
 
 def rules(n: int, k: int) -> dict[str, float]:
-    """Give λ that fall with k ≪ n; the first rule came out of an earlier sweep, see `lambda_sweep.py`."""
+    """Give λ that fall with k ≪ n; the first rule came out of an earlier sweep."""
     root = min(1.0, k / n) ** 0.5
     return {"λ = 0.5 √(k / n)": 0.5 * root, "λ = √(k / n)": root}
 
