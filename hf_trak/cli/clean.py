@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args, size
-from hf_trak.report.run_record import run_leftovers
 from hf_trak.runtime.progress import duration
 from hf_trak.store.atomic import Leftover, leftovers
 
@@ -49,9 +48,7 @@ def run(argv: Sequence[str]) -> None:
         raise FileNotFoundError(
             f"`output_dir` is {args.output_dir!r}, which is not a directory. Expected the one to clean."
         )
-    runs = [directory, *sorted(directory.glob("scores/*"))]
-    found = [*leftovers(directory), *(one for run in runs for one in run_leftovers(run))]
-    found = list({one.path: one for one in found}.values())
+    found = leftovers(directory)
     gone = [one for one in found if (args.everything or (args.remove and one.removable)) and one.remove()]
     content: dict[str, Any] = {
         "output_dir": str(directory),

@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
         "checkpoints": [_checkpoint(store, model_id, args.verify) for model_id in store.model_ids],
         "curvatures": [],
         "experiments": [_experiment(store, name) for name in store.experiments],
-        "runs": sorted(path.parent.name for path in Path(args.output_dir).glob("scores/*/run.json")),
+        "runs": sorted(path.parent.name for path in Path(args.output_dir).glob("scores/*/run")),
     }
     damaged = [text for entry in content["checkpoints"] for text in entry["damaged"]]
     for path in curvature_records(Path(args.output_dir)):

@@ -89,7 +89,7 @@ def _checks(directory: Path) -> Iterator[Iterable[Finding]]:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "run.json").exists() or (path / "scored").is_dir() or any(path.glob("parts-*"))
+    return (path / "run").is_dir()
 
 
 def _lines(findings: list[Finding], counts: Counter[str], every: bool) -> list[str]:
