@@ -34,8 +34,8 @@ from torch import Tensor
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report.distributions import BINS, ScoreDistributions
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
-from hf_trak.store.atomic import TEMPORARY, atomic_directory, json_bytes, remove_stale
-from hf_trak.store.sealed import CHECKSUM_KEY, VERSION_KEY, content_digest, read_sealed
+from hf_trak.store.atomic import TEMPORARY, atomic_directory, json_bytes, read_json, remove_stale
+from hf_trak.store.sealed import CHECKSUM_KEY, VERSION_KEY, check_seal, content_digest
 from hf_trak.store.shards import Finding
 
 RUN = "run"
@@ -169,7 +169,7 @@ def read_record(directory: Path) -> RunRecord:
         with _readable(path):
             if (size := path.stat().st_size) > _MOST_BYTES:
                 raise StoreError(f"{path} has {size:,} bytes. Expected at most {_MOST_BYTES:,}. {_REMEDY}")
-            content = read_sealed(path, _REMEDY)
+            content = read_json(path)
     except IncompleteStoreError as error:
         if _is_being_saved(directory):
             raise IncompleteStoreError(
@@ -182,6 +182,7 @@ def read_record(directory: Path) -> RunRecord:
         raise StoreError(
             f"{path} has format version {version!r}; this version of hf_trak reads {_FORMAT_VERSION}: attribute again."
         )
+    check_seal(content, path, _REMEDY)
     save, facts, files = (content.get(name) for name in ("save", "facts", "files"))
     plain = CHECKSUM_KEY in content and isinstance(save, str) and isinstance(facts, dict) and isinstance(files, dict)
     if not plain or not all(_FILE.fullmatch(name) and _is_measure(entry) for name, entry in files.items()):
