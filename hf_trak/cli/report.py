@@ -19,7 +19,7 @@ class ReportArguments:
     )
     title: str | None = field(default=None, metadata={"help": "Heading of the page."})
     examples: int = field(
-        default=5, metadata={"help": "Number of training examples to show, of the highest scores and of the lowest."}
+        default=5, metadata={"help": "Number of training rows to show, of the highest scores and of the lowest."}
     )
     max_targets: int | None = field(default=None, metadata={"help": "Number of targets to show. By default all."})
     train_dataset: str | None = field(

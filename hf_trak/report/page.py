@@ -49,7 +49,7 @@ class ReportOptions:
         title (`str`, *optional*):
             The heading. By default it is made from the name of the model.
         examples (`int`, *optional*, defaults to 5):
-            Number of training examples shown from either end.
+            Number of training rows shown from either end.
         max_targets (`int`, *optional*):
             Number of targets shown, from the first one on. By default all.
         image_column (`str`, *optional*):
@@ -172,7 +172,7 @@ def _as_json(value: Any) -> str:
 
 def _summary(run: AttributionRun, targets: Sequence[TargetView]) -> list[tuple[str, str]]:
     """Compute the figures at the top of the page, as pairs of a value and what it counts."""
-    figures = [(f"{len(run.scored):,}", "targets"), (f"{run.n_train:,}", "training examples")]
+    figures = [(f"{len(run.scored):,}", "targets"), (f"{run.n_train:,}", "training rows")]
     checkpoints = run.facts.get("checkpoints")
     if isinstance(checkpoints, list) and checkpoints:
         figures.append((f"{len(checkpoints)}", "checkpoint" if len(checkpoints) == 1 else "checkpoints"))
@@ -187,7 +187,9 @@ def _summary(run: AttributionRun, targets: Sequence[TargetView]) -> list[tuple[s
         if view.target.label is not None and scored.example.label is not None
     ]
     if pairs:
-        figures.append((f"{_share(a == b for a, b in pairs):.1%}", "of the top helpers share the target’s label"))
+        figures.append(
+            (f"{_share(a == b for a, b in pairs):.1%}", "of the most helpful rows share the target’s label")
+        )
     return figures
 
 

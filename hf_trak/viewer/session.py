@@ -1,7 +1,7 @@
 """What every session of the viewer has: training rows, answers, facts and self-influence."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from hf_trak.data.rows import RowBatches
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput
 from hf_trak.report.content import Content, visible
+from hf_trak.report.views import index_ranks
+from hf_trak.scores.scored_dataset import RANK_COLUMNS, STAGE_COLUMN, TOP_K_COLUMNS
 from hf_trak.scores.spans import single_labels
 from hf_trak.viewer.train_rows import RowFilter, TrainRows
 
@@ -132,6 +134,23 @@ class Answer:
     note: str = ""
     tokens: TokenScores | None = None
     prepared: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_lists(cls, row: Mapping[str, Any], target: Content, n_train: int) -> "Answer":
+        """Read the scores that a target of a result keeps, those of a few rows from both ends.
+
+        Args:
+            row: the target with its score columns.
+            target: what is shown of it.
+            n_train: number of training rows, n.
+        """
+        found, ranks = dict[int, float](), dict[int, str]()
+        for place in (0, 2):
+            found |= dict(zip(row[TOP_K_COLUMNS[place]], row[TOP_K_COLUMNS[place + 1]], strict=True))
+            ranks |= index_ranks(row, TOP_K_COLUMNS[place], RANK_COLUMNS[place // 2])
+        numbers = np.array(sorted(found), dtype=np.int64)
+        scores = np.array([found[number] for number in numbers.tolist()], dtype=np.float32)
+        return cls(target, numbers, scores, str(row.get(STAGE_COLUMN) or "index"), len(numbers) == n_train, ranks)
 
     def ends(self, count: int, matching: np.ndarray | None) -> tuple[list[int], list[int]]:
         """List positions of the rows with the highest scores, from the highest down, and of those with the lowest.
