@@ -8,12 +8,14 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hf_trak.report.content import visible
 from hf_trak.report.run import AttributionRun
@@ -178,7 +180,7 @@ def _summary(run: AttributionRun, targets: Sequence[TargetView]) -> list[tuple[s
         figures.append((f"{len(checkpoints)}", "checkpoint" if len(checkpoints) == 1 else "checkpoints"))
     judged = [view.target for view in targets if view.target.prediction is not None and view.target.label is not None]
     if judged:
-        right = sum(not target.wrong for target in judged) / len(judged)
+        right = np.mean([not target.wrong for target in judged])
         figures.append((f"{right:.1%}", "of the targets predicted right"))
     pairs = [
         (view.target.label, scored.example.label)
@@ -188,14 +190,9 @@ def _summary(run: AttributionRun, targets: Sequence[TargetView]) -> list[tuple[s
     ]
     if pairs:
         figures.append(
-            (f"{_share(a == b for a, b in pairs):.1%}", "of the most helpful rows share the target’s label")
+            (f"{np.mean([a == b for a, b in pairs]):.1%}", "of the most helpful rows share the target’s label")
         )
     return figures
-
-
-def _share(flags: Iterable[bool]) -> float:
-    values = list(flags)
-    return sum(values) / len(values)
 
 
 def _assets(with_script: bool) -> dict[str, Any]:

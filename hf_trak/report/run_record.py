@@ -256,14 +256,15 @@ def verify_run(directory: str | Path) -> Iterator[Finding]:
 
     Args:
         directory (`str` or `Path`):
-            The directory that contains `run/`.
+            `run/`, or the directory that contains it.
 
     Yields:
         `Finding`: one per file; `leftover` for files that `run.json` does not name, and one `damaged` for `run/` if
         all files are as they were written but do not make a run.
     """
     again = "Attribute again: `hf-trak attribute` with the same name and settings replaces the run."
-    root = Path(directory) / RUN
+    directory = Path(directory)
+    root = directory if directory.name == RUN and not (directory / RUN).is_dir() else directory / RUN
     try:
         record = read_record(root.parent)
     except StoreError as error:
@@ -400,14 +401,12 @@ class Ends:
     """The flattened top-k lists of some targets, from one end.
 
     Attributes:
-        start: number of the first target.
-        targets: `(entries,)`, the target of every entry, counted from `start`.
+        targets: `(entries,)`, the target of every entry.
         rows: `(entries,)`, training rows.
         scores: `(entries,)`, their scores.
         name: name of the column with the rows.
     """
 
-    start: int
     targets: np.ndarray
     rows: np.ndarray
     scores: np.ndarray
@@ -423,14 +422,14 @@ def ends_of(scored: Dataset, batch_size: int = 10_000) -> Iterator[Ends]:
     if missing := [name for name in TOP_K_COLUMNS if name not in scored.column_names]:
         raise ValueError(f"it has the columns {scored.column_names}; {missing} are missing")
     tables = scored.with_format("arrow").select_columns(list(TOP_K_COLUMNS)).iter(batch_size)
-    for place, table in enumerate(tables):
-        start = place * batch_size
+    for batch, table in enumerate(tables):
         for rows_name, scores_name in (TOP_K_COLUMNS[:2], TOP_K_COLUMNS[2:]):
             lengths, rows = _flat(table, rows_name, pa.types.is_integer)
             others, scores = _flat(table, scores_name, pa.types.is_floating)
             if not np.array_equal(lengths, others):
                 raise ValueError(f"the lists of `{rows_name}` and `{scores_name}` have different lengths")
-            yield Ends(start, np.repeat(np.arange(len(lengths)), lengths), rows, scores, rows_name)
+            targets = batch * batch_size + np.repeat(np.arange(len(lengths)), lengths)
+            yield Ends(targets, rows, scores, rows_name)
 
 
 def _flat(table: pa.Table, name: str, kind: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -474,7 +473,7 @@ def _problem(ends: Ends, n_train: int, held: np.ndarray | None) -> str | None:
         if not bad.any():
             return None
         place = int(np.argmax(bad))
-        return f"target {ends.start + int(ends.targets[place])}: {what.format(values[place])}"
+        return f"target {ends.targets[place]}: {what.format(values[place])}"
 
     names_row = f"`{ends.name}` names the training row {{}}"
     problem = first(~np.isfinite(ends.scores), "the score {} is not finite", ends.scores)

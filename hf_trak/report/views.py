@@ -36,7 +36,7 @@ class RowView:
     row: int | None
     """Its number; `None` for a target without one."""
     alt: str = ""
-    texts: list[TextView] = field(default_factory=list)
+    texts: tuple[TextView, ...] = ()
     label: str | None = None
     prediction: str | None = None
     picture: Thumbnail | None = None
@@ -71,7 +71,7 @@ class RowView:
                 picture = book.add(content.image, size)
             except UnreadableImageError as error:
                 unshown = visible(f"the image: {error}")
-        return cls(row, alt, texts, label, _label(content.prediction), picture, unshown=unshown)
+        return cls(row, alt, tuple(texts), label, _label(content.prediction), picture, unshown=unshown)
 
     @property
     def wrong(self) -> bool:
