@@ -102,7 +102,6 @@ class RunRecord:
             StoreError: the file would be larger than the largest that is read.
         """
         content = {VERSION_KEY: _FORMAT_VERSION, "save": self.save, "files": self.files, "facts": self.facts}
-        content = json.loads(json.dumps(content, allow_nan=False))
         text = json.dumps({CHECKSUM_KEY: content_digest(content), **content}, indent=2) + "\n"
         if len(text) > _MOST_BYTES:
             raise StoreError(
@@ -161,12 +160,12 @@ def read_record(directory: Path) -> RunRecord:
         StoreError: the file is damaged, or of another version.
     """
     path = directory / RUN / RECORD
-    for _ in range(_ATTEMPTS):
-        if path.exists() or not _is_being_saved(directory):
-            break
-        time.sleep(_PAUSE)  # a system that cannot exchange directories has neither run for an instant
     try:
         with _readable(path):
+            for _ in range(_ATTEMPTS):
+                if path.exists() or not _is_being_saved(directory):
+                    break
+                time.sleep(_PAUSE)  # a system that cannot exchange directories has neither run for an instant
             if (size := path.stat().st_size) > _MOST_BYTES:
                 raise StoreError(f"{path} has {size:,} bytes. Expected at most {_MOST_BYTES:,}. {_REMEDY}")
             content = read_json(path)
@@ -184,8 +183,13 @@ def read_record(directory: Path) -> RunRecord:
         )
     check_seal(content, path, _REMEDY)
     save, facts, files = (content.get(name) for name in ("save", "facts", "files"))
-    plain = CHECKSUM_KEY in content and isinstance(save, str) and isinstance(facts, dict) and isinstance(files, dict)
-    if not plain or not all(_FILE.fullmatch(name) and _is_measure(entry) for name, entry in files.items()):
+    if not (
+        CHECKSUM_KEY in content
+        and isinstance(save, str)
+        and isinstance(facts, dict)
+        and isinstance(files, dict)
+        and all(_FILE.fullmatch(name) and _is_measure(entry) for name, entry in files.items())
+    ):
         raise StoreError(f"{path} does not say which files the run has, or has no facts. Expected both. {_REMEDY}")
     return RunRecord(save, facts, {name: (size, digest) for name, (size, digest) in files.items()})
 
@@ -262,14 +266,12 @@ def verify_run(directory: str | Path) -> Iterator[Finding]:
         `Finding`: one per file; `leftover` for files that `run.json` does not name, and one `damaged` for `run/` if
         all files are as they were written but do not make a run.
     """
-    again = "Attribute again: `hf-trak attribute` with the same name and settings replaces the run."
     directory = Path(directory)
     root = directory if directory.name == RUN and not (directory / RUN).is_dir() else directory / RUN
     try:
         record = read_record(root.parent)
     except StoreError as error:
-        state = "missing" if isinstance(error, IncompleteStoreError) else "damaged"
-        yield Finding(root / RECORD, state, str(error), again)
+        yield _fault(root / RECORD, error)
         return
     yield Finding(root / RECORD, "intact")
     whole = True
@@ -278,8 +280,7 @@ def verify_run(directory: str | Path) -> Iterator[Finding]:
             _check_file(root / name, expected)
         except StoreError as error:
             whole = False
-            state = "missing" if isinstance(error, IncompleteStoreError) else "damaged"
-            yield Finding(root / name, state, str(error), again)
+            yield _fault(root / name, error)
         else:
             yield Finding(root / name, "intact")
     known = {RECORD, *record.files}
@@ -290,7 +291,12 @@ def verify_run(directory: str | Path) -> Iterator[Finding]:
         try:
             check_parts(_parts(root, record, True))
         except StoreError as error:
-            yield Finding(root, "damaged", str(error), again)
+            yield _fault(root, error)
+
+
+def _fault(path: Path, error: StoreError) -> Finding:
+    again = "Attribute again: `hf-trak attribute` with the same name and settings replaces the run."
+    return Finding(path, "missing" if isinstance(error, IncompleteStoreError) else "damaged", str(error), again)
 
 
 def _is_being_saved(directory: Path) -> bool:

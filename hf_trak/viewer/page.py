@@ -7,7 +7,7 @@ and scripts, and the frame forbids scripts once more.
 import base64
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -22,7 +22,7 @@ from hf_trak.report.content import LONGEST_TEXT, Content, EncodedImage, visible
 from hf_trak.report.distributions import Histogram, ScoreDistributions
 from hf_trak.report.images import PictureBook
 from hf_trak.report.views import RowView, ScoredView, bar, number, sign_of, signed
-from hf_trak.viewer.session import Answer, GroupScore, Session, Token
+from hf_trak.viewer.session import Answer, Ends, GroupScore, Session, Token
 from hf_trak.viewer.train_rows import RowFilter, TrainRows
 
 if TYPE_CHECKING:
@@ -112,17 +112,7 @@ _MOST_GROUPS_SHOWN = 100
 _STAGES = {"index": "scores of the index", "exact": "exact scores", "refined": "exact scores, refined"}
 
 
-@dataclass(frozen=True)
-class ShownAnswer:
-    """What a page and an export show of an answer: positions of rows in it, from both ends."""
-
-    helped: list[int]
-    harmed: list[int]
-
-
-def answer_page(
-    session: Session, answer: Answer, count: int, wanted: RowFilter | None = None
-) -> tuple[str, ShownAnswer]:
+def answer_page(session: Session, answer: Answer, count: int, wanted: RowFilter | None = None) -> tuple[str, Ends]:
     """Show a target with its tokens, the distribution of its scores, and the rows of either end.
 
     Args:
@@ -138,7 +128,7 @@ def answer_page(
         ValueError: rows that are not at hand are filtered.
     """
     matching = session.matching(wanted or RowFilter())
-    helped, harmed = answer.ends(count, matching)
+    ends = helped, harmed = answer.ends(count, matching)
     reader = RowReader(session.rows, session.roots)
     target = reader.shown(answer.target, None)
     largest = max((abs(float(answer.scores[place])) for place in (*helped, *harmed)), default=0.0)
@@ -162,7 +152,7 @@ def answer_page(
         "count": session.rows.count,
         "title": "The answer",
     }
-    return _page("answer", reader, context), ShownAnswer(helped, harmed)
+    return _page("answer", reader, context), ends
 
 
 def rows_page(session: Session, numbers: Sequence[int], values: np.ndarray | None, first: int, total: int) -> str:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -109,6 +109,13 @@ def _of_text(text: str, offsets: Sequence[Sequence[int]], known: dict[int, float
     return found
 
 
+class Ends(NamedTuple):
+    """Positions of the rows of an answer that a page and an export show, from the most helpful or harmful one on."""
+
+    helped: list[int]
+    harmed: list[int]
+
+
 @dataclass(frozen=True)
 class Answer:
     """Scores of training rows for one target.
@@ -152,7 +159,7 @@ class Answer:
         scores = np.array([found[number] for number in numbers.tolist()], dtype=np.float32)
         return cls(target, numbers, scores, str(row.get(STAGE_COLUMN) or "index"), len(numbers) == n_train, ranks)
 
-    def ends(self, count: int, matching: np.ndarray | None) -> tuple[list[int], list[int]]:
+    def ends(self, count: int, matching: np.ndarray | None) -> Ends:
         """List positions of the rows with the highest scores, from the highest down, and of those with the lowest.
 
         Rows of score 0 or of the other sign are left out. Among equal scores, the lower row number comes first.
@@ -168,7 +175,7 @@ class Answer:
             kept = allowed[values > 0]
             order = np.argsort(-sign * self.scores[kept], kind="stable")[:count]
             found.append([int(place) for place in kept[order]])
-        return found[0], found[1]
+        return Ends(*found)
 
     def shares(self, places: Sequence[int], tokenizer: Any) -> list[Token]:
         """Cut the target into tokens with their shares in the scores of some rows; empty where none are known.
