@@ -254,7 +254,7 @@ def test_runs_that_cannot_be_read(tmp_path, hostile_run):
         AttributionRun.load(two)
     (two / "run.json").unlink()
     with pytest.raises(IncompleteStoreError, match=r"run\.json is missing"):
-        AttributionRun.load(two)
+        AttributionRun.load(two.parent)
     hostile_run.save(two.parent)
     (two / "statistics.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(StoreError, match=r"statistics.safetensors is damaged"):
