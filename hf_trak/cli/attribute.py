@@ -178,11 +178,5 @@ def _exact_facts(attributor: TrakAttributor, refinement: Refinement | None) -> d
 
 def _lines(run: AttributionRun, directory: Path) -> list[str]:
     views = RunViews(run, examples=3)
-    lines = []
-    for index in range(min(3, len(run.scored))):
-        view = views.target(index)
-        lines.append(view.target.alt)
-        for name, side in (("helped most", view.helped), ("harmed most", view.harmed)):
-            shown = ", ".join(f"row {item.example.row} ({item.score})" for item in side) or "no example"
-            lines.append(f"  {name}: {shown}")
+    lines = [line for index in range(min(3, len(run.scored))) for line in views.target(index).lines]
     return [*lines, f"Run: {directory}", f"Next: hf-trak report {directory}"]

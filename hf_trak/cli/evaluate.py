@@ -14,7 +14,8 @@ from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args, tab
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.evaluation import Bank, evaluate_bank, evaluate_lds
 from hf_trak.hub import load_bank
-from hf_trak.report.run import AttributionRun, find_run
+from hf_trak.report.run import AttributionRun
+from hf_trak.report.run_record import find_run
 from hf_trak.scores.score_files import SCORE_FILES, read_score_files
 
 

@@ -97,9 +97,7 @@ def _records() -> dict[str, RecordCheck]:
         "metadata.json": check_run,
         "retraining.json": verify_retraining,
         "run.json": verify_run,
-        "parts-*": verify_run,
-        "scores/*/run.json": verify_run,
-        "scores/*/parts-*": verify_run,
+        "scores/*/run/run.json": verify_run,
     }
 
 

@@ -18,7 +18,8 @@ from hf_trak.errors import HubAccessError
 from hf_trak.featurize.reranking import row_source
 from hf_trak.hub.remote_rows import RemoteRows
 from hf_trak.modelout_functions import infer_task
-from hf_trak.report.run import AttributionRun, find_run
+from hf_trak.report.run import AttributionRun
+from hf_trak.report.run_record import find_run
 from hf_trak.store.store import FeatureStore
 from hf_trak.viewer.index_session import IndexSession
 from hf_trak.viewer.run_session import RunSession

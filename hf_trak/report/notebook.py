@@ -14,7 +14,7 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.page import target_page
 from hf_trak.report.run import AttributionRun, score_distributions, top_k_range
-from hf_trak.report.views import RunViews, TargetView
+from hf_trak.report.views import RunViews
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 
@@ -88,7 +88,7 @@ def show_target(
     examples: int = 5,
     **columns: Any,
 ) -> TargetDisplay:
-    """Show one target with its most helpful and most harmful training examples, as a report does.
+    """Show one target with its most helpful and most harmful training rows, as a report does.
 
     Args:
         attributor (`FeaturizedModel`):
@@ -103,7 +103,7 @@ def show_target(
             Distributions of the scores of all targets. Without them no histogram is shown, unless `scored` has all
             scores.
         examples (`int`, *optional*, defaults to 5):
-            Number of training examples from either end.
+            Number of training rows from either end.
         columns:
             `image_column`, `text_columns`, `label_column` or `label_names`. By default they are inferred.
 
@@ -122,7 +122,7 @@ def show_target(
     run = AttributionRun.collect(attributor, scored.select([index]), rows, distributions=alone)
     views = RunViews(run, examples, columns)
     view = views.target(0, shown_as=index)
-    return TargetDisplay(target_page(view, views.book.pictures), _text(view))
+    return TargetDisplay(target_page(view, views.book.pictures), "\n".join(view.lines))
 
 
 def show_last(attributor: FeaturizedModel, last: LastResult | None, index: int, **options: Any) -> TargetDisplay:
@@ -151,12 +151,3 @@ def show_last(attributor: FeaturizedModel, last: LastResult | None, index: int, 
     return show_target(
         attributor, last.scored, index, eval_dataset=last.eval_dataset, distributions=last.distributions, **options
     )
-
-
-def _text(view: TargetView) -> str:
-    """Describe a target and its examples in three lines of text."""
-    lines = [view.target.alt]
-    for name, side in (("helped most", view.helped), ("harmed most", view.harmed)):
-        shown = ", ".join(f"row {s.example.row} ({s.score})" for s in side) or "no example"
-        lines.append(f"  {name}: {shown}")
-    return "\n".join(lines)

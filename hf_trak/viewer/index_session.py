@@ -22,11 +22,10 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.featurizer import StoredRows
 from hf_trak.featurize.reranking import row_source
 from hf_trak.identity.row_digest import fingerprint_dataset
-from hf_trak.report.content import Columns, content_of, stored
+from hf_trak.report.content import Columns, Content, content_of, stored
 from hf_trak.report.page import facts_shown
 from hf_trak.report.run import known_facts
-from hf_trak.report.views import index_ranks
-from hf_trak.scores.scored_dataset import RANK_COLUMNS, STAGE_COLUMN, TOP_K_COLUMNS, without_rerank_columns
+from hf_trak.scores.scored_dataset import without_rerank_columns
 from hf_trak.scores.scorer import Scorer
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.store.shards import ShardPlan
@@ -229,14 +228,14 @@ class IndexSession(Session):
             rows = model.predict(rows, **({"max_new_tokens": self._room(rows)} if generates else {}))
         target = self._shown_target(given, rows, generates)
         if question.rerank is not None:
-            return replace(self._reranked(rows, question, ids), target=target)
+            return self._reranked(rows, question, ids, target)
         batches = model.featurizer().batches(rows, "target")
         singles = label_rows(model.task, batches, rows, self.rows.count) if question.tokens else None
         asked = self._preconditioned(rows, ids, question.lambda_relative)
         if singles is None:
             return Answer(target, np.arange(self.rows.count), self._scores(ids, asked)[:, 0])
         parts = self._preconditioned(singles, ids, question.lambda_relative)
-        both = [_stacked(one, part) for one, part in zip(asked, parts, strict=True)]
+        both = [torch.cat(pair) for pair in zip(asked, parts, strict=True)]
         scores = self._scores(ids, both)
         positions = [int(place) for place in singles.with_format(None)["trak_position"][:]]
         tokens = TokenScores(positions, np.ascontiguousarray(scores[:, 1:]))
@@ -255,7 +254,7 @@ class IndexSession(Session):
             )
         return room
 
-    def _shown_target(self, given: Dataset, rows: Dataset, generates: bool) -> Any:
+    def _shown_target(self, given: Dataset, rows: Dataset, generates: bool) -> Content:
         """Read what is shown of a target: what was typed, and what the model predicted."""
         kept = (
             given
@@ -298,7 +297,7 @@ class IndexSession(Session):
         blocks = self.attributor.scorer.blocks(ids, on_device, everywhere=True)
         return torch.cat([block.cpu() for _, _, block in blocks]).numpy()
 
-    def _reranked(self, rows: Dataset, question: Question, ids: Sequence[int]) -> Answer:
+    def _reranked(self, rows: Dataset, question: Question, ids: Sequence[int], target: Content) -> Answer:
         if not self.reranks:
             raise ValueError(
                 "Exact scores are asked for, and this index has no fitted curvature or no training rows at hand. "
@@ -307,15 +306,9 @@ class IndexSession(Session):
         count = min(int(question.rerank or 0), MOST_RERANKED, self.rows.count)
         with self._ridge(question.lambda_relative):
             scored = self.attributor.attribute(rows, top_k=count, rerank=count, model_ids=list(ids))
-        row = scored.with_format(None)[0]
-        found, ranks = dict[int, float](), dict[int, str]()
-        for place in (0, 2):
-            found |= dict(zip(row[TOP_K_COLUMNS[place]], row[TOP_K_COLUMNS[place + 1]], strict=True))
-            ranks |= index_ranks(row, TOP_K_COLUMNS[place], RANK_COLUMNS[place // 2])
-        numbers = np.array(sorted(found))
-        scores = np.array([found[number] for number in numbers.tolist()], dtype=np.float32)
-        note = f"{len(numbers):,} rows of the shortlist have exact scores; no other row has one."
-        return Answer(content_of({}, Columns()), numbers, scores, str(row[STAGE_COLUMN]), False, ranks, note)
+        found = Answer.of_lists(scored.with_format(None)[0], target, self.rows.count)
+        note = f"{len(found.rows):,} rows of the shortlist have exact scores; no other row has one."
+        return replace(found, whole=False, note=note)
 
     @contextmanager
     def _ridge(self, lam: float | None) -> Iterator[None]:
@@ -355,7 +348,3 @@ def without_transform(rows: Any) -> Dataset:
         return without_rerank_columns(rows)
     made = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in dict(rows[0]).items()}
     return Dataset.from_list([made])
-
-
-def _stacked(first: Tensor, second: Tensor) -> Tensor:
-    return torch.cat([first, second])

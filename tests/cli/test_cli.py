@@ -179,7 +179,7 @@ def test_featurize_by_two_processes_gives_what_the_library_gives(featurized, hom
     attributor = TrakAttributor(model, config, train, processing_class=tokenizer).featurize()
     expected = attributor.attribute(targets, top_k=4)
     assert main(["attribute", "--output_dir", str(featurized), "--top_k", "4", "--name", "same"]) == 0
-    found = load_from_disk(featurized / "scores" / "same" / "scored")
+    found = load_from_disk(featurized / "scores" / "same" / "run" / "scored")
     assert found["trak_indices"][:] == expected["trak_indices"][:]
     np.testing.assert_allclose(found["trak_scores"][:], expected["trak_scores"][:], rtol=1e-4)
 
@@ -307,9 +307,9 @@ def test_data_files_string_labels_and_checkpoints(home, answer, tmp_path):
     assert (printed["train_rows"], printed["checkpoints"]) == (10, 2)
     targets = ["--eval_dataset", str(tmp_path / "rows.jsonl"), "--max_eval_samples", "2", "--top_k", "3"]
     run = answer("attribute", "--output_dir", str(tmp_path / "trak"), *targets)["run"]
-    facts = json.loads((Path(run) / "run.json").read_text())["facts"]
+    facts = json.loads((Path(run) / "run" / "run.json").read_text())["facts"]
     assert facts["checkpoints"] == ["a", "b"] and facts["task"] is not None
-    assert load_from_disk(f"{run}/scored").features["labels"].names == names
+    assert load_from_disk(f"{run}/run/scored").features["labels"].names == names
 
 
 # -- the Hub ---------------------------------------------------------------------------------------------------------
@@ -337,12 +337,12 @@ def test_push_pull_and_attribute_without_the_training_rows(
     beside = answer("attribute", "--index", "me/index", *targets[:2], "--output_dir", str(featurized), "--use_cpu",
                     "--top_k", "3", "--disable_tqdm", "--name", "beside")  # fmt: skip
     assert (
-        load_from_disk(f"{beside['run']}/scored")["trak_indices"][:]
-        == (load_from_disk(f"{found['run']}/scored")["trak_indices"][:])
+        load_from_disk(f"{beside['run']}/run/scored")["trak_indices"][:]
+        == (load_from_disk(f"{found['run']}/run/scored")["trak_indices"][:])
     )
     assert main(["attribute", "--index", "me/index", *targets, "--proj_dim", "99"]) != 0
     assert "['proj_dim'] cannot be chosen for an index that exists" in capsys.readouterr().err
-    ours, theirs = (load_from_disk(f"{run['run']}/scored") for run in (found, expected))
+    ours, theirs = (load_from_disk(f"{run['run']}/run/scored") for run in (found, expected))
     assert ours["trak_indices"][:] == theirs["trak_indices"][:]
     np.testing.assert_allclose(ours["trak_scores"][:], theirs["trak_scores"][:], rtol=1e-5)
     page = Path(answer("report", found["run"])["report"]).read_text()

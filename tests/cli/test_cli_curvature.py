@@ -65,7 +65,7 @@ def test_a_fitted_curvature_is_what_exact_scores_use(place: Path, answer: Answer
 
     attributor, targets = library(curvature="kfac", damping=0.5, curvature_rows=30)
     expected = attributor.attribute(targets, top_k=5, exact=True)
-    found = load_from_disk(f"{run}/scored")
+    found = load_from_disk(f"{run}/run/scored")
     for name in TOP_K_COLUMNS:
         assert np.allclose(found[name][:], expected[name][:], rtol=1e-4), name
     whole = np.array(attributor.attribute(targets, top_k=None, exact=True)["trak_scores"][:])
@@ -102,10 +102,10 @@ def test_an_index_scores_exactly_with_its_rows(
     answer("featurize", *MODEL, *QUICK)
     answer("curvature", *settings)
     wanted = ("--exact", "--eval_dataset", "mine.jsonl", "--top_k", "5", "--no_self_influence", "--disable_tqdm")
-    expected = load_from_disk(answer("attribute", *wanted, *settings, "--name", "own")["run"] + "/scored")
+    expected = load_from_disk(answer("attribute", *wanted, *settings, "--name", "own")["run"] + "/run/scored")
     fitted = {path: path.stat().st_mtime_ns for path in (place / "trak/curvature").rglob("*.*")}
     index = ("attribute", "--index", "trak", "--model", "model", *wanted, *settings, "--use_cpu", "--name", "other")
-    found = load_from_disk(answer(*index, "--train_dataset", "reviews.jsonl")["run"] + "/scored")
+    found = load_from_disk(answer(*index, "--train_dataset", "reviews.jsonl")["run"] + "/run/scored")
     for name in TOP_K_COLUMNS:
         assert found[name][:] == expected[name][:], name
     assert {path: path.stat().st_mtime_ns for path in fitted} == fitted
@@ -119,7 +119,7 @@ def test_several_checkpoints(place: Path, answer: Answer) -> None:
     first, second = ({**report, "model_id": None} for report in printed["reports"])
     assert first == second
     run = answer("attribute", "--exact", "--eval_dataset", "mine.jsonl", "--top_k", "3", "--no_self_influence")["run"]
-    assert len(load_from_disk(f"{run}/scored")) == 4
+    assert len(load_from_disk(f"{run}/run/scored")) == 4
 
 
 def test_what_cannot_be_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ def test_refined_scores_are_those_of_the_library(place: Path, capsys: pytest.Cap
     targets = built.preparation.prepare(Dataset.from_json("mine.jsonl"))
     given = {"exact": True, "refine": Refinement(steps=2, rows=24)}
     expected = built.attributor.attribute(targets, top_k=5, **given)
-    found = load_from_disk(f"{run}/scored")
+    found = load_from_disk(f"{run}/run/scored")
     for name in TOP_K_COLUMNS:
         assert np.allclose(found[name][:], expected[name][:], rtol=1e-4), name
 

@@ -52,7 +52,7 @@ def test_a_run_has_both_ranks(place: Path, answer: Answer, capsys: pytest.Captur
     run = answer("attribute", *WANTED, "--rerank", "5", "--name", "mine")["run"]
     attributor, targets = library(curvature="ekfac", curvature_rows=30)
     expected = attributor.featurize().attribute(targets, top_k=5, rerank=5)
-    found = load_from_disk(f"{run}/scored")
+    found = load_from_disk(f"{run}/run/scored")
     for name in (*TOP_K_COLUMNS[::2], *RANK_COLUMNS):
         assert found[name][:] == expected[name][:], name
     saved = AttributionRun.load(run)
@@ -80,13 +80,13 @@ def test_an_index_from_the_hub_is_reranked_with_single_rows(
     answer("featurize", *model, "--train_dataset", "tester/reviews", *SETTINGS)
     answer("curvature", *SETTINGS)
     options = ("--top_k", "3", "--rerank", "5")
-    own = load_from_disk(answer("attribute", *WANTED, *options, *SETTINGS, "--name", "own")["run"] + "/scored")
+    own = load_from_disk(answer("attribute", *WANTED, *options, *SETTINGS, "--name", "own")["run"] + "/run/scored")
     answer("push", "trak", "--repo_id", "tester/index")
     index = ("attribute", "--index", "tester/index", *model[:2], *QUICK[2:], *WANTED, *options, "--output_dir")
     named = ("--train_dataset", "tester/reviews")
     at_hand = ("--train_dataset", "reviews.jsonl")
     for place_of_results, more in (("elsewhere", ()), ("named", named), ("local", at_hand)):
-        found = load_from_disk(answer(*index, place_of_results, *more, "--name", "other")["run"] + "/scored")
+        found = load_from_disk(answer(*index, place_of_results, *more, "--name", "other")["run"] + "/run/scored")
         assert found[STAGE_COLUMN] == ["exact"] * 4
         for name in TOP_K_COLUMNS:
             assert np.allclose(found[name][:], own[name][:], rtol=1e-4), name

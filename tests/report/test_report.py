@@ -22,7 +22,8 @@ from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report import AttributionRun, ReportOptions, ScoreDistributions, show_target, write_report
 from hf_trak.report.content import Columns, Piece, Span, content_of, pieces, visible
 from hf_trak.report.images import PictureBook
-from hf_trak.report.run import find_run, score_distributions
+from hf_trak.report.run import score_distributions
+from hf_trak.report.run_record import find_run
 from hf_trak.report.views import signed
 
 HOSTILE = [
@@ -216,13 +217,10 @@ def test_a_run_survives_the_disk_with_the_rows_it_needs(tmp_path, hostile_run):
     first = write_report(hostile_run, tmp_path / "a.html").read_text()
     again = write_report(AttributionRun.load(saved.save(tmp_path / "run")), tmp_path / "b.html").read_text()
     assert again == first
-    parts = sorted((tmp_path / "run").glob("parts-*"))  # of this save, and of the one before
-    assert len(parts) == 2
-    for path in parts:
-        assert sorted(file.name for file in path.iterdir()) == ["scored", "statistics.safetensors", "train"]
-    others = {path.name for path in (tmp_path / "run").iterdir()} - {path.name for path in parts}
-    assert others == {"run.json", "scored", "train"}
-    assert load_from_disk(tmp_path / "run" / "scored")[:] == hostile_run.scored[:]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run"]
+    files = {path.name for path in (tmp_path / "run" / "run").iterdir()}
+    assert files == {"run.json", "scored", "train", "statistics.safetensors"}
+    assert load_from_disk(tmp_path / "run" / "run" / "scored")[:] == hostile_run.scored[:]
 
 
 def test_a_training_row_that_the_run_lacks(tmp_path):
@@ -237,15 +235,6 @@ def test_a_training_row_that_the_run_lacks(tmp_path):
     assert whole.train_row(absent) == {"text": f"row {absent}"}
 
 
-def test_two_saved_datasets_are_a_run_too(tmp_path):
-    """Two saved datasets without `run.json`, as the image classification recipe leaves them, are a run."""
-    rows = Dataset.from_dict({"text": [f"row {i}" for i in range(9)], "label": [0, 1, 2] * 3})
-    with_scores(rows.select([0, 1]), torch.randn(9, 2), 3).save_to_disk(tmp_path / "scored")
-    rows.save_to_disk(tmp_path / "train")
-    page = write_report(AttributionRun.load(tmp_path), tmp_path / "report.html").read_text()
-    assert "row 8" in page or "row 7" in page
-
-
 def test_runs_that_cannot_be_read(tmp_path, hostile_run):
     with pytest.raises(IncompleteStoreError, match="holds no run"):
         AttributionRun.load(tmp_path)
@@ -255,19 +244,19 @@ def test_runs_that_cannot_be_read(tmp_path, hostile_run):
     hostile_run.save(store / "scores" / "two")
     with pytest.raises(ValueError, match=r"several runs.*one.*two"):
         AttributionRun.load(store)
-    two = store / "scores" / "two"
+    two = store / "scores" / "two" / "run"
+    assert find_run(two) == two.parent
     (two / "run.json").write_text('{"format_version": 99}')
     with pytest.raises(StoreError, match="format version 99"):
         AttributionRun.load(two)
     (two / "run.json").write_text("{")
-    with pytest.raises(StoreError, match="is no JSON"):
+    with pytest.raises(StoreError, match="is not valid JSON"):
         AttributionRun.load(two)
     (two / "run.json").unlink()
-    with pytest.raises(IncompleteStoreError, match="interrupted"):
-        AttributionRun.load(two)
-    hostile_run.save(two)
-    (statistics,) = two.glob("parts-*/statistics.safetensors")
-    statistics.write_bytes(b"\xff" * 100)
+    with pytest.raises(IncompleteStoreError, match=r"run\.json is missing"):
+        AttributionRun.load(two.parent)
+    hostile_run.save(two.parent)
+    (two / "statistics.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(StoreError, match=r"statistics.safetensors is damaged"):
         AttributionRun.load(two)
 
@@ -276,7 +265,7 @@ def test_what_is_no_result_of_attribute():
     rows = Dataset.from_dict({"text": ["a", "b"]})
     with pytest.raises(ValueError, match="missing"):
         AttributionRun(rows, rows)
-    with pytest.raises(ValueError, match="A score names training row"):
+    with pytest.raises(ValueError, match=r"names the training row \d+; there are 2"):
         AttributionRun(with_scores(rows, torch.randn(30, 2)), rows).check_rows(2)
 
 
@@ -388,7 +377,7 @@ def test_from_features_to_page(attributor: TrakAttributor, tmp_path: Path):
     text = Elements(page).text
     for fact in ("DigitNet", "650", "sjlt", "0.3 relative", "0.5"):
         assert fact in text
-    json.loads((tmp_path / "run" / "run.json").read_text())
+    json.loads((tmp_path / "run" / "run" / "run.json").read_text())
 
 
 def test_rows_of_any_dataset_are_shown(attributor: TrakAttributor, tmp_path: Path):

@@ -60,7 +60,7 @@ def run_of(images: list[Any]) -> AttributionRun:
 
 def reasons(run: AttributionRun, path: Path) -> set[str]:
     """Collect the reasons that the report of a run gives for images that it does not show."""
-    found = re.findall(r'<p class="unshown">The image is not shown: (.*?)\.</p>', write_report(run, path).read_text())
+    found = re.findall(r'<p class="unshown">Not shown: the image: (.*?)\.</p>', write_report(run, path).read_text())
     return set(map(html.unescape, found))
 
 
@@ -288,4 +288,4 @@ def test_stale_score_columns_of_rows_are_not_taken_for_those_of_the_result():
 def test_a_target_in_a_notebook_has_the_reason_too():
     views = RunViews(run_of([GOOD[:30], GOOD]))
     page = target_page(views.target(0), views.book.pictures)
-    assert "The image is not shown" in page and page.count("<image") == 1
+    assert "Not shown: the image" in page and page.count("<image") == 1

@@ -39,8 +39,8 @@ def test_harmful_rows_have_negative_scores(run: AttributionRun, tmp_path: Path) 
         [["+2", "+1"], ["−1"]],
     ]
     text = Elements(write_report(run, tmp_path / "report.html").read_text()).text
-    assert text.count("No training example has a negative score.") == 2
-    assert text.count("No training example has a positive score.") == 2
+    assert text.count("No training row has a negative score.") == 2
+    assert text.count("No training row has a positive score.") == 2
 
 
 def test_recipes_list_the_same_sides(run: AttributionRun) -> None:
