@@ -39,11 +39,6 @@ def run(argv: Sequence[str]) -> None:
 
 def _seal(directory: Path) -> str | None:
     """Add checksums to a directory of another kind than a feature store; return its kind, `None` for a store."""
-    if (directory / "retraining.json").exists():
-        from hf_trak.evaluation.retraining import upgrade_retraining
-
-        upgrade_retraining(directory)
-        return "retraining"
     if (directory / "metadata.json").exists():
         from hf_trak.traker.savers.mmap_saver import upgrade_mmap
 

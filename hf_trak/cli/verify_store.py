@@ -67,7 +67,7 @@ def findings_of(directory: Path) -> Iterable[Finding]:
 
 
 def _checks(directory: Path) -> Iterator[Iterable[Finding]]:
-    from hf_trak.evaluation.retraining import verify_retraining
+    from hf_trak.evaluation.retraining_files import verify_retraining
     from hf_trak.report.run_record import verify_run
     from hf_trak.traker.savers.mmap_saver import verify_mmap
     from hf_trak.traker.savers.safetensors_saver import verify_traker

@@ -7,9 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hf_trak.errors import NonFiniteError
+from hf_trak.errors import IncompleteStoreError
 from hf_trak.evaluation.bank import Bank
-from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval, quantile_interval, spearman
+from hf_trak.evaluation.intervals import (
+    RESAMPLES,
+    Interval,
+    check_interval,
+    checked_matrix,
+    quantile_interval,
+    spearman,
+)
 from hf_trak.evaluation.lds import predicted_and_measured, resampled_lds
 
 
@@ -95,7 +102,8 @@ def evaluate_bank(
     check_interval(confidence, resamples)
     if not scores:
         raise ValueError("`scores` is empty. Expected at least one method. Pass scores by the name of the method.")
-    checked = {name: check_scores(bank, name, values) for name, values in scores.items()}
+    shape = (bank.n_train, bank.n_targets)
+    checked = {name: checked_matrix(values, f"scores[{name!r}]", shape) for name, values in scores.items()}
     columns = np.arange(bank.n_targets) if targets is None else _checked_targets(bank, targets)
     found: list[BankScore] = []
     for name in judged_parts(bank) if parts is None else parts:
@@ -132,43 +140,12 @@ def judged_parts(bank: Bank) -> list[str]:
     chosen = [name for name, part in described.items() if not part["repeat_of"] and part["removal"] is None]
     complete = [name for name in chosen if bank.is_complete(name)]
     if not complete:
-        raise bank.incomplete(chosen)
+        raise IncompleteStoreError(
+            f"The bank {bank.directory} has no complete part to judge scores on; its parts are: "
+            f"{', '.join(chosen) or 'none'}. Expected one whose trainings are all done. Add parts with "
+            "`Bank.add_part`, and call `Bank.build`."
+        )
     return complete
-
-
-def check_scores(bank: Bank, name: str, scores: ArrayLike) -> np.ndarray:
-    """Return scores as float64 `(n, m)`.
-
-    Args:
-        bank ([`Bank`]):
-            The bank.
-        name (`str`):
-            Name of the method, for error messages.
-        scores (`ArrayLike` of shape `(n, m)`):
-            Its scores.
-
-    Raises:
-        ValueError: the shape is another one; a transposed matrix is recognized.
-        NonFiniteError: a score is NaN or infinite.
-    """
-    try:
-        values = np.asarray(scores, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"The scores of {name!r} are no matrix of numbers ({error}). Expected (n, m).") from error
-    expected = (bank.n_train, bank.n_targets)
-    if values.shape != expected:
-        hint = " They are transposed: pass `scores.T`." if values.shape == expected[::-1] else ""
-        raise ValueError(
-            f"The scores of {name!r} have the shape {values.shape}. Expected {expected}: the training rows and the "
-            f"targets of the bank {bank.directory}.{hint}"
-        )
-    if not np.isfinite(values).all():
-        row, column = np.argwhere(~np.isfinite(values))[0]
-        raise NonFiniteError(
-            f"The scores of {name!r} hold {values[row, column]} for training row {row} and target {column}. Expected "
-            "finite ones."
-        )
-    return values
 
 
 def _checked_targets(bank: Bank, targets: Sequence[int]) -> np.ndarray:

@@ -156,7 +156,10 @@ def checked_matrix(values: ArrayLike, name: str, shape: tuple[int, int] | None =
         ValueError: the array has another shape, such as the transposed one.
         NonFiniteError: a value is NaN or infinite.
     """
-    matrix = np.asarray(values, dtype=np.float64)
+    try:
+        matrix = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`{name}` is no matrix of numbers ({error}). Expected (training rows, targets).") from error
     if matrix.ndim != 2 or matrix.size == 0:
         raise ValueError(f"`{name}` has the shape {matrix.shape}. Expected (training rows, targets).")
     if shape is not None and matrix.shape != shape:

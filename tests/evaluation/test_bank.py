@@ -247,7 +247,7 @@ def test_other_rows_targets_protocols_and_outputs_are_refused(tmp_path: Path) ->
 
 def test_scores_of_another_shape_or_with_nan_are_refused(tmp_path: Path) -> None:
     bank = small(tmp_path, sums)
-    with pytest.raises(ValueError, match=r"'mine' have the shape \(5, 24\).*transposed: pass `scores.T`"):
+    with pytest.raises(ValueError, match=r"scores\['mine'\]` has the shape \(5, 24\).*transposed: pass its `\.T`"):
         evaluate_bank(bank, {"mine": np.zeros((M, N))})
     with pytest.raises(ValueError, match=r"the shape \(24, 4\). Expected \(24, 5\)"):
         evaluate_bank(bank, {"mine": np.zeros((N, M - 1))})
@@ -255,7 +255,7 @@ def test_scores_of_another_shape_or_with_nan_are_refused(tmp_path: Path) -> None
         evaluate_bank(bank, {"mine": [["a"]]})
     scores = np.zeros((N, M))
     scores[3, 2] = np.nan
-    with pytest.raises(NonFiniteError, match="hold nan for training row 3 and target 2"):
+    with pytest.raises(NonFiniteError, match=r"scores\['mine'\]` holds NaN .* row 3 and target 2"):
         evaluate_bank(bank, {"mine": scores})
     with pytest.raises(ValueError, match="`scores` is empty"):
         evaluate_bank(bank, {})
@@ -268,7 +268,7 @@ def test_damage_and_mixed_up_files_are_noticed(tmp_path: Path) -> None:
     """Every byte that changes, every file that is cut, and files of another part or bank."""
     small(tmp_path / "bank", sums)
     small(tmp_path / "other", lambda rows, seed: -sums(rows, seed), repeats=2)
-    names = ["bank.json", "half/part.json", "half/subsets.safetensors", "half/outputs.safetensors"]
+    names = ["bank.json", "half/retraining.json", "half/subsets.safetensors", "half/outputs.safetensors"]
     rng = np.random.default_rng(0)
     for name in names:
         intact = (tmp_path / "bank" / name).read_bytes()

@@ -18,7 +18,7 @@ from torch import Tensor
 from traker_runs import SAVERS, findings
 
 from hf_trak.evaluation import retrain_on_subsets
-from hf_trak.evaluation.retraining import verify_retraining
+from hf_trak.evaluation.retraining_files import verify_retraining
 from hf_trak.traker import TRAKer
 from hf_trak.traker.savers.mmap_saver import read_scores
 
