@@ -22,7 +22,7 @@ from quality_bench.job import BATCH, Job
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.evaluation import Bank, evaluate_bank
-from hf_trak.evaluation.bank_scores import judged_parts
+from hf_trak.evaluation.bank import judged_parts
 from hf_trak.featurize.fidelity import Agreement
 from hf_trak.modelout_functions import get_task
 

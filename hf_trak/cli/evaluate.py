@@ -193,8 +193,8 @@ def check_run(bank: Bank, directory: Path, facts: Mapping[str, Any]) -> None:
         if found is not None and found != bank.described[key]:
             raise ConfigMismatchError(
                 f"The {what} of the run {directory} have the fingerprint {found}; those of the bank {bank.directory} "
-                f"have {bank.described[key]}. Expected the same rows with the same columns, in the same order. If they "
-                "are the same in another form, as before tokenization, save the scores as a .npy file."
+                f"have {bank.described[key]}. Expected the same rows with the same columns, in the same order. If "
+                "they are the same in another form, as before tokenization, save the scores as a .npy file."
             )
 
 

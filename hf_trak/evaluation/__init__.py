@@ -10,8 +10,7 @@ May import `featurize` and the packages below it.
 Start with `lds.py`, whose first function is the measure of the TRAK paper.
 """
 
-from hf_trak.evaluation.bank import Bank, BankPart
-from hf_trak.evaluation.bank_scores import BankScore, evaluate_bank
+from hf_trak.evaluation.bank import Bank, BankPart, BankScore, evaluate_bank
 from hf_trak.evaluation.intervals import Interval, group_sums, leave_one_out_subsets, mean_interval, random_subsets
 from hf_trak.evaluation.lds import (
     LdsResult,

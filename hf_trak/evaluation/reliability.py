@@ -18,8 +18,15 @@ import numpy as np
 from datasets import Dataset
 from numpy.typing import ArrayLike
 
-from hf_trak.errors import NonFiniteError
-from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval, quantile_interval, spearman
+from hf_trak.evaluation.intervals import (
+    RESAMPLES,
+    Interval,
+    check_interval,
+    checked_finite,
+    plain,
+    quantile_interval,
+    spearman,
+)
 from hf_trak.evaluation.retraining import outputs_of
 
 _SPLITS = 100
@@ -50,9 +57,7 @@ class Reliability:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain JSON values."""
-        columns = {name: getattr(self, name).tolist() for name in ("noise", "signal", "one", "mean")}
-        ends = {name: getattr(self, name).to_dict() for name in ("ceiling", "ceiling_of_one")}
-        return {"repeats": self.repeats, **ends, **columns}
+        return plain(self)
 
 
 def repeated_outputs(retrained: Dataset) -> np.ndarray:
@@ -105,14 +110,12 @@ def measure_reliability(
         NonFiniteError: an output is NaN or infinite.
     """
     check_interval(confidence, resamples)
-    values = np.asarray(outputs, dtype=np.float64)
+    values = checked_finite(outputs, "outputs")
     if values.ndim != 3 or len(values) < 2 or values.shape[1] < 3 or values.shape[2] < 1:
         raise ValueError(
             f"`outputs` has the shape {values.shape}. Expected (R, s, m) with at least 2 repeats, 3 subsets and 1 "
             "target."
         )
-    if not np.isfinite(values).all():
-        raise NonFiniteError("`outputs` holds NaN or infinite values. Expected finite ones.")
     repeats, s, m = values.shape
     rng = np.random.default_rng(seed)
     halves = [_halves(repeats, rng) for _ in range(1 if repeats == 2 else _SPLITS)]

@@ -16,8 +16,9 @@ removal, its draws, independently of each other (Owen 2007, The pigeonhole boots
 same resamples, so that differences are paired.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -31,6 +32,7 @@ from hf_trak.evaluation.intervals import (
     Interval,
     check_interval,
     checked_matrices,
+    checked_numbers,
     group_sums,
     quantile_interval,
     random_subsets,
@@ -120,8 +122,8 @@ class RemovalPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values, which [`RemovalPlan.from_dict`] reads."""
-        fields = {name: _as_lists(getattr(self, name)) for name in _FIELDS}
-        return {"kind": _KIND, "format_version": _VERSION, **fields}
+        content = {"kind": _KIND, "format_version": _VERSION, **{name: getattr(self, name) for name in _FIELDS}}
+        return dict(json.loads(json.dumps(content)))
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "RemovalPlan":
@@ -218,15 +220,10 @@ def removal_plan(
     if groups is not None:
         matrices = {name: group_sums(matrix, groups) for name, matrix in matrices.items()}
     units = n if groups is None else len(groups)
-    if counts is not None and not (
-        all(is_int(c, 1, units - 1) for c in counts) and 0 < len(set(counts)) == len(counts)
-    ):
-        raise ValueError(f"`counts` is {list(counts)}. Expected distinct numbers from 1 to {units - 1}.")
-    fractions = tuple(fractions) if counts is None else tuple(count / units for count in counts)
-    sizes = _checked_counts(units, fractions)
-    chosen = tuple(range(m)) if targets is None else tuple(targets)
-    if not chosen or not all(is_int(j, 0, m - 1) for j in chosen) or len(set(chosen)) != len(chosen):
-        raise ValueError(f"`targets` is {list(chosen)}. Expected distinct numbers from 0 to {m - 1}.")
+    if counts is not None:
+        fractions = [count / units for count in checked_numbers(counts, "counts", 1, units - 1)]
+    sizes = _checked_counts(units, tuple(fractions))
+    chosen = checked_numbers(range(m) if targets is None else targets, "targets", 0, m - 1)
     draws = checked_int(random_draws, "random_draws", 2, type_error=ValueError)
     numbers: dict[tuple[int, ...], int] = {(): 0}
 
@@ -238,7 +235,7 @@ def removal_plan(
     # A dataset is often sorted, so that its first rows are no neutral choice among rows of equal scores.
     shuffled, tied = np.random.default_rng(seed).permutation(units), {}
     for name, matrix in matrices.items():
-        values = matrix[:, list(chosen)]
+        values = matrix[:, chosen]
         values = values.mean(axis=1, keepdims=True) if together else values
         times = len(chosen) if together else 1
         first = shuffled[np.argsort(-values[shuffled], axis=0, kind="stable")].T
@@ -246,8 +243,8 @@ def removal_plan(
         tied[name] = tuple(times * count for count in _ties(values, sizes))
     return RemovalPlan(
         shape=(n, m),
-        fractions=tuple(float(fraction) for fraction in fractions),
-        targets=tuple(int(j) for j in chosen),
+        fractions=tuple(map(float, fractions)),
+        targets=tuple(chosen),
         methods=tuple(scores),
         controls=(RANDOM, *(controls or {})),
         removed=tuple(numbers),
@@ -279,12 +276,6 @@ def _ties(matrix: np.ndarray, counts: Sequence[int]) -> tuple[int, ...]:
     """Count the targets with equal values on both sides of the cut, for each number of rows."""
     ordered = -np.sort(-matrix, axis=0)
     return tuple(int((ordered[count - 1] == ordered[count]).sum()) for count in counts)
-
-
-def _as_lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _as_lists(entry) for key, entry in value.items()}
-    return [_as_lists(entry) for entry in value] if isinstance(value, tuple) else value
 
 
 def _as_tuples(value: Any) -> Any:
@@ -417,9 +408,7 @@ class RemovalEffect:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as plain JSON values."""
-        changes = {part: None if (found := getattr(self, part)) is None else found.to_dict() for part in PARTS}
-        against = {control: interval.to_dict() for control, interval in self.against.items()}
-        return {"name": self.name, "fraction": self.fraction, "count": self.count, **changes, "against": against}
+        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,12 @@ def retrain_on_subsets(
 
 
 def train_missing(
-    files: RetrainingFiles, wanted: Sequence[Training], member: np.ndarray, retrain: Retrain, processes: Processes
+    files: RetrainingFiles,
+    wanted: Sequence[Training],
+    member: np.ndarray,
+    retrain: Retrain,
+    processes: Processes,
+    m: int | None = None,
 ) -> None:
     """Do those trainings that have no file yet; the processes divide them among themselves.
 
@@ -125,6 +130,7 @@ def train_missing(
         member: the subsets, booleans `(s, n)`.
         retrain: the training.
         processes: the processes of this launch. Other launches may work on other trainings of the same directory.
+        m: number of targets, if it is known.
 
     Raises:
         As [`retrain_on_subsets`].
@@ -148,7 +154,7 @@ def train_missing(
     with processes.all_or_none(), log_on_interrupt(progress):
         for subset, repeat in mine:
             found = retrain(np.flatnonzero(member[subset]), files.seed((subset, repeat)))
-            files.write((subset, repeat), member[subset], _checked(found, subset))
+            files.write((subset, repeat), member[subset], _checked(found, subset, m))
             done += 1
             logger.info("Training %d of %d of this process is done (subset %d).", done, len(mine), subset)
 
@@ -207,11 +213,13 @@ def check_masks(masks: ArrayLike) -> np.ndarray:
     return member
 
 
-def _checked(outputs: ArrayLike, subset: int) -> np.ndarray:
+def _checked(outputs: ArrayLike, subset: int, m: int | None) -> np.ndarray:
     values = np.ascontiguousarray(np.asarray(outputs, dtype=np.float64))
-    if values.ndim != 1 or len(values) == 0:
+    if values.ndim != 1 or len(values) == 0 or m not in (None, len(values)):
+        expected = "(m,)" if m is None else f"({m},)"
         raise ValueError(
-            f"`retrain` returned the shape {values.shape} for subset {subset}. Expected (m,), one output per target."
+            f"`retrain` returned the shape {values.shape} for subset {subset}. Expected {expected}, one output per "
+            "target."
         )
     if not np.isfinite(values).all():
         raise NonFiniteError(

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import NonFiniteError
 from hf_trak.evaluation import (
-    compare_lds,
     RemovalPlan,
+    compare_lds,
     evaluate_lds,
     evaluate_removal,
     group_sums,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hf_trak.evaluation import Bank, evaluate_bank
-from hf_trak.evaluation.bank_scores import judged_parts
+from hf_trak.evaluation.bank import judged_parts
 from hf_trak.evaluation.removal import RANDOM, RemovalPlan, evaluate_removal, removal_plan
 from hf_trak.store.sealed import content_digest
 from quality_bench.banks import SEED, open_bank
