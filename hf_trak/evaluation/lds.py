@@ -296,7 +296,7 @@ def leave_one_out_correlation(
     effects = measured[0] - measured[1:]
     found = pearson(predicted, effects), spearman(predicted, effects)
     means = [mean_interval(values, confidence, resamples) for values in found]
-    return LeaveOneOutResult(*found, *means, effects)
+    return LeaveOneOutResult(*found, means[0], means[1], effects)
 
 
 @dataclass(frozen=True)
