@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
+from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError, StoreError
 from hf_trak.evaluation.intervals import (
     RESAMPLES,
     Interval,
     check_interval,
-    checked_matrix,
     checked_numbers,
     plain,
     quantile_interval,
@@ -549,8 +548,7 @@ def evaluate_bank(
     check_interval(confidence, resamples)
     if not scores:
         raise ValueError("`scores` is empty. Expected at least one method. Pass scores by the name of the method.")
-    shape = (bank.n_train, bank.n_targets)
-    checked = {name: checked_matrix(values, f"scores[{name!r}]", shape) for name, values in scores.items()}
+    checked = {name: check_scores(bank, name, values) for name, values in scores.items()}
     numbers = range(bank.n_targets) if targets is None else targets
     columns = checked_numbers(numbers, "targets", 0, bank.n_targets - 1)
     found: list[BankScore] = []
@@ -594,3 +592,38 @@ def judged_parts(bank: Bank) -> list[str]:
             "`Bank.add_part`, and call `Bank.build`."
         )
     return complete
+
+
+def check_scores(bank: Bank, name: str, scores: ArrayLike) -> np.ndarray:
+    """Return scores as float64 `(n, m)`.
+
+    Args:
+        bank ([`Bank`]):
+            The bank.
+        name (`str`):
+            Name of the method, for error messages.
+        scores (`ArrayLike` of shape `(n, m)`):
+            Its scores.
+
+    Raises:
+        ValueError: the shape is another one; a transposed matrix is recognized.
+        NonFiniteError: a score is NaN or infinite.
+    """
+    try:
+        values = np.asarray(scores, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"The scores of {name!r} are no matrix of numbers ({error}). Expected (n, m).") from error
+    expected = (bank.n_train, bank.n_targets)
+    if values.shape != expected:
+        hint = " They are transposed: pass `scores.T`." if values.shape == expected[::-1] else ""
+        raise ValueError(
+            f"The scores of {name!r} have the shape {values.shape}. Expected {expected}: the training rows and the "
+            f"targets of the bank {bank.directory}.{hint}"
+        )
+    if not np.isfinite(values).all():
+        row, column = np.argwhere(~np.isfinite(values))[0]
+        raise NonFiniteError(
+            f"The scores of {name!r} hold {values[row, column]} for training row {row} and target {column}. Expected "
+            "finite ones."
+        )
+    return values

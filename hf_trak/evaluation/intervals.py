@@ -161,7 +161,7 @@ def checked_finite(values: ArrayLike, name: str) -> np.ndarray:
     return array
 
 
-def checked_numbers(values: Iterable[Any], name: str, low: int, high: int) -> list[int]:
+def checked_numbers(values: Iterable[Any], name: str, low: int, high: int, of: str = "") -> list[int]:
     """Return row or target numbers as plain integers.
 
     Args:
@@ -169,13 +169,14 @@ def checked_numbers(values: Iterable[Any], name: str, low: int, high: int) -> li
         name: their name in messages.
         low: the least number.
         high: the greatest number.
+        of: what follows their value in messages.
 
     Raises:
         ValueError: there are none, or they are no distinct integers in this range.
     """
     listed = list(values)
     if not listed or not all(is_int(value, low, high) for value in listed) or len(set(listed)) != len(listed):
-        raise ValueError(f"`{name}` is {listed}. Expected distinct numbers from {low} to {high}.")
+        raise ValueError(f"`{name}` is {listed}{of}. Expected distinct numbers from {low} to {high}.")
     return [int(value) for value in listed]
 
 
@@ -197,10 +198,7 @@ def checked_matrix(values: ArrayLike, name: str, shape: tuple[int, int] | None =
         ValueError: the array has another shape, such as the transposed one.
         NonFiniteError: a value is NaN or infinite.
     """
-    try:
-        matrix = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`{name}` is no matrix of numbers ({error}). Expected (training rows, targets).") from error
+    matrix = np.asarray(values, dtype=np.float64)
     if matrix.ndim != 2 or matrix.size == 0:
         raise ValueError(f"`{name}` has the shape {matrix.shape}. Expected (training rows, targets).")
     if shape is not None and matrix.shape != shape:

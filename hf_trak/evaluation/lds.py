@@ -384,7 +384,7 @@ def top_k_precision(
     effects = checked_matrix(truth, "truth", (len(chosen), tau.shape[1]))
     tau = tau[chosen]
     n = len(tau)
-    sizes = checked_numbers(k, "k", 1, n - 1)
+    sizes = checked_numbers(k, "k", 1, n - 1, f" for {n} rows")
     shares = {size: (_membership(tau, size) * _membership(effects, size)).sum(axis=0) / size for size in sizes}
     return TopKPrecision(
         per_target=shares,
