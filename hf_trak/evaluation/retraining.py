@@ -216,9 +216,8 @@ def check_masks(masks: ArrayLike) -> np.ndarray:
 def _checked(outputs: ArrayLike, subset: int, m: int | None) -> np.ndarray:
     values = np.ascontiguousarray(np.asarray(outputs, dtype=np.float64))
     if values.ndim != 1 or len(values) == 0 or m not in (None, len(values)):
-        where, expected = (
-            (f" for subset {subset}", "(m,)") if m is None else (f"; the bank has {m} targets", f"({m},)")
-        )
+        where = f" for subset {subset}" if m is None else f"; the bank has {m} targets"
+        expected = "(m,)" if m is None else f"({m},)"
         raise ValueError(
             f"`retrain` returned the shape {values.shape}{where}. Expected {expected}, one output per target."
         )
