@@ -101,7 +101,7 @@ class BankPart:
 
     @property
     def truth(self) -> np.ndarray:
-        """Outputs averaged over the repeats, `(s, m)`."""
+        """Average the outputs over the repeats, `(s, m)`."""
         return self.outputs.mean(axis=0)
 
 
@@ -195,7 +195,7 @@ class Bank:
 
     @property
     def parts(self) -> list[str]:
-        """Names of the parts, sorted."""
+        """List the names of the parts, sorted."""
         return sorted(path.parent.name for path in self.directory.glob(f"*/{CONFIG}"))
 
     def description(self, name: str) -> dict[str, Any]:

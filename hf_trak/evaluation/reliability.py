@@ -56,7 +56,7 @@ class Reliability:
     ceiling_of_one: Interval
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain JSON values."""
+        """Return the result as plain JSON values."""
         return plain(self)
 
 
@@ -137,17 +137,17 @@ def measure_reliability(
 
 
 def _halves(repeats: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Two halves of the repeats of equal size; an odd one is left out."""
+    """Divide the repeats into two halves of equal size; an odd one is left out."""
     order = rng.permutation(repeats)
     return order[: repeats // 2], order[repeats // 2 : 2 * (repeats // 2)]
 
 
 def _half_reliability(values: np.ndarray, halves: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """Rank correlation over the subsets of the means of two halves, `(m,)`, averaged over splits, not below 0."""
+    """Correlate the means of two halves by their ranks over the subsets, averaged over splits: `(m,)`, in [0, 1]."""
     found = [spearman(values[one].mean(axis=0), values[other].mean(axis=0)) for one, other in halves]
     return np.clip(np.mean(found, axis=0), 0.0, 1.0)
 
 
 def _stepped(reliability: np.ndarray, times: float) -> np.ndarray:
-    """The Spearman–Brown formula: reliability of the mean of `times` as many trainings."""
+    """Compute the reliability of the mean of `times` as many trainings, by the Spearman–Brown formula."""
     return times * reliability / (1 + (times - 1) * reliability)

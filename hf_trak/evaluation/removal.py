@@ -102,17 +102,17 @@ class RemovalPlan:
 
     @property
     def units(self) -> int:
-        """Number of training rows, or of groups."""
+        """Count the training rows, or the groups."""
         return self.shape[0] if self.groups is None else max(self.groups) + 1
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Number of rows (or groups) that each fraction removes."""
+        """Count the rows (or groups) that each fraction removes."""
         return removal_counts(self.units, self.fractions)
 
     @cached_property
     def masks(self) -> np.ndarray:
-        """The subsets as booleans `(s, n)`, true where a training row belongs to one."""
+        """Return the subsets as booleans `(s, n)`, true where a training row belongs to one."""
         masks = np.ones((len(self.removed), self.units), dtype=bool)
         for mask, rows in zip(masks, self.removed, strict=True):
             mask[list(rows)] = False
@@ -439,7 +439,7 @@ class RemovalResult:
 
     @property
     def curves(self) -> dict[str, dict[int, Interval]]:
-        """The `own` change by method or control, and by number of rows (or groups)."""
+        """Return the `own` change by method or control, and by number of rows (or groups)."""
         sizes = range(len(self.plan.fractions))
         return {
             name: {self.plan.counts[at]: means.interval(at, self.confidence) for at in sizes}

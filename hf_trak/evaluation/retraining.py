@@ -190,7 +190,7 @@ def masks_and_outputs(retrained: Dataset) -> tuple[np.ndarray, np.ndarray]:
 
 
 def outputs_of(retrained: Dataset) -> np.ndarray:
-    """Outputs of all trainings, `(trainings, m)`, in float64; the NumPy format of datasets would round to float32."""
+    """Read the outputs of all trainings in float64, `(trainings, m)`; the NumPy format would round them to float32."""
     exact = retrained.select_columns(["outputs"]).with_format("numpy", dtype=np.float64)
     return np.stack(list(exact["outputs"][:]))
 

@@ -142,11 +142,11 @@ class RetrainingFiles:
         return cls(directory, read_described(directory / CONFIG, {"rows": int, "seed": int}, absent))
 
     def path(self, training: Training) -> Path:
-        """Path of the file of one training."""
+        """Return the path of the file of one training."""
         return self.directory / "trainings" / f"subset-{training[0]:06d}-repeat-{training[1]:03d}.safetensors"
 
     def seed(self, training: Training) -> int:
-        """Seed of one training."""
+        """Return the seed of one training."""
         return training_seed(self.config["seed"], *training)
 
     def present(self) -> list[Training]:

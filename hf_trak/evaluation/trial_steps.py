@@ -109,13 +109,13 @@ class TrialSteps:
 
     @property
     def rounding(self) -> float:
-        """A change of the target's output that may be rounding alone."""
+        """Bound the change of the target's output that may be rounding alone."""
         kinds = [one.dtype for one in self._model.parameters() if one.is_floating_point()]
         return 8 * max(torch.finfo(kind).eps for kind in kinds) * max(1.0, abs(self.start_output))
 
     @property
     def norm(self) -> float:
-        """Norm of the parameters that move."""
+        """Compute the norm of the parameters that move."""
         return norm_of(self._start)
 
     def output(self) -> float:

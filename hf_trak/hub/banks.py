@@ -97,14 +97,14 @@ def _part_row(bank: Bank, part: BankPart, names: Sequence[str]) -> dict[str, Any
 
 
 def _dropped(masks: np.ndarray) -> str:
-    """The share of rows that the subsets lack, or its range."""
+    """Say the share of rows that the subsets lack, or its range."""
     shares = 100 * (1 - masks.mean(axis=1))
     ends = list(dict.fromkeys(f"{end:.3g}" for end in (shares.min(), shares.max())))
     return f"{' to '.join(ends)} %"
 
 
 def _ceilings(bank: Bank, part: BankPart, names: Sequence[str]) -> list[str]:
-    """The highest possible scores on a part, by the published parts that tell the noise."""
+    """List the highest possible scores on a part, by the published parts that tell the noise."""
     if part.repeat_of is not None or part.removal is not None:
         return []
     repeats = [name for name in bank.parts if bank.description(name)["repeat_of"] == part.name]
@@ -152,7 +152,7 @@ def most_bytes(path: str) -> int:
 
 
 def is_part_file(path: str) -> bool:
-    """Whether a path in a repo is that of a file of a part."""
+    """Tell whether a path in a repo is that of a file of a part."""
     name, _, file = path.partition("/")
     return file in PART_FILES and PART_NAME.fullmatch(name) is not None
 
