@@ -38,9 +38,8 @@ from torch import Tensor
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.curvature.conjugate_gradients import Refinement, Solutions
 from hf_trak.evaluation import Bank, linear_datamodeling_score
-from hf_trak.evaluation.bank_scores import judged_parts
-from hf_trak.evaluation.removal_effects import evaluate_removal
-from hf_trak.evaluation.tail_removal import removal_plan
+from hf_trak.evaluation.bank import judged_parts
+from hf_trak.evaluation.removal import evaluate_removal, removal_plan
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.fidelity import Agreement, fitted_curvature
 from hf_trak.modelout_functions import get_task

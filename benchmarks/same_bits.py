@@ -75,8 +75,9 @@ def tokens(count: int, first: int, classes: int | None = None) -> Dataset:
     ids = [row + [0] * (width - len(row)) for row in rows]
     mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
     if classes is not None:
-        return Dataset.from_dict({"input_ids": ids, "attention_mask": mask, "labels": [sum(r) % classes for r in rows]})
-    labels = [row + [-100] * (width - len(row)) for row in rows]
+        labels = [sum(row) % classes for row in rows]
+    else:
+        labels = [row + [-100] * (width - len(row)) for row in rows]
     return Dataset.from_dict({"input_ids": ids, "attention_mask": mask, "labels": labels})
 
 
@@ -168,9 +169,7 @@ def convolution(directory: Path) -> dict[str, str]:
     """Run two checkpoints of a convolutional network, with codes of 8 bits."""
     rows = digits(TRAIN)
     options = {"checkpoints": 2, "proj_dim": 2048, "feature_dtype": "int8"}
-    return attributed(
-        directory, trained(Digits(True), rows), rows, digits(TARGETS), "image_classification", **options
-    )
+    return attributed(directory, trained(Digits(True), rows), rows, digits(TARGETS), "image_classification", **options)
 
 
 def language(directory: Path) -> dict[str, str]:

@@ -33,7 +33,7 @@ from hf_trak.weights.checkpoints import Checkpoint, loaded
 
 SPREADS = 5.0
 
-"""An effect is farther than so many standard deviations from the mean of random rows, and beyond each draw of them.
+"""Threshold: an effect exceeds so many standard deviations of random rows, and every draw of them.
 Few rows have most of the effect on a target, so that sets of random rows are no normal distribution: with 3 instead of
 5, `benchmarks/verify.py` sees an effect of 2 in 16 sets of random rows."""
 
@@ -126,27 +126,27 @@ class PatchResult:
 
     @property
     def random_mean(self) -> float:
-        """Mean change by random rows."""
+        """Return the mean change by random rows."""
         return float(np.mean(self.random))
 
     @cached_property
     def spread(self) -> float:
-        """Standard deviation of the changes by random rows, and no less than rounding."""
+        """Compute the standard deviation of the changes by random rows, which is no less than rounding."""
         return max(float(np.std(self.random, ddof=1)), self.rounding)
 
     @property
     def ratio(self) -> float:
-        """How many spreads the change by the rows is away from the mean of random rows."""
+        """Measure the distance of the change by the rows from the mean of random rows, in spreads."""
         return (self.change - self.random_mean) / self.spread
 
     @property
     def has_effect(self) -> bool:
-        """Whether the rows move the output by more than random rows do, in either direction."""
+        """Tell whether the rows move the output by more than random rows do, in either direction."""
         return abs(self.ratio) > SPREADS and not min(self.random) <= self.change <= max(self.random)
 
     @property
     def verdict(self) -> str:
-        """What was found, in a sentence or two."""
+        """Say what was found in a sentence or two."""
         low, high = min(self.random), max(self.random)
         if not self.has_effect:
             return (
@@ -302,7 +302,7 @@ def _checked_inputs(model: FeaturizedModel, target: Any) -> int:
 
 
 def _rows_at_hand(model: FeaturizedModel, numbers: Sequence[int]) -> Any:
-    """Return the training rows, of which those of some numbers are fetched where the dataset is elsewhere."""
+    """Return the training dataset; fetch the given rows first if it is remote."""
     source = row_source(model)
     return fetched_rows(model, source, numbers) if getattr(source, "remote", False) else source
 

@@ -97,7 +97,7 @@ class SampledLikelihood(BatchedModelOutput):
 
     @property
     def batch_columns(self) -> Any:  # type: ignore[override]  # those of the task inside
-        """Columns of the inner task, see [`AbstractModelOutput`]."""
+        """Name the columns of the inner task, see [`AbstractModelOutput`]."""
         return self.of.batch_columns
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -1,4 +1,4 @@
-"""Tail removal, on problems whose answer is known: a ridge regression, and a network with planted rows."""
+"""Removal of rows, on problems whose answer is known: a ridge regression, and a network with planted rows."""
 
 import gc
 import json
@@ -18,9 +18,8 @@ from hf_trak.errors import NonFiniteError
 from hf_trak.evaluation.bank import Bank
 from hf_trak.evaluation.intervals import leave_one_out_subsets, random_subsets
 from hf_trak.evaluation.lds import top_k_precision
-from hf_trak.evaluation.removal_effects import evaluate_removal
+from hf_trak.evaluation.removal import RemovalPlan, evaluate_removal, removal_plan
 from hf_trak.evaluation.retraining import masks_and_outputs, retrain_on_subsets
-from hf_trak.evaluation.tail_removal import RemovalPlan, removal_plan
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining
 
 # -- a ridge regression -------------------------------------------------------------------------------------------
@@ -306,6 +305,10 @@ DAMAGE: list[tuple[Any, str]] = [
     (lambda d: d["tied"].update(exact=[0]), "numbers of ties"),
     (lambda d: d["tied"].update(exact=3), "numbers of ties"),
     (lambda d: d["tied"].pop("exact"), "of others"),
+    (lambda d: d.update(action="keep"), "the `action` 'keep'"),
+    (lambda d: d.update(groups=[0] * 5), "groups"),
+    (lambda d: d.update(groups=[1] * N), "groups"),
+    (lambda d: d.update(groups=3), "groups"),
 ]
 
 
