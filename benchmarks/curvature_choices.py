@@ -45,7 +45,7 @@ def scores(job: Job, *patches: Any, **options: Any) -> Found:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         for one in patches:
             stack.enter_context(one)
-        args = TrakConfig(directory, per_device_batch_size=BATCH, disable_tqdm=True, curvature="ekfac", **options)
+        args = TrakConfig(directory, per_device_batch_size=BATCH, **options)
         own = TrakAttributor(job.model, args, job.case.train, task=get_task(job.case.task))
         scored = own.attribute(job.case.targets, top_k=None, exact=True).with_format("numpy")
         curvature = fitted_curvature(exact.ExactScores(own), 0)
@@ -59,7 +59,7 @@ def variants(job: Job) -> Iterator[tuple[str, Found]]:
     yield "default", scores(job)
     yield "other draws", scores(job, seed=1)
     yield "labels drawn once", scores(job, patch.object(exact, "SampledLikelihood", _drawn_once))
-    yield "labels of the data", scores(job, curvature_labels="empirical")
+    yield "labels of the data", scores(job, curvature={"labels": "empirical"})
     for rows in (n, *(count for count in ROWS if count < n)):
         few = patch.object(plan, "BASIS_POSITIONS", 0), patch.object(plan, "BASIS_ROWS", rows)
         yield f"bases from {rows} rows", scores(job, *few)

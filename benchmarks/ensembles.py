@@ -49,7 +49,7 @@ def sweep(
     with tempfile.TemporaryDirectory() as directory:
         for relative in lambdas:
             options: dict[str, Any] = {"proj_dim": dim, "lambda_relative": relative, "per_device_batch_size": 100}
-            config = TrakConfig(output_dir=directory, use_cpu=True, disable_tqdm=True, **options)
+            config = TrakConfig(output_dir=directory, use_cpu=True, **options)
             models = [WithNames(network) for network in checkpoints]
             attributor = TrakAttributor(models[0], config, rows(0, N_TRAIN), task="image_classification")
             attributor.featurize(models)

@@ -56,7 +56,7 @@ def table(case: Case, bank: Bank, job: Job) -> None:
             share, left = reduced(job, size)
             if not share:
                 continue
-            settings = {"proj_type": "factored", "factored_dim": size}
+            settings = {"proj_type": f"factored-{size}"}
             indexes.append((f"`factored`, p = {size}", share, left, settings))
         for name, share, left, settings in indexes:
             products, found = [], []
@@ -72,7 +72,7 @@ def table(case: Case, bank: Bank, job: Job) -> None:
 def judged(case: Case, bank: Bank, job: Job, options: dict[str, Any]) -> tuple[float, dict[str, float]]:
     """Make an index; return its rank correlation with exact products, and LDS by part of the bank."""
     with tempfile.TemporaryDirectory() as directory:
-        config = TrakConfig(directory, per_device_batch_size=BATCH, disable_tqdm=True, **options)
+        config = TrakConfig(directory, per_device_batch_size=BATCH, **options)
         attributor = TrakAttributor(job.model, config, case.train, task=get_task(case.task)).featurize()
         scored = attributor.attribute(case.targets, top_k=None).with_format("numpy")
         scores = np.stack(scored["trak_scores"][:]).T.astype(np.float64)

@@ -187,7 +187,6 @@ def featurize_billion(case: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="hf_trak-large-") as directory:
         config = TrakConfig(
             output_dir=directory, per_device_batch_size=case["rows"], shard_size=case["rows"], use_cpu=True,
-            disable_tqdm=True,
         )  # fmt: skip
         attributor = TrakAttributor(model, config, train_dataset=rows, task="causal_lm")
         estimate = attributor.estimate()

@@ -29,10 +29,10 @@ from hf_trak.modelout_functions import get_task
 WIDE = {"proj_dim": 16384, "feature_dtype": "int4"}
 INDEXES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "whitened": {"whitened": True},
-    "whitened, no ridge": {"whitened": True, "lambda_reg": 1e9},
+    "whitened": {"curvature": {"whitened": True}},
+    "whitened, no ridge": {"curvature": {"whitened": True}, "lambda_relative": 1e9},
     "plain, k = 16,384": WIDE,
-    "whitened, k = 16,384": {"whitened": True, **WIDE},
+    "whitened, k = 16,384": {"curvature": {"whitened": True}, **WIDE},
 }
 """Settings of every index. A ridge that is larger than all eigenvalues leaves inner products of features."""
 
@@ -50,7 +50,7 @@ def table(case: Case, bank: Bank, job: Job) -> None:
     head = [case.title, "products", "beside EK-FAC", *shares, "seconds"]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        args = {"per_device_batch_size": BATCH, "disable_tqdm": True}
+        args = {"per_device_batch_size": BATCH}
 
         def attributor(name: str, **options: Any) -> TrakAttributor:
             place = str(Path(directory) / name.replace(" ", "-"))

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -141,13 +142,11 @@ class TrakAttributor(FeaturizedModel):
                 "directories, and the trainer may delete them. Expected another one, for example "
                 f"{os.path.join(args.output_dir, 'trak')!r}."
             )
-        args = TrakConfig(
-            **{
-                **args.to_dict(),
-                "remove_unused_columns": args.remove_unused_columns and trainer.args.remove_unused_columns,
-                "label_names": trainer.args.label_names if args.label_names is None else args.label_names,
-                "use_cpu": args.use_cpu or trainer.args.device.type == "cpu",
-            }
+        args = replace(
+            args,
+            remove_unused_columns=args.remove_unused_columns and trainer.args.remove_unused_columns,
+            label_names=trainer.args.label_names if args.label_names is None else args.label_names,
+            use_cpu=args.use_cpu or trainer.args.device.type == "cpu",
         )
         rows = training_rows(trainer, train_dataset)
         return cls(
@@ -157,6 +156,7 @@ class TrakAttributor(FeaturizedModel):
             data_collator=collator_of(trainer) if kind_of(trainer) is None else PreparingCollator(trainer),
             processing_class=trainer.processing_class,
             task=trainer_task(trainer, rows) if task is None else task,
+            num_workers=trainer.args.dataloader_num_workers,
         )
 
     @classmethod
@@ -238,11 +238,11 @@ class TrakAttributor(FeaturizedModel):
             model_id (`int`):
                 The checkpoint that they are.
         """
-        return whitened_map(self, model_id) if self.args.whitened else super().feature_map(model_id)
+        return whitened_map(self, model_id) if self.args.curvature.whitened else super().feature_map(model_id)
 
     def check_features(self, model_id: int) -> None:
         """Warn if whitened features do not hold the inner products of whitened gradients."""
-        if self.args.whitened:
+        if self.args.curvature.whitened:
             check_sketch(self, model_id)
 
     def fit_curvature(
@@ -252,10 +252,9 @@ class TrakAttributor(FeaturizedModel):
     ) -> "TrakAttributor":
         """Fit the curvature of exact scores to a random sample of the training rows.
 
-        Which one, and its damping, is set in the configuration (`curvature`, `curvature_rows`, `curvature_labels`,
-        `damping`). It is kept in `<output_dir>/curvature/<model_id>/`; the same call after an interruption goes on,
-        with any number of processes. The weights of the model are the same afterwards as before. A short report is
-        logged; [`~TrakAttributor.curvature_report`] gives all of it.
+        Which one, and its damping, is set in the configuration (`curvature`). It is kept in
+        `<output_dir>/curvature/<model_id>/`; the same call after an interruption goes on, with any number of
+        processes. The weights of the model are the same afterwards as before. A short report is logged; [`~TrakAttributor.curvature_report`] gives all of it.
 
         Args:
             checkpoints (*optional*):
@@ -270,7 +269,7 @@ class TrakAttributor(FeaturizedModel):
             ConfigMismatchError: the curvature that is there was fitted to other parameters or with other settings.
             CheckpointMismatchError: a `model_id` is taken by other weights.
             NonFiniteError: a gradient is NaN or infinite; names the parameter and the rows.
-            TypeError: labels cannot be drawn for the task: use `curvature_labels="empirical"`.
+            TypeError: labels cannot be drawn for the task: use `CurvatureConfig(labels="empirical")`.
         """
         exact = ExactScores(self)
         exact.fit(checkpoints, model_ids)

@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> None:
     kind = _seal(directory)
     if kind is None:
         model_args, data, trak, output = parse(defaults=remembered(str(directory)))
-        quiet(trak)
+        quiet()
         require_run(trak.output_dir, model_args, data)
         build(model_args, data, trak).attributor.upgrade_store(model_args.checkpoints)
         kind = "feature store"

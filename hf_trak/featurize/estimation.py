@@ -12,7 +12,6 @@ from hf_trak.curvature.conjugate_gradients import Refinement
 from hf_trak.curvature.curvature import LARGEST_SIDE, PARTS, ROWS_PER_PART
 from hf_trak.curvature.observation import SMALLEST_SIDE
 from hf_trak.curvature.target_forms import low_rank_numel
-from hf_trak.featurize.definition import sample_size
 from hf_trak.featurize.exact_blocks import TARGET_SHARD_BYTES, target_dtype, target_rank
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.identity.model_identity import model_identity
@@ -66,11 +65,11 @@ def estimate_exact(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     matrices = [_matrices(slot) for slot in layout.slots if id(parameters[slot.name]) not in tables]
     shapes = [shape for found in matrices for shape in found]
-    bases = 0 if args.curvature == "diagonal" else sum(_cut_squares(side) for shape in shapes for side in shape)
+    bases = 0 if args.curvature.kind == "diagonal" else sum(_cut_squares(side) for shape in shapes for side in shape)
     total, rank, itemsize = layout.total, target_rank(args), target_dtype(args).itemsize
     kept = total if rank is None else total - sum(i * j - low_rank_numel(i, j, rank) for i, j in shapes)
-    targets_at_once = max(1, min(m, int(args.exact_memory * 2**30) // (itemsize * kept)))
-    batch = min(args.per_device_batch_size, max(m, 1))
+    targets_at_once = max(1, min(m, int(args.curvature.memory * 2**30) // (itemsize * kept)))
+    batch = min(args.batch_size, max(m, 1))
     largest = max((i * j for i, j in shapes), default=0)
     preconditioning = bases + 2 * total + batch * (total + 3 * largest)
     return ExactEstimate(
@@ -82,7 +81,7 @@ def estimate_exact(
         exact_memory=weights
         + min(TARGET_SHARD_BYTES, itemsize * m * kept)
         + max(itemsize * targets_at_once * kept, 4 * preconditioning),
-        passes=math.ceil(m / targets_at_once) + (args.curvature in ("auto", "hybrid")),
+        passes=math.ceil(m / targets_at_once) + (args.curvature.kind == "hybrid"),
     )
 
 
@@ -139,7 +138,7 @@ def largest_share(model: nn.Module, layout: ParameterLayout, args: TrakConfig, n
     Returns:
         `FitShare`; `None` where every parameter has one number for each of its elements.
     """
-    if args.curvature in ("diagonal", "identity"):
+    if args.curvature.kind in ("diagonal", "identity"):
         return None
     found = []
     for slot in layout.slots:
@@ -283,7 +282,7 @@ def estimate_rerank(
     return RerankEstimate(
         count=count,
         index_bytes=feature_bytes,
-        curvature_rows=checkpoints * sample_size(args, n),
+        curvature_rows=checkpoints * args.curvature.sample_size(n),
         target_gradients=checkpoints * m,
         row_gradients=gradients,
         scores_bytes=4 * gradients * (m + 1),
@@ -506,15 +505,15 @@ def estimate_sizes(
     for name, value in (("checkpoints", checkpoints), ("processes", processes)):
         count_of(value, name, 1)
     layout = ParameterLayout.from_model(model, args.grad_wrt)
-    k = layout.total if args.proj_type == "none" else args.width
+    k = layout.total if args.projection == "none" else args.width
     weights = _weight_bytes(model, args.model_dtype)
     copies = 2 if checkpoints > 1 or args.model_dtype is not None else 1
     shard_rows = min(args.shard_size, max(n, m))
-    batch = min(args.per_device_batch_size, shard_rows)
+    batch = min(args.batch_size, shard_rows)
     largest = max(slot.numel for slot in layout.slots)
     groups = max(m, 1)
     features = checkpoints * _matrix_bytes(n, k, args)
-    solver, alternatives = solver_costs(args.solver, args.solver_rank, n, k, groups, free_bytes("cpu"))
+    solver, alternatives = solver_costs(args.solver_kind, args.solver_rank, n, k, groups, free_bytes("cpu"))
     return Estimate(
         parameters=layout.total,
         model_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -577,9 +576,9 @@ def _as_targets(args: TrakConfig) -> TrakConfig:
 
 
 def _other_forms(args: TrakConfig, n: int, m: int) -> tuple[StorageChoice, ...]:
-    if args.proj_type == "none":
+    if args.projection == "none":
         return ()
-    choices = storage_choices(args.solver, args.solver_rank, n, m, free_bytes("cpu"))
+    choices = storage_choices(args.solver_kind, args.solver_rank, n, m, free_bytes("cpu"))
     return tuple(one for one in choices if (one.feature_dtype, one.proj_dim) != (args.storage, args.width))
 
 
@@ -604,7 +603,7 @@ def measured_batches(n: int, args: TrakConfig) -> tuple[int, int]:
     Raises:
         ValueError: there are fewer than 3 training rows.
     """
-    size = min(args.per_device_batch_size, n // 3)
+    size = min(args.batch_size, n // 3)
     if size == 0:
         raise ValueError(f"`measure` is set, but there are only {n} training rows. Expected at least 3.")
     return size, min(1 + _MEASURED_BATCHES, n // size)

@@ -30,7 +30,6 @@ from hf_trak.curvature.maps import GradientMap, Preconditioning, TargetProducts,
 from hf_trak.curvature.report import CurvatureReport
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.featurize.converting import scorer_of
-from hf_trak.featurize.definition import whitening_damping
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.modelout_functions import AbstractModelOutput
@@ -332,8 +331,8 @@ class _Sample:
             projected.append(self._projected(gradients))
             preconditioned = self._curvature.precondition(gradients, self._damping)
             as_projected = gradients
-            if model.args.whitened:
-                as_projected = self._curvature.precondition(gradients, whitening_damping(model.args))
+            if model.args.curvature.whitened:
+                as_projected = self._curvature.precondition(gradients, model.args.curvature.whitening_damping)
             products.append(self._exact(f"products-{number}", as_projected, model.task))
             scores.append(self._exact(f"scores-{number}", preconditioned, self._train_task))
         model.processes.broadcast_from_main(lambda: shutil.rmtree(self._directory))
@@ -360,7 +359,7 @@ class _Sample:
     def _groups(self, shards: ShardSet) -> Iterator[tuple[int, Tensor]]:
         """Read whole gradients of as many targets at a time as fit into memory twice, plain and preconditioned."""
         model = self._model
-        together = max(1, int(model.args.exact_memory * 2**30) // (8 * model.layout.total))
+        together = max(1, int(model.args.curvature.memory * 2**30) // (8 * model.layout.total))
         for first in range(0, len(self._targets), together):
             last = min(first + together, len(self._targets)) - 1
             read = [shards.read(index) for index in range(shards.plan.shard_of(first), shards.plan.shard_of(last) + 1)]
@@ -396,7 +395,7 @@ class _Sample:
     ) -> ShardSet:
         """Compute a map of the gradients of some training rows: `(len(rows), width)`."""
         model = self._model
-        size = max(1, min(model.args.per_device_batch_size, _SHARD_BYTES // (4 * width)))
+        size = max(1, min(model.args.batch_size, _SHARD_BYTES // (4 * width)))
         shards = ShardSet(
             self._directory, name, ShardPlan(len(rows), size), width, torch.float32, {**self._identity, "kind": name}
         )
@@ -594,7 +593,7 @@ def whitened_map(model: FeaturizedModel, model_id: int) -> WhitenedProjection:
     Raises:
         StoreError: the rows are not at hand, as those of a published index, and no curvature was published with it.
     """
-    return WhitenedProjection(_curvature(model, model_id), whitening_damping(model.args), model.projector())
+    return WhitenedProjection(_curvature(model, model_id), model.args.curvature.whitening_damping, model.projector())
 
 
 def _curvature(model: FeaturizedModel, model_id: int) -> Curvature:
@@ -622,7 +621,7 @@ def check_sketch(model: FeaturizedModel, model_id: int) -> float:
         logger.warning(
             "Inner products of the whitened features of checkpoint %d have a rank correlation of %.2f with exact ones "
             "(%s, %d rows × %d targets): %d numbers per row do not hold them. Score with `exact=True` or `rerank`, "
-            "raise `proj_dim`, or featurize with `whitened=False` in another directory.",
+            "raise `proj_dim`, or featurize with `curvature.whitened=False` in another directory.",
             model_id,
             found,
             curvature.kind,

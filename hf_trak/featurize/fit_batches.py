@@ -12,7 +12,6 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_trak.curvature.fit import Stage
 from hf_trak.data.rows import RowBatches, row_count
-from hf_trak.featurize.definition import fitted_kind
 from hf_trak.featurize.estimation import ExactEstimate, estimate_exact, largest_share
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers import AbstractGradientComputer
@@ -44,7 +43,7 @@ def warn_of_shortage(model: FeaturizedModel) -> None:
     logger.warning(
         "A fit of the curvature %r takes %s.%s Attribute fewer parameters (`grad_wrt`), set "
         '`curvature="diagonal"`, or divide the model over more processes.',
-        fitted_kind(model.args),
+        model.args.curvature.fitted_kind,
         " and ".join(shortages),
         "" if share is None else f" {share}.",
     )
@@ -121,7 +120,7 @@ class FitBatches:
             yield
             return
         if not self._prepared:
-            self._prepare(self._checked.args.per_device_batch_size)
+            self._prepare(self._checked.args.batch_size)
         companion = self._gathering(self._checked.computer())
         companion.self_check = False
         with self._checked.together(companion, self._checked.train_dataset, "train"):

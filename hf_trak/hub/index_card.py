@@ -32,11 +32,7 @@ def index_card(
         fidelity: how well its scores agree with exact ones, if that was measured.
     """
     settings, task = manifest.settings, config.get("task") or {}
-    ridge = (
-        f"{settings['lambda_reg']:g}, absolute"
-        if settings.get("lambda_reg") is not None
-        else f"{settings.get('lambda_relative', TrakConfig().lambda_relative):g} · trace(XᵀX) / min(n, k)"
-    )
+    ridge = f"{settings.get('lambda_relative', TrakConfig().lambda_relative):g} · trace(XᵀX) / min(n, k)"
     name, revision = config.get("model_name"), config.get("model_revision")
     trained = manifest.train_dataset
     facts = {

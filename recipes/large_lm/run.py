@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
 from llama import SIZES, config_of, sharded_model, tensor_parallel_model, whole_model
 from torch import nn
 from transformers import AutoTokenizer
@@ -134,8 +134,6 @@ def build_model(args: RecipeArguments, processes: Processes) -> nn.Module:
 def main(argv: list[str] | None = None) -> None:
     kinds = (RecipeArguments, DataArguments, TrakConfig)
     args, data, trak = parse_yaml_and_args(kinds, argv, description=__doc__.splitlines()[0])
-    if trak.disable_tqdm:
-        disable_progress_bars()
     processes = Processes(trak.use_cpu)
     output_dir = Path(args.output_dir)
     rows = token_rows(args, data)

@@ -88,9 +88,7 @@ def test_scores_and_lds_are_those_of_the_library(
     outputs = prepared.retrained()
     for dim in (20, 80):  # fewer features than rows, and more
         ensemble = prepared.checkpoints("independent", dim)
-        config = TrakConfig(
-            output_dir=str(tmp_path / str(dim)), proj_dim=dim, lambda_relative=0.3, use_cpu=True, disable_tqdm=True
-        )
+        config = TrakConfig(output_dir=str(tmp_path / str(dim)), proj_dim=dim, lambda_relative=0.3, use_cpu=True)
         attributor = TrakAttributor(models[0], config, prepared.train_rows, task="image_classification")
         scored = attributor.featurize(models).attribute(prepared.targets, top_k=None)
         expected = np.stack(scored.with_format("numpy")["trak_scores"][:]).T

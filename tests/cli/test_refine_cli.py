@@ -18,7 +18,7 @@ from hf_trak.report.run import AttributionRun
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 MODEL = ("--model", "model", "--train_dataset", "reviews.jsonl")
-QUICK = ("--use_cpu", "--disable_tqdm")
+QUICK = "--use_cpu"
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_refined_scores_are_those_of_the_library(place: Path, capsys: pytest.Cap
     run = json.loads(capsys.readouterr().out)["run"]
 
     model_args, data = parse_yaml_and_args((ModelArguments, DataArguments), list(MODEL))
-    built = build(model_args, data, TrakConfig("library", use_cpu=True, disable_tqdm=True))
+    built = build(model_args, data, TrakConfig("library", use_cpu=True))
     targets = built.preparation.prepare(Dataset.from_json("mine.jsonl"))
     given = {"exact": True, "refine": Refinement(steps=2, rows=24)}
     expected = built.attributor.attribute(targets, top_k=5, **given)

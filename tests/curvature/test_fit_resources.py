@@ -42,7 +42,7 @@ def test_a_tied_head_and_single_numbers_have_no_bases(tied, curvature):
 def test_a_fit_that_needs_more_than_there_is_says_so_first(tmp_path: Path, monkeypatch, caplog, short):
     ids = torch.randint(0, 50, (8, 6), generator=torch.Generator().manual_seed(0)).tolist()
     rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    args = TrakConfig(str(tmp_path), curvature="ekfac", use_cpu=True, disable_tqdm=True)
+    args = TrakConfig(str(tmp_path), curvature="ekfac", use_cpu=True)
     one = TrakAttributor(llama(50, False), args, train_dataset=rows, task="causal_lm")
     monkeypatch.setattr(fit_resources, "free_bytes", lambda device: 1024 if short == "memory" else 2**40)
     monkeypatch.setattr(fit_resources, "_free_disk", lambda directory: 1024 if short == "disk" else 2**40)

@@ -25,6 +25,7 @@ from doc_pages import PAGES, ROOT, RUNNABLE, blocks_of, hf_trak_command, name_of
 from hub_server import TOKEN, Hub, client, hub
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from trak_options import trak_config
 from transformers import BertConfig, BertForMaskedLM, DataCollatorWithPadding
 from vlm_models import conversations, processor_of_words, vlm
 
@@ -45,7 +46,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def small(directory: str, **settings: Any) -> TrakConfig:
-    return TrakConfig(output_dir=directory, proj_dim=64, use_cpu=True, disable_tqdm=True, **settings)
+    return trak_config(output_dir=directory, proj_dim=64, use_cpu=True, **settings)
 
 
 def layouts() -> list[str]:
@@ -166,7 +167,7 @@ def test_concepts(place: Path) -> None:
 def test_curvature(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_reviews(place)
     trainer = make_trainer(sentences(40), 0)
-    small = 'TrakConfig(output_dir="trak", proj_dim=64, use_cpu=True, disable_tqdm=True, '
+    small = 'trak_config(output_dir="trak", proj_dim=64, use_cpu=True, '
     namespace = run_page(
         "docs/curvature.md",
         {"trainer": trainer, "eval_dataset": sentences(6)},
@@ -184,7 +185,7 @@ def test_curvature(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_refine(place: Path) -> None:
     trainer = make_trainer(sentences(40), 0)
-    small = 'TrakConfig(output_dir="trak", use_cpu=True, disable_tqdm=True, '
+    small = 'trak_config(output_dir="trak", use_cpu=True, '
     given = {"trainer": trainer, "eval_dataset": sentences(6)}
     namespace = run_page("docs/refine.md", given, hf_trak_command, {'TrakConfig(output_dir="trak", ': small})
     assert len(namespace["scored"]) == len(namespace["quick"]) == 6
@@ -216,7 +217,7 @@ def test_viewer(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_rerank(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_reviews(place)
     trainer = make_trainer(sentences(40), 0)
-    small = 'TrakConfig(output_dir="trak", proj_dim=64, use_cpu=True, disable_tqdm=True, '
+    small = 'trak_config(output_dir="trak", proj_dim=64, use_cpu=True, '
     given = {"trainer": trainer, "eval_dataset": sentences(6)}
     namespace = run_page("docs/rerank.md", given, hf_trak_command, {'TrakConfig(output_dir="trak", ': small})
     assert namespace["scored"]["trak_stage"] == ["exact"] * 6
@@ -228,7 +229,7 @@ def test_rerank(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_codes(place: Path) -> None:
     pytest.importorskip("faiss")
     rows = sentences(40)
-    config = TrakConfig(output_dir="trak", bytes_per_row=1024, use_cpu=True, disable_tqdm=True)
+    config = TrakConfig(output_dir="trak", proj_dim="1024B", use_cpu=True)
     attributor = TrakAttributor(tiny_bert(), config, rows).featurize()
     run_page("docs/codes.md", {"attributor": attributor, "eval_dataset": rows.select(range(3))}, hf_trak_command)
 
@@ -280,7 +281,7 @@ def test_vision_language(place: Path) -> None:
     rows, model = conversations(6), vlm("qwen2_vl")
     model.config.pad_token_id = 0
     options = {"max_length": None, "bf16": False, "gradient_checkpointing": False, "report_to": [], "use_cpu": True}
-    args = trl.SFTConfig("out", max_steps=1, save_strategy="no", disable_tqdm=True, **options)
+    args = trl.SFTConfig("out", max_steps=1, save_strategy="no", **options)
     trainer = trl.SFTTrainer(model, args=args, train_dataset=rows, processing_class=processor_of_words())
     namespace = {"trainer": trainer, "eval_dataset": rows.select([1])}
     run_page("docs/vision_language.md", namespace, hf_trak_command)

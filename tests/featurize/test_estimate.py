@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from digit_models import DigitNet, digits, make, trained_net
 from torch import nn
+from trak_options import trak_config
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_trak
@@ -25,7 +26,7 @@ def nets() -> list[DigitNet]:
 
 
 def config(**options) -> TrakConfig:
-    return TrakConfig("unused", proj_dim=64, shard_size=16, use_cpu=True, **options)
+    return trak_config("unused", proj_dim=64, shard_size=16, use_cpu=True, **options)
 
 
 def bytes_on_disk(directory: Path) -> int:
@@ -85,7 +86,7 @@ def test_memory_on_a_gpu(tmp_path):
             self.body, self.head = model[:3], model[3]
 
     rows = digits(0, 64)
-    options = TrakConfig(str(tmp_path), proj_dim=512, shard_size=32, per_device_batch_size=32, disable_tqdm=True)
+    options = TrakConfig(str(tmp_path), proj_dim=512, shard_size=32, per_device_batch_size=32)
     attributor = TrakAttributor(Wrapped(), options, train_dataset=rows, task="image_classification")
     torch.cuda.reset_peak_memory_stats()
     attributor.featurize()

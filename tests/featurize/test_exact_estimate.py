@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from trak_options import trak_config
 
 from hf_trak import TrakAttributor, TrakConfig, estimate
 from hf_trak.curvature import fit
@@ -35,7 +36,7 @@ def stored(directory: Path, pattern: str) -> int:
 @pytest.mark.parametrize("curvature", ["ekfac", "diagonal"])
 def test_bytes_on_disk(tmp_path, curvature, monkeypatch):
     torch.manual_seed(0)
-    args = TrakConfig(str(tmp_path), curvature=curvature, use_cpu=True, disable_tqdm=True)
+    args = TrakConfig(str(tmp_path), curvature=curvature, use_cpu=True)
     own = TrakAttributor(Net(), args, rows(N, 0), task="image_classification")
     promised = own.estimate(M).exact
     assert promised is not None
@@ -62,7 +63,7 @@ def test_targets_that_do_not_fit_take_several_passes(tmp_path):
     model = Net()
     parameters = sum(p.numel() for p in model.parameters())
     memory = 5 * 4 * parameters / 2**30
-    args = TrakConfig(str(tmp_path), curvature="ekfac", use_cpu=True, disable_tqdm=True, exact_memory=memory)
+    args = trak_config(str(tmp_path), curvature="ekfac", use_cpu=True, curvature_memory=memory)
     assert estimate(model, N, args, eval_dataset=M).exact.passes == 3
     targets = rows(M, 1)
     several = TrakAttributor(model, args, rows(N, 0), task="image_classification")
@@ -70,7 +71,7 @@ def test_targets_that_do_not_fit_take_several_passes(tmp_path):
     own = ExactScores(several)
     names = sorted({path.name.split("-")[1] for path in tmp_path.glob("experiments/*/*/*/scores-*")})
     assert names == ["000000", "000005", "000010"] and own.damping == 0.1
-    args = TrakConfig(str(tmp_path / "one"), curvature="ekfac", use_cpu=True, disable_tqdm=True)
+    args = TrakConfig(str(tmp_path / "one"), curvature="ekfac", use_cpu=True)
     second = TrakAttributor(model, args, rows(N, 0), task="image_classification").attribute(
         targets, top_k=None, exact=True
     )["trak_scores"]

@@ -11,6 +11,7 @@ import store_jobs
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from trak_options import trak_config
 
 from hf_trak import TrakAttributor, TrakConfig, estimate
 from hf_trak.runtime.processes import Processes
@@ -154,7 +155,7 @@ def test_few_rows_never_make_a_matrix_of_features(tmp_path: Path) -> None:
     torch.manual_seed(0)
     data = [(torch.randn(20_000), i % 20) for i in range(20)]
     for name, options in {"none": {"proj_type": "none"}, "default": {"feature_dtype": "float32"}}.items():
-        config = TrakConfig(output_dir=str(tmp_path / name), use_cpu=True, disable_tqdm=True, **options)  # type: ignore[arg-type]
+        config = trak_config(output_dir=str(tmp_path / name), use_cpu=True, **options)  # type: ignore[arg-type]
         attributor = TrakAttributor(nn.Linear(20_000, 20), config, data, task="image_classification").featurize()
         scored = attributor.attribute(data[:2], top_k=1)
         assert [row[0] for row in scored["trak_indices"][:]] == [0, 1]
@@ -252,7 +253,7 @@ def test_an_estimate_names_the_solver_and_the_others() -> None:
 
 
 def test_an_estimate_follows_the_settings() -> None:
-    options = TrakConfig(proj_dim=65_536, solver="low_rank", solver_rank=100)
+    options = TrakConfig(proj_dim=65_536, solver="low_rank-100")
     expected = estimate(model(), 5000, options)
     assert (expected.solver.kind, expected.solver.size) == ("low_rank", 100)
     assert [(one.kind, one.size) for one in expected.alternatives] == [

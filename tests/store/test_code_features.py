@@ -215,17 +215,16 @@ def test_a_budget_of_bytes():
     assert (TrakConfig().width, TrakConfig().storage) == (4096, "int4")
     assert TrakConfig(proj_dim=64).storage == "float32"
     assert TrakConfig(proj_type="none").storage == "float32"
-    budget = TrakConfig(bytes_per_row=1024)
+    budget = TrakConfig(proj_dim="1024B")
     assert (budget.width, budget.storage) == (4096, "int2")
-    assert TrakConfig(bytes_per_row=1024, feature_dtype="int8").width == 1024
-    assert TrakConfig(bytes_per_row=1024, feature_dtype="float32").width == 256
-    assert TrakConfig(bytes_per_row=1024, proj_dim=100).width == 100
+    assert TrakConfig(proj_dim="1024B", feature_dtype="int8").width == 1024
+    assert TrakConfig(proj_dim="1024B", feature_dtype="float32").width == 256
     again = replace(budget, output_dir="elsewhere")
     assert (again.width, again.storage) == (budget.width, budget.storage)
-    with pytest.raises(ValueError, match="bytes_per_row"):
-        TrakConfig(bytes_per_row=1, feature_dtype="float32")
-    with pytest.raises(ValueError, match="bytes_per_row"):
-        TrakConfig(bytes_per_row=0)
+    with pytest.raises(ValueError, match="`proj_dim` is"):
+        TrakConfig(proj_dim="1B", feature_dtype="float32")
+    with pytest.raises(ValueError, match="`proj_dim` is"):
+        TrakConfig(proj_dim="0B")
 
 
 def test_expected_quality_is_that_of_the_benchmark():

@@ -16,8 +16,9 @@ import torch
 from rounding import assert_within, gamma
 from safetensors import safe_open
 from safetensors.torch import load_file
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.cli.main import main
 from hf_trak.errors import ConfigMismatchError, StoreError
 from hf_trak.store import format_1
@@ -45,7 +46,7 @@ def directory(tmp_path: Path) -> Path:
 
 def attributor_of(directory: Path, model: Any = None, dataset: Any = None, **options: Any) -> TrakAttributor:
     settings = {"proj_dim": 8, "shard_size": 4, "per_device_batch_size": 4, **options}
-    args = TrakConfig(output_dir=str(directory / "store"), use_cpu=True, disable_tqdm=True, **settings)
+    args = trak_config(output_dir=str(directory / "store"), use_cpu=True, **settings)
     rows = golden.rows(0, golden.N) if dataset is None else dataset
     return TrakAttributor(model or golden.network(), args, train_dataset=rows, task="image_classification")
 
@@ -116,7 +117,6 @@ def test_an_index_opens_and_gives_the_same_scores(directory: Path, tmp_path: Pat
         checkpoints=[golden.state(0), golden.state(1)],
         output_dir=str(tmp_path / "mine"),
         use_cpu=True,
-        disable_tqdm=True,
     )
     scored = attributor.attribute(golden.rows(100, golden.M), top_k=None).with_format("numpy")
     assert_same_scores(np.stack(scored["trak_scores"][:]), expected(directory))

@@ -119,7 +119,6 @@ def test_an_index_opens_and_gives_the_same_scores(
         checkpoints=STATES,
         output_dir=str(tmp_path / "mine"),
         use_cpu=True,
-        disable_tqdm=True,
     )
     scored = attributor.attribute(golden.rows(100, golden.M), top_k=None).with_format("numpy")
     assert_same_scores(scored["trak_scores"][:], expected(directory))
