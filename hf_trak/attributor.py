@@ -254,7 +254,8 @@ class TrakAttributor(FeaturizedModel):
 
         Which one, and its damping, is set in the configuration (`curvature`). It is kept in
         `<output_dir>/curvature/<model_id>/`; the same call after an interruption goes on, with any number of
-        processes. The weights of the model are the same afterwards as before. A short report is logged; [`~TrakAttributor.curvature_report`] gives all of it.
+        processes. The weights of the model are the same afterwards as before. A short report is logged;
+        [`~TrakAttributor.curvature_report`] gives all of it.
 
         Args:
             checkpoints (*optional*):

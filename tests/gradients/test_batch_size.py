@@ -1,4 +1,4 @@
-"""Batch sizes that are found, with a model that runs out of memory as CUDA and as the CPU say it; progress of a pass."""
+"""Batch sizes that are found, with a model that runs out of memory as CUDA and the CPU say it; progress of a pass."""
 
 import hashlib
 import json
