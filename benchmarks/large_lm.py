@@ -202,8 +202,8 @@ def featurize_billion(case: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "stored": stored,
         "estimated parameters": estimate.parameters,
-        "estimated feature_bytes": estimate.feature_bytes,
-        "estimated featurize_memory": estimate.featurize_memory,
+        "estimated feature_bytes": estimate.stages["features"].disk,
+        "estimated featurize_memory": estimate.stages["features"].memory,
     }
 
 

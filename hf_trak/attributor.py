@@ -26,10 +26,8 @@ from hf_trak.featurize.definition import as_list, checked_ids, sources_of
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fidelity import (
-    ConversionFidelity,
     Fidelity,
     check_sketch,
-    compare_stores,
     curvature_report,
     log_reports,
     measure_fidelity,
@@ -60,7 +58,6 @@ from hf_trak.scores.selection import (
 )
 from hf_trak.scores.spans import single_labels, span_targets, with_token_scores
 from hf_trak.store.atomic import safe_name
-from hf_trak.store.revised import PrefixStore
 from hf_trak.store.sealed import content_digest
 from hf_trak.weights.checkpoints import Checkpoint
 
@@ -320,9 +317,9 @@ class TrakAttributor(FeaturizedModel):
             ValueError: a number is out of range, or there are fewer than 4 training rows.
             All that `fit_curvature` raises.
         """
-        return measure_fidelity(self, rows, targets, seed, model_id)
+        return measure_fidelity(self, "index", rows, targets, seed, model_id)
 
-    def first_pass_fidelity(self, first_pass_bytes: int = 512, targets: int = 16, seed: int = 0) -> ConversionFidelity:
+    def first_pass_fidelity(self, first_pass_bytes: int = 512, targets: int = 16, seed: int = 0) -> Fidelity:
         """Measure what a first pass over the first bytes of every row misses, on a sample.
 
         Training rows are drawn as targets, and all others are scored for them from whole rows and from their first
@@ -337,17 +334,14 @@ class TrakAttributor(FeaturizedModel):
                 Seed of the draw.
 
         Returns:
-            [`~hf_trak.featurize.fidelity.ConversionFidelity`]: rank correlation of the scores, and overlap
+            [`~hf_trak.featurize.fidelity.Fidelity`]: rank correlation of the scores, and overlap
             of the rows with the highest ones.
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             ValueError: the features are not codes, or a number is out of range.
         """
-        for model_id in self.scorer.ensemble(None):
-            self.store.train(model_id).names_within(first_pass_bytes)
-        prefix = PrefixStore(self.store, first_pass_bytes)
-        return compare_stores(self.store, prefix, self.args, self.processes, targets, seed)
+        return measure_fidelity(self, first_pass_bytes, targets=targets, seed=seed)
 
     def attribute(
         self,

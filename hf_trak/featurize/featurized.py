@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from hf_trak.config import TrakConfig, checked_args
+from hf_trak.curvature.conjugate_gradients import Refinement
 from hf_trak.curvature.maps import GradientMap
 from hf_trak.data.drawn_rows import RowDraws
 from hf_trak.data.rows import Collator, RowBatches, default_collator, row_count, rows_of_loader
@@ -318,7 +319,15 @@ class FeaturizedModel:
             num_workers=self.num_workers,
         )
 
-    def estimate(self, eval_dataset: Any = 0, checkpoints: int = 1, measure: bool = False) -> Estimate:
+    def estimate(
+        self,
+        eval_dataset: Any = 0,
+        checkpoints: int = 1,
+        measure: bool = False,
+        exact: bool = False,
+        rerank: int | None = None,
+        refinement: Refinement | None = None,
+    ) -> Estimate:
         """Tell what it takes to featurize and score: parameters, disk, memory, and time if it is measured.
 
         Args:
@@ -328,6 +337,12 @@ class FeaturizedModel:
                 Number of checkpoints.
             measure (`bool`, *optional*, defaults to `False`):
                 Featurize a few batches in a temporary directory, to project the time.
+            exact (`bool`, *optional*, defaults to `False`):
+                Whether all rows are to be scored exactly.
+            rerank (`int`, *optional*):
+                Rows of a shortlist that are to be scored exactly, for each target and end.
+            refinement (`Refinement`, *optional*):
+                How targets of exact scores are to be refined.
 
         Returns:
             [`Estimate`]: sizes in bytes, times in seconds.
@@ -345,6 +360,9 @@ class FeaturizedModel:
                 eval_dataset=eval_dataset,
                 processes=self.processes.num_processes,
                 rows_per_second=rows_per_second,
+                exact=exact,
+                rerank=rerank,
+                refinement=refinement,
             )
 
     def measured_rate(self) -> float:

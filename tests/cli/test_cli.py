@@ -219,12 +219,15 @@ def test_estimate_foretells_what_featurize_writes(featurized, home, answer, caps
     config = ["--config", str(home / "run.yaml")]
     printed = answer("estimate", *config)
     written = sum(path.stat().st_size for path in (featurized / "checkpoint-0").iterdir())
-    assert printed["feature_bytes"] + printed["gram_bytes"] == pytest.approx(written, rel=0.1)
+    promised = {name: stage["disk"] for name, stage in printed["stages"].items()}
+    assert promised["features"] + promised["solver"] == pytest.approx(written, rel=0.1)
     assert (printed["train_size"], printed["seconds"]) == (N_TRAIN, None)
     assert answer("estimate", *config, "--measure")["seconds"] > 0
     model = ["--model", str(home / "model"), "--train_size", "1000000", "--proj_dim", "8192"]
-    assert answer("estimate", *model, "--feature_dtype", "float32")["feature_bytes"] > 1_000_000 * 8192 * 4
-    assert answer("estimate", *model)["feature_bytes"] < 1_000_000 * 8192 * 0.51
+    assert (
+        answer("estimate", *model, "--feature_dtype", "float32")["stages"]["features"]["disk"] > 1_000_000 * 8192 * 4
+    )
+    assert answer("estimate", *model)["stages"]["features"]["disk"] < 1_000_000 * 8192 * 0.51
     assert main(["estimate", "--model", str(home / "model")]) == 1
     assert "--train_size" in capsys.readouterr().err
 

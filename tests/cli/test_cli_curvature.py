@@ -181,7 +181,7 @@ def test_featurize_measures_the_fidelity_of_its_index(
     (found,) = answer("featurize", *quick)["fidelity"]
     assert (found["rows"], found["targets"], found["features"]) == (24, 16, 64)
     assert main(["featurize", *quick]) == 0
-    assert f"64 features beside whole gradients: {found['projection']['mean_spearman']:.2f}" in capsys.readouterr().out
+    assert f"64 features beside whole gradients: {found['projection']['mean_spearman']:.3f}" in capsys.readouterr().out
     assert "fidelity" not in answer("featurize", *MODEL, *QUICK, "--shard_size", "10")
 
 

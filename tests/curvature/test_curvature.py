@@ -157,8 +157,8 @@ def test_targets_of_low_rank_and_of_half_the_bytes(
             found = scores()
         written = sum(size for name, size in sizes().items() if name not in before)
         assert written < (0.75 if rank == 12 else 0.55) * whole
-        promised = own.estimate(9).exact
-        assert promised is not None and promised.targets_bytes == pytest.approx(written, rel=0.15)
+        promised = own.estimate(9, exact=True).stages["exact targets"]
+        assert promised.disk == pytest.approx(written, rel=0.15)
         loss = float((found - expected).norm() / expected.norm())
         if rank is None:
             assert 0 < loss < 2**-8 and not caplog.records

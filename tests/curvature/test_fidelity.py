@@ -78,7 +78,7 @@ def test_whole_gradients_agree_with_themselves(tmp_path: Path) -> None:
 def test_targets_are_divided_where_memory_is_short(tmp_path: Path) -> None:
     one = attributor(tmp_path).featurize().fit_curvature()
     found, _, _ = sampled_scores(one, 20, 5, 0, None)
-    one.args.curvature_memory = 2 * 8 * one.layout.total / 2**30  # two targets at a time
+    one.args.curvature.memory = 2 * 8 * one.layout.total / 2**30  # two targets at a time
     divided, _, _ = sampled_scores(one, 20, 5, 0, None)
     for name in ("products", "exact_products", "index", "exact"):
         assert error(getattr(divided, name), getattr(found, name)) < 1e-5, name
@@ -92,12 +92,12 @@ def test_language_models_and_their_report(tmp_path: Path) -> None:
     found = one.fidelity(rows=12, targets=4)
     after = sorted(path for path in tmp_path.rglob("*") if "curvature" not in path.parts)
     assert before == after, "nothing is left but the curvature"
-    assert (found.rows, found.targets, found.top, found.features, found.curvature) == (12, 4, 3, 256, "ekfac")
+    assert (found.rows, found.targets, found.top, found.features, found.before) == (12, 4, 3, 256, "exact ekfac")
     assert found == one.fidelity(rows=12, targets=4) != one.fidelity(rows=12, targets=4, seed=1)
     content = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert content["scores"]["mean_spearman"] == pytest.approx(np.mean(found.scores.spearman))
-    assert f"256 features beside whole gradients: {np.mean(found.projection.spearman):.2f} ± " in str(found)
-    assert f"exact ekfac scores: {np.mean(found.scores.spearman):.2f} ± " in str(found)
+    assert f"256 features beside whole gradients: {np.mean(found.projection.spearman):.3f} ± " in str(found)
+    assert f"exact ekfac scores: {np.mean(found.scores.spearman):.3f} ± " in str(found)
     assert "chance: 0, 25%" in str(found)
 
 
@@ -131,7 +131,7 @@ def test_what_an_interrupted_measurement_left_is_used(tmp_path: Path, monkeypatc
         patch.setattr(fidelity.shutil, "rmtree", lambda _: None)
         assert one.fidelity(rows=20, targets=5) == expected
     assert {path: path.stat().st_mtime_ns for path in left.iterdir()} == times and len(times) > 2
-    one.args.damping = 7.0  # other scores: what lies there is not taken for them
+    one.args.curvature.damping = 7.0  # other scores: what lies there is not taken for them
     assert one.fidelity(rows=20, targets=5).scores != expected.scores
 
 

@@ -113,7 +113,7 @@ def test_published(hub: Hub, client: Path, tmp_path: Path) -> None:
     card = hub.dataset("tester/whitened")["README.md"].decode()
     assert "with exact ekfac scores" in card and "8 training rows × 4 targets" in card
     loaded = TrakAttributor.from_pretrained("tester/whitened", made.model, token=TOKEN, use_cpu=True)
-    assert loaded.args.whitened
+    assert loaded.args.curvature.whitened
     assert np.array_equal(scores(loaded), expected)
 
 

@@ -3,7 +3,6 @@ within what the codes' noise explains."""
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -225,31 +224,6 @@ def test_a_budget_of_bytes():
         TrakConfig(proj_dim="1B", feature_dtype="float32")
     with pytest.raises(ValueError, match="`proj_dim` is"):
         TrakConfig(proj_dim="0B")
-
-
-def test_expected_quality_is_that_of_the_benchmark():
-    """The numbers that `estimate` shows are means of the published tables."""
-    from hf_trak.featurize.estimation import QUALITY, SIZES
-
-    text = (Path(__file__).parents[2] / "benchmarks/quality/CODES.md").read_text(encoding="utf-8")
-    tables = re.findall(r"LDS, with ridge:\n+\| \|[^\n]*\n\|---[^\n]*\n((?:\|[^\n]*\n)+)", text)
-    assert len(tables) == 7
-    found: dict[tuple[str, int], float] = {}
-    for line in "".join(tables).splitlines():
-        form, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-        for size, cell in zip(SIZES, cells, strict=True):
-            found[form, size] = found.get((form, size), 0.0) + float(cell.split()[0])
-    for form, values in QUALITY.items():
-        for size, value in zip(SIZES, values, strict=True):
-            assert value == pytest.approx(found[form, size] / found["float32", 16384], abs=0.0051)
-
-
-def test_an_estimate_shows_other_forms(net, tmp_path):
-    estimate = coded(net, tmp_path, "int2", proj_dim=8192).estimate(eval_dataset=10)
-    assert [(one.feature_dtype, one.row_bytes) for one in estimate.storage][:2] == [("int2", 512), ("int2", 1024)]
-    assert ("int2", 8192) not in {(one.feature_dtype, one.proj_dim) for one in estimate.storage}
-    assert "int4 × 4,096 (2,048 bytes per row, quality 1.01" in str(estimate)
-    assert coded(net, tmp_path / "none", None, proj_type="none").estimate().storage == ()
 
 
 JOB = """

@@ -75,10 +75,11 @@ def _stage_of_pass(_: CurvatureFit, stage: str, *__: Any) -> str:
 
 def _promise(work: Work, meter: Meter, model: Any, args: TrakConfig) -> None:
     """What the estimate says, without weights, which are there before, and with the activations of a plain pass."""
-    exact = estimate(model, work.rows, args, eval_dataset=work.targets).exact
-    if exact is None or "plain" not in meter.measured.peak_mib:
+    stages = estimate(model, work.rows, args, eval_dataset=work.targets, exact=True).stages
+    if "plain" not in meter.measured.peak_mib:
         return
     numbers = sum(parameter.numel() for parameter in model.parameters())
     activations = meter.measured.peak_mib["plain"] - 4 * numbers / 2**20
-    for group, promised in ((FIT, exact.fit_memory), (SCORING, exact.curvature_memory)):
+    scoring = max(stages["exact targets"].memory, stages["exact scores"].memory)
+    for group, promised in ((FIT, stages["curvature"].memory), (SCORING, scoring)):
         meter.measured.promised_mib[group] = (promised - 4 * numbers) / 2**20 + activations
