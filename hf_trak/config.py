@@ -74,26 +74,15 @@ class CurvatureConfig:
         ValueError: an argument is out of range, or of the wrong type.
     """
 
-    kind: CurvatureName = field(
-        default="ekfac",
-        metadata={"help": "Curvature of exact scores; `hybrid` puts TRAK's Gram matrix over `ekfac`."},
-    )
-    rows: int | None = field(default=None, metadata={"help": "Training rows of a curvature: 4,096."})
-    labels: CurvatureLabels = field(
-        default="sampled",
-        metadata={"help": "Labels of a curvature: `sampled` from the model, or `empirical`."},
-    )
-    damping: float | None = field(
-        default=None,
-        metadata={
-            "help": "Damping of a curvature, relative to each block's mean eigenvalue: 0.1 or, for `hybrid`, 10."
-        },
-    )
-    whitened: bool = field(default=False, metadata={"help": "Project P^{-1/2} times gradients."})
-    hybrid_lambda: float = field(default=3.0, metadata={"help": "Ridge of the hybrid, relative."})
-    memory: float = field(default=4.0, metadata={"help": "GiB for preconditioned targets."})
-    dtype: ExactDtype = field(default="float32", metadata={"help": "Dtype of preconditioned targets."})
-    rank: int | None = field(default=None, metadata={"help": "Their rank; whole by default."})
+    kind: CurvatureName = "ekfac"
+    rows: int | None = None
+    labels: CurvatureLabels = "sampled"
+    damping: float | None = None
+    whitened: bool = False
+    hybrid_lambda: float = 3.0
+    memory: float = 4.0
+    dtype: ExactDtype = "float32"
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         for name, kinds in (("kind", CurvatureName), ("labels", CurvatureLabels), ("dtype", ExactDtype)):
@@ -183,61 +172,23 @@ class TrakConfig:
         ValueError: an argument is out of range, or of the wrong type.
     """
 
-    output_dir: str = field(
-        default="trak",
-        metadata={"help": "Directory of the feature store. Running again with the same arguments resumes."},
-    )
-    proj_type: str = field(
-        default="sjlt",
-        metadata={"help": "Random projection: `sjlt`, `factored`, `rademacher`, `normal` or `none`."},
-    )
-    proj_dim: int | str | None = field(
-        default=None,
-        metadata={"help": "Columns of the features, k: 4,096; or bytes per row, such as `512B`."},
-    )
-    feature_dtype: FeatureDtype | None = field(
-        default=None,
-        metadata={"help": "Storage of the features: numbers, or codes of 8, 4, 2 or 1 bits."},
-    )
-    seed: int = field(default=0, metadata={"help": "Seed of projection, random rows and simulated negatives."})
-    grad_wrt: list[str] | None = field(
-        default=None,
-        metadata={"help": "Parameters to attribute. By default all that require gradients."},
-    )
-    engine: EngineName = field(
-        default="auto",
-        metadata={"help": "Engine of per-sample gradients. `auto` picks the fastest that is exact."},
-    )
-    lambda_relative: float = field(
-        default=0.3,
-        metadata={"help": "Ridge term λ as a multiple of trace(XᵀX) / min(n, k)."},
-    )
-    solver: str = field(
-        default="auto",
-        metadata={
-            "help": "Solver of the ridge: `primal`, `dual`, `low_rank`, or `auto` for an exact one that fits into "
-            "memory."
-        },
-    )
-    curvature: CurvatureConfig = field(
-        default_factory=CurvatureConfig, metadata={"help": "Curvature of exact scores and of whitened features."}
-    )
-    model_dtype: ModelDtype | None = field(default=None, metadata={"help": "Dtype to cast the model to."})
-    per_device_batch_size: int | str = field(
-        default=16,
-        metadata={"help": "Rows per batch and process, or `auto`. Changes features by rounding only."},
-    )
-    shard_size: int = field(
-        default=1024,
-        metadata={"help": "Rows per shard, the most that a killed process loses."},
-    )
-    num_draws: int = field(default=1, metadata={"help": "Draws of each random row, averaged."})
-    label_names: list[str] | None = field(default=None, metadata={"help": "Names of the label columns."})
-    remove_unused_columns: bool = field(
-        default=True,
-        metadata={"help": "Drop columns that the model's `forward` does not accept."},
-    )
-    use_cpu: bool = field(default=False, metadata={"help": "Stay on the CPU."})
+    output_dir: str = "trak"
+    proj_type: str = "sjlt"
+    proj_dim: int | str | None = None
+    feature_dtype: FeatureDtype | None = None
+    seed: int = 0
+    grad_wrt: list[str] | None = None
+    engine: EngineName = "auto"
+    lambda_relative: float = 0.3
+    solver: str = "auto"
+    curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
+    model_dtype: ModelDtype | None = None
+    per_device_batch_size: int | str = 16
+    shard_size: int = 1024
+    num_draws: int = 1
+    label_names: list[str] | None = None
+    remove_unused_columns: bool = True
+    use_cpu: bool = False
 
     def __post_init__(self) -> None:
         self.output_dir = str(self.output_dir)

@@ -7,6 +7,7 @@ of the file like the same text on the command line, and refuses keys that are no
 
 import dataclasses
 import difflib
+import inspect
 import json
 import os
 import re
@@ -33,6 +34,10 @@ _CONFIG = "config"
 _UNSET = object()
 
 _NULL = "tag:yaml.org,2002:null"
+
+_DOCUMENTED = re.compile(r"^ {4}(\w+) \(`.*\):\n((?: {8}.*\n?)+)", re.M)
+
+"""Names of fields with their texts, in the docstring of a dataclass."""
 
 _PERCENT = re.compile(r"%%|%\(\w+\)[a-z]|%")
 
@@ -100,24 +105,29 @@ class _Parser(HfArgumentParser):
 
 @dataclass(frozen=True)
 class _Option:
-    """One argument: its name, its field with the declared type, and the field that holds the dataclass of that one."""
+    """One argument: its name, its field with type and help, and the field that holds the dataclass of that one."""
 
     name: str
     field: dataclasses.Field
     hint: Any
+    help: str | None
     outer: str | None = None
 
 
 def _options(kind: Any) -> Iterator[_Option]:
     """List the arguments of a dataclass, those of a field that is a dataclass one by one."""
-    declared = get_type_hints(kind)
+    declared, documented = get_type_hints(kind), dict(_DOCUMENTED.findall(inspect.cleandoc(kind.__doc__ or "")))
     for one in dataclasses.fields(kind):
         if one.init and dataclasses.is_dataclass(declared[one.name]):
             for place, inner in enumerate(_options(declared[one.name])):
                 name = f"{one.name}_{inner.name}" if place else one.name
                 yield dataclasses.replace(inner, name=name, outer=one.name)
         elif one.init:
-            yield _Option(one.name, one, declared[one.name])
+            yield _Option(one.name, one, declared[one.name], _first_sentence(documented.get(one.name)))
+
+
+def _first_sentence(text: str | None) -> str | None:
+    return text and re.split(r"(?<=\.) (?=[A-Z])", " ".join(text.split()))[0]
 
 
 def _flat(types: Iterable[type], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,12 +194,13 @@ def _build(types: Iterable[type], prog: str | None, description: str | None) -> 
             if option.name in seen:
                 continue
             seen.add(option.name)
-            metadata = dict(option.field.metadata)
-            if "help" in metadata:
+            metadata = {"help": option.help, **option.field.metadata}
+            if metadata["help"]:
                 metadata["help"] = _PERCENT.sub(lambda m: "%%" if m[0] == "%" else m[0], metadata["help"])
             copied = dataclasses.field(metadata=metadata, **_default(option.field))
             specs.append((option.name, _as_text(option.hint), copied))
         copies.append(dataclasses.make_dataclass(kind.__name__, specs, kw_only=True))
+        copies[-1]._argument_group_name = kind.__name__
     parser = _Parser(copies, prog=prog, description=description, allow_abbrev=False)
     parser.add_argument(f"--{_CONFIG}", metavar="FILE", help="YAML file of defaults for all of these arguments.")
     return parser

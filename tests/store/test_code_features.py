@@ -158,12 +158,11 @@ def test_changed_features_are_noticed_before_a_shard_is_written(net, tmp_path):
             other.featurize()
 
 
-def test_a_store_keeps_its_storage_when_the_default_is_another(net, tmp_path):
+def test_another_storage_is_refused_also_where_it_is_the_default(net, tmp_path):
     coded(net, tmp_path, "float32", proj_dim=2048).featurize()
-    again = make(net, tmp_path, digits(0, N), proj_dim=2048)
-    assert again.args.storage == "float32"
-    full_scores(again.featurize(), digits(200, 203))
-    assert make(net, tmp_path / "new", digits(0, N), proj_dim=2048).args.storage == "int4"
+    assert make(net, tmp_path, digits(0, N), proj_dim=2048).args.storage == "int4"
+    with pytest.raises(ConfigMismatchError, match="feature_dtype"):
+        make(net, tmp_path, digits(0, N), proj_dim=2048).featurize()
 
 
 @pytest.mark.parametrize("tensor", ["scale", "codes.00", "out_to_loss"])
