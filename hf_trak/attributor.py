@@ -395,7 +395,7 @@ class TrakAttributor(FeaturizedModel):
             rerank (`int`, *optional*):
                 Take so many rows from the features, for each target and end, and score these rows with whole gradients
                 under the fitted curvature, as `exact=True` scores all rows. The cost does not grow with the training
-                dataset. `curvature="auto"` is EK-FAC here.
+                dataset.
             refine (`str` or `Refinement`, *optional*):
                 `"cg"` refines the targets of exact scores by conjugate gradients on the Gauss-Newton matrix of some
                 training rows, which knows all parameters together, where the fitted curvature knows layers. Options

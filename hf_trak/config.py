@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, cast, get_args
 
 from hf_trak.runtime.checks import checked_int
@@ -322,7 +322,7 @@ def _number_or_text(name: str, value: Any, pattern: str, example: str) -> Any:
 def _as_curvature(value: Any) -> CurvatureConfig:
     """Return a curvature that is given as such, by its kind, or as a mapping of its fields."""
     if isinstance(value, CurvatureConfig):
-        return value
+        return replace(value)  # of its own, also in a copy of the configuration
     if isinstance(value, str):
         return CurvatureConfig(kind=value)  # type: ignore[arg-type]
     names = [one.name for one in fields(CurvatureConfig)]

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from torch.utils.data import default_collate as torch_collate
 from transformers import default_data_collator
 
-from hf_trak.config import CurvatureConfig, TrakConfig
+from hf_trak.config import DEFAULT_FACTORED_DIM, CurvatureConfig, TrakConfig
 from hf_trak.data.model_inputs import check_rows
 from hf_trak.data.rows import Collator, default_collator
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, IncompleteStoreError
@@ -316,12 +316,15 @@ def _arguments(index: _OpenedIndex, model: torch.nn.Module, options: Mapping[str
     config = index.store.config
     settings = {} if index.manifest is None else index.manifest.settings
     projection = str(config.get("projection")).rpartition("-")[0]
-    number = {"sjlt": config.get("proj_nonzeros"), "factored": config.get("factored_dim")}.get(projection)
+    number, usual = {
+        "sjlt": (config.get("proj_nonzeros"), 1),
+        "factored": (config.get("factored_dim"), DEFAULT_FACTORED_DIM),
+    }.get(projection, (None, None))
     recorded = {
         **settings.get("curvature", {}), **whitening_arguments(config), "whitened": "whitening" in config
     }  # fmt: skip
     fields = {
-        "proj_type": projection if number is None else f"{projection}-{number}",
+        "proj_type": projection if number == usual else f"{projection}-{number}",
         "proj_dim": config["proj_dim"],
         "seed": config.get("seed"),
         "num_draws": _draws(index),

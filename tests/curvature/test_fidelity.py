@@ -57,7 +57,7 @@ def test_the_sampled_scores_are_those_of_attribute(tmp_path: Path, options: dict
     index = np.array(one.attribute(targets, top_k=None)["trak_scores"][:]).T[found.rows]
     assert error(found.index, index) < 1e-5
     # the hybrid's Gram matrix is one of all rows: its sample is compared with EK-FAC, at the damping of EK-FAC
-    kind = None if options == {"curvature": "hybrid"} else options.get("curvature")
+    kind = "identity" if options == {"curvature": "identity"} else "ekfac"
     args = trak_config(**{**one.args.to_dict(), "curvature": kind})
     plain = TrakAttributor(one.model, args, train_dataset=one.train_dataset, task="image_classification")
     exact = np.array(plain.attribute(targets, top_k=None, exact=True)["trak_scores"][:]).T[found.rows]
