@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
+    "CurvatureConfig": "hf_trak.config",
     "HubCheckpoint": "hf_trak.hub",
     "ImageTextCollator": "hf_trak.data.image_text",
     "Refinement": "hf_trak.curvature.conjugate_gradients",
@@ -29,6 +30,7 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "CurvatureConfig",
     "HubCheckpoint",
     "ImageTextCollator",
     "Refinement",
@@ -49,7 +51,7 @@ __all__ = [
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor
     from hf_trak.callbacks import TrakCallback
-    from hf_trak.config import TrakConfig
+    from hf_trak.config import CurvatureConfig, TrakConfig
     from hf_trak.curvature.conjugate_gradients import Refinement
     from hf_trak.data.image_text import ImageTextCollator
     from hf_trak.data.streams import StreamedRows

@@ -13,8 +13,9 @@ rows:
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -313,7 +314,7 @@ def sampled_scores(
     exact.fit(None if source is None else [source], [checkpoint])
     curvature = fitted_curvature(exact, checkpoint)
     with model.weights(checkpoint, source):
-        sample = _Sample(model, checkpoint, chosen_rows, chosen_targets, exact, curvature)
+        sample = _Sample(exact, curvature, checkpoint, chosen_rows, chosen_targets)
         return sample.scores(), curvature, checkpoint
 
 
@@ -327,55 +328,55 @@ def _sample(n: int, rows: int, targets: int, seed: int) -> tuple[list[int], list
     return sorted(map(int, order[count : count + rows])), sorted(map(int, order[:count]))
 
 
+@dataclass(frozen=True)
 class _Sample:
     """The drawn rows and targets under the weights that the model has now."""
 
-    def __init__(
-        self,
-        model: FeaturizedModel,
-        model_id: int,
-        rows: list[int],
-        targets: list[int],
-        exact: ExactScores,
-        curvature: Curvature,
-    ) -> None:
-        self._model = model
-        self._train_task = exact.train_task
-        self._damping = exact.damping
-        self._curvature = curvature
-        self._model_id = model_id
-        self._rows = rows
-        self._targets = targets
-        self._identity = {
-            **model.store.identity(model_id),
-            "curvature": curvature.digest,
-            "damping": str(exact.damping),
-            "sample": content_digest({"rows": rows, "targets": targets}),
+    exact: ExactScores
+    curvature: Curvature
+    model_id: int
+    rows: list[int]
+    targets: list[int]
+
+    @property
+    def model(self) -> FeaturizedModel:
+        return self.exact.model
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        return {
+            **self.model.store.identity(self.model_id),
+            "curvature": self.curvature.digest,
+            "damping": str(self.exact.damping),
+            "sample": content_digest({"rows": self.rows, "targets": self.targets}),
         }
-        self._directory: Path = model.store.output_dir / f"fidelity-{content_digest(self._identity)}"
+
+    @cached_property
+    def directory(self) -> Path:
+        return self.model.store.output_dir / f"fidelity-{content_digest(self.identity)}"
 
     def scores(self) -> SampledScores:
         """Compute all four matrices. What is written on the way is removed again."""
-        model = self._model
-        features, q = _read_rows(model.store.train(self._model_id), self._rows)
+        model = self.model
+        features, q = _read_rows(model.store.train(self.model_id), self.rows)
         whole = self._shards(
-            "targets", self._targets, model.layout.total, Preconditioning(identity_curvature(model.layout), 0.0),
+            "targets", self.targets, model.layout.total, Preconditioning(identity_curvature(model.layout), 0.0),
             model.task, "target",
         )  # fmt: skip
         projected, products, scores = [], [], []
         for number, gradients in self._groups(whole):
             projected.append(self._projected(gradients))
-            preconditioned = self._curvature.precondition(gradients, self._damping)
+            preconditioned = self.curvature.precondition(gradients, self.exact.damping)
             as_projected = gradients
             if model.args.curvature.whitened:
-                as_projected = self._curvature.precondition(gradients, model.args.curvature.whitening_damping)
+                as_projected = self.curvature.precondition(gradients, model.args.curvature.whitening_damping)
             products.append(self._exact(f"products-{number}", as_projected, model.task))
-            scores.append(self._exact(f"scores-{number}", preconditioned, self._train_task))
-        model.processes.broadcast_from_main(lambda: shutil.rmtree(self._directory))
+            scores.append(self._exact(f"scores-{number}", preconditioned, self.exact.train_task))
+        model.processes.broadcast_from_main(lambda: shutil.rmtree(self.directory))
         targets = torch.cat(projected)
         return SampledScores(
-            self._rows,
-            self._targets,
+            self.rows,
+            self.targets,
             (features @ targets.T * q.unsqueeze(1)).double().numpy(),
             torch.cat(products, 1).double().numpy(),
             self._index_scores(features, q, targets).double().numpy(),
@@ -384,10 +385,10 @@ class _Sample:
 
     def _groups(self, shards: ShardSet) -> Iterator[tuple[int, Tensor]]:
         """Read whole gradients of as many targets at a time as fit into memory twice, plain and preconditioned."""
-        model = self._model
+        model = self.model
         together = max(1, int(model.args.curvature.memory * 2**30) // (8 * model.layout.total))
-        for first in range(0, len(self._targets), together):
-            last = min(first + together, len(self._targets)) - 1
+        for first in range(0, len(self.targets), together):
+            last = min(first + together, len(self.targets)) - 1
             read = [shards.read(index) for index in range(shards.plan.shard_of(first), shards.plan.shard_of(last) + 1)]
             low = read[0].start
             whole = torch.cat([shard.grads for shard in read])[first - low : last + 1 - low]
@@ -395,24 +396,24 @@ class _Sample:
 
     def _projected(self, gradients: Tensor) -> Tensor:
         """Project whole gradients as the index does, with its storage dtype."""
-        model = self._model
-        projector = model.feature_map(self._model_id)
-        sink = projector.sink(len(gradients), self._model_id, model.device)
+        model = self.model
+        projector = model.feature_map(self.model_id)
+        sink = projector.sink(len(gradients), self.model_id, model.device)
         sink(0, gradients)
         features = sink.result() * projector.scale
-        rotation = model.store.rotation(self._model_id)
+        rotation = model.store.rotation(self.model_id)
         if rotation is not None:
             return rotation.apply(features).cpu()
         return features.to(model.store.feature_dtype).float().cpu()
 
     def _exact(self, name: str, targets: Tensor, task: AbstractModelOutput) -> Tensor:
         """Multiply the gradients of the drawn rows by those of targets, and by q: `(rows, targets)`."""
-        shards = self._shards(name, self._rows, len(targets), TargetProducts(targets), task, "train")
+        shards = self._shards(name, self.rows, len(targets), TargetProducts(targets), task, "train")
         return torch.cat([shard.grads * shard.out_to_loss.unsqueeze(1) for shard in shards])
 
     def _index_scores(self, features: Tensor, q: Tensor, targets: Tensor) -> Tensor:
-        scorer = self._model.scorer
-        system = scorer.precondition(self._model_id, lambda: targets, len(targets))
+        scorer = self.model.scorer
+        system = scorer.precondition(self.model_id, lambda: targets, len(targets))
         ((_, _, scores),) = score_blocks([[Shard(0, len(features), features, q)]], [system])
         return scores.cpu()
 
@@ -420,15 +421,15 @@ class _Sample:
         self, name: str, rows: list[int], width: int, gradients: GradientMap, task: AbstractModelOutput, side: Side
     ) -> ShardSet:
         """Compute a map of the gradients of some training rows: `(len(rows), width)`."""
-        model = self._model
+        model = self.model
         size = max(1, min(model.args.batch_size, _SHARD_BYTES // (4 * width)))
         shards = ShardSet(
-            self._directory, name, ShardPlan(len(rows), size), width, torch.float32, {**self._identity, "kind": name}
+            self.directory, name, ShardPlan(len(rows), size), width, torch.float32, {**self.identity, "kind": name}
         )
         dataset: Any = model.train_dataset
         part = dataset.select(rows) if hasattr(dataset, "select") else Subset(dataset, rows)
-        what = f"fidelity, {name}, checkpoint {self._model_id}"
-        model.featurizer(task, gradients).fill(shards, part, self._model_id, side, what)
+        what = f"fidelity, {name}, checkpoint {self.model_id}"
+        model.featurizer(task, gradients).fill(shards, part, self.model_id, side, what)
         return shards
 
 
@@ -490,7 +491,8 @@ def compare_stores(
     for store in (source, converted):
         scorer, ids = scorer_of(store, args, processes), converted.model_ids
         preconditioned = [
-            scorer.precondition(model_id, _targets(source, store, model_id, drawn), len(drawn)) for model_id in ids
+            scorer.precondition(model_id, partial(_target_features, source, store, model_id, drawn), len(drawn))
+            for model_id in ids
         ]
         scores.append(_scores_of(scorer, ids, preconditioned, torch.tensor(rows), len(drawn)))
     before, after = (one.double().numpy() for one in scores)
@@ -524,16 +526,12 @@ def row_bytes(store: FeatureStore) -> int:
     return store.proj_dim * store.feature_dtype.itemsize if form is None else form.row_bytes + 4
 
 
-def _targets(source: FeatureStore, store: FeatureStore, model_id: int, drawn: Sequence[int]) -> Callable[[], Tensor]:
-    """Return what reads the features of the targets `(m, k)` in the coordinates of a store, float32."""
-
-    def read() -> Tensor:
-        features, _ = _read_rows(source.train(model_id), drawn)
-        rotation = store.rotation(model_id) if source.code_format is None else None
-        # The first bytes of rows are a store of their first columns.
-        return features[:, : store.proj_dim] if rotation is None else rotation.apply(features)
-
-    return read
+def _target_features(source: FeatureStore, store: FeatureStore, model_id: int, drawn: Sequence[int]) -> Tensor:
+    """Read the features of the targets `(m, k)` in the coordinates of a store, float32."""
+    features, _ = _read_rows(source.train(model_id), drawn)
+    rotation = store.rotation(model_id) if source.code_format is None else None
+    # The first bytes of rows are a store of their first columns.
+    return features[:, : store.proj_dim] if rotation is None else rotation.apply(features)
 
 
 def _scores_of(scorer: Scorer, ids: Sequence[int], targets: Sequence[Any], rows: Tensor, m: int) -> Tensor:
