@@ -317,7 +317,7 @@ def _arguments(index: _OpenedIndex, model: torch.nn.Module, options: Mapping[str
     settings = {} if index.manifest is None else index.manifest.settings
     projection = str(config.get("projection")).rpartition("-")[0]
     number, usual = {
-        "sjlt": (config.get("proj_nonzeros"), 1),
+        "sjlt": (config.get("proj_nonzeros", 1), 1),
         "factored": (config.get("factored_dim"), DEFAULT_FACTORED_DIM),
     }.get(projection, (None, None))
     recorded = {

@@ -143,7 +143,7 @@ def test_the_same_scores_elsewhere(hub: Hub, published: Files, made: Path, tmp_p
     assert names == sorted(p.relative_to(made).as_posix() for p in (made / "curvature").rglob("*") if p.is_file())
     assert all(published[name] == (made / name).read_bytes() for name in names) and len(names) == 10
     elsewhere = load(output_dir=str(tmp_path / "work"))
-    assert {name: getattr(elsewhere.args, name) for name in SETTING} == SETTING
+    assert elsewhere.args.curvature == CurvatureConfig(rows=9, damping=0.3, labels="empirical")
     elsewhere.attribute(rows(100, M))
     assert not hub.downloads("curvature")
     assert np.array_equal(full(elsewhere, exact=True), expected())
@@ -171,7 +171,8 @@ def test_other_settings_fit_another_curvature(
 ) -> None:
     other = {"curvature": "diagonal", "curvature_damping": 0.7}
     caplog.set_level(logging.WARNING)
-    found = full(load(output_dir=str(tmp_path / "work"), **other), exact=True, model_ids=[0])
+    given = {"kind": "diagonal", "damping": 0.7}
+    found = full(load(output_dir=str(tmp_path / "work"), curvature=given), exact=True, model_ids=[0])
     assert hub.downloads("curvature") == [RECORD]
     assert "fitted with other settings" in caplog.text and 'kind: saved "ekfac", given "diagonal"' in caplog.text
     assert (tmp_path / "work" / RECORD).exists()
