@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.config import CurvatureConfig
 from hf_trak.curvature.blocks import CurvatureBlocks, KroneckerBlock
 from hf_trak.curvature.curvature import FitPlan
 from hf_trak.featurize.exact import ExactScores
@@ -81,12 +82,10 @@ def examine(model: nn.Module, batch: dict[str, Tensor], output_fn: Any) -> Row:
     with tempfile.TemporaryDirectory() as directory:
         args = TrakConfig(
             output_dir=directory,
-            curvature="ekfac",
-            curvature_labels="empirical",
+            curvature=CurvatureConfig(labels="empirical"),
             per_device_batch_size=size,
             remove_unused_columns=False,
             use_cpu=True,
-            disable_tqdm=True,
         )
         task = function_task(output_fn, model)
         attributor = TrakAttributor(model, args, rows, data_collator=_stacked, task=task)

@@ -110,7 +110,7 @@ def scores_of(
     for place, model in enumerate(models):
         config = TrakConfig(
             output_dir=str(directory / f"{function}-{place}"), proj_dim=options.proj_dim, num_draws=options.draws,
-            use_cpu=True, disable_tqdm=True, per_device_batch_size=32, lambda_relative=options.lambda_relative,
+            use_cpu=True, per_device_batch_size=32, lambda_relative=options.lambda_relative,
             feature_dtype="float32",
         )  # fmt: skip
         task = DiffusionModelOutput(scheduler, function, timesteps=STEPS)

@@ -72,7 +72,7 @@ def outcome(case: EcosystemCase) -> tuple[bool, str]:
     """Whether a case is as it should be, and its line of the table."""
     with tempfile.TemporaryDirectory() as directory:
         args = TrakConfig(
-            str(Path(directory) / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True, disable_tqdm=True,
+            str(Path(directory) / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True,
             per_device_batch_size=8,
         )  # fmt: skip
         started = time.perf_counter()

@@ -38,7 +38,7 @@ BETA, BATCH, EPOCHS, LEARNING_RATE, CHECKPOINTS = 0.5, 16, 2, 1e-3, 3
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "TRAK, λ = 0.3": ("trak", {"lambda_relative": 0.3}),
     "TRAK, λ = 10": ("trak-10", {"lambda_relative": 10.0}),
-    "EK-FAC": ("ekfac", {"curvature": "ekfac"}),
+    "EK-FAC": ("ekfac", {}),
 }
 """Directories and settings of the methods; λ is relative to the mean eigenvalue of the Gram matrix."""
 
@@ -47,9 +47,9 @@ def scored(
     model: Any, rows: Dataset, targets: Dataset, checkpoints: list[Any], directory: Path, **settings: Any
 ) -> np.ndarray:
     """Score rows for targets, `(n, m)`."""
-    config = TrakConfig(output_dir=str(directory), proj_dim=1024, use_cpu=True, disable_tqdm=True, **settings)
+    config = TrakConfig(output_dir=str(directory), proj_dim=1024, use_cpu=True, **settings)
     attributor = TrakAttributor(model, config, rows, task=DPOModelOutput(BETA))
-    exact = config.curvature is not None
+    exact = directory.name == "ekfac"
     (attributor.fit_curvature if exact else attributor.featurize)(checkpoints=checkpoints)
     found = attributor.attribute(targets, top_k=None, checkpoints=checkpoints, exact=exact)
     return np.array(found["trak_scores"][:]).T

@@ -70,13 +70,13 @@ class Question:
 
     def attributor(self, name: str, **options: Any) -> TrakAttributor:
         """Attribute in a directory of its own; the curvature is that of all."""
-        defaults = {"per_device_batch_size": BATCH, "disable_tqdm": True, "curvature": "ekfac"}
+        defaults = {"per_device_batch_size": BATCH, "curvature": "ekfac"}
         args = TrakConfig(str(self.directory / name), **{**defaults, **options})
         return TrakAttributor(self.job.model, args, self.job.case.train, task=self.task)
 
     def scores(self, damping: float | None = None, refine: Refinement | None = None) -> np.ndarray:
         """Exact scores `(n, m)`."""
-        own = self.attributor("exact", damping=damping)
+        own = self.attributor("exact", curvature={"damping": damping})
         scored = own.attribute(self.targets, top_k=None, exact=True, refine=refine).with_format("numpy")
         return np.stack(scored["trak_scores"][:]).T.astype(np.float64)
 
@@ -84,7 +84,6 @@ class Question:
         """Gradients of minus the loss of all training rows, or of another task, `(n, P)`."""
         loss = TrakConfig(
             str(self.directory / "gradients"), proj_type="none", feature_dtype="float32", per_device_batch_size=BATCH,
-            disable_tqdm=True,
         )  # fmt: skip
         task = LossModelOutput(of=self.task) if task is None else task
         own = TrakAttributor(self.job.model, loss, self.job.case.train, task=task)

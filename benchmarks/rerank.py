@@ -23,6 +23,7 @@ from torch.utils.data import Dataset as TorchDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.config import CurvatureConfig
 from hf_trak.store.shards import write_tensors
 
 TOKENS = 64
@@ -78,7 +79,7 @@ def measured(directory: Path, model: GPT2LMHeadModel, rows: int, args: argparse.
     """Make an index, ask it twice, and describe the answers as a row of a table."""
     config = TrakConfig(
         output_dir=str(directory), proj_dim=args.proj_dim, feature_dtype="int8", shard_size=512, solver="primal",
-        curvature="ekfac", curvature_rows=256, per_device_batch_size=16, use_cpu=True, disable_tqdm=True,
+        curvature=CurvatureConfig(rows=256), per_device_batch_size=16, use_cpu=True,
     )  # fmt: skip
     attributor = TrakAttributor(model, config, train_dataset=Texts(rows), task="causal_lm")
     write_index(attributor)

@@ -58,7 +58,7 @@ def featurize(directory: str, rows: int, args: argparse.Namespace) -> float:
     ).with_format("torch")
     torch.manual_seed(0)
     config = TrakConfig(
-        output_dir=directory, proj_dim=args.proj_dim, shard_size=args.shard_size, use_cpu=True, disable_tqdm=True,
+        output_dir=directory, proj_dim=args.proj_dim, shard_size=args.shard_size, use_cpu=True,
         per_device_batch_size=args.batch_size,
     )  # fmt: skip
     attributor = TrakAttributor(Cnn(), config, train_dataset=data, task="image_classification")

@@ -14,6 +14,7 @@ from hf_trak._lazy import lazy_exports
 if TYPE_CHECKING:
     from hf_trak.attributor import TrakAttributor as TrakAttributor
     from hf_trak.callbacks import TrakCallback as TrakCallback
+    from hf_trak.config import CurvatureConfig as CurvatureConfig
     from hf_trak.config import TrakConfig as TrakConfig
     from hf_trak.curvature.conjugate_gradients import Refinement as Refinement
     from hf_trak.data.image_text import ImageTextCollator as ImageTextCollator
@@ -33,7 +34,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "hf_trak.attributor": "TrakAttributor",
         "hf_trak.callbacks": "TrakCallback",
-        "hf_trak.config": "TrakConfig",
+        "hf_trak.config": "CurvatureConfig TrakConfig",
         "hf_trak.curvature.conjugate_gradients": "Refinement",
         "hf_trak.data.image_text": "ImageTextCollator",
         "hf_trak.data.streams": "StreamedRows",

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,10 +26,8 @@ from hf_trak.featurize.definition import as_list, checked_ids, sources_of
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fidelity import (
-    ConversionFidelity,
     Fidelity,
     check_sketch,
-    compare_stores,
     curvature_report,
     log_reports,
     measure_fidelity,
@@ -58,7 +57,6 @@ from hf_trak.scores.selection import (
 )
 from hf_trak.scores.spans import single_labels, span_targets, with_token_scores
 from hf_trak.store.atomic import safe_name
-from hf_trak.store.revised import PrefixStore
 from hf_trak.store.sealed import content_digest
 from hf_trak.weights.checkpoints import Checkpoint
 
@@ -140,13 +138,11 @@ class TrakAttributor(FeaturizedModel):
                 "directories, and the trainer may delete them. Expected another one, for example "
                 f"{os.path.join(args.output_dir, 'trak')!r}."
             )
-        args = TrakConfig(
-            **{
-                **args.to_dict(),
-                "remove_unused_columns": args.remove_unused_columns and trainer.args.remove_unused_columns,
-                "label_names": trainer.args.label_names if args.label_names is None else args.label_names,
-                "use_cpu": args.use_cpu or trainer.args.device.type == "cpu",
-            }
+        args = replace(
+            args,
+            remove_unused_columns=args.remove_unused_columns and trainer.args.remove_unused_columns,
+            label_names=trainer.args.label_names if args.label_names is None else args.label_names,
+            use_cpu=args.use_cpu or trainer.args.device.type == "cpu",
         )
         rows = training_rows(trainer, train_dataset)
         return cls(
@@ -156,6 +152,7 @@ class TrakAttributor(FeaturizedModel):
             data_collator=collator_of(trainer) if kind_of(trainer) is None else PreparingCollator(trainer),
             processing_class=trainer.processing_class,
             task=trainer_task(trainer, rows) if task is None else task,
+            num_workers=trainer.args.dataloader_num_workers,
         )
 
     @classmethod
@@ -237,11 +234,11 @@ class TrakAttributor(FeaturizedModel):
             model_id (`int`):
                 The checkpoint that they are.
         """
-        return whitened_map(self, model_id) if self.args.whitened else super().feature_map(model_id)
+        return whitened_map(self, model_id) if self.args.curvature.whitened else super().feature_map(model_id)
 
     def check_features(self, model_id: int) -> None:
         """Warn if whitened features do not hold the inner products of whitened gradients."""
-        if self.args.whitened:
+        if self.args.curvature.whitened:
             check_sketch(self, model_id)
 
     def fit_curvature(
@@ -251,10 +248,10 @@ class TrakAttributor(FeaturizedModel):
     ) -> "TrakAttributor":
         """Fit the curvature of exact scores to a random sample of the training rows.
 
-        Which one, and its damping, is set in the configuration (`curvature`, `curvature_rows`, `curvature_labels`,
-        `damping`). It is kept in `<output_dir>/curvature/<model_id>/`; the same call after an interruption goes on,
-        with any number of processes. The weights of the model are the same afterwards as before. A short report is
-        logged; [`~TrakAttributor.curvature_report`] gives all of it.
+        Which one, and its damping, is set in the configuration (`curvature`). It is kept in
+        `<output_dir>/curvature/<model_id>/`; the same call after an interruption goes on, with any number of
+        processes. The weights of the model are the same afterwards as before. A short report is logged;
+        [`~TrakAttributor.curvature_report`] gives all of it.
 
         Args:
             checkpoints (*optional*):
@@ -269,7 +266,7 @@ class TrakAttributor(FeaturizedModel):
             ConfigMismatchError: the curvature that is there was fitted to other parameters or with other settings.
             CheckpointMismatchError: a `model_id` is taken by other weights.
             NonFiniteError: a gradient is NaN or infinite; names the parameter and the rows.
-            TypeError: labels cannot be drawn for the task: use `curvature_labels="empirical"`.
+            TypeError: labels cannot be drawn for the task: use `CurvatureConfig(labels="empirical")`.
         """
         exact = ExactScores(self)
         exact.fit(checkpoints, model_ids)
@@ -319,9 +316,9 @@ class TrakAttributor(FeaturizedModel):
             ValueError: a number is out of range, or there are fewer than 4 training rows.
             All that `fit_curvature` raises.
         """
-        return measure_fidelity(self, rows, targets, seed, model_id)
+        return measure_fidelity(self, "index", rows, targets, seed, model_id)
 
-    def first_pass_fidelity(self, first_pass_bytes: int = 512, targets: int = 16, seed: int = 0) -> ConversionFidelity:
+    def first_pass_fidelity(self, first_pass_bytes: int = 512, targets: int = 16, seed: int = 0) -> Fidelity:
         """Measure what a first pass over the first bytes of every row misses, on a sample.
 
         Training rows are drawn as targets, and all others are scored for them from whole rows and from their first
@@ -336,17 +333,14 @@ class TrakAttributor(FeaturizedModel):
                 Seed of the draw.
 
         Returns:
-            [`~hf_trak.featurize.fidelity.ConversionFidelity`]: rank correlation of the scores, and overlap
+            [`~hf_trak.featurize.fidelity.Fidelity`]: rank correlation of the scores, and overlap
             of the rows with the highest ones.
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             ValueError: the features are not codes, or a number is out of range.
         """
-        for model_id in self.scorer.ensemble(None):
-            self.store.train(model_id).names_within(first_pass_bytes)
-        prefix = PrefixStore(self.store, first_pass_bytes)
-        return compare_stores(self.store, prefix, self.args, self.processes, targets, seed)
+        return measure_fidelity(self, first_pass_bytes, targets=targets, seed=seed)
 
     def attribute(
         self,
@@ -400,7 +394,7 @@ class TrakAttributor(FeaturizedModel):
             rerank (`int`, *optional*):
                 Take so many rows from the features, for each target and end, and score these rows with whole gradients
                 under the fitted curvature, as `exact=True` scores all rows. The cost does not grow with the training
-                dataset. `curvature="auto"` is EK-FAC here.
+                dataset.
             refine (`str` or `Refinement`, *optional*):
                 `"cg"` refines the targets of exact scores by conjugate gradients on the Gauss-Newton matrix of some
                 training rows, which knows all parameters together, where the fitted curvature knows layers. Options

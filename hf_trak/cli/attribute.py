@@ -92,7 +92,7 @@ def run(argv: Sequence[str]) -> None:
     if first.index is not None:
         saved = {}  # an index brings its settings itself; the directory may hold another run
     targets, wanted, model_args, data, trak, output = parse(defaults=saved)
-    quiet(trak)
+    quiet()
     if wanted.index is None:
         require_run(trak.output_dir, model_args, data)
     elif wanted.exact and data.dataset_name is None:
@@ -168,7 +168,7 @@ def _exact_facts(attributor: TrakAttributor, refinement: Refinement | None) -> d
     """Say in the run what its scores were computed with, in the place of projection and ridge."""
     exact = ExactScores(attributor, refinement=refinement)
     refined = "" if refinement is None else f", refined by {refinement.describe()}"
-    ridge = f"; λ {attributor.args.hybrid_lambda:g} relative" if exact.hybrid else ""
+    ridge = f"; λ {attributor.args.curvature.hybrid_lambda:g} relative" if exact.hybrid else ""
     return {
         "projection": f"none: exact scores, {'hybrid' if exact.hybrid else exact.kind}{refined}",
         "features": attributor.layout.total,

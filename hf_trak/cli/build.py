@@ -107,9 +107,10 @@ def build_from_index(
         ValueError: the index names a model repo, and a directory of the same name exists here.
         Exception: any error of loading the model or preparing rows.
     """
-    defaults = TrakConfig()
-    names = [field.name for field in dataclasses.fields(TrakConfig)]
-    options = {name: v for name in names if (v := getattr(trak, name)) != getattr(defaults, name)}
+    options, defaults = trak.to_dict(), TrakConfig().to_dict()
+    for given, usual in ((options["curvature"], defaults["curvature"]), (options, defaults)):
+        for name in [name for name, value in usual.items() if given[name] == value]:
+            del given[name]
     attributor = TrakAttributor.from_pretrained(
         index,
         model_args.model_name_or_path,
@@ -304,9 +305,9 @@ def _settings(processor: Any) -> dict[str, Any] | None:
     return {name: value for name, value in settings.items() if not name.startswith("_") and name != "name_or_path"}
 
 
-def quiet(trak: TrakConfig) -> None:
-    """Switch off the progress bars of `datasets` if none are wanted, and on all processes but the first."""
-    if trak.disable_tqdm or int(os.environ.get("RANK", "0")) != 0:
+def quiet() -> None:
+    """Switch off the progress bars of `datasets` on all processes but the first."""
+    if int(os.environ.get("RANK", "0")) != 0:
         from datasets import disable_progress_bars
 
         disable_progress_bars()

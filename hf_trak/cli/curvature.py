@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> None:
             "`curvature` is 'identity', which is fitted to nothing. Expected another one. Call `hf-trak attribute "
             "--exact --curvature identity` at once, or set `--curvature ekfac`."
         )
-    quiet(trak)
+    quiet()
     require_run(trak.output_dir, model_args, data)
     start = time.perf_counter()
     built = build(model_args, data, trak)

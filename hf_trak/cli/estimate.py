@@ -19,6 +19,7 @@ class EstimateArguments:
         default=None, metadata={"help": "Number of training rows, if `dataset_name` is not given."}
     )
     eval_size: int = field(default=0, metadata={"help": "Number of targets."})
+    exact: bool = field(default=False, metadata={"help": "Score all rows exactly, under a curvature."})
     rerank: int | None = field(
         default=None, metadata={"help": "Rows to score exactly, for each target and end, after a shortlist."}
     )
@@ -50,6 +51,7 @@ def run(argv: Sequence[str]) -> None:
         "checkpoints": len(model_args.checkpoints) if model_args.checkpoints else amounts.num_checkpoints,
         "eval_dataset": amounts.eval_size,
         "processes": amounts.num_processes,
+        "exact": amounts.exact,
         "rerank": amounts.rerank,
         "refine": amounts.refine,
     }

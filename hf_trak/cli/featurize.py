@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> None:
         prog="hf-trak featurize",
         description="Compute the features of a training set. After an interruption, the same command continues.",
     )
-    quiet(trak)
+    quiet()
     start = time.perf_counter()
     require_own(trak.output_dir)
     built = build(model_args, data, trak)

@@ -92,7 +92,7 @@ def opened(argv: Sequence[str]) -> tuple[Session, ServeArguments, bool]:
     own = directory.is_dir() and not is_copy(args.index) and (directory / RECORD).is_file()
     if own:
         _, model_args, data, trak, _ = parse(defaults={**remembered(args.index), "output_dir": args.index})
-    quiet(trak)
+    quiet()
     return (_of_directory if own else _of_index)(args, model_args, data, trak), args, output.json
 
 
@@ -146,7 +146,6 @@ def _first_row(args: ServeArguments, attributor: TrakAttributor, data: DataArgum
         rows = RemoteRows(data.dataset_name, data.dataset_config_name, data.train_split or "train", token=token)
     else:
         return None
-    rows.show = False
     try:
         return rows.select([0])
     except HubAccessError:

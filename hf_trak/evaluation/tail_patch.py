@@ -323,7 +323,7 @@ def _measured(
     candidates: Sequence[int],
 ) -> dict[str, Any]:
     """Compute the changes of the target's output under one checkpoint, by set of rows, as plain JSON."""
-    size = model.args.per_device_batch_size
+    size = model.args.batch_size
     with _weights(model, model_id, sources):
         featurizer = model.featurizer()
         featurizer.prepare_task(model_id, size)

@@ -59,7 +59,7 @@ def convert_store(
         feature_dtype (`str`):
             Storage of the result, of fewer bits than the source has.
         args (`TrakConfig`, *optional*):
-            Settings of the ridge regression and of the progress bar. By default `TrakConfig()`.
+            Settings of the ridge regression. By default `TrakConfig()`.
         processes (`Processes`, *optional*):
             The processes that take part. By default those that this one was started with.
 
@@ -92,7 +92,7 @@ def convert_store(
     ids = processes.broadcast_from_main(prepare)
     result = FeatureStore.load(directory)
     for model_id in ids:
-        _convert_checkpoint(source, result, model_id, processes, args.disable_tqdm)
+        _convert_checkpoint(source, result, model_id, processes)
     for model_id in ids:
         scorer_of(result, args, processes).prepare(model_id)
     return result
@@ -125,6 +125,7 @@ def converted(model: F, output_dir: str | os.PathLike[str], feature_dtype: str) 
         store=store,
         sources=model.sources,
         recorded_rows=model.recorded_rows,
+        num_workers=model.num_workers,
     )
 
 
@@ -180,7 +181,7 @@ def history_of(store: FeatureStore, model_id: int) -> tuple[str, ...]:
 
 def scorer_of(store: FeatureStore, args: TrakConfig, processes: Processes) -> Scorer:
     """Make the scorer of a store without its model."""
-    ridge = (args.lambda_reg, args.lambda_relative, args.solver, args.solver_rank)
+    ridge = (None, args.lambda_relative, args.solver_kind, args.solver_rank)
     return Scorer(store, processes, processes.device, *ridge)
 
 
@@ -188,12 +189,7 @@ def _converted_settings(
     args: TrakConfig, proj_dim: int, output_dir: str | os.PathLike[str], feature_dtype: str
 ) -> TrakConfig:
     """Return the settings of a run for a conversion of its store, whose number of columns k stays."""
-    changes = {
-        "output_dir": str(output_dir),
-        "feature_dtype": feature_dtype,
-        "proj_dim": proj_dim,
-        "bytes_per_row": None,
-    }
+    changes = {"output_dir": str(output_dir), "feature_dtype": feature_dtype, "proj_dim": proj_dim}
     return TrakConfig(**{**args.to_dict(), **changes})
 
 
@@ -237,9 +233,7 @@ def _prepare_checkpoint(source: FeatureStore, result: FeatureStore, model_id: in
         write_references(result, model_id, references)
 
 
-def _convert_checkpoint(
-    source: FeatureStore, result: FeatureStore, model_id: int, processes: Processes, quiet: bool
-) -> None:
+def _convert_checkpoint(source: FeatureStore, result: FeatureStore, model_id: int, processes: Processes) -> None:
     """Convert the missing shards that fall to this process, and wait for those of the others."""
     old, new = source.train(model_id), _without_rotation(source, result.train(model_id))
     todo = processes.broadcast_from_main(new.unwritten)
@@ -252,7 +246,7 @@ def _convert_checkpoint(
             sum(len(new.plan.rows(index)) for index in mine),
             what,
             processes=processes.num_processes,
-            show=processes.is_main_process and not quiet,
+            show=processes.is_main_process,
             announce=processes.is_main_process,
         ) as progress,
     ):

@@ -139,34 +139,6 @@ CURVATURE_VERSION = 3
 """Raised whenever the same inputs give another curvature or other exact scores. It is part of their identity."""
 
 
-DEFAULT_ROWS = 4096
-
-"""Rows of the sample that a curvature is fitted to, where there are as many."""
-
-
-DEFAULT_DAMPING = 0.1
-
-
-def is_hybrid(args: TrakConfig) -> bool:
-    """Whether exact scores are those of the hybrid."""
-    return args.curvature in ("auto", "hybrid")
-
-
-def fitted_kind(args: TrakConfig) -> str:
-    """Return the kind of curvature that is fitted; the hybrid is one over EK-FAC."""
-    return "ekfac" if args.curvature is None or is_hybrid(args) else args.curvature
-
-
-def sample_size(args: TrakConfig, train_size: int) -> int:
-    """Return the number of rows that a curvature is fitted to, of `train_size`."""
-    return min(train_size, DEFAULT_ROWS if args.curvature_rows is None else args.curvature_rows)
-
-
-def whitening_damping(args: TrakConfig) -> float:
-    """Return the damping c of whitened features."""
-    return DEFAULT_DAMPING if args.damping is None else args.damping
-
-
 def whitening_settings(args: TrakConfig, train_size: int) -> dict[str, Any]:
     """Entries of a store's configuration that define whitened features; none for plain ones.
 
@@ -174,21 +146,22 @@ def whitening_settings(args: TrakConfig, train_size: int) -> dict[str, Any]:
         args: the configuration.
         train_size: n, the number of training rows.
     """
-    if not args.whitened:
+    curvature = args.curvature
+    if not curvature.whitened:
         return {}
     return {
         "whitening": {
             "version": CURVATURE_VERSION,
-            "curvature": fitted_kind(args),
-            "labels": args.curvature_labels,
-            "rows": sample_size(args, train_size),
-            "damping": whitening_damping(args),
+            "curvature": curvature.fitted_kind,
+            "labels": curvature.labels,
+            "rows": curvature.sample_size(train_size),
+            "damping": curvature.whitening_damping,
         }
     }
 
 
 def whitening_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `TrakConfig` that a store's configuration records of whitened features, unchecked.
+    """Return the fields of `CurvatureConfig` that a store's configuration records of whitened features, unchecked.
 
     Args:
         config: the store's configuration.
@@ -196,7 +169,7 @@ def whitening_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     recorded = config.get("whitening")
     if not isinstance(recorded, Mapping):
         return {}
-    names = {"curvature": "curvature", "labels": "curvature_labels", "rows": "curvature_rows", "damping": "damping"}
+    names = {"curvature": "kind", "labels": "labels", "rows": "rows", "damping": "damping"}
     return {field: recorded[name] for name, field in names.items() if name in recorded}
 
 
@@ -223,14 +196,14 @@ def feature_settings(
         "hf_trak_version": __version__,
         "projection": projection,
         "proj_dim": proj_dim,
-        "proj_nonzeros": args.proj_nonzeros,
+        "proj_nonzeros": args.nonzeros,
         "seed": args.seed,
         "parameters": layout.to_list(),
         "parameters_fingerprint": layout.fingerprint,
         "feature_dtype": args.storage,
         "model_dtype": args.model_dtype,
         "shard_size": args.shard_size,
-        **({"factored_dim": args.factored_dim} if args.proj_type == "factored" else {}),
+        **({"factored_dim": args.factored_dim} if args.projection == "factored" else {}),
         **code_settings(args.storage),
         **whitening_settings(args, train_size),
         "train_size": train_size,

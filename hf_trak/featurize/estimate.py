@@ -23,6 +23,7 @@ def estimate(
     eval_dataset: Any = 0,
     processes: int = 1,
     measure: bool = False,
+    exact: bool = False,
     rerank: int | None = None,
     refine: str | Refinement | None = None,
     data_collator: Collator | None = None,
@@ -46,6 +47,8 @@ def estimate(
             Number of processes that share the work.
         measure (`bool`, *optional*, defaults to `False`):
             Featurize the first few batches, in a temporary directory, to project the time. Needs the rows themselves.
+        exact (`bool`, *optional*, defaults to `False`):
+            Whether all rows are to be scored exactly.
         rerank (`int`, *optional*):
             Rows of a shortlist that are to be reranked, for each target and end.
         refine (`str` or `Refinement`, *optional*):
@@ -79,6 +82,7 @@ def estimate(
         eval_dataset=eval_dataset,
         processes=processes,
         rows_per_second=rate,
+        exact=exact,
         rerank=rerank,
         refinement=checked_refinement(refine),
     )

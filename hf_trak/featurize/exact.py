@@ -26,12 +26,8 @@ from hf_trak.errors import IncompleteStoreError
 from hf_trak.featurize.definition import (
     COMPARISONS,
     CURVATURE_VERSION,
-    DEFAULT_DAMPING,
     as_list,
     checked_ids,
-    fitted_kind,
-    is_hybrid,
-    sample_size,
     sources_of,
 )
 from hf_trak.featurize.exact_blocks import (
@@ -78,9 +74,8 @@ class ExactScores:
         """
         Args:
             model: the model, its training rows and its store.
-            rows: the training rows to score; `None` for all. The hybrid has a system over all rows, so that
-                `curvature="auto"` is EK-FAC where rows are given.
-            refinement: how targets are refined. `curvature="auto"` is EK-FAC here, too.
+            rows: the training rows to score; `None` for all.
+            refinement: how targets are refined.
 
         Raises:
             ValueError: targets of the hybrid, or of a model that is divided over processes, are to be refined.
@@ -89,8 +84,7 @@ class ExactScores:
         self.args = model.args
         self.rows = rows
         self.refinement = refinement
-        every_row = rows is None and refinement is None
-        self.hybrid = is_hybrid(model.args) and (every_row or model.args.curvature == "hybrid")
+        self.hybrid = model.args.curvature.kind == "hybrid"
         if refinement is not None and is_sharded(model.model):
             raise ValueError(
                 "`refine` is 'cg', for a model that is divided over processes. Expected a whole model, of which "
@@ -101,7 +95,7 @@ class ExactScores:
                 "`curvature` is 'hybrid', with `refine='cg'`. Expected a curvature by layers, which conjugate "
                 "gradients refine; the hybrid solves another system. Set `curvature='ekfac'`, or leave `refine` out."
             )
-        self.kind = fitted_kind(model.args)
+        self.kind = model.args.curvature.fitted_kind
         self._owned = OwnedPasses(model) if is_sharded(model.model) and self.kind != "identity" else None
 
     @property
@@ -109,12 +103,12 @@ class ExactScores:
         """c in 1 / (Λ + c · mean Λ)."""
         if self.refinement is not None and self.refinement.damping is not None:
             return self.refinement.damping
-        if self.args.damping is not None:
-            return self.args.damping
+        if self.args.curvature.damping is not None:
+            return self.args.curvature.damping
         if self.refinement is not None:
             return REFINED_DAMPING
         if not self.hybrid:
-            return DEFAULT_DAMPING
+            return self.args.curvature.whitening_damping
         return HYBRID_DAMPING_OF_TOKENS if isinstance(self.model.task, AggregatedModelOutput) else HYBRID_DAMPING
 
     @property
@@ -178,11 +172,10 @@ class ExactScores:
         plan = FitPlan(
             self.kind,
             tuple(rows),
-            self.args.per_device_batch_size,
+            self.args.batch_size,
             embeddings(self.model.model),
             transposed(self.model.model),
             f"curvature, checkpoint {model_id}",
-            not self.args.disable_tqdm,
         )
         identity = self.identity(model_id, rows)
         absent = getattr(self.model.train_dataset, "absent", False)
@@ -198,7 +191,7 @@ class ExactScores:
 
     def _curvature_tasks(self) -> dict[Stage, AbstractModelOutput]:
         """Return the task of each pass of a fit."""
-        if self.args.curvature_labels == "empirical":
+        if self.args.curvature.labels == "empirical":
             return {"bases": self.train_task, "squares": self.train_task}
         task, seed = self.model.task, self.args.seed
         assert isinstance(task, BatchedModelOutput)
@@ -207,7 +200,7 @@ class ExactScores:
     def sample(self) -> list[int]:
         """Choose the rows that the curvature is fitted to."""
         n = row_count(self.model.train_dataset, "train_dataset")
-        count = sample_size(self.args, n)
+        count = self.args.curvature.sample_size(n)
         if count == n:
             return list(range(n))
         chosen = np.random.Generator(np.random.Philox(self.args.seed)).permutation(n)[:count]
@@ -223,7 +216,7 @@ class ExactScores:
             **self.model.store.identity(model_id),
             "curvature_version": CURVATURE_VERSION,
             "kind": self.kind,
-            "labels": self.args.curvature_labels,
+            "labels": self.args.curvature.labels,
             "rows": len(rows),
             "sample": content_digest({"rows": list(rows)}),
             "seed": self.args.seed,
@@ -262,7 +255,7 @@ class ExactScores:
                 targets = self._targets(curvature, name, model_id, eval_dataset)
                 chunks = self._scores(curvature, name, model_id, targets, groups)
                 whitened = self._whitened(curvature, model_id) if self.hybrid else None
-            parts.append(CheckpointScores(chunks, whitened, self.args.hybrid_lambda))
+            parts.append(CheckpointScores(chunks, whitened, self.args.curvature.hybrid_lambda))
             described.append({"model_id": model_id, "scores": [one.content_hash for one in chunks]})
             if whitened is not None:
                 described[-1]["whitened"] = whitened.content_hash
@@ -271,7 +264,7 @@ class ExactScores:
             "config": store.config_hash,
             "exact": CURVATURE_VERSION,
             "groups": None if groups is None else groups.tag,
-            "hybrid_lambda": self.args.hybrid_lambda if self.hybrid else None,
+            "hybrid_lambda": self.args.curvature.hybrid_lambda if self.hybrid else None,
             **({"rows": self.rows.tag} if self.rows is not None and self.rows.tag else {}),
             **({} if self.refinement is None else {"refinement": refined_identity(self.refinement)}),
         }
@@ -500,7 +493,7 @@ class ExactScores:
             if begun is not None:
                 return begun
             width = self._owned.width(curvature.blocks, rank)
-        return max(1, int(self.args.exact_memory * 2**30) // (width * size))
+        return max(1, int(self.args.curvature.memory * 2**30) // (width * size))
 
     def _products(
         self, curvature: Curvature, targets: ShardSet, columns: range, groups: RowGroups | None, model_id: int

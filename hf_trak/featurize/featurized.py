@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from hf_trak.config import TrakConfig, checked_args
+from hf_trak.curvature.conjugate_gradients import Refinement
 from hf_trak.curvature.maps import GradientMap
 from hf_trak.data.drawn_rows import RowDraws
 from hf_trak.data.rows import Collator, RowBatches, default_collator, row_count, rows_of_loader
-from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError, StoreError
+from hf_trak.errors import CheckpointMismatchError, HfTrakError
 from hf_trak.featurize.definition import (
     COMPARISONS,
     as_list,
@@ -84,6 +85,7 @@ class FeaturizedModel:
         task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
         *,
         dataloader: DataLoader[Any] | None = None,
+        num_workers: int | None = None,
         store: FeatureStore | None = None,
         sources: Mapping[int, Checkpoint | None] | None = None,
         recorded_rows: Mapping[str, Any] | None = None,
@@ -108,6 +110,8 @@ class FeaturizedModel:
             dataloader (`torch.utils.data.DataLoader`, *optional*):
                 The loader of a training loop, whose rows and `collate_fn` are taken in place of `train_dataset` and
                 `data_collator`.
+            num_workers (`int`, *optional*):
+                Number of processes that load rows. By default as many as `dataloader` has, or 0 without one.
             store (`FeatureStore`, *optional*):
                 An open store to use instead of the one in `args.output_dir`, such as a published index.
             sources (`dict`, *optional*):
@@ -123,7 +127,7 @@ class FeaturizedModel:
             TypeError: `model` is no module, `args` no `TrakConfig`, or `train_dataset` or the dataset of `dataloader`
                 has no rows by index.
         """
-        self.args = _with_storage_of_store(checked_args(args))
+        self.args = checked_args(args)
         model = without_wrappers(model)
         self.processes = Processes(self.args.use_cpu)
         check_placement(model)
@@ -134,6 +138,7 @@ class FeaturizedModel:
         self.task.use_seed(self.args.seed)
         self.row_draws = RowDraws(self.args.seed, self.args.num_draws)
         self.batch_done: Callable[[], None] = lambda: None
+        self.num_workers = getattr(dataloader, "num_workers", 0) if num_workers is None else num_workers
         if dataloader is not None:
             train_dataset, data_collator = rows_of_loader(dataloader, train_dataset, data_collator)
         self.train_dataset = train_dataset
@@ -165,7 +170,7 @@ class FeaturizedModel:
     @property
     def proj_dim(self) -> int:
         """k, the number of features per example."""
-        return self.layout.total if self.args.proj_type == "none" else self.args.width
+        return self.layout.total if self.args.projection == "none" else self.args.width
 
     @property
     def store(self) -> FeatureStore:
@@ -237,12 +242,12 @@ class FeaturizedModel:
     def projector(self) -> BlockProjector:
         """Make the random projection of the features."""
         return make_projector(
-            self.args.proj_type,
+            self.args.projection,
             grad_dim=self.layout.total,
             proj_dim=self.proj_dim,
             seed=self.args.seed,
             device=self.device,
-            nonzeros=self.args.proj_nonzeros,
+            nonzeros=self.args.nonzeros,
             shapes=[slot.shape for slot in self.layout.slots],
             factored_dim=self.args.factored_dim,
         )
@@ -265,7 +270,15 @@ class FeaturizedModel:
 
     def _row_batches(self, dataset: Any, side: Side) -> RowBatches:
         return row_batches(
-            self.model, self.task, self.data_collator, dataset, self.args, self.device, self.row_draws, side
+            self.model,
+            self.task,
+            self.data_collator,
+            dataset,
+            self.args,
+            self.device,
+            self.row_draws,
+            side,
+            self.num_workers,
         )
 
     def featurizer(
@@ -277,7 +290,7 @@ class FeaturizedModel:
             task: the model output function; `None` takes that of the attribution.
             projector: the map of the gradients; `None` takes the random projection.
         """
-        made = Featurizer(
+        return Featurizer(
             self.model,
             self.task if task is None else task,
             self.projector() if projector is None else projector,
@@ -288,11 +301,20 @@ class FeaturizedModel:
             self.device,
             self.store,
             self._lockstep,
+            row_draws=self.row_draws,
+            batch_done=self.batch_done,
+            num_workers=self.num_workers,
         )
-        made.row_draws, made.batch_done = self.row_draws, self.batch_done
-        return made
 
-    def estimate(self, eval_dataset: Any = 0, checkpoints: int = 1, measure: bool = False) -> Estimate:
+    def estimate(
+        self,
+        eval_dataset: Any = 0,
+        checkpoints: int = 1,
+        measure: bool = False,
+        exact: bool = False,
+        rerank: int | None = None,
+        refinement: Refinement | None = None,
+    ) -> Estimate:
         """Tell what it takes to featurize and score: parameters, disk, memory, and time if it is measured.
 
         Args:
@@ -302,6 +324,12 @@ class FeaturizedModel:
                 Number of checkpoints.
             measure (`bool`, *optional*, defaults to `False`):
                 Featurize a few batches in a temporary directory, to project the time.
+            exact (`bool`, *optional*, defaults to `False`):
+                Whether all rows are to be scored exactly.
+            rerank (`int`, *optional*):
+                Rows of a shortlist that are to be scored exactly, for each target and end.
+            refinement (`Refinement`, *optional*):
+                How targets of exact scores are to be refined.
 
         Returns:
             [`Estimate`]: sizes in bytes, times in seconds.
@@ -319,6 +347,9 @@ class FeaturizedModel:
                 eval_dataset=eval_dataset,
                 processes=self.processes.num_processes,
                 rows_per_second=rows_per_second,
+                exact=exact,
+                rerank=rerank,
+                refinement=refinement,
             )
 
     def measured_rate(self) -> float:
@@ -340,9 +371,7 @@ class FeaturizedModel:
                 output_dir=str(Path(directory) / "store"),
                 per_device_batch_size=size,
                 shard_size=len(rows),
-                dataloader_num_workers=0,
-                disable_tqdm=True,
-                whitened=False,
+                curvature=replace(self.args.curvature, whitened=False),
             )
             measured = FeaturizedModel(self.model, options, part, self.data_collator, self.processing_class, self.task)
             measured.batch_done = lambda: done.append(time.perf_counter())
@@ -449,9 +478,9 @@ class FeaturizedModel:
             self.store,
             self.processes,
             self.device,
-            args.lambda_reg,
+            None,
             args.lambda_relative,
-            args.solver,
+            args.solver_kind,
             args.solver_rank,
         )
 
@@ -561,18 +590,3 @@ class FeaturizedModel:
                 return known[model_id]
         path = self.store.checkpoint_info(model_id)["source"]
         return path if isinstance(path, str) and path.startswith("/") else None
-
-
-def _with_storage_of_store(args: TrakConfig) -> TrakConfig:
-    """Take the storage of features from the store in `output_dir`, if there is one and the configuration names none.
-
-    The default may differ from what it was when the store was made. A store that cannot be read is left to the check
-    that follows when it is opened.
-    """
-    if args.feature_dtype is not None or args.bytes_per_row is not None:
-        return args
-    try:
-        saved = FeatureStore.load(args.output_dir).config["feature_dtype"]
-    except (IncompleteStoreError, StoreError):
-        return args
-    return replace(args, feature_dtype=saved)

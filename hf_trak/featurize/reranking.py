@@ -71,7 +71,6 @@ def fetched_rows(model: FeaturizedModel, source: Any, numbers: Sequence[int]) ->
         collator = model.task.collator(model.data_collator)
         columns = [*forward_columns(model.model, model.args.label_names), *model.task.batch_columns]
         source.restrict([*columns, *getattr(collator, "columns", ())])
-    source.show = not model.args.disable_tqdm
     probed = sorted({*numbers, *probe_rows(n)})
     model.processes.broadcast_from_main(lambda: source.fetch(probed))
     with model.processes.all_or_none():
@@ -175,7 +174,7 @@ def two_passes(
     store = PrefixStore(model.store, count)
     # The first columns have no more eigenvalues than there are of them.
     rank = None if args.solver_rank is None else min(args.solver_rank, store.proj_dim, store.train_size)
-    scorer = Scorer(store, processes, model.device, args.lambda_reg, args.lambda_relative, args.solver, rank)
+    scorer = Scorer(store, processes, model.device, None, args.lambda_relative, args.solver_kind, rank)
     m = len(eval_dataset) if groups is None else len(groups)
     asked = [
         scorer.precondition(model_id, partial(_first_columns, shards, store.proj_dim, groups), m)
@@ -294,11 +293,10 @@ def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
         ConfigMismatchError: rows that were fetched have changed, or the collator has.
         All that exact scores raise.
     """
-    if model.args.curvature == "hybrid":
+    if model.args.curvature.kind == "hybrid":
         raise ValueError(
             "`curvature` is 'hybrid', whose scores come from one system over all training rows, and reranking scores "
-            "some of them. Expected 'auto' or 'ekfac', or another curvature without such a system. Set one of these, "
-            "or use `exact=True`."
+            "some of them. Expected a curvature without such a system, such as 'ekfac'. Set one, or use `exact=True`."
         )
     if "draws" in model.store.config.get("collation", {}):
         raise HfTrakError(
@@ -320,9 +318,7 @@ def rerank_result(model: FeaturizedModel, request: RerankRequest) -> Reranked:
     rows = _rows_at_hand(model, source, numbers)
     scores = ExactScores(model, rows, request.refinement)
     if model.processes.is_main_process:
-        choice = " (`curvature='auto'` stands for EK-FAC here)" if model.args.curvature == "auto" else ""
-        text = "Reranking %d of %d training rows with exact scores, %s%s."
-        logger.info(text, len(rows), rows.total, scores.kind, choice)
+        logger.info("Reranking %d of %d training rows with exact scores, %s.", len(rows), rows.total, scores.kind)
     try:
         plan = scores.plan(request.eval_dataset, name, request.checkpoints, ids, request.groups, everywhere=False)
         files = _score_files(model, request, "rerank", len(rows))
@@ -373,7 +369,7 @@ def _shortlist(
     saved = SavedShortlist(model.store, asked.name, {**identity, "lists": ["ridge", "plain"]}, 2 * m, count)
     read = _read_or_computed(model, saved, both_lists)
     ridge, plain = read.select(range(m)), read.select(range(m, 2 * m))
-    lists = [plain] if model.args.whitened else [ridge, plain]
+    lists = [plain] if model.args.curvature.whitened else [ridge, plain]
     return asked.name, ridge, tuple(fused_shortlist(lists, count).tolist())
 
 
@@ -412,7 +408,7 @@ def _shown(model: FeaturizedModel, blocks: Iterator[ScoreBlock], description: st
         rows,
         description,
         processes=model.processes.num_processes,
-        show=main and not model.args.disable_tqdm,
+        show=main,
         announce=main,
     ) as progress:
         for start, stop, block in blocks:

@@ -56,11 +56,11 @@ def revise(
         )
     for model_id in attributor.scorer.ensemble(None):
         store.train(model_id).require_complete("Call `featurize` on the original dataset first.")
-    if attributor.args.whitened:
+    if attributor.args.curvature.whitened:
         raise HfTrakError(
             "The features are whitened with a curvature that was fitted to rows of the original training dataset. "
             "Expected plain features, which do not depend on other rows. Featurize the changed dataset in an output "
-            "directory of its own, or with `whitened=False`."
+            "directory of its own, or with `curvature.whitened=False`."
         )
     config = store.config
     fingerprint = None if added_rows is None else fingerprint_dataset(added_rows)

@@ -415,14 +415,14 @@ def solver_settings(published: Sequence[PublishedSolver | None], n: int, k: int)
         k: number of features.
 
     Returns:
-        `solver` and `solver_rank`, or nothing.
+        `solver`, or nothing.
     """
     if all(one is None for one in published):
         return {"solver": "primal"} if k > PLAIN_PRIMAL or few_rows(n, k) else {}
     ranks = {one.rank for one in published if one is not None and one.kind == "low_rank"}
     if len(ranks) == 1 and all(one is not None and one.kind == "low_rank" for one in published):
         rank = ranks.pop()
-        return {"solver": "low_rank", "solver_rank": None if rank == min(DEFAULT_RANK, n, k) else rank}
+        return {"solver": "low_rank" if rank == min(DEFAULT_RANK, n, k) else f"low_rank-{rank}"}
     return {}
 
 

@@ -10,9 +10,7 @@
                             "row_digests": checksum,
                             "converted_from": [dtype, …],
                             "curvature": {"record": checksum, "blocks": [checksum, …], "diagonal": checksum or null}}},
-      "settings": {λ, engine, batch size and other fields that change scores or their rounding},
-      "exact_settings": {curvature, damping and other fields that exact scores depend on},
-      "solver_settings": {how the ridge regression is solved},
+      "settings": {λ, engine, solver, curvature and other fields that change scores or their rounding},
       "weights_dtype": "float32",
       "train_dataset": {"name", "config", "split", "revision"} or null,
       "lds": the linear datamodeling score, if it was measured, or null,
@@ -22,9 +20,8 @@
 Every value of an untrusted index is checked here, and none is used as a path, imported or executed. Manifests of
 version 1 have no checksum; they are accepted beside configurations of version 1.
 
-`curvature`, `exact_settings` and `solver_settings` are optional, and came without another version: readers that do not
-know them pass over them and compute the same scores from features. These readers refuse unknown keys in `settings`. So
-are `solver`, which is left out where there is a Gram matrix, `row_digests`, `converted_from` and `train_rows`.
+`curvature` is optional. So are `solver`, which is left out where there is a Gram matrix, `row_digests`,
+`converted_from` and `train_rows`.
 """
 
 import re
@@ -212,26 +209,20 @@ _MAX_DIGITS = 20
 SETTINGS = (
     "engine",
     "label_names",
-    "lambda_reg",
     "lambda_relative",
     "per_device_batch_size",
     "remove_unused_columns",
+    "solver",
+    "curvature",
 )
 
 """Fields of `TrakConfig` that the feature store does not record and that scores depend on."""
 
 
-EXACT_SETTINGS = ("curvature", "curvature_labels", "curvature_rows", "damping", "hybrid_lambda")
+CURVATURE_SETTINGS = ("kind", "labels", "rows", "damping", "hybrid_lambda")
 
-"""Likewise for exact scores."""
+"""Fields of `CurvatureConfig` that exact scores depend on."""
 
-
-SOLVER_SETTINGS = ("solver", "solver_rank")
-
-"""Likewise for the solver of the ridge regression."""
-
-
-_GROUPS = {"settings": SETTINGS, "exact_settings": EXACT_SETTINGS, "solver_settings": SOLVER_SETTINGS}
 
 _DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -259,7 +250,7 @@ class IndexManifest:
 
     Attributes:
         checkpoints: the checkpoints by model id.
-        settings: fields of `TrakConfig`, see [`SETTINGS`], [`EXACT_SETTINGS`] and [`SOLVER_SETTINGS`].
+        settings: fields of `TrakConfig`, see [`SETTINGS`] and [`CURVATURE_SETTINGS`].
         weights_dtype: dtype in which the weights have their fingerprint.
         train_dataset: the training rows.
         lds: the linear datamodeling score, if it was measured.
@@ -283,10 +274,7 @@ class IndexManifest:
             "checkpoints": {
                 str(model_id): checkpoint.to_json() for model_id, checkpoint in sorted(self.checkpoints.items())
             },
-            **{
-                group: {name: value for name, value in self.settings.items() if name in names}
-                for group, names in _GROUPS.items()
-            },
+            "settings": self.settings,
             "weights_dtype": self.weights_dtype,
             "train_dataset": None if self.train_dataset is None else vars(self.train_dataset),
             "lds": self.lds,
@@ -339,12 +327,12 @@ class IndexManifest:
 
 
 def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for group, names in _GROUPS.items():
-        found = content.get(group, None if group == "settings" else {})
-        if not isinstance(found, dict) or set(found) - set(names):
-            raise ValueError(f"`{group}` is {shown(found)}, not an object with some of {list(names)}")
-        settings |= found
+    settings = content.get("settings")
+    if not isinstance(settings, dict) or set(settings) - set(SETTINGS):
+        raise ValueError(f"`settings` is {shown(settings)}, not an object with some of {list(SETTINGS)}")
+    curvature = settings.get("curvature", {})
+    if not isinstance(curvature, dict) or set(curvature) - set(CURVATURE_SETTINGS):
+        raise ValueError(f"`curvature` is {shown(curvature)}, not an object with some of {list(CURVATURE_SETTINGS)}")
     TrakConfig(**settings)
     labels = settings.get("label_names")
     if labels is not None and not (isinstance(labels, list) and all(isinstance(name, str) for name in labels)):

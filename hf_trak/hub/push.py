@@ -41,11 +41,10 @@ from hf_trak.hub.index_files import (
 )
 from hf_trak.hub.index_store import JSON_FILES, IndexStore, open_index
 from hf_trak.hub.manifest import (
-    EXACT_SETTINGS,
+    CURVATURE_SETTINGS,
     MANIFEST_FILE,
     MAX_JSON_BYTES,
     SETTINGS,
-    SOLVER_SETTINGS,
     IndexManifest,
     PublishedCheckpoint,
     TrainSource,
@@ -249,8 +248,8 @@ def attributor_facts(
         TypeError: `given` has another name.
     """
     args = attributor.args
-    if args.auto_find_batch_size:
-        found = BatchSizeFinder(args.per_device_batch_size, attributor.store.output_dir).batch_size
+    if args.per_device_batch_size == "auto":
+        found = BatchSizeFinder(args.batch_size, attributor.store.output_dir).batch_size
         args = replace(args, per_device_batch_size=found)
     floating = [value.dtype for value in attributor.model.parameters() if value.is_floating_point()]
     sources = {key: source for key, source in attributor.sources.items() if isinstance(source, HubCheckpoint)}
@@ -494,10 +493,11 @@ def _manifest(store: FeatureStore, facts: IndexFacts, curvatures: Mapping[int, S
         )
     values = (facts.settings or TrakConfig()).to_dict()
     for one in list(curvatures.values())[:1]:
-        values |= settings_left_open(values, one.record, store.train_size)
+        values["curvature"] |= settings_left_open(values["curvature"], one.record, store.train_size)
     if values["solver"] == "auto":
         values |= solver_settings([one.solver for one in published.values()], store.train_size, store.proj_dim)
-    settings = {name: values[name] for name in (*SETTINGS, *EXACT_SETTINGS, *SOLVER_SETTINGS)}
+    settings = {name: values[name] for name in SETTINGS}
+    settings["curvature"] = {name: values["curvature"][name] for name in CURVATURE_SETTINGS}
     manifest = IndexManifest(
         published, settings, facts.weights_dtype, facts.train_dataset, facts.lds, store.config_hash, _train_rows(store)
     )

@@ -220,7 +220,7 @@ class EmbeddingPairsModelOutput(EmbeddingModelOutput):
         if len(softmaxes) > 1:
             raise TypeError(
                 f"`partition` is 'per_direction' with {len(softmaxes)} directions, so that a row has several labels. "
-                'Expected one softmax. Use `curvature_labels="empirical"`.'
+                'Expected one softmax. Use `curvature.labels="empirical"`.'
             )
         logits = softmaxes[0].unsqueeze(1)
         return draws.log_likelihoods(logits, torch.ones_like(logits[..., 0], dtype=torch.bool)).squeeze(1)

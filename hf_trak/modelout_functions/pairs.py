@@ -216,7 +216,7 @@ class LikelihoodPairs(PairModelOutput):
         if not self.is_likelihood:
             raise TypeError(
                 f"The loss of {type(self).__name__} is no likelihood with these settings, so that labels cannot be "
-                'drawn from the model. Expected the loss −log σ(h). Use `curvature_labels="empirical"`.'
+                'drawn from the model. Expected the loss −log σ(h). Use `curvature.labels="empirical"`.'
             )
         margin = self.margin(model_output, batch, "train")
         drawn = draws.uniforms(torch.ones_like(margin, dtype=torch.bool).unsqueeze(1)).squeeze(1)

@@ -161,7 +161,7 @@ def _sampler_of(task: AbstractModelOutput) -> CanSample:
         raise TypeError(
             f"The labels of the task {type(task).__name__} cannot be drawn from the model. Expected a batched task "
             "with a method `sampled_log_likelihood(model_output, batch, draws) -> (B,)`. Use "
-            '`curvature_labels="empirical"`, which takes the labels of the data, or give the task that method.'
+            '`curvature.labels="empirical"`, which takes the labels of the data, or give the task that method.'
         )
     return task
 

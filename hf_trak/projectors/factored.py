@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_trak.config import DEFAULT_FACTORED_DIM
 from hf_trak.kernels.torch_two_sided import TwoSidedMap
 from hf_trak.projectors.base import BlockProjector, ProjectionSink, ProjectionType, formed_slices
 from hf_trak.projectors.checks import check_factors, check_proj_type
 from hf_trak.projectors.dense import SparseProjector
 from hf_trak.runtime.checks import checked_int
 
-DEFAULT_FACTORED_DIM = 128
 MAX_FACTORED_DIM = 4096
 
 

@@ -62,7 +62,7 @@ def known_facts(attributor: FeaturizedModel) -> dict[str, Any]:
         ],
         "projection": config.get("projection"),
         "features": attributor.proj_dim,
-        "ridge": f"{args.lambda_reg:g}" if args.lambda_reg is not None else f"{args.lambda_relative:g} relative",
+        "ridge": f"{args.lambda_relative:g} relative",
         "seed": args.seed,
         "train_rows": len(attributor.train_dataset),
         "train_fingerprint": config.get("train_fingerprint"),

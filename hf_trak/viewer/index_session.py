@@ -93,7 +93,7 @@ class KeptSolvers:
         if lambda_relative is None:
             return model.scorer
         given = (model.store, model.processes, model.device, None, lambda_relative)
-        return Scorer(*given, args.solver, args.solver_rank)
+        return Scorer(*given, args.solver_kind, args.solver_rank)
 
 
 logger = logging.getLogger(__name__)
@@ -315,7 +315,7 @@ class IndexSession(Session):
         """Let the attributor use another λ for a while."""
         args = self.attributor.args
         if lam is not None:
-            self.attributor.args = replace(args, lambda_reg=None, lambda_relative=lam)
+            self.attributor.args = replace(args, lambda_relative=lam)
         try:
             yield
         finally:
@@ -324,7 +324,7 @@ class IndexSession(Session):
     def _has_curvature(self) -> bool:
         """Whether a curvature is fitted under every checkpoint, so that reranking need not fit one."""
         exact = ExactScores(self.attributor)
-        if self.attributor.args.curvature == "hybrid":
+        if self.attributor.args.curvature.kind == "hybrid":
             return False
         try:
             return all(exact.directory(model_id).is_dir() for model_id in self.model_ids)

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
+from datasets.utils import are_progress_bars_disabled
 from transformers import Trainer, TrainingArguments
 
 from hf_trak.attributor import TrakAttributor
@@ -58,7 +59,11 @@ class TrainingRecipeArguments:
     )
     seed: int = field(default=0, metadata={"help": "Seed of training and of the projection."})
     use_cpu: bool = field(default=False, metadata={"help": "Stay on the CPU even where there is an accelerator."})
-    disable_tqdm: bool = field(default=False, metadata={"help": "Show no progress bars."})
+    dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that load rows."})
+    method: Literal["index", "exact"] = field(
+        default="index",
+        metadata={"help": "`index` scores with features, `exact` with whole gradients under `curvature`."},
+    )
     top_k: int = field(default=20, metadata={"help": "Training rows to keep per target, from either end."})
     num_targets: int = field(default=6, metadata={"help": "Targets to print."})
     overwrite: bool = field(
@@ -86,8 +91,6 @@ def start(args: TrainingRecipeArguments, trak: TrakConfigT, **more: Any) -> tupl
         trak: the arguments of the attribution.
         more: further arguments of `TrainingArguments`, which replace those that follow from `args`.
     """
-    if args.disable_tqdm:
-        disable_progress_bars()
     output_dir = Path(args.output_dir)
     training = TrainingArguments(
         **{
@@ -102,9 +105,9 @@ def start(args: TrainingRecipeArguments, trak: TrakConfigT, **more: Any) -> tupl
             "logging_strategy": "epoch",
             "seed": args.seed,
             "use_cpu": args.use_cpu,
-            "disable_tqdm": args.disable_tqdm,
-            "dataloader_num_workers": trak.dataloader_num_workers,
-            "dataloader_pin_memory": trak.dataloader_pin_memory and torch.cuda.is_available() and not args.use_cpu,
+            "disable_tqdm": are_progress_bars_disabled(),
+            "dataloader_num_workers": args.dataloader_num_workers,
+            "dataloader_pin_memory": torch.cuda.is_available() and not args.use_cpu,
             **more,
         }
     )
@@ -239,7 +242,7 @@ def train_and_attribute(
 ) -> Outcome:
     """Train, or take what an earlier run left; featurize some checkpoints; score the targets.
 
-    Where the arguments name a curvature, it is fitted instead of featurizing, and scores are exact.
+    With `method="exact"`, a curvature is fitted instead of featurizing, and scores are exact.
 
     Args:
         trainer: see [`train_once`]. Afterwards its model has the weights of the last checkpoint.
@@ -254,7 +257,7 @@ def train_and_attribute(
     rows = targets if isinstance(targets, Dataset) else targets(trainer.accelerator.unwrap_model(trainer.model))
     clock.append(time.perf_counter())
     attributor = TrakAttributor.from_trainer(trainer, args=trak, task=task)
-    exact = trak.curvature is not None
+    exact = args.method == "exact"
     if exact:
         attributor.fit_curvature(checkpoints=checkpoints)
     else:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
 
 import torch
 import torch.distributed as dist
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
 from kit.files import save_dataset, write_json
 from kit.splits import SplitArguments as DataArguments
 from kit.splits import load_splits
@@ -137,8 +137,6 @@ def build_model(args: RecipeArguments, processes: Processes) -> nn.Module:
 def main(argv: list[str] | None = None) -> None:
     kinds = (RecipeArguments, DataArguments, TrakConfig)
     args, data, trak = parse_yaml_and_args(kinds, argv, description=__doc__.splitlines()[0])
-    if trak.disable_tqdm:
-        disable_progress_bars()
     processes = Processes(trak.use_cpu)
     output_dir = Path(args.output_dir)
     rows = token_rows(args, data)

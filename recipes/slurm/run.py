@@ -64,9 +64,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def attributor(args: argparse.Namespace) -> TrakAttributor:
-    config = TrakConfig(
-        output_dir=str(args.output_dir / "trak"), proj_dim=args.proj_dim, shard_size=100, disable_tqdm=True
-    )
+    config = TrakConfig(output_dir=str(args.output_dir / "trak"), proj_dim=args.proj_dim, shard_size=100)
     return TrakAttributor(Network(), config, train_dataset=data()[0], task="image_classification")
 
 

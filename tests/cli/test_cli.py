@@ -59,7 +59,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     DatasetDict({"train": sentences(N_TRAIN, 0), "test": sentences(N_EVAL, 1)}).save_to_disk(home / "data")
     (home / "run.yaml").write_text(
         f"model_name_or_path: {home}/model\ndataset_name: {home}/data\noutput_dir: {home}/trak\n"
-        "proj_dim: 64\nshard_size: 16\nuse_cpu: true\ndisable_tqdm: true\n"
+        "proj_dim: 64\nshard_size: 16\nuse_cpu: true\n"
     )
     return home
 
@@ -175,7 +175,7 @@ def test_featurize_by_two_processes_gives_what_the_library_gives(featurized, hom
     tokenizer = BertTokenizer.from_pretrained(home / "model")
     train, targets = (sentences(*rows).rename_column("label", "labels") for rows in ((N_TRAIN, 0), (N_EVAL, 1)))
     train, targets = (data.map(lambda row: tokenizer(row["sentence"])) for data in (train, targets))
-    config = TrakConfig(output_dir=str(tmp_path), proj_dim=64, shard_size=16, use_cpu=True, disable_tqdm=True)
+    config = TrakConfig(output_dir=str(tmp_path), proj_dim=64, shard_size=16, use_cpu=True)
     attributor = TrakAttributor(model, config, train, processing_class=tokenizer).featurize()
     expected = attributor.attribute(targets, top_k=4)
     assert main(["attribute", "--output_dir", str(featurized), "--top_k", "4", "--name", "same"]) == 0
@@ -219,12 +219,15 @@ def test_estimate_foretells_what_featurize_writes(featurized, home, answer, caps
     config = ["--config", str(home / "run.yaml")]
     printed = answer("estimate", *config)
     written = sum(path.stat().st_size for path in (featurized / "checkpoint-0").iterdir())
-    assert printed["feature_bytes"] + printed["gram_bytes"] == pytest.approx(written, rel=0.1)
+    promised = {name: stage["disk"] for name, stage in printed["stages"].items()}
+    assert promised["features"] + promised["solver"] == pytest.approx(written, rel=0.1)
     assert (printed["train_size"], printed["seconds"]) == (N_TRAIN, None)
     assert answer("estimate", *config, "--measure")["seconds"] > 0
     model = ["--model", str(home / "model"), "--train_size", "1000000", "--proj_dim", "8192"]
-    assert answer("estimate", *model, "--feature_dtype", "float32")["feature_bytes"] > 1_000_000 * 8192 * 4
-    assert answer("estimate", *model)["feature_bytes"] < 1_000_000 * 8192 * 0.51
+    assert (
+        answer("estimate", *model, "--feature_dtype", "float32")["stages"]["features"]["disk"] > 1_000_000 * 8192 * 4
+    )
+    assert answer("estimate", *model)["stages"]["features"]["disk"] < 1_000_000 * 8192 * 0.51
     assert main(["estimate", "--model", str(home / "model")]) == 1
     assert "--train_size" in capsys.readouterr().err
 
@@ -300,7 +303,7 @@ def test_data_files_string_labels_and_checkpoints(home, answer, tmp_path):
         torch.manual_seed(ord(name))
         config = BertConfig.from_pretrained(home / "model")
         BertForSequenceClassification(config).save_pretrained(tmp_path / name)
-    common = ["--use_cpu", "--disable_tqdm", "--output_dir", str(tmp_path / "trak"), "--proj_dim", "32"]
+    common = ["--use_cpu", "--output_dir", str(tmp_path / "trak"), "--proj_dim", "32"]
     data = ["--train_dataset", str(tmp_path / "rows.jsonl"), "--max_train_samples", "10"]
     weights = ["--checkpoints", str(tmp_path / "a"), str(tmp_path / "b")]
     printed = answer("featurize", "--model", str(home / "model"), *data, *weights, *common)
@@ -333,9 +336,9 @@ def test_push_pull_and_attribute_without_the_training_rows(
     assert answer("inspect", str(tmp_path / "copy"))["complete"]
     (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps(row) for row in sentences(N_EVAL, 1)))
     targets = ["--eval_dataset", str(tmp_path / "mine.jsonl"), "--output_dir", str(tmp_path / "work"), "--use_cpu"]
-    found = answer("attribute", "--index", "me/index", *targets, "--top_k", "3", "--disable_tqdm")
+    found = answer("attribute", "--index", "me/index", *targets, "--top_k", "3")
     beside = answer("attribute", "--index", "me/index", *targets[:2], "--output_dir", str(featurized), "--use_cpu",
-                    "--top_k", "3", "--disable_tqdm", "--name", "beside")  # fmt: skip
+                    "--top_k", "3", "--name", "beside")  # fmt: skip
     assert (
         load_from_disk(f"{beside['run']}/run/scored")["trak_indices"][:]
         == (load_from_disk(f"{found['run']}/run/scored")["trak_indices"][:])
@@ -366,7 +369,7 @@ def test_images(answer, tmp_path):
     features = Features({"image": Image(), "label": ClassLabel(names=["cat", "dog"])})
     rows = Dataset.from_dict({"image": pictures, "label": [0, 1] * 7}, features=features)
     DatasetDict({"train": rows.select(range(12)), "validation": rows.select([12, 13])}).save_to_disk(tmp_path / "data")
-    common = ["--use_cpu", "--disable_tqdm", "--output_dir", str(tmp_path / "trak"), "--proj_dim", "32"]
+    common = ["--use_cpu", "--output_dir", str(tmp_path / "trak"), "--proj_dim", "32"]
     answer("featurize", "--model", str(tmp_path / "model"), "--train_dataset", str(tmp_path / "data"), *common)
     run = answer("attribute", "--output_dir", str(tmp_path / "trak"), "--top_k", "2")["run"]
     page = Path(answer("report", run)["report"]).read_text()
@@ -389,7 +392,7 @@ def test_a_language_model(home, answer, tmp_path):
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     (tmp_path / "train.txt").write_text("\n".join(sentences(12, 5)["sentence"]))
     (tmp_path / "eval.txt").write_text("the film was good\nthe plot was dull")
-    common = ["--use_cpu", "--disable_tqdm", "--output_dir", str(tmp_path / "trak"), "--proj_dim", "32"]
+    common = ["--use_cpu", "--output_dir", str(tmp_path / "trak"), "--proj_dim", "32"]
     data = ["--train_dataset", str(tmp_path / "train.txt")]
     answer("featurize", "--model", str(tmp_path / "model"), *data, *common)
     targets = ["--eval_dataset", str(tmp_path / "eval.txt")]

@@ -57,7 +57,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sentences(M).save_to_disk(home / "targets")
     trak = ["--output_dir", f"{home}/trak"]
     rows = ["--model", f"{home}/model", "--train_dataset", f"{home}/rows"]
-    assert main(["featurize", *trak, *rows, "--proj_dim", "16", "--use_cpu", "--disable_tqdm"]) == 0
+    assert main(["featurize", *trak, *rows, "--proj_dim", "16", "--use_cpu"]) == 0
     wanted = ["--eval_dataset", f"{home}/targets", "--name", "all", "--all_scores", "--no_self_influence"]
     assert main(["attribute", *trak, *wanted]) == 0
     return home

@@ -97,17 +97,17 @@ def test_an_index_from_the_hub_is_reranked_with_single_rows(
 
 def test_the_estimate_names_the_stages(place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(10, 4)
-    found = estimate(model, 100_000, TrakConfig(proj_dim=64), eval_dataset=10, checkpoints=2, rerank=200).rerank
-    assert (found.row_gradients, found.target_gradients, found.curvature_rows) == (2 * 4000, 20, 2 * 4096)
-    assert found.scores_bytes == 4 * 8000 * 11
-    assert found.seconds is None
-    assert estimate(model, 100, TrakConfig(proj_dim=64), eval_dataset=10, rerank=200).rerank.row_gradients == 100
+    found = estimate(model, 100_000, TrakConfig(proj_dim=64), eval_dataset=10, checkpoints=2, rerank=200).stages
+    assert [found[name].passes for name in ("rerank", "exact targets", "curvature")] == [2 * 4000, 20, 2 * 2 * 4096]
+    assert found["rerank"].disk == 4 * 8000 * 11
+    assert found["rerank"].seconds is None
+    few = estimate(model, 100, TrakConfig(proj_dim=64), eval_dataset=10, rerank=200).stages
+    assert few["rerank"].passes == 100
     printed = answer("estimate", *MODEL, "--eval_size", "4", "--rerank", "7", "--measure")
-    assert printed["rerank"]["row_gradients"] == 40
-    assert printed["rerank"]["seconds"] == pytest.approx(44 / printed["rows_per_second"])
+    assert printed["stages"]["rerank"]["passes"] == 40
+    assert printed["stages"]["rerank"]["seconds"] == pytest.approx(40 / printed["rows_per_second"])
     assert main(["estimate", *MODEL, "--eval_size", "4", "--rerank", "7"]) == 0
-    text = capsys.readouterr().out
-    assert "reranking 7 rows per target and end: shortlist from" in text
+    assert "\nrerank " in capsys.readouterr().out
     with pytest.raises(ValueError, match="`rerank` is 0"):
         estimate(model, 100, TrakConfig(), rerank=0)
 

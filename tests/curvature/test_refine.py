@@ -14,8 +14,9 @@ from dense_curvature import log_odds, minus_cross_entropy, sample_gradients
 from store_jobs import Job, start_group
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.curvature.conjugate_gradients import (
     REASONS,
     Refinement,
@@ -57,8 +58,8 @@ class Question:
         self.targets = rows_of(pixel_values=self.inputs[n:], labels=self.labels[n:])
 
     def attributor(self, directory: Path, **options: Any) -> TrakAttributor:
-        defaults = {"use_cpu": True, "disable_tqdm": True, "shard_size": 32, "per_device_batch_size": 16}
-        args = TrakConfig(str(directory), **{**defaults, **options})
+        defaults = {"use_cpu": True, "shard_size": 32, "per_device_batch_size": 16}
+        args = trak_config(str(directory), **{**defaults, **options})
         return TrakAttributor(self.model, args, train_dataset=self.train, task="image_classification")
 
     def scores(self, directory: Path, refine: Any, targets: Any = None, **options: Any) -> Tensor:
@@ -113,7 +114,7 @@ def test_refined_scores_are_those_of_a_direct_solve(tmp_path: Path, damping: flo
     assert error(scores, train @ torch.linalg.solve(matrix, targets.T)) < 1e-5
     found = report(tmp_path)
     assert all(one["residual"] <= 1e-6 and one["unrefined"] > 0.01 for one in found)
-    plain = question.scores(tmp_path, None, damping=damping)
+    plain = question.scores(tmp_path, None, curvature_damping=damping)
     assert error(scores, plain) > 0.1, "there was something to refine"
 
 
@@ -146,7 +147,7 @@ def test_one_step_keeps_the_ranking(tmp_path: Path) -> None:
     """It finds the best multiple of the answer without refinement."""
     question = Question()
     one = question.scores(tmp_path, Refinement(steps=1, damping=0.1))
-    plain = question.scores(tmp_path, None, damping=0.1)
+    plain = question.scores(tmp_path, None, curvature_damping=0.1)
     multiples = (one * plain).sum(0) / plain.square().sum(0)
     assert error(one, plain * multiples) < 1e-5
     assert float(multiples.min()) > 0
@@ -157,7 +158,7 @@ def test_empirical_labels(tmp_path: Path) -> None:
     """The matrix of the data's gradients is refined with products of the same gradients; the task has no loss."""
     question = Question()
     task = FunctionModelOutput(lambda output, batch: minus_cross_entropy(output, batch["labels"]))
-    args = TrakConfig(str(tmp_path), use_cpu=True, disable_tqdm=True, curvature_labels="empirical")
+    args = trak_config(str(tmp_path), use_cpu=True, curvature_labels="empirical")
     own = TrakAttributor(question.model, args, train_dataset=question.train, task=task)
     refinement = Refinement(damping=1.0, **TO_THE_END)
     scored = own.attribute(question.targets, exact=True, top_k=None, refine=refinement)
@@ -304,13 +305,6 @@ def test_text() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             checked_refinement(text)
-
-
-@pytest.mark.slow
-def test_auto_is_ekfac(tmp_path: Path) -> None:
-    question = Question()
-    found = question.scores(tmp_path / "auto", "cg", curvature="auto")
-    assert torch.equal(found, question.scores(tmp_path / "ekfac", "cg", curvature="ekfac"))
 
 
 def test_a_target_without_a_gradient(tmp_path: Path) -> None:

@@ -74,7 +74,6 @@ def main(directory: Path) -> None:
     directory.mkdir(parents=True)
     args = TrakConfig(
         output_dir=str(directory / "store"), proj_dim=8, shard_size=4, per_device_batch_size=4, use_cpu=True,
-        disable_tqdm=True,
     )  # fmt: skip
     attributor = TrakAttributor(network(), args, train_dataset=rows(0, N), task="image_classification")
     attributor.featurize([state(0), state(1)])

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset as TorchDataset
+from trak_options import trak_config
 from vlm_models import IMAGE, conversations, image_rows, processor_of_words, vlm, vlm_collator
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.data.images import ImageTokens, SplitRows, image_sizes, split_at_images
 from hf_trak.evaluation.trial_steps import SimilarRows
 from hf_trak.modelout_functions import get_task
@@ -18,7 +19,7 @@ from hf_trak.modelout_functions.base import STACKED
 
 GROUPS = [[0], [1, 4], [2, 5], [3]]
 """Rows whose images have the same sizes."""
-QUICK: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True}
+QUICK: dict[str, Any] = {"use_cpu": True}
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "paligemma", "gemma3", "smolvlm")
 
 
@@ -44,7 +45,7 @@ def one_thread() -> Any:
 
 
 def attributor(kind: str, model: nn.Module, directory: Path, size: int, **options: Any) -> TrakAttributor:
-    config = TrakConfig(
+    config = trak_config(
         str(directory), per_device_batch_size=size, remove_unused_columns=False,
         **{"proj_type": "none", "feature_dtype": "float32", **QUICK, **options},
     )  # fmt: skip
@@ -178,7 +179,7 @@ def test_images_that_are_drawn_at_random(columns: bool, tmp_path: Path) -> None:
     found = []
     for size in (1, 2):
         options = {"num_draws": 2, "proj_dim": 64, "feature_dtype": "float32", **QUICK}
-        args = TrakConfig(
+        args = trak_config(
             str(tmp_path / str(size)), per_device_batch_size=size, remove_unused_columns=False, **options
         )
         own = TrakAttributor(vlm("qwen2_vl"), args, train_dataset=Rows(rows), data_collator=noisy, task="causal_lm")
@@ -196,13 +197,13 @@ def test_sft_of_a_vision_language_model(tmp_path: Path) -> None:
     rows, model = conversations(8), vlm("qwen2_vl")
     model.config.pad_token_id = 0
     options = {"max_length": None, "bf16": False, "gradient_checkpointing": False, "report_to": [], "use_cpu": True}
-    options |= {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no", "disable_tqdm": True}
+    options |= {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"}
     args = trl.SFTConfig(str(tmp_path / "out"), **options)
     trainer = trl.SFTTrainer(model, args=args, train_dataset=rows, processing_class=processor_of_words())
     trainer.train()
     found = []
     for size in (4, 1):
-        config = TrakConfig(str(tmp_path / str(size)), per_device_batch_size=size, feature_dtype="float32", **QUICK)
+        config = trak_config(str(tmp_path / str(size)), per_device_batch_size=size, feature_dtype="float32", **QUICK)
         own = TrakAttributor.from_trainer(trainer, config)
         own.featurize()
         found.append(torch.cat([shard.grads for shard in own.store.train(0)]))

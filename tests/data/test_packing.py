@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from test_trl import arguments, llama, texts, tokenizer
 from torch import Tensor
+from trak_options import trak_config
 from transformers import (
     DataCollatorForTokenClassification,
     DataCollatorWithFlattening,
@@ -46,8 +47,8 @@ def documents(count: int = 11) -> Dataset:
 
 
 def attributed(directory: Path, model: Any, rows: Any, collator: Any, **options: Any) -> TrakAttributor:
-    settings = {"proj_type": "none", "use_cpu": True, "disable_tqdm": True, "per_device_batch_size": 4, **options}
-    return TrakAttributor(model, TrakConfig(output_dir=str(directory), **settings), rows, collator, task="causal_lm")
+    settings = {"proj_type": "none", "use_cpu": True, "per_device_batch_size": 4, **options}
+    return TrakAttributor(model, trak_config(output_dir=str(directory), **settings), rows, collator, task="causal_lm")
 
 
 def features(attributor: TrakAttributor) -> tuple[Tensor, Tensor]:

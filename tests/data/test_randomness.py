@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from test_trl import tokenizer
 from torch import Tensor, nn
+from trak_options import trak_config
 from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, set_seed
 
 from hf_trak import StreamedRows, TrakAttributor, TrakConfig
@@ -48,13 +49,13 @@ def sentences(count: int = 12, seed: int = 0) -> Dataset:
 
 
 def masked(
-    directory: Path, rows: Dataset, collator: Any = None, task: str = "masked_lm", **options: Any
+    directory: Path, rows: Dataset, collator: Any = None, task: str = "masked_lm", workers: int = 0, **options: Any
 ) -> TrakAttributor:
     made = words()
     collator = DataCollatorForLanguageModeling(made, mlm_probability=0.4) if collator is None else collator
     settings = {"proj_dim": 32, "use_cpu": True, "shard_size": 5, "feature_dtype": "float32", **options}
-    config = TrakConfig(output_dir=str(directory), disable_tqdm=True, **settings)
-    return TrakAttributor(bert(len(made)), config, rows, collator, task=task)
+    config = trak_config(output_dir=str(directory), **settings)
+    return TrakAttributor(bert(len(made)), config, rows, collator, task=task, num_workers=workers)
 
 
 def features(attributor: TrakAttributor) -> Tensor:
@@ -72,7 +73,7 @@ def test_masks_are_the_same_in_every_run_batch_and_worker(num_draws: int, tmp_pa
     set_seed(2)
     again = features(masked(tmp_path / "b", rows, num_draws=num_draws).featurize())
     assert torch.equal(again, expected)
-    workers = masked(tmp_path / "c", rows, num_draws=num_draws, dataloader_num_workers=2)
+    workers = masked(tmp_path / "c", rows, num_draws=num_draws, workers=2)
     assert torch.equal(features(workers.featurize()), expected)
     for size in (1, 5):  # the same numbers but for rounding, which differs between batches
         other = masked(tmp_path / f"{size}", rows, num_draws=num_draws, per_device_batch_size=size).featurize()
@@ -133,13 +134,14 @@ def test_crops_of_a_transform(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"image": torch.randn(9, 6, 6, generator=generator).tolist(), "label": [0, 1, 2] * 3})
     rows.set_transform(crop)
     found = []
-    for name, options in {"a": {}, "b": {"per_device_batch_size": 2}, "c": {"dataloader_num_workers": 2}}.items():
+    for name, options in {"a": {}, "b": {"per_device_batch_size": 2}, "c": {}}.items():
         torch.manual_seed(0)
         settings = {"proj_type": "none", "use_cpu": True, "num_draws": 2, **options}
-        config = TrakConfig(output_dir=str(tmp_path / name), disable_tqdm=True, **settings)
+        config = trak_config(output_dir=str(tmp_path / name), **settings)
         model = Network()
         state = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()
-        made = TrakAttributor(model, config, rows, task="image_classification").featurize()
+        workers = 2 if name == "c" else 0
+        made = TrakAttributor(model, config, rows, task="image_classification", num_workers=workers).featurize()
         found.append(features(made))
         assert random.getstate() == state[0] and np.random.get_state()[1].tolist() == state[2]
     assert torch.equal(found[0], found[2])
@@ -158,7 +160,7 @@ def test_crops_of_a_transform(tmp_path: Path) -> None:
 
 
 def replaced(config: TrakConfig, directory: Path) -> TrakConfig:
-    return TrakConfig(**{**config.to_dict(), "output_dir": str(directory)})
+    return trak_config(**{**config.to_dict(), "output_dir": str(directory)})
 
 
 def test_targets_have_draws_of_their_own(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_exact_scores_of_random_rows(tmp_path: Path) -> None:
     """Under the identity they are products of the mean gradients of losses and of outputs, as stores have them."""
     rows = sentences(8)
     options: dict[str, Any] = {"proj_type": "none", "grad_wrt": ["cls.predictions.bias"], "num_draws": 2}
-    attributor = masked(tmp_path / "trak", rows, curvature="identity", damping=1.0, **options).featurize()
+    attributor = masked(tmp_path / "trak", rows, curvature="identity", curvature_damping=1.0, **options).featurize()
     targets = sentences(3, 1)
     scored = attributor.attribute(targets, top_k=None, exact=True)
     attributor.attribute(targets, top_k=None, name="targets")
@@ -263,7 +265,7 @@ def test_a_collator_with_a_seed_of_its_own(tmp_path: Path) -> None:
         collator = DataCollatorForLanguageModeling(made, mlm_probability=0.4, seed=7)
         if name == "b":
             collator([rows[0], rows[1]])
-        one = masked(tmp_path / name, rows, collator, num_draws=2, dataloader_num_workers=workers)
+        one = masked(tmp_path / name, rows, collator, num_draws=2, workers=workers)
         found.append(features(one.featurize()))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     fresh, used = (DataCollatorForLanguageModeling(made, mlm_probability=0.4, seed=7) for _ in range(2))
@@ -333,7 +335,7 @@ def test_a_loaded_index_draws_its_targets_as_often(tmp_path: Path) -> None:
     targets = sentences(3, 1)
     expected = made.attribute(targets, top_k=2)["trak_scores"][:]
     options: dict[str, Any] = {"task": "masked_lm", "data_collator": made.data_collator, "use_cpu": True}
-    loaded = TrakAttributor.from_pretrained(str(tmp_path / "trak"), made.model, disable_tqdm=True, **options)
+    loaded = TrakAttributor.from_pretrained(str(tmp_path / "trak"), made.model, **options)
     assert loaded.args.num_draws == 3
     assert loaded.attribute(targets, top_k=2, name="again")["trak_scores"][:] == expected
     for draws in ("many", 10**12, True, 0):

@@ -170,7 +170,7 @@ def test_targets_of_sft_as_people_have_them(kind: str, padding_free: bool, tmp_p
         formatting_func=formatting,
     )
     assert "input_ids" in trainer.eval_dataset.column_names
-    config = TrakConfig(str(tmp_path / "trak"), proj_dim=64, use_cpu=True, disable_tqdm=True)
+    config = TrakConfig(str(tmp_path / "trak"), proj_dim=64, use_cpu=True)
     attributor = TrakAttributor.from_trainer(trainer, config)
     attributor.featurize()
     prepared = attributor.attribute(trainer.eval_dataset, top_k=None, name="prepared")["trak_scores"][:]

@@ -18,8 +18,9 @@ from datasets import Dataset, load_dataset
 from digit_models import DigitNet, digits, trained_net
 from hub_server import TOKEN, Fault, Hub, client, environment, hub
 from test_rerank import column, same_bits
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.errors import ConfigMismatchError, HubAccessError, IncompleteStoreError, RefusedIndexError
 from hf_trak.hub import pull_index
 from hf_trak.hub.index_files import TRAIN_ROWS_FILE
@@ -29,7 +30,7 @@ __all__ = ["client", "hub"]  # fixtures
 
 N, GROUP, TOP = 240, 10, 3
 FILES = ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet")
-OPTIONS: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "per_device_batch_size": 12}
+OPTIONS: dict[str, Any] = {"use_cpu": True, "per_device_batch_size": 12}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +69,7 @@ def net(hub: Hub, client: Path, tmp_path: Path) -> DigitNet:
     hub.put("dataset", "tester/rows", repo_of(train_rows()))
     if not _made:
         net = trained_net(digits(0, N))
-        config = TrakConfig(
+        config = trak_config(
             output_dir=str(tmp_path / "made"),
             proj_dim=64,
             shard_size=32,
@@ -254,7 +255,7 @@ def test_without_rows_the_answer_is_that_of_the_index(
 
 def test_an_index_without_digests_needs_the_commit(hub: Hub, net: DigitNet, tmp_path: Path) -> None:
     """Rows of private data have no digests in the index."""
-    config = TrakConfig(output_dir=str(tmp_path / "own"), proj_dim=16, curvature="identity", **OPTIONS)
+    config = trak_config(output_dir=str(tmp_path / "own"), proj_dim=16, curvature="identity", **OPTIONS)
     made = TrakAttributor(net, config, train_dataset=train_rows(), task="image_classification").featurize()
     made.push_to_hub("tester/own", token=TOKEN)
     assert TRAIN_ROWS_FILE not in hub.dataset("tester/own")
@@ -342,7 +343,7 @@ def test_a_thousand_of_a_hundred_thousand_rows(hub: Hub, client: Path, tmp_path:
     file = sink.getvalue()
     hub.put("dataset", "tester/many", {"train.parquet": file})
     model = Small()
-    config = TrakConfig(
+    config = trak_config(
         output_dir=str(tmp_path / "made"), proj_type="none", shard_size=n, curvature="ekfac", curvature_rows=64,
         feature_dtype="float32", **OPTIONS,
     )  # fmt: skip

@@ -218,7 +218,6 @@ def trainer_job(directory: Path) -> dict[str, Any]:
         max_steps=2,
         learning_rate=1e-2,
         report_to=[],
-        disable_tqdm=True,
         fsdp=True,
         fsdp_config={
             "version": 2,
@@ -235,7 +234,7 @@ def trainer_job(directory: Path) -> dict[str, Any]:
     trainer.train()
     divided = [type(p).__name__ for p in trainer.model.parameters()]
     eval_dataset = rows("llama", 3, 2)
-    config = TrakConfig(output_dir=str(directory / "trak"), proj_dim=32, feature_dtype="float32", disable_tqdm=True)
+    config = TrakConfig(output_dir=str(directory / "trak"), proj_dim=32, feature_dtype="float32")
 
     attributor = TrakAttributor.from_trainer(trainer, args=config)
     attributor.featurize()

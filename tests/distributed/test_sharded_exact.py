@@ -29,9 +29,9 @@ TOLERANCE = 1e-3
 SETTINGS: dict[str, dict[str, Any]] = {
     "ekfac": {"curvature": "ekfac"},
     "hybrid": {"curvature": "hybrid"},
-    "rank": {"curvature": "ekfac", "exact_rank": 2},
+    "rank": {"curvature": "ekfac", "curvature_rank": 2},
     "diagonal": {"curvature": "diagonal"},
-    "few at a time": {"curvature": "ekfac", "exact_memory": 1e-6},
+    "few at a time": {"curvature": "ekfac", "curvature_memory": 1e-6},
 }
 
 

@@ -132,14 +132,12 @@ def trainer_job(directory: Path) -> dict[str, Any]:
     settings["zero_force_ds_cpu_optimizer"] = False
     args = TrainingArguments(
         output_dir=str(directory / "out"), use_cpu=True, per_device_train_batch_size=2, max_steps=2,
-        learning_rate=1e-2, report_to=[], disable_tqdm=True, deepspeed=settings, save_strategy="no",
+        learning_rate=1e-2, report_to=[], deepspeed=settings, save_strategy="no",
     )  # fmt: skip
     trainer = Trainer(model=made("llama"), args=args, train_dataset=rows("llama"))
     trainer.train()
     eval_dataset = rows("llama", 3, 2)
-    config = TrakConfig(
-        output_dir=str(directory / "trak"), proj_dim=32, feature_dtype="float32", disable_tqdm=True, use_cpu=True
-    )
+    config = TrakConfig(output_dir=str(directory / "trak"), proj_dim=32, feature_dtype="float32", use_cpu=True)
 
     attributor = TrakAttributor.from_trainer(trainer, args=config)
     attributor.featurize()

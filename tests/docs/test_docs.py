@@ -278,7 +278,7 @@ def test_images(place: Path) -> None:
     rows, model = conversations(6), vlm("qwen2_vl")
     model.config.pad_token_id = 0
     options = {"max_length": None, "bf16": False, "gradient_checkpointing": False, "report_to": [], "use_cpu": True}
-    args = trl.SFTConfig("out", max_steps=1, save_strategy="no", disable_tqdm=True, **options)
+    args = trl.SFTConfig("out", max_steps=1, save_strategy="no", **options)
     trainer = trl.SFTTrainer(model, args=args, train_dataset=rows, processing_class=processor_of_words())
     namespace = {**denoising(), "trainer": trainer, "eval_dataset": rows.select([1])}
     run_page("docs/images.md", namespace, hf_trak_command)

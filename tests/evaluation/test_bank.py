@@ -35,7 +35,7 @@ MASKS = random_subsets(N, 6, 0.75)
 def make_trainer(rows: Any, seed: int) -> Trainer:
     args = TrainingArguments(
         "unused", num_train_epochs=2, per_device_train_batch_size=8, learning_rate=1e-2, seed=seed, use_cpu=True,
-        save_strategy="no", logging_strategy="no", disable_tqdm=True,
+        save_strategy="no", logging_strategy="no",
     )  # fmt: skip
     return Trainer(DigitNet(), args, train_dataset=rows)
 

@@ -47,7 +47,6 @@ def make_trainer(rows, seed: int) -> Trainer:
         seed=seed,
         save_strategy="no",
         logging_strategy="no",
-        disable_tqdm=True,
         use_cpu=True,
     )
     return Trainer(DigitNet(), args, train_dataset=rows)

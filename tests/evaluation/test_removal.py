@@ -449,7 +449,7 @@ def test_planted_rows_of_a_network(quick_trainings: None, tmp_path: Path) -> Non
     def make_trainer(rows: Any, seed: int) -> Trainer:
         arguments = TrainingArguments(
             str(tmp_path / "unused"), per_device_train_batch_size=n, max_steps=10, learning_rate=3e-2, seed=seed,
-            optim="adamw_torch", use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
+            optim="adamw_torch", use_cpu=True, report_to="none", save_strategy="no",
             logging_strategy="no",
         )  # fmt: skip
         return Trainer(DigitNet(), arguments, train_dataset=rows)

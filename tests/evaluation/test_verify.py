@@ -8,9 +8,10 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from trak_options import trak_config
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError, NonFiniteError
 from hf_trak.evaluation.tail_patch import PatchResult
 from hf_trak.evaluation.trial_steps import TrialSteps
@@ -70,9 +71,7 @@ def rows_of(x: Tensor, labels: Tensor) -> Dataset:
 
 
 def attributor(model: nn.Module, train: Any, directory: Path, task: str = "image_classification", **options: Any):
-    args = TrakConfig(
-        str(directory), **{"proj_dim": 64, "use_cpu": True, "disable_tqdm": True, "per_device_batch_size": 8} | options
-    )
+    args = trak_config(str(directory), **{"proj_dim": 64, "use_cpu": True, "per_device_batch_size": 8} | options)
     return TrakAttributor(model, args, train_dataset=train, task=task)
 
 

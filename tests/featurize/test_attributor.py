@@ -4,6 +4,7 @@ import copy
 import hashlib
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from datasets import Dataset, DatasetDict, List, load_from_disk
 from digit_models import DigitNet
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from trak_options import relative_ridge, trak_config
 from transformers import CLIPConfig, CLIPModel, Trainer, TrainingArguments
 from transformers.modeling_outputs import ImageClassifierOutput
 
@@ -61,7 +63,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[DigitNet, list[Pa
         save_steps=12,
         report_to="none",
         use_cpu=True,
-        disable_tqdm=True,
         seed=1,
     )
     trainer = Trainer(model=DigitNet(), args=arguments, train_dataset=train_rows())
@@ -79,7 +80,7 @@ def copy_of(model: nn.Module) -> DigitNet:
 
 def make(model: nn.Module, directory: Path, train_dataset: Any = None, **options: Any) -> TrakAttributor:
     defaults = {"proj_type": "sjlt", "proj_dim": 64, "shard_size": 16, "per_device_batch_size": 5}
-    config = TrakConfig(output_dir=str(directory), use_cpu=True, disable_tqdm=True, **{**defaults, **options})
+    config = trak_config(output_dir=str(directory), use_cpu=True, **{**defaults, **options})
     rows = train_rows() if train_dataset is None else train_dataset
     return TrakAttributor(model, config, train_dataset=rows, task="image_classification")
 
@@ -156,7 +157,8 @@ def test_identity_projection_is_the_formula_of_the_paper(trained: Any, tmp_path:
 
 def test_absolute_lambda(trained: Any, tmp_path: Path) -> None:
     model, _, _ = trained
-    attributor = make(copy_of(model), tmp_path, proj_type="none", lambda_reg=3.0).featurize()
+    attributor = make(copy_of(model), tmp_path, proj_type="none").featurize()
+    attributor.args = replace(attributor.args, lambda_relative=relative_ridge(attributor, 3.0))
     assert relative_error(full(attributor), closed_form([model], 0.0, absolute=3.0)) < 1e-4
 
 
@@ -278,10 +280,10 @@ def test_torch_datasets_and_plain_functions_work(trained: Any, tmp_path: Path) -
         def forward(self, images: Tensor) -> Tensor:
             return self.net(images).logits
 
-    options = {"proj_type": "none", "use_cpu": True, "disable_tqdm": True}
+    options = {"proj_type": "none", "use_cpu": True}
     pair = TrakAttributor(
         PairNet(),
-        TrakConfig(output_dir=str(tmp_path / "pairs"), **options),
+        trak_config(output_dir=str(tmp_path / "pairs"), **options),
         train_dataset=pairs,
         task="image_classification",
     ).featurize()
@@ -295,7 +297,7 @@ def test_torch_datasets_and_plain_functions_work(trained: Any, tmp_path: Path) -
 
     custom = TrakAttributor(
         copy_of(model),
-        TrakConfig(output_dir=str(tmp_path / "function"), **options),
+        trak_config(output_dir=str(tmp_path / "function"), **options),
         train_dataset=train_rows(),
         task=top_logit,
     ).featurize()
@@ -337,7 +339,6 @@ def test_clip_pairs_from_a_dataset(tmp_path: Path) -> None:
             shard_size=8,
             per_device_batch_size=batch_size,
             use_cpu=True,
-            disable_tqdm=True,
         )
         task = CLIPModelOutput(simulated_batch_size=10)
         attributor = TrakAttributor(copy.deepcopy(models[0]), arguments, train_dataset=pairs(0, 20), task=task)
@@ -365,7 +366,6 @@ def test_from_trainer_takes_everything_and_leaves_training_untouched(trained: An
             save_strategy="no",
             report_to="none",
             use_cpu=True,
-            disable_tqdm=True,
         )
         trainer = Trainer(model=DigitNet(), args=arguments, train_dataset=train_rows())
         trainer.train()
@@ -373,7 +373,7 @@ def test_from_trainer_takes_everything_and_leaves_training_untouched(trained: An
         flags = [(p.requires_grad, p.grad is None) for p in trainer.model.parameters()]
         modes = [module.training for module in trainer.model.modules()]
         if attribute:
-            config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=32, disable_tqdm=True)
+            config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=32)
             attributor = TrakAttributor.from_trainer(trainer, config, task="image_classification")
             assert attributor.model is trainer.model
             attributor.featurize().attribute(eval_rows(), top_k=2)
@@ -437,7 +437,7 @@ def test_state_dicts_in_memory_must_be_given_again(trained: Any, tmp_path: Path)
     [
         ("proj_dim", 65, "proj_dim"),
         ("proj_type", "rademacher", "projection"),
-        ("proj_nonzeros", 2, "proj_nonzeros"),
+        ("proj_type", "sjlt-2", "proj_nonzeros"),
         ("seed", 1, "seed"),
         ("feature_dtype", "float16", "feature_dtype"),
         ("shard_size", 17, "shard_size"),
@@ -644,6 +644,6 @@ def test_a_function_is_a_task_for_a_trainer_too(trained: Any, tmp_path: Path) ->
     _, _, trainer = trained
     for function in (TrakAttributor.from_trainer, TrakAttributor.__init__):
         assert "Callable" in str(inspect.signature(function).parameters["task"].annotation)
-    config = TrakConfig(output_dir=str(tmp_path), proj_dim=16, use_cpu=True, disable_tqdm=True)
+    config = TrakConfig(output_dir=str(tmp_path), proj_dim=16, use_cpu=True)
     attributor = TrakAttributor.from_trainer(trainer, config, lambda result, batch: result.logits[:, 0])
     assert attributor.featurize().store.model_ids == [0]

@@ -112,7 +112,6 @@ def test_features_are_the_gradients_of_samples_alone(
         engine=engine,
         per_device_batch_size=4,
         use_cpu=True,
-        disable_tqdm=True,
     )
     processing = tokenizer() if "input_ids" in dataset.column_names else None
     attributor = TrakAttributor(model, config, train_dataset=dataset, processing_class=processing).featurize()

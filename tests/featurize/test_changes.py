@@ -19,9 +19,11 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
+from trak_options import trak_config
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.config import CurvatureConfig
 from hf_trak.errors import HfTrakError
 from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
 from hf_trak.identity import model_identity
@@ -86,8 +88,8 @@ class Setup:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def attributor(self, directory: Path) -> TrakAttributor:
-        base = {"proj_dim": 16, "shard_size": 4, "per_device_batch_size": 4, "use_cpu": True, "disable_tqdm": True}
-        args = TrakConfig(**{"output_dir": str(directory), **base, **self.settings})
+        base = {"proj_dim": 16, "shard_size": 4, "per_device_batch_size": 4, "use_cpu": True}
+        args = trak_config(**{"output_dir": str(directory), **base, **self.settings})
         task = self.task() if isinstance(self.task, functools.partial) else self.task
         return TrakAttributor(self.model(), args, self.train(), self.collator, task=task)
 
@@ -188,33 +190,31 @@ CHANGES: dict[str, tuple[Setup, Setup]] = {
 """What an attributor is made of before, and after."""
 
 DEFINING: dict[str, Any] = {
-    "proj_type": "rademacher", "proj_dim": 17, "proj_nonzeros": 2, "seed": 1, "grad_wrt": ["classifier.weight"],
-    "feature_dtype": "float16", "model_dtype": "bfloat16", "shard_size": 5, "bytes_per_row": 16,
-    "whitened": True,
+    "proj_type": "rademacher", "proj_dim": 17, "seed": 1, "grad_wrt": ["classifier.weight"],
+    "feature_dtype": "float16", "model_dtype": "bfloat16", "shard_size": 5,
+    "curvature_whitened": True,
 }  # fmt: skip
 """Fields of `TrakConfig` whose change is refused."""
 
 HARMLESS: dict[str, Any] = {
     "num_draws": 3,  # of rows that are not drawn at random
-    "engine": "iterative", "max_block_bytes": 64, "per_device_batch_size": 3, "auto_find_batch_size": True,
-    "dataloader_num_workers": 1, "dataloader_pin_memory": False, "use_cpu": True, "disable_tqdm": True,
-    "remove_unused_columns": False, "label_names": ["labels"], "exact_memory": 1e-4,
-    "solver": "dual", "solver_rank": 3,
-    "factored_dim": 3,  # of another projection
+    "engine": "iterative", "per_device_batch_size": 3, "use_cpu": True,
+    "remove_unused_columns": False, "label_names": ["labels"], "curvature_memory": 1e-4,
+    "solver": "dual",
 }  # fmt: skip
 """Fields whose change leaves features as they are, but for rounding: what reaches the model is probed."""
 
-RESULTS = {"lambda_reg": 0.5, "lambda_relative": 3.0}
+RESULTS = {"lambda_relative": 3.0}
 """Fields that scores depend on and features do not: each value has results of its own."""
 
 EXACT = {
     "curvature": "diagonal",
     "curvature_rows": 3,
     "curvature_labels": "empirical",
-    "damping": 5.0,
-    "hybrid_lambda": 0.1,
-    "exact_dtype": "bfloat16",
-    "exact_rank": 1,
+    "curvature_damping": 5.0,
+    "curvature_hybrid_lambda": 0.1,
+    "curvature_dtype": "bfloat16",
+    "curvature_rank": 1,
 }
 """Fields that exact scores depend on, and nothing else."""
 
@@ -286,7 +286,8 @@ def test_the_same_inputs_are_accepted(featurized: Callable[[Setup], Path], tmp_p
 
 
 def test_every_field_of_the_configuration_is_tried() -> None:
-    names = {one.name for one in dataclasses.fields(TrakConfig)} - {"output_dir"}
+    nested = {f"curvature_{one.name}" for one in dataclasses.fields(CurvatureConfig)} - {"curvature_kind"}
+    names = {one.name for one in dataclasses.fields(TrakConfig)} - {"output_dir"} | nested
     assert names == {*DEFINING, *HARMLESS, *RESULTS, *EXACT}
 
 
@@ -326,7 +327,7 @@ def test_settings_of_scores_have_results_of_their_own(
 def test_settings_of_exact_scores(featurized: Callable[[Setup], Path], tmp_path: Path, name: str) -> None:
     """Scores of features stay; exact ones differ, or are refused where the curvature is another one."""
     directory = copied(featurized, BASE, tmp_path, resume=False)
-    base = Setup(settings={"curvature": "hybrid", "damping": 1.0})
+    base = Setup(settings={"curvature": "hybrid", "curvature_damping": 1.0})
     changed = Setup(settings={**base.settings, name: EXACT[name]})
 
     def scores(setup: Setup, exact: bool) -> np.ndarray:
@@ -335,7 +336,7 @@ def test_settings_of_exact_scores(featurized: Callable[[Setup], Path], tmp_path:
 
     plain, exact = scores(base, False), scores(base, True)
     assert np.array_equal(scores(changed, False), plain)
-    if name in ("damping", "hybrid_lambda", "exact_dtype", "exact_rank"):
+    if name in ("curvature_damping", "curvature_hybrid_lambda", "curvature_dtype", "curvature_rank"):
         assert not np.allclose(scores(changed, True), exact)
     else:
         with pytest.raises(HfTrakError, match="The curvature in"):

@@ -1,7 +1,5 @@
 """Retrieve, then rerank: a shortlist from the features, exact scores of the rows on it alone."""
 
-import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,14 +180,6 @@ def test_after_a_first_pass(nets, tmp_path, exact):
         coded.attribute(targets(), top_k=TOP, rerank=10, first_pass_bytes=512, candidates=9)
 
 
-def test_auto_is_ekfac(nets, tmp_path, exact, caplog):
-    caplog.set_level(logging.INFO)
-    auto = make(nets[0], tmp_path, digits(0, N), **{**OPTIONS, "curvature": "auto"}).featurize(nets)
-    found = auto.attribute(targets(), top_k=TOP, rerank=N)
-    same_bits(found, exact.attribute(targets(), top_k=TOP, exact=True, checkpoints=nets))
-    assert "ekfac (`curvature='auto'` stands for EK-FAC here)" in caplog.text
-
-
 def test_refined_targets(attributor, exact, nets):
     """All rows with refined targets are the exact pass with refined targets; a part of them comes with its stage."""
     options = {"top_k": TOP, "refine": "cg,steps=2,rows=40"}
@@ -204,9 +194,9 @@ def test_refined_targets(attributor, exact, nets):
     assert set(attributor._last.distributions.counts.sum(axis=1)) == {len(attributor.reranked_rows)}
 
 
-def test_every_stage_has_a_bar(nets, tmp_path, capsys):
+def test_every_stage_has_a_bar(nets, tmp_path, capsys, monkeypatch):
     one = make(nets[0], tmp_path, digits(0, 40), **OPTIONS).featurize().fit_curvature()
-    one.args = replace(one.args, disable_tqdm=False)
+    monkeypatch.setattr("hf_trak.runtime.progress.are_progress_bars_disabled", lambda: False)
     capsys.readouterr()
     one.attribute(targets(), top_k=2, rerank=3, name="mine")
     shown = capsys.readouterr().err

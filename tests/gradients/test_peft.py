@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from peft import IA3Config, LoraConfig, PromptTuningConfig, TaskType
 from torch import Tensor, nn
+from trak_options import trak_config
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -20,7 +21,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.modelout_functions import infer_task
 from hf_trak.weights.checkpoints import load_into, loaded, touched_tensors
@@ -69,8 +70,8 @@ def prompt_tuning() -> nn.Module:
 
 
 def make(model: nn.Module, directory: Path, **options: Any) -> TrakAttributor:
-    settings = {"proj_dim": 256, "shard_size": 4, "per_device_batch_size": 4, "use_cpu": True, "disable_tqdm": True}
-    config = TrakConfig(output_dir=str(directory), **{**settings, **options})
+    settings = {"proj_dim": 256, "shard_size": 4, "per_device_batch_size": 4, "use_cpu": True}
+    config = trak_config(output_dir=str(directory), **{**settings, **options})
     return TrakAttributor(model, config, train_dataset=rows())
 
 
@@ -253,8 +254,8 @@ def test_adapters_of_a_classifier_with_its_head(tmp_path: Path) -> None:
     adapters = LoraConfig(task_type=TaskType.SEQ_CLS, r=RANK, target_modules=["query", "value"])
     model = shaken(peft.get_peft_model(BertForSequenceClassification(config), adapters))
     dataset = rows().remove_columns("labels").add_column("label", [i % 3 for i in range(N)])
-    settings = {"proj_type": "none", "use_cpu": True, "disable_tqdm": True}
-    attributor = TrakAttributor(model, TrakConfig(output_dir=str(tmp_path), **settings), dataset).featurize()
+    settings = {"proj_type": "none", "use_cpu": True}
+    attributor = TrakAttributor(model, trak_config(output_dir=str(tmp_path), **settings), dataset).featurize()
     trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
     assert any("classifier" in name for name in trainable)
     assert attributor.layout.total == sum(value.numel() for value in trainable.values())

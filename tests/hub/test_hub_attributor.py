@@ -17,9 +17,10 @@ from huggingface_hub import constants
 from sklearn.datasets import load_digits
 from test_hub_hostile import resealed
 from torch import Tensor
+from trak_options import trak_config
 from transformers import BertConfig, BertForSequenceClassification, CLIPConfig, CLIPModel
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, HubAccessError, RefusedIndexError
 from hf_trak.hub import HubCheckpoint, with_training_rows
 from hf_trak.modelout_functions import CLIPModelOutput
@@ -27,7 +28,7 @@ from hf_trak.modelout_functions import CLIPModelOutput
 __all__ = ["client", "hub"]  # fixtures
 
 N = 22
-OPTIONS: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True}
+OPTIONS: dict[str, Any] = {"use_cpu": True}
 
 
 def tiny_bert(seed: int, hidden: int = 8) -> BertForSequenceClassification:
@@ -79,7 +80,7 @@ class Published:
         for number, model in enumerate(self.models):
             repo = hub.put("model", "tester/model", files_of(model, directory / f"model-{number}"), private=True)
             self.revisions.append(repo.refs["main"])
-        config = TrakConfig(
+        config = trak_config(
             output_dir=str(directory / "trak"), proj_dim=32, shard_size=8, per_device_batch_size=3, **OPTIONS
         )
         self.attributor = TrakAttributor(self.models[0], config, train_dataset=sentences(0, N))
@@ -130,7 +131,7 @@ def test_two_processes_elsewhere_get_the_same_bits(
             from transformers import BertForSequenceClassification
 
             here, token = pathlib.Path({str(tmp_path)!r}), os.environ["SECRET"]
-            options = dict(use_cpu=True, disable_tqdm=True)
+            options = dict(use_cpu=True)
             attributor = TrakAttributor.from_pretrained("tester/index", token=token, **options)
             assert attributor.processes.num_processes == 2
             targets = load_from_disk(str(here / "targets"))
@@ -140,7 +141,7 @@ def test_two_processes_elsewhere_get_the_same_bits(
                 top.save_to_disk(str(here / "top"))
 
             model = BertForSequenceClassification.from_pretrained(here / "model")
-            config = TrakConfig(
+            config = trak_config(
                 output_dir=str(here / "made" / "trak"), proj_dim=32, shard_size=8, per_device_batch_size=3, **options
             )
             again = TrakAttributor(model, config, train_dataset=load_from_disk(str(here / "train")))
@@ -239,7 +240,7 @@ def test_the_training_dataset_is_found_by_name(hub: Hub, client: Path, tmp_path:
     sentences(0, N).push_to_hub("tester/rows", token=TOKEN, private=True)
     train = load_dataset("tester/rows", split="train", token=TOKEN)
     model = tiny_bert(1)
-    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=16, shard_size=8, **OPTIONS)
+    config = trak_config(output_dir=str(tmp_path / "trak"), proj_dim=16, shard_size=8, **OPTIONS)
     attributor = TrakAttributor(model, config, train_dataset=train).featurize()
     attributor.push_to_hub("tester/index", token=TOKEN)
     commit = hub.repos["dataset", "tester/rows"].refs["main"]
@@ -270,7 +271,7 @@ def test_negatives_of_clip_travel_with_the_index(hub: Hub, client: Path, tmp_pat
 
     torch.manual_seed(0)
     model = CLIPModel(config).eval()
-    arguments = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=32, shard_size=8, **OPTIONS)
+    arguments = trak_config(output_dir=str(tmp_path / "trak"), proj_dim=32, shard_size=8, **OPTIONS)
     attributor = TrakAttributor(model, arguments, pairs(0, 16), task=CLIPModelOutput(simulated_batch_size=6))
     attributor.featurize()
     expected = attributor.attribute(pairs(100, 103), top_k=None)
@@ -376,7 +377,7 @@ def first_logit(outputs: Any, batch: Any) -> Tensor:
 
 def test_a_task_of_your_own_has_to_be_given_again(hub: Hub, client: Path, tmp_path: Path) -> None:
     model = tiny_bert(1)
-    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=16, shard_size=8, **OPTIONS)
+    config = trak_config(output_dir=str(tmp_path / "trak"), proj_dim=16, shard_size=8, **OPTIONS)
     attributor = TrakAttributor(model, config, train_dataset=sentences(0, N), task=first_logit).featurize()
     attributor.push_to_hub("tester/index", token=TOKEN)
     with pytest.raises(ValueError, match="Pass the same one as `task=`"):

@@ -16,6 +16,7 @@ from safetensors.torch import load, save
 from test_hub_attributor import OPTIONS, sentences, targets, tiny_bert
 from test_hub_hostile import Files, below, config, edited, manifest, replaced, resealed
 from test_hub_index import CONFIG
+from trak_options import trak_config
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import HubAccessError, IncompleteStoreError, RefusedIndexError, StoreError
@@ -152,7 +153,7 @@ def test_push_and_read_back(hub: Hub, client: Path, tmp_path: Path, dtype: str) 
 def test_new_targets_get_the_same_scores_elsewhere(hub: Hub, client: Path, tmp_path: Path, dtype: str) -> None:
     """Targets are rotated like the training rows, and scores have the same bits."""
     model = tiny_bert(1)
-    args = TrakConfig(str(tmp_path / "trak"), proj_dim=50, feature_dtype=dtype, shard_size=8,
+    args = trak_config(str(tmp_path / "trak"), proj_dim=50, feature_dtype=dtype, shard_size=8,
                       per_device_batch_size=3, **OPTIONS)  # fmt: skip
     attributor = TrakAttributor(model, args, train_dataset=sentences(0, 22)).featurize()
     attributor.push_to_hub("tester/index", token=TOKEN)
@@ -216,7 +217,7 @@ def test_eigenvalues_are_published(hub: Hub, client: Path, files: Files, tmp_pat
     assert "checkpoint-0/gram.safetensors" not in files and "checkpoint-0/low_rank-4.safetensors" in files
     store = opened()
     settings = store.manifest.settings
-    assert (settings["solver"], settings["solver_rank"]) == ("low_rank", 4)
+    assert settings["solver"] == "low_rank-4"
     assert store.read_gram(0) is None
     path = store.solver_path(0, "low_rank-4.safetensors")
     assert path.read_bytes() == files["checkpoint-0/low_rank-4.safetensors"]
@@ -403,7 +404,7 @@ def test_two_passes_elsewhere(hub: Hub, client: Path, tmp_path: Path, monkeypatc
     """
     monkeypatch.setattr(index_shards, "_REQUEST_BYTES", 0)
     model = tiny_bert(1)
-    args = TrakConfig(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16,
+    args = trak_config(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16,
                       solver="primal", per_device_batch_size=5, **OPTIONS)  # fmt: skip
     attributor = TrakAttributor(model, args, train_dataset=sentences(0, N)).featurize()
     attributor.push_to_hub("tester/index", token=TOKEN)
@@ -441,7 +442,7 @@ def test_the_solver_that_is_published_is_the_one_used(hub: Hub, client: Path, tm
     model = tiny_bert(1)
 
     def attributor(solver: str) -> TrakAttributor:
-        args = TrakConfig(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16, solver=solver,
+        args = trak_config(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16, solver=solver,
                           per_device_batch_size=5, **OPTIONS)  # fmt: skip
         return TrakAttributor(model, args, train_dataset=sentences(0, N))
 
@@ -461,8 +462,8 @@ def test_published_eigenvalues_are_used(
     """No whole shard is downloaded for a first pass, although there is no Gram matrix."""
     monkeypatch.setattr(index_shards, "_REQUEST_BYTES", 0)
     model = tiny_bert(1)
-    args = TrakConfig(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16, solver="low_rank",
-                      solver_rank=8, per_device_batch_size=5, **OPTIONS)  # fmt: skip
+    args = trak_config(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16, solver="low_rank-8",
+                      per_device_batch_size=5, **OPTIONS)  # fmt: skip
     attributor = TrakAttributor(model, args, train_dataset=sentences(0, N)).featurize()
     attributor.push_to_hub("tester/index", token=TOKEN)
     sent = watched(hub)
@@ -777,10 +778,10 @@ BAD_FACTS: dict[str, tuple[Callable[[Files, Path], Files], str]] = {
     "solver without a checksum": (entry(lambda c: c["solver"].update(checksum=1)), "the solver"),
     "solver that is forgotten": (entry(lambda c: c.pop("solver")), "gram.safetensors'.*missing"),
     "solver setting that is none": (
-        manifest(lambda m: m.update(solver_settings={"solver": "os.system"})), "`solver` is 'os.system'"
+        manifest(lambda m: m["settings"].update(solver="os.system")), "`solver` is 'os.system'"
     ),
     "solver settings with more": (
-        manifest(lambda m: m.update(solver_settings={"output_dir": "/tmp/x"})), "`solver_settings` is a dict"
+        manifest(lambda m: m["settings"].update(output_dir="/tmp/x")), "`settings` is a dict"
     ),
     "row digests that are a path": (entry(lambda c: c.update(row_digests="../x")), "the digest"),
     "history that is a text": (

@@ -19,8 +19,10 @@ from huggingface_hub import DatasetCard, constants
 from safetensors.torch import load as load_tensors
 from test_hub_hostile import Bomb, Files, edited, padded, shard_with
 from torch import Tensor
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
+from hf_trak.config import CurvatureConfig
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
 from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.errors import (
@@ -34,14 +36,14 @@ from hf_trak.hub.curvature_files import checked_record, checked_tensors
 from hf_trak.hub.files import LocalFiles
 from hf_trak.hub.index_files import MAX_HEADER_BYTES
 from hf_trak.hub.index_store import IndexStore, open_index
-from hf_trak.hub.manifest import EXACT_SETTINGS, SETTINGS
+from hf_trak.hub.manifest import CURVATURE_SETTINGS, SETTINGS
 from hf_trak.store.store import FeatureStore
 
 __all__ = ["client", "hub"]  # fixtures
 
 N, M, SIZE = 14, 3, 4
-OPTIONS: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "per_device_batch_size": 7}
-SETTING: dict[str, Any] = {"curvature_rows": 9, "damping": 0.3, "curvature_labels": "empirical"}
+OPTIONS: dict[str, Any] = {"use_cpu": True, "per_device_batch_size": 7}
+SETTING: dict[str, Any] = {"curvature_rows": 9, "curvature_damping": 0.3, "curvature_labels": "empirical"}
 RECORD = "curvature/0/curvature.json"
 BLOCK, DIAGONAL = "curvature/0/block-00001.safetensors", "curvature/0/diagonal.safetensors"
 
@@ -83,7 +85,7 @@ def one_thread() -> Iterator[None]:
 
 def attributor_in(directory: Path, **options: Any) -> TrakAttributor:
     """An attributor of two checkpoints."""
-    config = TrakConfig(output_dir=str(directory), proj_dim=16, shard_size=8, **{**OPTIONS, **SETTING, **options})
+    config = trak_config(output_dir=str(directory), proj_dim=16, shard_size=8, **{**OPTIONS, **SETTING, **options})
     return TrakAttributor(Net(1), config, train_dataset=rows(0, N), task="image_classification")
 
 
@@ -124,7 +126,7 @@ def expected() -> np.ndarray:
 
 def load(name: str = "tester/index", model: Any = None, **options: Any) -> TrakAttributor:
     """Load the index with the training rows at hand."""
-    given = {"use_cpu": True, "disable_tqdm": True, "train_dataset": rows(0, N), "checkpoints": {1: weights(2)}}
+    given = {"use_cpu": True, "train_dataset": rows(0, N), "checkpoints": {1: weights(2)}}
     return TrakAttributor.from_pretrained(name, model or Net(1), token=TOKEN, **{**given, **options})
 
 
@@ -141,7 +143,7 @@ def test_the_same_scores_elsewhere(hub: Hub, published: Files, made: Path, tmp_p
     assert names == sorted(p.relative_to(made).as_posix() for p in (made / "curvature").rglob("*") if p.is_file())
     assert all(published[name] == (made / name).read_bytes() for name in names) and len(names) == 10
     elsewhere = load(output_dir=str(tmp_path / "work"))
-    assert {name: getattr(elsewhere.args, name) for name in SETTING} == SETTING
+    assert elsewhere.args.curvature == CurvatureConfig(rows=9, damping=0.3, labels="empirical")
     elsewhere.attribute(rows(100, M))
     assert not hub.downloads("curvature")
     assert np.array_equal(full(elsewhere, exact=True), expected())
@@ -167,9 +169,10 @@ def test_exact_scores_take_the_training_rows(hub: Hub, published: Files) -> None
 def test_other_settings_fit_another_curvature(
     hub: Hub, published: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = {"curvature": "diagonal", "damping": 0.7}
+    other = {"curvature": "diagonal", "curvature_damping": 0.7}
     caplog.set_level(logging.WARNING)
-    found = full(load(output_dir=str(tmp_path / "work"), **other), exact=True, model_ids=[0])
+    given = {"kind": "diagonal", "damping": 0.7}
+    found = full(load(output_dir=str(tmp_path / "work"), curvature=given), exact=True, model_ids=[0])
     assert hub.downloads("curvature") == [RECORD]
     assert "fitted with other settings" in caplog.text and 'kind: saved "ekfac", given "diagonal"' in caplog.text
     assert (tmp_path / "work" / RECORD).exists()
@@ -201,18 +204,19 @@ def test_an_index_without_curvatures(hub: Hub, published: Files, made: Path, tmp
 def test_manifests_of_readers_and_writers_that_know_no_curvature(hub: Hub, published: Files, tmp_path: Path) -> None:
     """Versions without curvatures refuse unknown settings, and pass over other unknown keys."""
     manifest = json.loads(published["trak_index.json"])
-    assert set(manifest["settings"]) == set(SETTINGS) and set(manifest["exact_settings"]) == set(EXACT_SETTINGS)
+    assert set(manifest["settings"]) == set(SETTINGS)
+    assert set(manifest["settings"]["curvature"]) == set(CURVATURE_SETTINGS)
     assert manifest["format_version"] == 2
 
     def older(content: dict[str, Any]) -> None:
-        del content["exact_settings"]
+        del content["settings"]["curvature"]
         for entry in content["checkpoints"].values():
             del entry["curvature"]
 
     old = {name: data for name, data in published.items() if not name.startswith("curvature/")}
     hub.put("dataset", "tester/index", {**old, "trak_index.json": edited(old, "trak_index.json", older)})
     elsewhere = load()
-    assert (elsewhere.args.damping, elsewhere.args.curvature_rows) == (None, None)
+    assert elsewhere.args.curvature == CurvatureConfig()
     assert open_repo("tester/index").fetch_curvature(0) == []
 
 
@@ -256,10 +260,10 @@ def test_copies(hub: Hub, published: Files, tmp_path: Path, monkeypatch: pytest.
 
 def test_settings_that_are_not_told_follow_the_curvature(hub: Hub, published: Files, made: Path) -> None:
     push_index(FeatureStore.load(made), "tester/other", token=TOKEN)
-    settings = open_repo("tester/other").manifest.settings
-    assert (settings["curvature"], settings["curvature_labels"], settings["curvature_rows"]) == (None, "empirical", 9)
-    push_index(FeatureStore.load(made), "tester/other", token=TOKEN, settings=TrakConfig(curvature_rows=8))
-    assert open_repo("tester/other").manifest.settings["curvature_rows"] == 8
+    settings = open_repo("tester/other").manifest.settings["curvature"]
+    assert (settings["kind"], settings["labels"], settings["rows"]) == ("ekfac", "empirical", 9)
+    push_index(FeatureStore.load(made), "tester/other", token=TOKEN, settings=trak_config(curvature_rows=8))
+    assert open_repo("tester/other").manifest.settings["curvature"]["rows"] == 8
 
 
 def test_the_card_tells_of_the_curvature(hub: Hub, published: Files) -> None:
@@ -434,18 +438,18 @@ BAD: dict[str, tuple[Callable[[Files], Files], str]] = {
     "another checksum of the diagonal": (manifest(lambda c: c.update(diagonal="0" * 32)), "manifest says 000"),
     "setting of a path": (
         lambda files: {**files, "trak_index.json": edited(
-            files, "trak_index.json", lambda m: m["exact_settings"].update(output_dir="/tmp/x"))},
-        "exact_settings",
+            files, "trak_index.json", lambda m: m["settings"]["curvature"].update(output_dir="/tmp/x"))},
+        "`curvature` is",
     ),
     "unknown curvature": (
         lambda files: {**files, "trak_index.json": edited(
-            files, "trak_index.json", lambda m: m["exact_settings"].update(curvature="os.system"))},
-        "`curvature` is 'os.system'",
+            files, "trak_index.json", lambda m: m["settings"]["curvature"].update(kind="os.system"))},
+        "`curvature.kind` is 'os.system'",
     ),
     "damping below 0": (
         lambda files: {**files, "trak_index.json": edited(
-            files, "trak_index.json", lambda m: m["exact_settings"].update(damping=-1))},
-        "`damping` is -1",
+            files, "trak_index.json", lambda m: m["settings"]["curvature"].update(damping=-1))},
+        "`curvature.damping` is -1",
     ),
     # the record
     "missing record": (without(RECORD), "it is missing, although the manifest lists it"),

@@ -19,8 +19,9 @@ from damage import Damage, swapped
 from hub_server import TOKEN, Hub, client, hub
 from mutations import mutations
 from test_hub_hostile import resealed
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.errors import HfTrakError
 from hf_trak.hub import open_repo
 from hf_trak.hub.index_store import IndexStore
@@ -36,14 +37,14 @@ assert _spec is not None and _spec.loader is not None
 golden: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(golden)
 
-OPTIONS: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True}
+OPTIONS: dict[str, Any] = {"use_cpu": True}
 UNREAD = ("README.md", ".gitattributes", "checkpoint.json")
 """Files of an index that scores do not depend on."""
 
 
 def publish(hub: Hub, directory: Path, seed: int) -> None:
     """Publish an index of two checkpoints, and write its files into a directory."""
-    args = TrakConfig(
+    args = trak_config(
         output_dir=str(directory / "run"), proj_dim=8, shard_size=4, per_device_batch_size=4, seed=seed, **OPTIONS
     )
     rows = golden.rows(0, golden.N)
@@ -63,7 +64,7 @@ def below(directory: Path) -> dict[str, bytes]:
 def scored(store: IndexStore) -> np.ndarray:
     """Score three targets with existing features over both checkpoints, as `attribute` does."""
     settings, processes = store.manifest.settings, Processes(use_cpu=True)
-    scorer = Scorer(store, processes, processes.device, settings["lambda_reg"], settings["lambda_relative"])
+    scorer = Scorer(store, processes, processes.device, None, settings["lambda_relative"])
     ids = scorer.ensemble(None)
     features = torch.sin(torch.arange(3.0 * store.config["proj_dim"])).reshape(3, -1)
     targets = [scorer.precondition(model_id, lambda: features, 3) for model_id in ids]
@@ -182,7 +183,7 @@ def test_odd_values_are_refused_in_words(hub: Hub, client: Path, published: Path
             seen["refused"] += 1
         else:
             if not np.array_equal(found, expected):
-                assert key in ("lambda_reg", "lambda_relative"), (key, before)
+                assert key == "lambda_relative", (key, before)
             seen["used"] += 1
     assert seen["refused"] > count // 2
 

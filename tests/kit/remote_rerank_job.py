@@ -16,7 +16,7 @@ def main(weights: str, output_dir: str) -> None:
     torch.set_num_threads(1)
     net = DigitNet()
     net.load_state_dict(torch.load(weights))
-    options = {"use_cpu": True, "disable_tqdm": True, "per_device_batch_size": 12, "output_dir": output_dir}
+    options = {"use_cpu": True, "per_device_batch_size": 12, "output_dir": output_dir}
     one = TrakAttributor.from_pretrained("tester/index", net.eval(), token=TOKEN, **options)
     scored = one.attribute(digits(1000, 1003), top_k=3, rerank=6)
     patch = one.verify(digits(1000, 1001), scored[0]["trak_indices"], similar=None)

@@ -12,6 +12,7 @@ from datasets import Dataset, disable_progress_bars
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from trak_options import trak_config
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -26,7 +27,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.featurize.exact import ExactScores
 
 VOCABULARY = 40
@@ -117,9 +118,9 @@ def sharded(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
 def attributor(model: nn.Module, name: str, directory: Path, **options: Any) -> TrakAttributor:
     settings: dict[str, Any] = {
         "proj_dim": 32, "shard_size": 2, "per_device_batch_size": 2, "feature_dtype": "float32", "use_cpu": True,
-        "disable_tqdm": True, "curvature_rows": 6,
+        "curvature_rows": 6,
     }  # fmt: skip
-    config = TrakConfig(output_dir=str(directory), **{**settings, **options})
+    config = trak_config(output_dir=str(directory), **{**settings, **options})
     return TrakAttributor(model, config, train_dataset=rows(name))
 
 

@@ -23,8 +23,9 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset, disable_progress_bars
 from torch import Tensor, nn
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.errors import HfTrakError
 
 
@@ -65,8 +66,8 @@ def models(count: int) -> list[TinyNet]:
 
 
 def make(directory: Path, sizes: Sizes = Sizes(), **options: Any) -> TrakAttributor:  # frozen
-    config = TrakConfig(
-        output_dir=str(directory), use_cpu=True, disable_tqdm=True, proj_dim=sizes.proj_dim,
+    config = trak_config(
+        output_dir=str(directory), use_cpu=True, proj_dim=sizes.proj_dim,
         shard_size=sizes.shard_size, per_device_batch_size=sizes.batch_size, feature_dtype=sizes.feature_dtype,
         **options,
     )  # fmt: skip

@@ -27,7 +27,7 @@ RECIPE = ROOT / "recipes" / "image_classification"
 SMALL = [
     "--max_train_samples=150", "--max_eval_samples=30", "--num_train_epochs=2", "--save_steps=0.5",
     "--num_checkpoints=2", "--proj_dim=256", "--shard_size=64", "--top_k=6", "--num_targets=2", "--images_per_side=3",
-    "--use_cpu", "--disable_tqdm",
+    "--use_cpu",
 ]  # fmt: skip
 
 

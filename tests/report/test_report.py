@@ -349,9 +349,7 @@ def digits(start: int, stop: int) -> Dataset:
 
 @pytest.fixture(scope="module")
 def attributor(tmp_path_factory: pytest.TempPathFactory) -> TrakAttributor:
-    config = TrakConfig(
-        output_dir=str(tmp_path_factory.mktemp("trak")), proj_dim=64, shard_size=16, use_cpu=True, disable_tqdm=True
-    )
+    config = TrakConfig(output_dir=str(tmp_path_factory.mktemp("trak")), proj_dim=64, shard_size=16, use_cpu=True)
     torch.manual_seed(0)
     found = TrakAttributor(DigitNet(), config, train_dataset=digits(0, 50), task="image_classification")
     return found.featurize()
@@ -401,7 +399,7 @@ def test_rows_of_any_dataset_are_shown(attributor: TrakAttributor, tmp_path: Pat
 
 def test_show_shows_the_last_result(attributor: TrakAttributor, tmp_path: Path):
     fresh = TrakAttributor.from_pretrained(
-        str(attributor.args.output_dir), attributor.model, use_cpu=True, disable_tqdm=True, task="image_classification"
+        str(attributor.args.output_dir), attributor.model, use_cpu=True, task="image_classification"
     )
     with pytest.raises(ValueError, match="nothing to show yet"):
         fresh.show(0)

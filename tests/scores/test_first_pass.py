@@ -164,6 +164,6 @@ def test_arguments_that_do_not_fit(attributor, nets, tmp_path):
 
 def test_a_rank_that_is_larger_than_the_first_columns(nets, tmp_path):
     options = {"proj_dim": 1100, "feature_dtype": "int8", "shard_size": 256, "per_device_batch_size": 64}
-    one = make(nets[0], tmp_path, digits(0, N), solver="low_rank", solver_rank=600, **options).featurize()
+    one = make(nets[0], tmp_path, digits(0, N), solver="low_rank-600", **options).featurize()
     found = one.attribute(digits(1000, 1003), top_k=3, first_pass_bytes=512)
     assert column(found, "trak_indices").shape == (3, 3)

@@ -83,7 +83,7 @@ def test_any_quota_is_met_exactly(data):
 
 
 def test_a_selection_trains_with_trainer(attributor, targets, tmp_path):
-    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, disable_tqdm=True, save_strategy="no")
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, save_strategy="no")
     result = Trainer(DigitNet(), arguments, train_dataset=attributor.select(16, targets)).train()
     assert np.isfinite(result.training_loss)
 

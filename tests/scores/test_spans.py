@@ -46,7 +46,7 @@ def attributor(request, rows, tokenizer, tmp_path):
     )
     return TrakAttributor(
         tf.GPT2LMHeadModel(config).eval(),
-        TrakConfig(output_dir=str(tmp_path), proj_dim=64, per_device_batch_size=4, disable_tqdm=True, use_cpu=True),
+        TrakConfig(output_dir=str(tmp_path), proj_dim=64, per_device_batch_size=4, use_cpu=True),
         train_dataset=rows,
         processing_class=tokenizer,
         task=CausalLMModelOutput(aggregation=request.param),

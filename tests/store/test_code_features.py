@@ -3,7 +3,6 @@ within what the codes' noise explains."""
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -159,12 +158,11 @@ def test_changed_features_are_noticed_before_a_shard_is_written(net, tmp_path):
             other.featurize()
 
 
-def test_a_store_keeps_its_storage_when_the_default_is_another(net, tmp_path):
+def test_another_storage_is_refused_also_where_it_is_the_default(net, tmp_path):
     coded(net, tmp_path, "float32", proj_dim=2048).featurize()
-    again = make(net, tmp_path, digits(0, N), proj_dim=2048)
-    assert again.args.storage == "float32"
-    full_scores(again.featurize(), digits(200, 203))
-    assert make(net, tmp_path / "new", digits(0, N), proj_dim=2048).args.storage == "int4"
+    assert make(net, tmp_path, digits(0, N), proj_dim=2048).args.storage == "int4"
+    with pytest.raises(ConfigMismatchError, match="feature_dtype"):
+        make(net, tmp_path, digits(0, N), proj_dim=2048).featurize()
 
 
 @pytest.mark.parametrize("tensor", ["scale", "codes.00", "out_to_loss"])
@@ -215,42 +213,16 @@ def test_a_budget_of_bytes():
     assert (TrakConfig().width, TrakConfig().storage) == (4096, "int4")
     assert TrakConfig(proj_dim=64).storage == "float32"
     assert TrakConfig(proj_type="none").storage == "float32"
-    budget = TrakConfig(bytes_per_row=1024)
+    budget = TrakConfig(proj_dim="1024B")
     assert (budget.width, budget.storage) == (4096, "int2")
-    assert TrakConfig(bytes_per_row=1024, feature_dtype="int8").width == 1024
-    assert TrakConfig(bytes_per_row=1024, feature_dtype="float32").width == 256
-    assert TrakConfig(bytes_per_row=1024, proj_dim=100).width == 100
+    assert TrakConfig(proj_dim="1024B", feature_dtype="int8").width == 1024
+    assert TrakConfig(proj_dim="1024B", feature_dtype="float32").width == 256
     again = replace(budget, output_dir="elsewhere")
     assert (again.width, again.storage) == (budget.width, budget.storage)
-    with pytest.raises(ValueError, match="bytes_per_row"):
-        TrakConfig(bytes_per_row=1, feature_dtype="float32")
-    with pytest.raises(ValueError, match="bytes_per_row"):
-        TrakConfig(bytes_per_row=0)
-
-
-def test_expected_quality_is_that_of_the_benchmark():
-    """The numbers that `estimate` shows are means of the published tables."""
-    from hf_trak.featurize.estimation import QUALITY, SIZES
-
-    text = (Path(__file__).parents[2] / "benchmarks/quality/CODES.md").read_text(encoding="utf-8")
-    tables = re.findall(r"LDS, with ridge:\n+\| \|[^\n]*\n\|---[^\n]*\n((?:\|[^\n]*\n)+)", text)
-    assert len(tables) == 7
-    found: dict[tuple[str, int], float] = {}
-    for line in "".join(tables).splitlines():
-        form, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-        for size, cell in zip(SIZES, cells, strict=True):
-            found[form, size] = found.get((form, size), 0.0) + float(cell.split()[0])
-    for form, values in QUALITY.items():
-        for size, value in zip(SIZES, values, strict=True):
-            assert value == pytest.approx(found[form, size] / found["float32", 16384], abs=0.0051)
-
-
-def test_an_estimate_shows_other_forms(net, tmp_path):
-    estimate = coded(net, tmp_path, "int2", proj_dim=8192).estimate(eval_dataset=10)
-    assert [(one.feature_dtype, one.row_bytes) for one in estimate.storage][:2] == [("int2", 512), ("int2", 1024)]
-    assert ("int2", 8192) not in {(one.feature_dtype, one.proj_dim) for one in estimate.storage}
-    assert "int4 × 4,096 (2,048 bytes per row, quality 1.01" in str(estimate)
-    assert coded(net, tmp_path / "none", None, proj_type="none").estimate().storage == ()
+    with pytest.raises(ValueError, match="`proj_dim` is"):
+        TrakConfig(proj_dim="1B", feature_dtype="float32")
+    with pytest.raises(ValueError, match="`proj_dim` is"):
+        TrakConfig(proj_dim="0B")
 
 
 JOB = """

@@ -151,13 +151,13 @@ def convert_and_die(directory: Path, step: int) -> dict[str, Any]:
             return function(*arguments, **options)
 
         setattr(atomic.os, name, call)
-    convert_store(FeatureStore.load(directory / "source"), directory / "killed", "int2", TrakConfig(disable_tqdm=True))
+    convert_store(FeatureStore.load(directory / "source"), directory / "killed", "int2", TrakConfig())
     return {"steps": calls}
 
 
 def convert_together(directory: Path) -> dict[str, Any]:
     source = FeatureStore.load(directory / "source")
-    args, processes = TrakConfig(disable_tqdm=True, use_cpu=True), Processes(True)
+    args, processes = TrakConfig(use_cpu=True), Processes(True)
     result = convert_store(source, directory / "together", "int2", args, processes)
     return {"fidelity": compare_stores(source, result, args, processes, targets=5).to_dict()}
 
@@ -319,10 +319,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     """The result is a run of its own: later commands find model, rows and settings there."""
     write_reviews(tmp_path)
     monkeypatch.chdir(tmp_path)
-    quick = ["--proj_dim", "64", "--use_cpu", "--disable_tqdm", "--lambda_relative", "0.2"]
+    quick = ["--proj_dim", "64", "--use_cpu", "--lambda_relative", "0.2"]
     assert main(["featurize", "--model", "model", "--train_dataset", "reviews.jsonl", *quick]) == 0
     capsys.readouterr()
-    command = ["convert", "trak", "--to", "small", "--use_cpu", "--disable_tqdm"]
+    command = ["convert", "trak", "--to", "small", "--use_cpu"]
     assert main([*command, "--feature_dtype", "int2", "--targets", "5"]) == 0
     printed = capsys.readouterr().out
     assert "float32 to int2: 256 to 20 bytes per row" in printed and "35 training rows × 5 others" in printed
@@ -355,7 +355,7 @@ def test_a_copy_of_an_index_is_converted(
     write_references(store, 1, {"image_embeddings": torch.ones(2, 3)})
     push_index(store, "tester/index", token=TOKEN, settings=TrakConfig(lambda_relative=0.25))
     pull_index("tester/index", tmp_path / "copy")
-    arguments = ["--to", str(tmp_path / "small"), "--use_cpu", "--disable_tqdm", "--json"]
+    arguments = ["--to", str(tmp_path / "small"), "--use_cpu", "--json"]
     assert main(["convert", str(tmp_path / "copy"), *arguments]) == 0
     fidelity = json.loads(capsys.readouterr().out)["fidelity"]
     small = FeatureStore.load(tmp_path / "small")
@@ -371,7 +371,7 @@ def test_a_copy_of_an_index_is_converted(
 
 
 def test_attributors_of_an_index_are_converted(net: torch.nn.Module, featurized: Path, tmp_path: Path) -> None:
-    options = {"task": "image_classification", "use_cpu": True, "disable_tqdm": True}
+    options = {"task": "image_classification", "use_cpu": True}
     attributor = TrakAttributor.from_pretrained(str(featurized), net, train_dataset=digits(0, N), **options)
     other = converted(attributor, tmp_path / "converted", "int1")
     assert other.args.feature_dtype == "int1" and other.sources == attributor.sources

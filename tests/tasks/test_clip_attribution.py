@@ -18,6 +18,7 @@ from PIL import Image as PILImage
 from places import PYTHONPATH
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
+from trak_options import trak_config
 from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -117,8 +118,8 @@ def make_model(name: str, tmp_path: Path, seed: int = 0) -> torch.nn.Module:
 
 
 def make(model: torch.nn.Module, directory: Path, train: Any, task: Any = None, **options: Any) -> TrakAttributor:
-    settings = {"proj_dim": 128, "shard_size": 8, "use_cpu": True, "disable_tqdm": True, **options}
-    config = TrakConfig(output_dir=str(directory), **settings)
+    settings = {"proj_dim": 128, "shard_size": 8, "use_cpu": True, **options}
+    config = trak_config(output_dir=str(directory), **settings)
     if task is None:
         kind = type(get_task(infer_task(model)))
         task = kind(simulated_batch_size=NEGATIVES)
@@ -225,7 +226,7 @@ def test_a_named_model_of_full_size(tmp_path: Path) -> None:
     for batch_size in (1, 2):
         config = TrakConfig(
             output_dir=str(tmp_path / str(batch_size)), proj_dim=32, per_device_batch_size=batch_size, use_cpu=True,
-            grad_wrt=["visual.proj", "text_projection"], disable_tqdm=True,
+            grad_wrt=["visual.proj", "text_projection"],
         )  # fmt: skip
         attributor = TrakAttributor(model, config, pairs(0, 3), collate, task=CLIPModelOutput(simulated_batch_size=2))
         results.append(stored(attributor.featurize()))

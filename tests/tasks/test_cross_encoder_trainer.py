@@ -41,14 +41,14 @@ def encoder(directory: Path, logits: int = 1) -> Any:
 def trainer_of(directory: Path, loss: Any, rows: dict[str, Any], **options: Any) -> Any:
     args = CrossEncoderTrainingArguments(
         str(directory / "out"), use_cpu=True, report_to=[], per_device_train_batch_size=3, num_train_epochs=1,
-        save_strategy="no", disable_tqdm=True, **options,
+        save_strategy="no", **options,
     )  # fmt: skip
     return CrossEncoderTrainer(loss.model, args, train_dataset=Dataset.from_dict(rows), loss=loss)
 
 
 def attributor(directory: Path, trainer: Any, **options: Any) -> TrakAttributor:
     config = TrakConfig(
-        str(directory / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True, disable_tqdm=True,
+        str(directory / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True,
         per_device_batch_size=4,
     )  # fmt: skip
     return TrakAttributor.from_trainer(trainer, config, **options)
@@ -89,7 +89,7 @@ def test_a_training_and_the_lines_of_the_readme(tmp_path: Path) -> None:
     rows = columns(24, "one", "two") | {"label": [float(i % 2) for i in range(24)]}
     trainer = trainer_of(tmp_path, losses.BinaryCrossEntropyLoss(model), rows, learning_rate=1e-3)
     trainer.train()
-    config = TrakConfig(str(tmp_path / "trak"), proj_dim=256, use_cpu=True, disable_tqdm=True)
+    config = TrakConfig(str(tmp_path / "trak"), proj_dim=256, use_cpu=True)
 
     attributor = TrakAttributor.from_trainer(trainer, config)
     attributor.featurize()

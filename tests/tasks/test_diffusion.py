@@ -9,9 +9,10 @@ import torch
 from datasets import Dataset
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from trak_options import trak_config
 from transformers import default_data_collator
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.hub.loading import _task
 from hf_trak.modelout_functions import DiffusionModelOutput
 from hf_trak.modelout_functions.diffusion import NOISED, TIMESTEPS, WANTED
@@ -60,9 +61,9 @@ def images(count: int = 6, labels: bool = True, seed: int = 0) -> Dataset:
 
 
 def attributor(directory: Path, rows: Any, task: Any = None, model: Any = None, **options: Any) -> TrakAttributor:
-    settings = {"proj_type": "none", "use_cpu": True, "feature_dtype": "float32", "disable_tqdm": True, **options}
+    settings = {"proj_type": "none", "use_cpu": True, "feature_dtype": "float32", **options}
     made = DiffusionModelOutput(schedule(), timesteps=4) if task is None else task
-    config = TrakConfig(output_dir=str(directory), **settings)
+    config = trak_config(output_dir=str(directory), **settings)
     return TrakAttributor(Denoiser() if model is None else model, config, rows, task=made)
 
 

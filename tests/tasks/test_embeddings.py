@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.nn import functional
+from trak_options import trak_config
 from transformers import Trainer, TrainingArguments
 
 from hf_trak import TrakAttributor, TrakConfig
@@ -322,8 +323,8 @@ def test_arguments_are_checked(arguments, message):
 
 
 def config(path: Any, **options: Any) -> TrakConfig:
-    common = {"proj_type": "none", "feature_dtype": "float32", "use_cpu": True, "disable_tqdm": True}
-    return TrakConfig(str(path), **{**common, "per_device_batch_size": 4, **options})
+    common = {"proj_type": "none", "feature_dtype": "float32", "use_cpu": True}
+    return trak_config(str(path), **{**common, "per_device_batch_size": 4, **options})
 
 
 class SentenceTransformerTrainer(Trainer):

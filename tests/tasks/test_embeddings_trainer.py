@@ -62,7 +62,7 @@ def attributor(tmp_path: Any, model: Any, loss: Any, rows: dict[str, Any], **opt
     )
     trainer = st.SentenceTransformerTrainer(model, args, train_dataset=Dataset.from_dict(rows), loss=loss)
     trak = TrakConfig(
-        str(tmp_path / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True, disable_tqdm=True,
+        str(tmp_path / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True,
         per_device_batch_size=8,
     )  # fmt: skip
     return TrakAttributor.from_trainer(trainer, trak)

@@ -9,8 +9,9 @@ import torch
 import transformers as tf
 from datasets import Dataset
 from torch import Tensor, nn
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.modelout_functions import RowLossModelOutput
 
 SPEECH = {
@@ -144,7 +145,7 @@ def attributor(
     directory: Path, model: nn.Module, rows: Any, collator: Any, size: int, task: Any = "row_loss", **options: Any
 ) -> TrakAttributor:
     settings = {"proj_type": "none", "use_cpu": True, "feature_dtype": "float32", **options}
-    config = TrakConfig(output_dir=str(directory), per_device_batch_size=size, disable_tqdm=True, **settings)
+    config = trak_config(output_dir=str(directory), per_device_batch_size=size, **settings)
     return TrakAttributor(model, config, rows, collator, task=task)
 
 

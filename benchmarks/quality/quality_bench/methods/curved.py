@@ -33,7 +33,7 @@ def exact(
         own = attributor(job, checkpoints[0], False, curvature=curvature)
 
         def scores(**options: float) -> np.ndarray:
-            own.args = replace(own.args, **options)  # type: ignore[arg-type]
+            own.args = replace(own.args, curvature=replace(own.args.curvature, **options))  # type: ignore[arg-type]
             scored = own.attribute(job.case.targets, top_k=None, checkpoints=checkpoints, exact=True)
             return np.stack(scored.with_format("numpy")["trak_scores"][:]).T.astype(np.float64)
 

@@ -110,9 +110,7 @@ def trak(
 
 def attributor(job: Job, model: nn.Module, loss: bool, **options: Any) -> TrakAttributor:
     disable_progress_bars()
-    config = TrakConfig(
-        output_dir=str(job.directory), seed=job.seed, per_device_batch_size=BATCH, disable_tqdm=True, **options
-    )
+    config = TrakConfig(output_dir=str(job.directory), seed=job.seed, per_device_batch_size=BATCH, **options)
     task = get_task(job.case.task)
     return TrakAttributor(model, config, job.case.train, task=LossModelOutput(task) if loss else task)
 
