@@ -12,7 +12,7 @@ ProjectionName = Literal["sjlt", "factored", "rademacher", "normal", "none"]
 EngineName = Literal["auto", "hooked", "functional", "iterative"]
 ModelDtype = Literal["float32", "bfloat16", "float16"]
 FeatureDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2", "int1"]
-SolverName = Literal["auto", "primal", "dual", "low_rank", "block"]
+SolverName = Literal["auto", "primal", "dual", "low_rank"]
 CurvatureName = Literal["auto", "ekfac", "shampoo", "kfac", "diagonal", "identity", "hybrid"]
 ExactDtype = Literal["float32", "bfloat16"]
 CurvatureLabels = Literal["sampled", "empirical"]
@@ -67,10 +67,10 @@ class TrakConfig:
             unless `lambda_reg` is given.
         solver (`str`, *optional*, defaults to `"auto"`):
             How the ridge regression is solved: `"primal"` (k × k), `"dual"` (n × n), `"low_rank"` (the largest
-            eigenvalues, and λ for the rest), `"block"` (blocks of columns by themselves), or `"auto"` for what is
-            exact and fits into memory, and otherwise `"low_rank"`.
+            eigenvalues, and λ for the rest), or `"auto"` for what is exact and fits into memory, and otherwise
+            `"low_rank"`.
         solver_rank (`int`, *optional*):
-            Eigenvalues of `solver="low_rank"`, and columns per block of `solver="block"`. By default 2,048 and 4,096.
+            Eigenvalues of `solver="low_rank"`. By default 2,048.
         curvature (`str`, *optional*):
             Curvature of exact scores: `"ekfac"` (Kronecker bases, corrected eigenvalues), `"shampoo"` (bases of whole
             gradients), `"kfac"`, `"diagonal"`, `"identity"`, or `"hybrid"`: EK-FAC with TRAK's Gram matrix over it.
@@ -173,7 +173,7 @@ class TrakConfig:
     )
     solver_rank: int | None = field(
         default=None,
-        metadata={"help": "Eigenvalues of `low_rank` (2,048), or columns of a `block` (4,096)."},
+        metadata={"help": "Eigenvalues of `low_rank` (2,048)."},
     )
     curvature: CurvatureName | None = field(
         default=None,

@@ -229,7 +229,7 @@ def test_eigenvalues_are_published(hub: Hub, client: Path, files: Files, tmp_pat
     assert set(hub.dataset("tester/fork")) == {*files, ".gitattributes"}
 
 
-@pytest.mark.parametrize("solver", ["dual", "block"])
+@pytest.mark.parametrize("solver", ["dual"])
 def test_solvers_that_read_all_features_publish_nothing(hub: Hub, client: Path, tmp_path: Path, solver: str) -> None:
     """An index without a Gram matrix is published all the same, and one can be computed from it."""
     store = make_codes(tmp_path / "store", "int8", k=90, rank=None)

@@ -246,9 +246,6 @@ def test_incomplete_and_foreign_stores_are_refused(tmp_path: Path, net: torch.nn
         convert_store(revised.store, tmp_path / "converted", "int1")
     with pytest.raises(StoreError, match="is a TRAKer directory"):
         convert_store(make_store(tmp_path / "traker", api="TRAKer"), tmp_path / "converted", "int1")
-    old = make_store(tmp_path / "old", format_version=1)
-    with pytest.raises(StoreError, match=r"is a store of format 1.*hf-trak upgrade"):
-        convert_store(old, tmp_path / "converted", "int1")
     assert not (tmp_path / "converted").exists()
 
 
