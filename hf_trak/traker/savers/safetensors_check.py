@@ -58,7 +58,7 @@ def _features(files: FinalizedFiles, model_id: int) -> Iterator[Finding]:
         if any(shard.exists() for shard in shards):
             yield Finding(path, "missing", "the features beside it do not count without it", _FINALIZE)
         return
-    yield _sound(files.store, path)
+    yield Finding(path, "intact")
     for index, shard in enumerate(shards):
         if not shard.exists():
             yield Finding(shard, "missing", "the features do not exist", f"Delete {path}; then: {_FINALIZE}")
@@ -68,7 +68,7 @@ def _features(files: FinalizedFiles, model_id: int) -> Iterator[Finding]:
         except HfTrakError as error:
             yield Finding(shard, "damaged", str(error), f"Delete {path}; then: {_FINALIZE}")
         else:
-            yield _sound(files.store, shard)
+            yield Finding(shard, "intact")
 
 
 def _checked_partials(store: FeatureStore, model_id: int, experiment: str | None) -> Iterator[Finding]:
@@ -112,10 +112,4 @@ def _scores(files: FinalizedFiles, name: str) -> Iterator[Finding]:
     if not bool(torch.isfinite(scores).all()):
         yield Finding(path, "damaged", "a score is not finite", f"Delete it; then: {_SCORE}")
         return
-    yield _sound(files.store, path)
-
-
-def _sound(store: FeatureStore, path: Path) -> Finding:
-    if store.version == 1:
-        return Finding(path, "unchecked", "in format 1, the metadata of a file has no checksum", "`hf-trak upgrade`")
-    return Finding(path, "intact")
+    yield Finding(path, "intact")
