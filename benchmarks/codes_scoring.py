@@ -105,7 +105,7 @@ def write_index(directory: Path, name: str, args: argparse.Namespace) -> None:
         tensors = {"out_to_loss": q, "scale": torch.rand(len(rows), generator=generator) + 0.5}
         for block, size in zip(form.names, form.block_bytes, strict=True):
             tensors[block] = torch.randint(0, 256, (len(rows), size), dtype=torch.uint8, generator=generator)
-        write_tensors(shards.path(index), tensors, shards.identity, shards.version, start=rows.start, stop=rows.stop)
+        write_tensors(shards.path(index), tensors, shards.identity, start=rows.start, stop=rows.stop)
 
 
 def targets(store: FeatureStore, count: int) -> ScaledRows:

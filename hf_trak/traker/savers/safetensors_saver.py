@@ -30,7 +30,7 @@ from hf_trak.traker.savers.directory_saver import DirectorySaver
 from hf_trak.traker.savers.finalized_files import FinalizedFiles
 from hf_trak.traker.savers.partial import RowWriter
 from hf_trak.traker.savers.refusals import deleted_grads
-from hf_trak.traker.savers.run_metadata import IDENTITY_FORMAT, comparison
+from hf_trak.traker.savers.run_metadata import comparison
 from hf_trak.traker.savers.safetensors_check import verify_traker
 from hf_trak.traker.savers.safetensors_upgrade import require_upgraded, upgrade_traker
 
@@ -77,12 +77,7 @@ class SafetensorsSaver(DirectorySaver):
 
     def _open_directory(self, in_format_1: Mapping[str, Any]) -> None:
         require_upgraded(self.save_dir)
-        given, compare = self.metadata, {key: comparison(key) for key in self.metadata}
-        if (self.save_dir / FeatureStore.CONFIG_FILE).exists():
-            saved = FeatureStore.load(self.save_dir).config
-            if saved.get(IDENTITY_FORMAT) == 1:  # an upgraded directory describes no more than it did before
-                given = {key: value for key, value in in_format_1.items() if key in saved} | {IDENTITY_FORMAT: 1}
-        self.store = FeatureStore.open(self.save_dir, given, lambda: in_format_1, compare)
+        self.store = FeatureStore.open(self.save_dir, self.metadata, {key: comparison(key) for key in self.metadata})
         self.files = FinalizedFiles(self.store)
 
     def _saved_model_ids(self) -> dict[int, dict[str, Any]]:
