@@ -118,7 +118,7 @@ def write_index(attributor: TrakAttributor) -> None:
             for name, count in zip(shards.code_format.names, shards.code_format.block_bytes, strict=True)
         }
         tensors = {"scale": torch.rand(len(rows)), "out_to_loss": torch.rand(len(rows)), **codes}
-        write_tensors(shards.path(index), tensors, shards.identity, shards.version, start=rows.start, stop=rows.stop)
+        write_tensors(shards.path(index), tensors, shards.identity, start=rows.start, stop=rows.stop)
     attributor.scorer.prepare(0)
 
 

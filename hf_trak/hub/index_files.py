@@ -398,7 +398,7 @@ def stored_solver(store: FeatureStore, model_id: int) -> PublishedSolver | None:
         path = directory / low_rank_file(max(ranks))
         return PublishedSolver("low_rank", max(ranks), check_low_rank(path, store, model_id, max(ranks)))
     files = SolverFiles(store, model_id)
-    if files.exists("kernel") or any(directory.glob("gram_block-*.safetensors")):
+    if files.exists("kernel"):
         return PublishedSolver("none")
     raise IncompleteStoreError(
         f"Model id {model_id} has neither a Gram matrix nor what another solver keeps in {store.output_dir}. Run "

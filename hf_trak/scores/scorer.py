@@ -83,7 +83,7 @@ class Scorer:
             lambda_reg: absolute ridge, see [`ridge_lambda`].
             lambda_relative: relative ridge, see [`ridge_lambda`].
             solver: how the ridge regression is solved, see `hf_trak.scores.solvers`.
-            solver_rank: rank of `"low_rank"`, or columns per block of `"block"`; `None` for the defaults.
+            solver_rank: rank of `"low_rank"`; `None` for the default.
         """
         self.store = store
         self.processes = processes

@@ -392,14 +392,14 @@ class Leftover:
         path: where it is.
         size: bytes.
         age: seconds since the last write.
-        host: host of the writer.
+        host: host of the writer; `None` where the name does not say.
         alive: whether the writer is running; `None` where this host cannot see that.
     """
 
     path: Path
     size: int
     age: float
-    host: str
+    host: str | None
     alive: bool | None
 
     @property

@@ -113,7 +113,7 @@ class FakeTrainer:
 def test_a_training_is_done_once(tmp_path: Path) -> None:
     first = FakeTrainer(tmp_path)
     assert train_once(first, SETTINGS) == [str(tmp_path / "checkpoint-10")]
-    assert read_sealed(tmp_path / TRAINING_RECORD, allow_unsealed=False)["finished"] is True
+    assert read_sealed(tmp_path / TRAINING_RECORD)["finished"] is True
     second = FakeTrainer(tmp_path)
     train_once(second, SETTINGS)
     assert torch.equal(first.model.weight, second.model.weight)

@@ -138,7 +138,7 @@ def test_push_and_read_back(hub: Hub, client: Path, tmp_path: Path, dtype: str) 
     local = make_codes(tmp_path / "store", dtype, k=90, rank=None)
     push_index(local, "tester/index", token=TOKEN)
     store = opened()
-    assert store.version == 3 and store.config_hash == local.config_hash
+    assert store.config_hash == local.config_hash
     for found, expected in zip(store.train(0), local.train(0), strict=True):
         assert torch.equal(found.grads, expected.grads) and torch.equal(found.out_to_loss, expected.out_to_loss)
     assert torch.equal(store.read_gram(0).matrix, local.read_gram(0).matrix)
@@ -195,18 +195,13 @@ def test_versions_that_cannot_read_an_index_say_so(
     hub: Hub, client: Path, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An index names the version of its format, and readers name those that they know."""
-    assert json.loads(files["trak_config.json"])["format_version"] == 3
-    newer = {**files, "trak_config.json": edited(files, "trak_config.json", lambda c: c.update(format_version=4))}
+    assert json.loads(files["trak_config.json"])["format_version"] == 1
+    newer = {**files, "trak_config.json": edited(files, "trak_config.json", lambda c: c.update(format_version=2))}
     hub.put("dataset", "tester/index", newer)
-    with pytest.raises(RefusedIndexError, match=r"has format version 4, and hf_trak \d.* reads 1, 2 and 3\."):
+    with pytest.raises(RefusedIndexError, match=r"has format version 2, and hf_trak \d.* reads 1"):
         opened()
-    hub.put("dataset", "tester/index", files)
-    monkeypatch.setattr("hf_trak.hub.index_files.READABLE_VERSIONS", (1, 2))
-    with pytest.raises(RefusedIndexError, match=r"has format version 3, and hf_trak \d.* reads 1 and 2\."):
-        opened()
-    monkeypatch.setattr("hf_trak.store.checkpoint_records.READABLE_VERSIONS", (1, 2))
-    with pytest.raises(StoreError, match=r"has format version 3. Expected at most 2"):
-        FeatureStore.load(clone(files, tmp_path / "clone"))
+    with pytest.raises(StoreError, match=r"has format version 2, expected 1"):
+        FeatureStore.load(clone(newer, tmp_path / "clone"))
 
 
 # -- what solvers keep -----------------------------------------------------------------------------------------------
@@ -230,7 +225,7 @@ def test_eigenvalues_are_published(hub: Hub, client: Path, files: Files, tmp_pat
     assert set(hub.dataset("tester/fork")) == {*files, ".gitattributes"}
 
 
-@pytest.mark.parametrize("solver", ["dual", "block"])
+@pytest.mark.parametrize("solver", ["dual"])
 def test_solvers_that_read_all_features_publish_nothing(hub: Hub, client: Path, tmp_path: Path, solver: str) -> None:
     """An index without a Gram matrix is published all the same, and one can be computed from it."""
     store = make_codes(tmp_path / "store", "int8", k=90, rank=None)

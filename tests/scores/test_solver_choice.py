@@ -60,8 +60,6 @@ def test_what_is_set_is_taken() -> None:
     assert choose_solver("dual", None, 10**6, 16, 0) == SolverChoice("dual", 10**6, "it is set")
     assert choose_solver("low_rank", None, 100, 64, 0).size == 64
     assert choose_solver("low_rank", 12, 100, 64, 0).size == 12
-    assert choose_solver("block", None, 100, 10**5, 0).size == 4096
-    assert choose_solver("block", 500, 100, 64, 0).size == 64
     assert choose_solver("auto", 500, 10**6, 10**5, 0) == replace(
         choose_solver("auto", None, 10**6, 10**5, 0), size=500
     )
@@ -123,7 +121,6 @@ def test_results_say_which_solver_they_come_from(store: FeatureStore) -> None:
     assert identity("primal") is None
     assert identity("dual") == [{"kind": "dual"}]
     assert identity("low_rank", 7) == [{"algorithm": "subspace-1", "kind": "low_rank", "rank": 7}]
-    assert identity("block", 7) == [{"columns": 7, "kind": "block"}]
 
 
 def test_memory_decides_once(
@@ -168,7 +165,7 @@ def test_the_setting_reaches_the_scores(tmp_path: Path) -> None:
     """The same scores from every exact solver, each of which keeps its own file and its own results."""
     found = {}
     networks = store_jobs.models(1)
-    for solver in ("auto", "dual", "low_rank", "block"):
+    for solver in ("auto", "dual", "low_rank"):
         attributor = store_jobs.make(tmp_path, solver=solver).featurize(networks)
         result = attributor.attribute(store_jobs.rows(3, 2), top_k=None).with_format("numpy")
         found[solver] = np.stack(result["trak_scores"][:])
@@ -181,7 +178,6 @@ def test_the_setting_reaches_the_scores(tmp_path: Path) -> None:
         "gram.safetensors",
         "kernel.safetensors",
         "low_rank-16.safetensors",
-        "gram_block-16-00000.safetensors",
     }
 
 
@@ -202,7 +198,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("solver, rank", [("primal", None), ("dual", None), ("low_rank", 40), ("block", 100)])
+@pytest.mark.parametrize("solver, rank", [("primal", None), ("dual", None), ("low_rank", 40)])
 def test_costs_are_those_of_what_is_done(
     tmp_path: Path, solver: Any, rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +219,6 @@ def test_costs_are_those_of_what_is_done(
     factorized = {
         "primal": k**3 // 6 + m * k * k,
         "dual": n**3 // 6 + m * n * n,
-        "block": k * 100**2 // 6 + m * k * 100,
     }
     assert products.total == pytest.approx(cost.multiply_adds - factorized.get(solver, 0), rel=0.15)
     kept = [path for path in tmp_path.glob("checkpoint-0/*.safetensors") if "train" not in path.name]
@@ -238,7 +233,7 @@ def model() -> nn.Module:
 def test_an_estimate_names_the_solver_and_the_others() -> None:
     expected = estimate(model(), 5000, TrakConfig(proj_dim=65_536), checkpoints=2, eval_dataset=10)
     assert expected.solver.kind == "dual" and expected.solver.size == 5000
-    assert [one.kind for one in expected.alternatives] == ["primal", "low_rank", "block"]
+    assert [one.kind for one in expected.alternatives] == ["primal", "low_rank"]
     assert expected.stages["solver"].disk == pytest.approx(2 * 8 * 5000**2, rel=1e-3)
     assert expected.stages["solver"].memory > expected.solver.memory >= 3 * 8 * 5000**2
     primal = expected.alternatives[0]
@@ -256,7 +251,7 @@ def test_an_estimate_follows_the_settings() -> None:
     expected = estimate(model(), 5000, options)
     assert (expected.solver.kind, expected.solver.size) == ("low_rank", 100)
     assert [(one.kind, one.size) for one in expected.alternatives] == [
-        ("primal", 65_536), ("dual", 5000), ("block", 4096),
+        ("primal", 65_536), ("dual", 5000),
     ]  # fmt: skip
     with pytest.raises(ValueError, match="`solver_rank` is 100"):
         estimate(model(), 50, options)

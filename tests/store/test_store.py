@@ -23,6 +23,7 @@ from hf_trak.errors import (
     StoreError,
 )
 from hf_trak.store.atomic import atomic_directory, create_bytes, remove_stale_temporaries, safe_name
+from hf_trak.store.sealed import sealed_bytes
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import ShardPlan
 from hf_trak.store.store import FeatureStore
@@ -477,3 +478,11 @@ def test_a_directory_is_replaced_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be written"), atomic_directory(tmp_path / "file" / "rows"):
         pass
+
+
+def test_a_store_of_another_format_version_is_refused(tmp_path):
+    store = make_store(tmp_path)
+    fill(store.train(0))
+    (tmp_path / "trak_config.json").write_bytes(sealed_bytes({**store.config, "format_version": 2}))
+    with pytest.raises(StoreError, match=r"trak_config\.json has format version 2, expected 1: .*`featurize`"):
+        FeatureStore.load(tmp_path)
