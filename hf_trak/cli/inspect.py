@@ -97,7 +97,8 @@ def _records() -> dict[str, RecordCheck]:
         "metadata.json": check_run,
         "retraining.json": verify_retraining,
         "run.json": verify_run,
-        "scores/*/run/run.json": verify_run,
+        "run": verify_run,
+        "scores/*/run": verify_run,
     }
 
 
@@ -158,7 +159,7 @@ def _describe(directory: Path, content: dict[str, Any], lines: list[str]) -> boo
         "experiments": [
             {"name": name, "targets": store.experiment_info(name).get("num_targets")} for name in store.experiments
         ],
-        "runs": sorted(path.parent.name for path in directory.glob("scores/*/run.json")),
+        "runs": sorted(path.parent.name for path in directory.glob("scores/*/run")),
     }
     damaged = [text for entry in content["checkpoints"] for text in entry["damaged"]]
     for path in curvature_records(directory):
