@@ -11,9 +11,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
+    "Exact": "hf_trak.methods",
     "HubCheckpoint": "hf_trak.hub",
     "ImageTextCollator": "hf_trak.data.image_text",
+    "Index": "hf_trak.methods",
     "Refinement": "hf_trak.curvature.conjugate_gradients",
+    "Rerank": "hf_trak.methods",
+    "Span": "hf_trak.scores.spans",
     "StreamedRows": "hf_trak.data.streams",
     "TRAKer": "hf_trak.traker.traker",
     "TrakAttributor": "hf_trak.attributor",
@@ -29,9 +33,13 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "Exact",
     "HubCheckpoint",
     "ImageTextCollator",
+    "Index",
     "Refinement",
+    "Rerank",
+    "Span",
     "StreamedRows",
     "TRAKer",
     "TrakAttributor",
@@ -56,6 +64,8 @@ if TYPE_CHECKING:
     from hf_trak.featurize.estimate import estimate
     from hf_trak.gradient_computers import per_sample_gradients
     from hf_trak.hub import HubCheckpoint, load_scores, pull_index, push_scores, with_training_rows
+    from hf_trak.methods import Exact, Index, Rerank
+    from hf_trak.scores.spans import Span
     from hf_trak.traker.traker import TRAKer
     from hf_trak.version import __version__
 

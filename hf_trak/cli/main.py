@@ -45,7 +45,6 @@ COMMANDS = {
         "verify_store", "check every byte of a directory, and say how to compute damaged files again", "output_dir"
     ),
     "clean": Command("clean", "show and remove temporary files of interrupted processes", "output_dir"),
-    "upgrade": Command("upgrade", "bring a directory of an older version up to date", "output_dir"),
     "env": Command("env", "print versions, for a bug report"),
     "selftest": Command("selftest", "check kernels, engines and a tiny run on this machine"),
 }

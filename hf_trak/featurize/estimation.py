@@ -16,6 +16,7 @@ from hf_trak.featurize.definition import sample_size
 from hf_trak.featurize.exact_blocks import TARGET_SHARD_BYTES, target_dtype, target_rank
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.identity.model_identity import model_identity
+from hf_trak.methods import Index, Method, Rerank, checked_method
 from hf_trak.runtime.checks import byte_size, checked_int, free_bytes
 from hf_trak.runtime.progress import duration
 from hf_trak.scores.solvers import SolverCost, choose_solver, solver_cost, solver_costs
@@ -483,8 +484,7 @@ def estimate_sizes(
     eval_dataset: Any = 0,
     processes: int = 1,
     rows_per_second: float | None = None,
-    rerank: int | None = None,
-    refinement: Refinement | None = None,
+    method: Method = "auto",
 ) -> Estimate:
     """Work out what an attribution takes from the numbers of rows, parameters and features.
 
@@ -496,12 +496,14 @@ def estimate_sizes(
         eval_dataset: the targets, or their number.
         processes: number of processes.
         rows_per_second: rows that one process featurizes per second, where it was measured.
-        rerank: rows of a shortlist that are to be reranked, for each target and end.
-        refinement: how targets are to be refined.
+        method: how scores are to be computed. What reranking and refining take is counted if it asks for them.
 
     Raises:
-        ValueError: a number is out of range, or a parameter name unknown.
+        ValueError: a number is out of range, or a parameter name or the method unknown.
     """
+    chosen = checked_method(method)
+    rerank = chosen.rows if isinstance(chosen, Rerank) else None
+    refinement = None if isinstance(chosen, Index) else chosen.refinement
     n, m = count_of(train_dataset, "train_dataset", 1), count_of(eval_dataset, "eval_dataset", 0)
     for name, value in (("checkpoints", checkpoints), ("processes", processes)):
         count_of(value, name, 1)

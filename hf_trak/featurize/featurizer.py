@@ -219,6 +219,8 @@ class Featurizer:
         device: torch.device,
         store: FeatureStore,
         lockstep: Lockstep | None = None,
+        row_draws: RowDraws | None = None,
+        batch_done: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -232,6 +234,8 @@ class Featurizer:
             device: where batches go.
             store: where a task's references are kept beside the features.
             lockstep: keeps processes that hold a sharded model at the same pass.
+            row_draws: how rows are drawn that come at random; by default they are taken as they come.
+            batch_done: called after every batch.
         """
         self.model = model
         self.task = task
@@ -242,8 +246,8 @@ class Featurizer:
         self.processes = processes
         self.device = device
         self.store = store
-        self.row_draws: RowDraws | None = None
-        self.batch_done: Callable[[], None] = lambda: None
+        self.row_draws = row_draws
+        self.batch_done = batch_done
         self.lockstep = lockstep or Lockstep(processes)
         self.division = self.lockstep.division
         self.sharded = is_sharded(model)

@@ -44,7 +44,7 @@ def warn_of_shortage(model: FeaturizedModel) -> None:
     logger.warning(
         "A fit of the curvature %r takes %s.%s Attribute fewer parameters (`grad_wrt`), set "
         '`curvature="diagonal"`, or divide the model over more processes.',
-        fitted_kind(model.args),
+        fitted_kind(model.args.curvature),
         " and ".join(shortages),
         "" if share is None else f" {share}.",
     )
