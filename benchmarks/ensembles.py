@@ -55,7 +55,10 @@ def sweep(
             attributor.featurize(models)
             for count in counts:
                 scored = attributor.attribute(
-                    targets, top_k=None, name="targets", model_ids=list(range(count)), checkpoints=models[:count]
+                    targets,
+                    top_k=None,
+                    name="targets",
+                    checkpoints=dict(zip(list(range(count)), models[:count], strict=True)),
                 )
                 scores = np.stack(scored.with_format("numpy")["trak_scores"][:]).T.copy()
                 found.setdefault(count, {})[relative] = scores

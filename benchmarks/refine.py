@@ -35,7 +35,7 @@ from quality_bench.removals import DRAWS, SUBSET_SEED, TARGETS, reusing
 from quality_bench.scored import judging_targets
 from torch import Tensor
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import Exact, TrakAttributor, TrakConfig
 from hf_trak.curvature.conjugate_gradients import Refinement, Solutions
 from hf_trak.evaluation import Bank, linear_datamodeling_score
 from hf_trak.evaluation.bank_scores import judged_parts
@@ -78,7 +78,7 @@ class Question:
     def scores(self, damping: float | None = None, refine: Refinement | None = None) -> np.ndarray:
         """Exact scores `(n, m)`."""
         own = self.attributor("exact", damping=damping)
-        scored = own.attribute(self.targets, top_k=None, exact=True, refine=refine).with_format("numpy")
+        scored = own.attribute(self.targets, top_k=None, method=Exact(refine=refine)).with_format("numpy")
         return np.stack(scored["trak_scores"][:]).T.astype(np.float64)
 
     def gradients(self, task: LossModelOutput | None = None) -> Tensor:
@@ -89,7 +89,7 @@ class Question:
         )  # fmt: skip
         task = LossModelOutput(of=self.task) if task is None else task
         own = TrakAttributor(self.job.model, loss, self.job.case.train, task=task)
-        shards = list(own.featurize().store.train(0))
+        shards = list(own.featurize().features.store.train(0))
         self.weights = torch.cat([shard.out_to_loss for shard in shards]).numpy()
         return torch.cat([shard.grads for shard in shards])
 
@@ -199,7 +199,7 @@ def removal(case: Case, bank: Bank, job: Job, directory: Path, args: argparse.Na
     for name, refinement in {"EK-FAC": None, "EK-FAC, refined": Refinement(form=args.form)}.items():
         started = time.perf_counter()
         given[name] = np.zeros((len(case.train), bank.n_targets))
-        given[name][:, targets] = question.scores(refine=refinement)
+        given[name][:, targets] = question.scores(method=Exact(refine=refinement))
         print(f"{case.title}: {name}, {len(targets)} targets: {time.perf_counter() - started:.0f} s", flush=True)
     plan = removal_plan(given, (FRACTION,), targets=targets, random_draws=DRAWS, seed=SUBSET_SEED)
     retrain = case.retraining(drop="mask", seed=SEED)

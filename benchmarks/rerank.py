@@ -105,9 +105,9 @@ def timed(attributor: TrakAttributor, targets: Dataset, options: dict[str, Any])
 
 def write_index(attributor: TrakAttributor) -> None:
     """Featurize one shard, of which rows are compared later, and write random codes in the place of all others."""
-    store, generator = attributor.store, torch.Generator().manual_seed(0)
+    store, generator = attributor.features.store, torch.Generator().manual_seed(0)
     attributor.featurize(part=(0, -(-len(attributor.train_dataset) // attributor.args.shard_size)))
-    store, generator = attributor.store, torch.Generator().manual_seed(0)
+    store, generator = attributor.features.store, torch.Generator().manual_seed(0)
     shards = store.train(0)
     assert shards.code_format is not None
     for index in shards.unwritten():
@@ -118,7 +118,7 @@ def write_index(attributor: TrakAttributor) -> None:
         }
         tensors = {"scale": torch.rand(len(rows)), "out_to_loss": torch.rand(len(rows)), **codes}
         write_tensors(shards.path(index), tensors, shards.identity, shards.version, start=rows.start, stop=rows.stop)
-    attributor.scorer.prepare(0)
+    attributor.features.scorer.prepare(0)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def table(case: Case, bank: Bank, job: Job) -> None:
             task = get_task(job.case.task)
             return TrakAttributor(job.model, TrakConfig(place, **args, **options), job.case.train, task=task)
 
-        exact = scores_of(attributor("exact"), case, exact=True)
+        exact = scores_of(attributor("exact"), case, method="exact")
         for name, options in INDEXES.items():
             one, begun = attributor(name, **options).featurize(), time.perf_counter()
             found = scores_of(one, case)

@@ -9,7 +9,7 @@ from datasets import Dataset, load_from_disk
 from doc_examples import write_reviews
 from torch import nn
 
-from hf_trak import TrakConfig, estimate
+from hf_trak import Exact, TrakConfig, estimate
 from hf_trak.cli.build import build
 from hf_trak.cli.main import main
 from hf_trak.cli.parser import DataArguments, ModelArguments, parse_yaml_and_args
@@ -68,7 +68,7 @@ def test_the_estimate_counts_the_passes(place: Path, capsys: pytest.CaptureFixtu
     assert (found.rows, found.products, found.row_passes) == (500, 2 * 3 * 500 * 10, 4 * 2 * 3 * 500 * 10)
     assert found.memory == 6 * 4 * 10 * 44
     assert found.seconds is None
-    assert estimate(model, 100, TrakConfig(proj_dim=64), refine="cg").refine.rows == 100
+    assert estimate(model, 100, TrakConfig(proj_dim=64), method=Exact(refine="cg")).refine.rows == 100
     assert estimate(model, 100, TrakConfig(proj_dim=64)).refine is None
     printed = ("estimate", *MODEL, "--eval_size", "4", "--refine", "cg,steps=2,rows=24", "--measure")
     assert main([*printed, "--json"]) == 0
@@ -77,4 +77,4 @@ def test_the_estimate_counts_the_passes(place: Path, capsys: pytest.CaptureFixtu
     assert main([*printed]) == 0
     assert "refining targets: at most 2 steps on 24 rows each, 768 passes of single rows" in capsys.readouterr().out
     with pytest.raises(ValueError, match="`refine` is 'newton'"):
-        estimate(model, 100, TrakConfig(), refine="newton")
+        estimate(model, 100, TrakConfig(), method=Exact(refine="newton"))

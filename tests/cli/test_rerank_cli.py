@@ -13,7 +13,7 @@ from hub_server import TOKEN, Hub, client, hub
 from test_cli_curvature import MODEL, QUICK, library
 from torch import nn
 
-from hf_trak import TrakConfig
+from hf_trak import Rerank, TrakConfig
 from hf_trak.cli.main import main
 from hf_trak.featurize.estimate import estimate
 from hf_trak.report.run import AttributionRun
@@ -51,7 +51,7 @@ def test_a_run_has_both_ranks(place: Path, answer: Answer, capsys: pytest.Captur
     answer("featurize", *MODEL, *QUICK, *SETTINGS)
     run = answer("attribute", *WANTED, "--rerank", "5", "--name", "mine")["run"]
     attributor, targets = library(curvature="ekfac", curvature_rows=30)
-    expected = attributor.featurize().attribute(targets, top_k=5, rerank=5)
+    expected = attributor.featurize().attribute(targets, top_k=5, method=Rerank(5))
     found = load_from_disk(f"{run}/scored")
     for name in (*TOP_K_COLUMNS[::2], *RANK_COLUMNS):
         assert found[name][:] == expected[name][:], name
@@ -97,11 +97,15 @@ def test_an_index_from_the_hub_is_reranked_with_single_rows(
 
 def test_the_estimate_names_the_stages(place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(10, 4)
-    found = estimate(model, 100_000, TrakConfig(proj_dim=64), eval_dataset=10, checkpoints=2, rerank=200).rerank
+    found = estimate(
+        model, 100_000, TrakConfig(proj_dim=64), eval_dataset=10, checkpoints=2, method=Rerank(200)
+    ).rerank
     assert (found.row_gradients, found.target_gradients, found.curvature_rows) == (2 * 4000, 20, 2 * 4096)
     assert found.scores_bytes == 4 * 8000 * 11
     assert found.seconds is None
-    assert estimate(model, 100, TrakConfig(proj_dim=64), eval_dataset=10, rerank=200).rerank.row_gradients == 100
+    assert (
+        estimate(model, 100, TrakConfig(proj_dim=64), eval_dataset=10, method=Rerank(200)).rerank.row_gradients == 100
+    )
     printed = answer("estimate", *MODEL, "--eval_size", "4", "--rerank", "7", "--measure")
     assert printed["rerank"]["row_gradients"] == 40
     assert printed["rerank"]["seconds"] == pytest.approx(44 / printed["rows_per_second"])
@@ -109,7 +113,7 @@ def test_the_estimate_names_the_stages(place: Path, answer: Answer, capsys: pyte
     text = capsys.readouterr().out
     assert "reranking 7 rows per target and end: shortlist from" in text
     with pytest.raises(ValueError, match="`rerank` is 0"):
-        estimate(model, 100, TrakConfig(), rerank=0)
+        estimate(model, 100, TrakConfig(), method=Rerank(0))
 
 
 def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:

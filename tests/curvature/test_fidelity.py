@@ -59,7 +59,7 @@ def test_the_sampled_scores_are_those_of_attribute(tmp_path: Path, options: dict
     kind = None if options == {"curvature": "hybrid"} else options.get("curvature")
     args = TrakConfig(**{**one.args.to_dict(), "curvature": kind})
     plain = TrakAttributor(one.model, args, train_dataset=one.train_dataset, task="image_classification")
-    exact = np.array(plain.attribute(targets, top_k=None, exact=True)["trak_scores"][:]).T[found.rows]
+    exact = np.array(plain.attribute(targets, top_k=None, method="exact")["trak_scores"][:]).T[found.rows]
     assert error(found.exact, exact) < 1e-5
     assert curvature.kind == ("identity" if options == {"curvature": "identity"} else "ekfac")
 
@@ -77,7 +77,7 @@ def test_whole_gradients_agree_with_themselves(tmp_path: Path) -> None:
 def test_targets_are_divided_where_memory_is_short(tmp_path: Path) -> None:
     one = attributor(tmp_path).featurize().fit_curvature()
     found, _, _ = sampled_scores(one, 20, 5, 0, None)
-    one.args.exact_memory = 2 * 8 * one.layout.total / 2**30  # two targets at a time
+    one.args.exact_memory = 2 * 8 * one.features.layout.total / 2**30  # two targets at a time
     divided, _, _ = sampled_scores(one, 20, 5, 0, None)
     for name in ("products", "exact_products", "index", "exact"):
         assert error(getattr(divided, name), getattr(found, name)) < 1e-5, name

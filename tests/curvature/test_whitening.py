@@ -33,7 +33,7 @@ def attributor_in(directory: Path, **options: Any) -> TrakAttributor:
 
 
 def features(attributor: TrakAttributor) -> Tensor:
-    return torch.cat([shard.grads.float() for shard in attributor.store.train(0)]).double()
+    return torch.cat([shard.grads.float() for shard in attributor.features.store.train(0)]).double()
 
 
 def scores(attributor: TrakAttributor) -> np.ndarray:
@@ -74,7 +74,7 @@ def test_resuming(tmp_path: Path) -> None:
     before = features(attributor)
     record = tmp_path / "curvature" / "0" / "curvature.json"
     written = record.stat().st_mtime_ns
-    shards = attributor.store.train(0)
+    shards = attributor.features.store.train(0)
     shards.path(2).unlink()
     again = attributor_in(tmp_path).featurize()
     assert torch.equal(features(again), before)

@@ -258,7 +258,7 @@ def test_randomness(place: Path) -> None:
         "documents": documents(tokenizer, 6).select_columns(["input_ids"]),
     }
     run_page("docs/randomness.md", namespace, hf_trak_command)
-    assert namespace["attributor"].store.config["collation"]["draws"] == 8
+    assert namespace["attributor"].features.store.config["collation"]["draws"] == 8
 
 
 def test_packing(place: Path) -> None:
@@ -307,7 +307,7 @@ def test_preferences(place: Path) -> None:
     run_page("docs/preferences.md", namespace, hf_trak_command)
     assert sorted(namespace["scored"][0]["trak_indices"]) == [0, 1, 2, 3] and namespace["best"] != namespace["worst"]
     assert len(namespace["why"][0]["trak_scores"]) == 3
-    assert namespace["plain"].store.train(0).unwritten() == []
+    assert namespace["plain"].features.store.train(0).unwritten() == []
     assert_documented(place / "trak-dpo", "trak")
 
 
@@ -334,8 +334,8 @@ def test_embeddings(place: Path) -> None:
     }  # fmt: skip
     run_page("docs/embeddings.md", namespace, hf_trak_command)
     assert len(namespace["scored"][0]["trak_indices"]) == len(namespace["why"][0]["trak_indices"]) == 3
-    assert namespace["plain"].featurize().store.train(0).unwritten() == []
-    assert namespace["reranker"].featurize().store.train(0).unwritten() == []
+    assert namespace["plain"].featurize().features.store.train(0).unwritten() == []
+    assert namespace["reranker"].featurize().features.store.train(0).unwritten() == []
     assert_documented(place / "trak-embeddings", "trak")
 
 

@@ -41,7 +41,7 @@ def test_bytes_on_disk(tmp_path, curvature, monkeypatch):
     assert promised is not None
     kept = []
     monkeypatch.setattr(fit.CurvatureFit, "_conclude", _counting(fit.CurvatureFit._conclude, kept))
-    own.attribute(rows(M, 1), exact=True)
+    own.attribute(rows(M, 1), method="exact")
     # biases join their weights, whose sides are one longer for it
     assert promised.curvature_bytes == pytest.approx(stored(tmp_path, "curvature/0/*.safetensors"), rel=0.05)
     assert promised.progress_bytes == pytest.approx(kept[0], rel=0.1)
@@ -66,13 +66,13 @@ def test_targets_that_do_not_fit_take_several_passes(tmp_path):
     assert estimate(model, N, args, eval_dataset=M).exact.passes == 3
     targets = rows(M, 1)
     several = TrakAttributor(model, args, rows(N, 0), task="image_classification")
-    first = several.attribute(targets, top_k=None, exact=True)["trak_scores"]
+    first = several.attribute(targets, top_k=None, method="exact")["trak_scores"]
     own = ExactScores(several)
     names = sorted({path.name.split("-")[1] for path in tmp_path.glob("experiments/*/*/*/scores-*")})
     assert names == ["000000", "000005", "000010"] and own.damping == 0.1
     args = TrakConfig(str(tmp_path / "one"), curvature="ekfac", use_cpu=True, disable_tqdm=True)
     second = TrakAttributor(model, args, rows(N, 0), task="image_classification").attribute(
-        targets, top_k=None, exact=True
+        targets, top_k=None, method="exact"
     )["trak_scores"]
     # products of another number of targets are summed in another order: some roundings of the largest score
     torch.testing.assert_close(

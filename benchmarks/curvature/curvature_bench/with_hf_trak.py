@@ -57,7 +57,7 @@ def run(work: Work, meter: Meter, directory: Path, linear_only: bool = False) ->
     ):
         attributor.fit_curvature()
     with meter.stages(SCORING, rest=TARGETS), meter.calls(ExactScores, "_scores", SCORES):
-        attributor.attribute(targets, exact=True, top_k=10)
+        attributor.attribute(targets, method="exact", top_k=10)
     _promise(work, meter, model, args)
     if linear_only:
         return
@@ -67,7 +67,7 @@ def run(work: Work, meter: Meter, directory: Path, linear_only: bool = False) ->
         meter.calls(ExactScores, "_whitened", HYBRID_FEATURES),
         meter.calls(HybridSystem, "__init__", HYBRID_SYSTEM),
     ):
-        hybrid.attribute(targets, exact=True, top_k=10)
+        hybrid.attribute(targets, method="exact", top_k=10)
 
 
 def _stage_of_pass(_: CurvatureFit, stage: str, *__: Any) -> str:
