@@ -48,7 +48,7 @@ def scores(job: Job, *patches: Any, **options: Any) -> Found:
         args = TrakConfig(directory, per_device_batch_size=BATCH, disable_tqdm=True, curvature="ekfac", **options)
         own = TrakAttributor(job.model, args, job.case.train, task=get_task(job.case.task))
         scored = own.attribute(job.case.targets, top_k=None, method="exact").with_format("numpy")
-        curvature = fitted_curvature(exact.ExactScores(own), 0)
+        curvature = fitted_curvature(exact.ExactScores(own.features), 0)
         counts = [values.count / max(values.eigenvalues.shape) for values in curvature.kronecker]
         return np.stack(scored["trak_scores"][:]).T.astype(np.float64), min(counts)
 

@@ -58,7 +58,7 @@ def sweep(
                     targets,
                     top_k=None,
                     name="targets",
-                    checkpoints=dict(zip(list(range(count)), models[:count], strict=True)),
+                    checkpoints=dict(enumerate(models[:count])),
                 )
                 scores = np.stack(scored.with_format("numpy")["trak_scores"][:]).T.copy()
                 found.setdefault(count, {})[relative] = scores

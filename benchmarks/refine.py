@@ -166,7 +166,7 @@ def woodbury(case: Case, bank: Bank, job: Job, directory: Path, args: argparse.N
     """Print a table as it grows."""
     question = Question(job, directory, args.targets)
     own = question.attributor("exact").fit_curvature()
-    curvature = fitted_curvature(ExactScores(own), 0)
+    curvature = fitted_curvature(ExactScores(own.features), 0)
     roots = GaussNewtonModelOutput(of=question.task)
     gradients = question.gradients(roots)
     weights = torch.from_numpy(question.weights).float()
@@ -199,7 +199,7 @@ def removal(case: Case, bank: Bank, job: Job, directory: Path, args: argparse.Na
     for name, refinement in {"EK-FAC": None, "EK-FAC, refined": Refinement(form=args.form)}.items():
         started = time.perf_counter()
         given[name] = np.zeros((len(case.train), bank.n_targets))
-        given[name][:, targets] = question.scores(method=Exact(refine=refinement))
+        given[name][:, targets] = question.scores(refine=refinement)
         print(f"{case.title}: {name}, {len(targets)} targets: {time.perf_counter() - started:.0f} s", flush=True)
     plan = removal_plan(given, (FRACTION,), targets=targets, random_draws=DRAWS, seed=SUBSET_SEED)
     retrain = case.retraining(drop="mask", seed=SEED)

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset as TorchDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.attributor import last_result
 from hf_trak.store.shards import write_tensors
 
 TOKENS = 64
@@ -85,9 +86,9 @@ def measured(directory: Path, model: GPT2LMHeadModel, rows: int, args: argparse.
     attributor.fit_curvature()
     targets = Dataset.from_list([Texts(rows)[rows + number] for number in range(args.targets)])
     index_seconds = timed(attributor, targets, {})
-    seconds = timed(attributor, targets, {"rerank": args.rerank})
-    reranked = len(attributor._last_rows)
-    again = timed(attributor, targets, {"rerank": args.rerank})  # all gradients are there
+    seconds = timed(attributor, targets, {"method": Rerank(args.rerank)})
+    reranked = len(last_result(attributor).answer.rows)
+    again = timed(attributor, targets, {"method": Rerank(args.rerank)})  # all gradients are there
     projected = rows * (seconds - again) / reranked
     size = sum(path.stat().st_size for path in directory.glob("checkpoint-0/train-*"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -37,7 +37,7 @@ def test_refined_scores_are_those_of_the_library(place: Path, capsys: pytest.Cap
     model_args, data = parse_yaml_and_args((ModelArguments, DataArguments), list(MODEL))
     built = build(model_args, data, TrakConfig("library", use_cpu=True, disable_tqdm=True))
     targets = built.preparation.prepare(Dataset.from_json("mine.jsonl"))
-    given = {"exact": True, "refine": Refinement(steps=2, rows=24)}
+    given = {"method": Exact(refine=Refinement(steps=2, rows=24))}
     expected = built.attributor.attribute(targets, top_k=5, **given)
     found = load_from_disk(f"{run}/scored")
     for name in TOP_K_COLUMNS:
@@ -63,7 +63,7 @@ def test_a_refinement_needs_exact_scores(place: Path, capsys: pytest.CaptureFixt
 
 def test_the_estimate_counts_the_passes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(10, 4)
-    asked = {"eval_dataset": 10, "checkpoints": 2, "refine": "cg,steps=3,rows=500"}
+    asked = {"eval_dataset": 10, "checkpoints": 2, "method": Exact(refine="cg,steps=3,rows=500")}
     found = estimate(model, 100_000, TrakConfig(proj_dim=64, curvature="ekfac"), **asked).refine
     assert (found.rows, found.products, found.row_passes) == (500, 2 * 3 * 500 * 10, 4 * 2 * 3 * 500 * 10)
     assert found.memory == 6 * 4 * 10 * 44

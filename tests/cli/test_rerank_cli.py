@@ -14,6 +14,7 @@ from test_cli_curvature import MODEL, QUICK, library
 from torch import nn
 
 from hf_trak import Rerank, TrakConfig
+from hf_trak.attributor import last_result
 from hf_trak.cli.main import main
 from hf_trak.featurize.estimate import estimate
 from hf_trak.report.run import AttributionRun
@@ -56,7 +57,7 @@ def test_a_run_has_both_ranks(place: Path, answer: Answer, capsys: pytest.Captur
     for name in (*TOP_K_COLUMNS[::2], *RANK_COLUMNS):
         assert found[name][:] == expected[name][:], name
     saved = AttributionRun.load(run)
-    count = len(attributor.reranked_rows)
+    count = len(last_result(attributor).answer.rows)
     assert saved.facts["reranked"] == (
         f"{count} rows, the first 5 of each target and end; ekfac, damping 0.1 relative"
     )

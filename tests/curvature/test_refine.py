@@ -274,8 +274,6 @@ def test_arguments(tmp_path: Path) -> None:
         question.scores(tmp_path, "newton")
     with pytest.raises(ValueError, match=r"`refine` is 3. Expected 'cg'"):
         question.scores(tmp_path, 3)
-    with pytest.raises(ValueError, match=r"`refine` is 'cg', for scores from features.*Set `exact=True`"):
-        question.attributor(tmp_path).attribute(question.targets, method=Exact(refine="cg"))
     with pytest.raises(ValueError, match=r"`curvature` is 'hybrid', with `refine='cg'`.*Set `curvature='ekfac'`"):
         question.scores(tmp_path, "cg", curvature="hybrid")
     with pytest.raises(

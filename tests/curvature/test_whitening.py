@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import ConfigMismatchError, HfTrakError, StoreError
-from hf_trak.featurize.fidelity import check_sketch
 
 __all__ = ["client", "hub"]  # fixtures
 
@@ -140,9 +139,9 @@ def test_sketches_that_hold_nothing(tmp_path: Path, caplog: pytest.LogCaptureFix
         caplog.clear()
         small.featurize()
         assert "do not hold" not in caplog.text  # nothing was computed
-    assert check_sketch(small, 0) < 0.5
+    assert small.features.check_features(0) < 0.5
     whole = attributor_in(tmp_path / "none", proj_type="none", feature_dtype="float32")
-    assert check_sketch(whole, 0) > 0.999
+    assert whole.features.check_features(0) > 0.999
 
 
 def test_fidelity(tmp_path: Path) -> None:

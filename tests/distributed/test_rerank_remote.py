@@ -20,6 +20,7 @@ from hub_server import TOKEN, Fault, Hub, client, environment, hub
 from test_rerank import column, same_bits
 
 from hf_trak import Rerank, TrakAttributor, TrakConfig
+from hf_trak.attributor import last_result
 from hf_trak.errors import ConfigMismatchError, HubAccessError, IncompleteStoreError, RefusedIndexError
 from hf_trak.hub import pull_index
 from hf_trak.hub.index_files import TRAIN_ROWS_FILE
@@ -92,7 +93,7 @@ def test_rows_are_found_by_the_record_of_the_index(hub: Hub, net: DigitNet, tmp_
     """As with all rows at hand; downloaded are the row groups of the shortlist, and those of the probed rows."""
     at_hand = load(net, train_dataset=train_rows().cast(load_features()), output_dir=str(tmp_path / "at-hand"))
     expected = at_hand.attribute(targets(), top_k=TOP, method=Rerank(6))
-    listed = at_hand.reranked_rows.numbers
+    listed = last_result(at_hand).answer.rows.numbers
     hub.log.clear()
     elsewhere = load(net)
     assert not hub.downloads("parquet")
@@ -183,7 +184,7 @@ def test_rows_that_have_changed_are_named(hub: Hub, net: DigitNet) -> None:
     """One label that is another; and the text of one row, which the model does not read."""
     before = load(net)
     before.attribute(targets(), top_k=TOP, method=Rerank(6))
-    listed = before.reranked_rows.numbers
+    listed = last_result(before).answer.rows.numbers
     chosen = listed[len(listed) // 2]
     labels, texts = train_rows()["labels"][:], train_rows()["text"][:]
     changed = (
@@ -369,6 +370,6 @@ def test_a_thousand_of_a_hundred_thousand_rows(hub: Hub, client: Path, tmp_path:
     )
     footer = metadata.serialized_size + (64 << 10)
     print(f"\n{fetched:,} of {len(file):,} bytes, of which {wanted:,} are of the columns that reach the model")
-    assert len(elsewhere.reranked_rows) == 1000
+    assert len(last_result(elsewhere).answer.rows) == 1000
     assert fetched < 0.42 * wanted + footer  # 1,000 rows lie in 39 % of 2,000 groups
     assert fetched < 0.25 * len(file)

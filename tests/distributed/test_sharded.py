@@ -246,7 +246,7 @@ def trainer_job(directory: Path) -> dict[str, Any]:
     attributor.featurize()
     scored = attributor.attribute(eval_dataset, top_k=3)
 
-    attributor.featurize({1: [str(directory / "out" / "checkpoint-2")]})
+    attributor.featurize({1: str(directory / "out" / "checkpoint-2")})
     empty = without_memory()
     straight = sharded_jobs.attributor(empty, "llama", directory / "straight", shard_size=512)
     straight.featurize([str(directory / "out" / "checkpoint-2")])

@@ -104,7 +104,7 @@ def grouped(directory: Path) -> float:
     targets, taken = rows("gpt2", 4, 2).add_column("kind", ["a", "b", "a", "b"]), []
     for where, model in (("one", sharded(made("gpt2"), mesh_of_all())), ("whole", made("gpt2"))):
         one = attributor(model, "gpt2", directory / where, curvature="ekfac")
-        found = one.attribute(targets, top_k=None, method="exact", group_by="all", group_by="kind")
+        found = one.attribute(targets, top_k=None, method="exact", group_by="kind")
         taken.append(torch.tensor(found["trak_scores"][:]))
     return change(*taken)
 

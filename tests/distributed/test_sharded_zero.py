@@ -89,9 +89,9 @@ def weights_job(directory: Path) -> dict[str, Any]:
         other.save_pretrained(directory / "saved")
     zero = engine(made("gpt2"))
     one = attributor(zero, "gpt2", directory / "loaded").featurize([other.state_dict()])
-    one.featurize({1: [str(directory / "saved")]})
+    one.featurize({1: str(directory / "saved")})
     plain = attributor(other, "gpt2", directory / "whole").featurize()
-    plain.featurize({1: [str(directory / "saved")]})
+    plain.featurize({1: str(directory / "saved")})
     before = [whole(p).clone() for p in zero.module.parameters()]
     kept = all(torch.equal(p, q) for p, q in zip(before, made("gpt2").parameters(), strict=True))
     ids = torch.tensor(rows("gpt2")["input_ids"][:2])

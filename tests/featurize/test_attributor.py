@@ -476,11 +476,13 @@ def test_ids_top_k_per_and_names_are_checked(trained: Any, tmp_path: Path) -> No
     attributor = make(copy_of(model), tmp_path / "store")
     with pytest.raises(IncompleteStoreError, match=r"Nothing is featurized in '.*store'\. Expected .*`featurize\(\)`"):
         attributor.attribute(eval_rows())
-    for ids in ([0, 0], [-1, 1], [0], ["0", "1"], [True, 2]):
-        with pytest.raises(ValueError, match="`model_ids` is"):
-            attributor.featurize(dict(zip(ids, checkpoints[:2], strict=True)))
-    with pytest.raises(ValueError, match="empty list"):
-        attributor.featurize([])
+    with pytest.raises(ValueError, match=r"`checkpoints` has the ids \[-1, 1\]"):
+        attributor.featurize(dict(zip([-1, 1], checkpoints[:2], strict=True)))
+    with pytest.raises(ValueError, match=r"`checkpoints` is \[0, 1\]. Expected weights"):
+        attributor.featurize([0, 1])
+    for nothing in ([], {}):
+        with pytest.raises(ValueError, match="`checkpoints` is empty"):
+            attributor.featurize(nothing)
     attributor.featurize({7: checkpoints[0]})
     before = contents(tmp_path)
     with pytest.raises(IncompleteStoreError, match=r"\[3\]; featurized in .* are \[7\]"):

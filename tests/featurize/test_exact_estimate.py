@@ -67,7 +67,7 @@ def test_targets_that_do_not_fit_take_several_passes(tmp_path):
     targets = rows(M, 1)
     several = TrakAttributor(model, args, rows(N, 0), task="image_classification")
     first = several.attribute(targets, top_k=None, method="exact")["trak_scores"]
-    own = ExactScores(several)
+    own = ExactScores(several.features)
     names = sorted({path.name.split("-")[1] for path in tmp_path.glob("experiments/*/*/*/scores-*")})
     assert names == ["000000", "000005", "000010"] and own.damping == 0.1
     args = TrakConfig(str(tmp_path / "one"), curvature="ekfac", use_cpu=True, disable_tqdm=True)

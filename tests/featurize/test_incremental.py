@@ -262,8 +262,8 @@ subset = revised.select(9, targets, group_by="labels", stratify_by="source")
 result = {
     "processes": revised.processes.num_processes,
     "selected": [subset["trak_index"][:], subset["trak_score"][:]],
-    "groups": revised.group_scores(targets, "labels", aggregate="mean")["trak_group_scores"][:],
-    "mean": revised.attribute(targets, top_k=5, aggregate="mean")["trak_scores"][:],
+    "groups": revised.group_scores(targets, "labels", group_by="all")["trak_group_scores"][:],
+    "mean": revised.attribute(targets, top_k=5, group_by="all")["trak_scores"][:],
     "self_influence": revised.self_influence().tolist(),
 }
 (directory / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))

@@ -13,6 +13,7 @@ from digit_models import DigitNet, digits, full_scores, make, trained_net
 from torch.utils.data import Dataset as TorchDataset
 
 from hf_trak import Index, Rerank, TrakAttributor
+from hf_trak.attributor import last_result
 from hf_trak.errors import ConfigMismatchError, HfTrakError, NonFiniteError
 from hf_trak.report import AttributionRun, write_report
 from hf_trak.report.views import RunViews
@@ -153,7 +154,7 @@ def test_only_the_shortlist_is_read(nets, tmp_path):
 
 
 def test_groups_and_means(attributor, exact, nets):
-    for options in ({"group_by": "source"}, {"aggregate": "mean"}):
+    for options in ({"group_by": "source"}, {"group_by": "all"}):
         found = attributor.attribute(targets(), top_k=TOP, method=Rerank(N), **options)
         expected = exact.attribute(targets(), top_k=TOP, method="exact", checkpoints=nets, **options)
         same_bits(found, expected)
@@ -162,7 +163,7 @@ def test_groups_and_means(attributor, exact, nets):
 
 def test_one_of_the_checkpoints(attributor, exact, nets):
     found = attributor.attribute(targets(), top_k=TOP, method=Rerank(N), checkpoints=[1])
-    expected = exact.attribute(targets(), top_k=TOP, method="exact", checkpoints=dict(zip([1], nets[1], strict=True)))
+    expected = exact.attribute(targets(), top_k=TOP, method="exact", checkpoints={1: nets[1]})
     same_bits(found, expected)
 
 
@@ -206,12 +207,12 @@ def test_refined_targets(attributor, exact, nets):
     part = attributor.attribute(targets(), method=Rerank(8), **options)
     assert part["trak_stage"] == ["refined"] * M
     attributor.show(0)
-    assert set(attributor._last.distributions.counts.sum(axis=1)) == {len(attributor.reranked_rows)}
+    assert set(last_result(attributor).distributions.counts.sum(axis=1)) == {len(last_result(attributor).answer.rows)}
 
 
 def test_every_stage_has_a_bar(nets, tmp_path, capsys):
     one = make(nets[0], tmp_path, digits(0, 40), **OPTIONS).featurize().fit_curvature()
-    one.args = replace(one.args, disable_tqdm=False)
+    one.features.args = replace(one.args, disable_tqdm=False)
     capsys.readouterr()
     one.attribute(targets(), top_k=2, method=Rerank(3), name="mine")
     shown = capsys.readouterr().err
@@ -223,7 +224,7 @@ def test_every_stage_has_a_bar(nets, tmp_path, capsys):
     )
     places = [shown.index(f"{stage}:") for stage in stages]
     assert places == sorted(places)
-    assert f"{len(one.reranked_rows)}/{len(one.reranked_rows)}" in shown
+    assert f"{len(last_result(one).answer.rows)}/{len(last_result(one).answer.rows)}" in shown
     one.attribute(targets(), top_k=2, method=Rerank(3), name="mine")
     assert "rows/s" not in capsys.readouterr().err  # everything is kept
 
@@ -240,23 +241,23 @@ def test_an_earlier_result_is_replaced(attributor):
 def test_the_last_result_is_shown_with_its_own_scores(attributor):
     attributor.attribute(targets(), top_k=TOP, method=Rerank(8))
     attributor.show(1)
-    counts = attributor._last.distributions.counts.sum(axis=1)
-    assert set(counts) == {len(attributor._last_rows)}
+    counts = last_result(attributor).distributions.counts.sum(axis=1)
+    assert set(counts) == {len(last_result(attributor).answer.rows)}
 
 
 def test_what_does_not_go_together(attributor, nets, tmp_path):
     for options, message in (
-        ({"rerank": 4}, "`rerank` is 4, less than `top_k`, which is 5"),
-        ({"rerank": 0}, "`rerank` is 0"),
-        ({"rerank": 10.0}, "`rerank` is 10.0"),
-        ({"rerank": 10, "top_k": None}, "`top_k=None`"),
-        ({"rerank": 10, "per": "train"}, "`per='train'`"),
-        ({"rerank": 10, "exact": True}, "`exact=True`"),
-        ({"rerank": 10, "first_pass_bytes": 512}, "hf-trak convert"),
+        ({"rows": 4}, "`rows` of `Rerank` is 4, less than `top_k`, which is 5"),
+        ({"rows": 0}, "`rows` is 0"),
+        ({"rows": 10.0}, "`rows` is 10.0"),
+        ({"rows": 10, "top_k": None}, "`top_k=None`"),
+        ({"rows": 10, "per": "train"}, "`per='train'`"),
+        ({"rows": 10, "index": Index(first_pass_bytes=512)}, "hf-trak convert"),
     ):
         with pytest.raises(ValueError, match=message):
-            attributor.attribute(targets(), **{"top_k": TOP, **options})
-    with pytest.raises(ValueError, match="by label tokens"):
+            rest = {name: options.pop(name) for name in ("top_k", "per") if name in options}
+            attributor.attribute(targets(), **{"top_k": TOP, **rest}, method=Rerank(**options))
+    with pytest.raises(ValueError, match="best rows of each target alone"):
         attributor.attribute(targets(), method=Rerank(10), per_token=True)
     hybrid = make(nets[0], tmp_path, digits(0, N), **{**OPTIONS, "curvature": "hybrid"}).featurize()
     with pytest.raises(ValueError, match="'hybrid', whose scores come from one system over all training rows"):
@@ -333,7 +334,7 @@ def _files(attributor: TrakAttributor) -> dict[Path, int]:
 
 def test_a_report_shows_both_ranks(attributor, tmp_path):
     found = attributor.attribute(targets(), top_k=TOP, method=Rerank(8))
-    run = AttributionRun.collect(attributor, found)
+    run = AttributionRun.collect(attributor.features, found)
     run.save(tmp_path / "run")
     views = RunViews(AttributionRun.load(tmp_path / "run"))
     ranks = {
@@ -345,5 +346,5 @@ def test_a_report_shows_both_ranks(attributor, tmp_path):
     page = tmp_path / "report.html"
     write_report(AttributionRun.load(tmp_path / "run"), page)
     assert f"index rank {next(iter(ranks.values()))}</span>" in page.read_text()
-    plain = RunViews(AttributionRun.collect(attributor, attributor.attribute(targets(), top_k=TOP)))
+    plain = RunViews(AttributionRun.collect(attributor.features, attributor.attribute(targets(), top_k=TOP)))
     assert {item.rank for item in plain.target(0).helped} == {None}

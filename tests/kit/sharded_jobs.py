@@ -184,7 +184,7 @@ def compared(model: nn.Module, name: str, directory: Path, exact: bool = False) 
         == one.features.store.checkpoint_info(0)["fingerprint"],
         "same definition": configs[0] == configs[1],
         "scores": attributed({}),
-        "exact scores": attributed({"exact": True}) if exact else 0.0,
+        "exact scores": attributed({"method": "exact"}) if exact else 0.0,
         "self-influence": change(lambda a: a.self_influence(method="exact")) if exact else 0.0,
         "curvature": change(eigenvalues) if exact else 0.0,
     }
@@ -215,7 +215,7 @@ def check_checkpointed(found: dict[str, Any]) -> None:
 
 def eigenvalues(one: TrakAttributor) -> torch.Tensor:
     """All of the curvature's blocks, each divided by their norm."""
-    values = [value.flatten() for _, value in ExactScores(one.fit_curvature()).fitted(0).items()]
+    values = [value.flatten() for _, value in ExactScores(one.fit_curvature().features).fitted(0).items()]
     return torch.cat([value / value.norm().clamp_min(1e-30) for value in values])
 
 

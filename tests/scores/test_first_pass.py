@@ -93,7 +93,7 @@ def test_every_candidate_is_read_once_in_order(monkeypatch, world, together):
 
 
 def test_what_a_first_pass_misses_is_measured(attributor):
-    measured = [attributor.first_pass_fidelity(count, targets=12) for count in (512, 2048, 4096)]
+    measured = [attributor.fidelity(of=Index(first_pass_bytes=count), targets=12) for count in (512, 2048, 4096)]
     correlations = [one.scores.mean_spearman for one in measured]
     assert correlations == sorted(correlations)
     assert correlations[0] > 0.3
@@ -159,8 +159,6 @@ def test_arguments_that_do_not_fit(attributor, nets, tmp_path):
         attributor.attribute(targets, top_k=5, method=Index(first_pass_bytes=FIRST, candidates=4))
     with pytest.raises(ValueError, match="first_pass_bytes"):
         attributor.attribute(targets, top_k=5, method=Index(first_pass_bytes=0))
-    with pytest.raises(ValueError, match="first_pass_bytes"):
-        attributor.attribute(targets, top_k=5, method="exact")
     floats = make(nets[0], tmp_path, digits(0, 64)).featurize()
     with pytest.raises(ValueError, match="hf-trak convert"):
         floats.attribute(targets, top_k=5, method=Index(first_pass_bytes=FIRST))

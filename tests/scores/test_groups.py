@@ -175,7 +175,7 @@ def test_a_column_of_something_without_columns():
         RowGroups.of([1, 2, 3], "label")
 
 
-def test_unknown_aggregate(attributor, targets):
+def test_unknown_column(attributor, targets):
     with pytest.raises(ValueError, match="'median'"):
         attributor.attribute(targets, group_by="median")
 

@@ -146,9 +146,9 @@ def test_upgrade(directory: Path) -> None:
         for model_id in (0, 1)
     }
     attributor = attributor_of(directory).upgrade_store(states)
-    assert attributor.features.store.version == 2
+    assert attributor.store.version == 2
     for model_id, features in old.items():
-        assert torch.equal(torch.cat([shard.grads for shard in attributor.features.store.train(model_id)]), features)
+        assert torch.equal(torch.cat([shard.grads for shard in attributor.store.train(model_id)]), features)
     assert_same_scores(scores_of(attributor, name="golden"), expected(directory))
     assert {one.state for one in verify_store(directory / "store")} == {"intact"}
     assert not (directory / "store" / "upgrading").exists()
@@ -181,7 +181,7 @@ def test_an_upgrade_that_is_interrupted_goes_on(directory: Path, monkeypatch: py
     else:
         assert_same_scores(between, expected(directory))
     attributor = attributor_of(directory).upgrade_store(states)
-    assert attributor.features.store.version == 2
+    assert attributor.store.version == 2
     assert_same_scores(scores_of(attributor), expected(directory))
 
 
@@ -191,7 +191,7 @@ def test_an_upgrade_refuses_what_does_not_fit(directory: Path, what: str) -> Non
     before = {path: path.read_bytes() for path in (directory / "store").rglob("*") if path.is_file()}
     attributor = attributor_of(directory, dataset=golden.rows(1, golden.N) if what == "rows" else None)
     if what == "collator":
-        attributor.features.data_collator = _collate_doubled
+        attributor.data_collator = _collate_doubled
     elif what == "model":
         attributor.model.first.register_forward_hook(lambda module, inputs, output: 1.5 * output)
     with pytest.raises(ConfigMismatchError):

@@ -73,7 +73,7 @@ def refined(case: Case, work: Path) -> tuple[np.ndarray, float]:
             job = Job(case, Path(scratch), work)
             own = attributor(job, job.model, False, curvature="ekfac")
             own.fit_curvature()
-            scores = _timed(seconds, "score", lambda: _exact(own, job, method=Exact(refine="cg")))
+            scores = _timed(seconds, "score", lambda: _exact(own, job, refine="cg"))
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez(path, allow_pickle=False, scores=scores.astype(np.float32), seconds=np.array(seconds["score"]))
     found = np.load(path, allow_pickle=False)
@@ -138,15 +138,15 @@ def _ridge(rows: Tensor, targets: Tensor, relative: float) -> Tensor:
     return RidgeSystem(rows @ rows.T, lam).solve(targets @ rows.T).T.float()
 
 
-def _exact(own: TrakAttributor, job: Job, **options: Any) -> np.ndarray:
+def _exact(own: TrakAttributor, job: Job, refine: str | None = None) -> np.ndarray:
     """Exact scores of all rows: `(n, m)`."""
-    scored = own.attribute(job.case.targets, top_k=None, method="exact", **options).with_format("numpy")
+    scored = own.attribute(job.case.targets, top_k=None, method=Exact(refine=refine)).with_format("numpy")
     return np.stack(scored["trak_scores"][:]).T
 
 
 def _whitened(own: TrakAttributor, job: Job) -> Scores:
     """Inner products of sketched gradients under a curvature, whose exact inner products are the exact scores."""
-    exact = ExactScores(own)
+    exact = ExactScores(own.features)
     curvature = fitted_curvature(exact, 0)
     found: Scores = {}
     for name, damping in WHITENED.items():
@@ -154,12 +154,10 @@ def _whitened(own: TrakAttributor, job: Job) -> Scores:
         parts = []
         for rows, task, side in ((job.case.train, exact.train_task, "train"), (job.case.targets, own.task, "target")):
             directory = job.directory / f"{name}-{side}".replace(" ", "-")
-            shards = ShardSet(
-                directory, "sketch", ShardPlan(len(rows), 1024), sketch.features.proj_dim, torch.float32, {}
-            )
+            shards = ShardSet(directory, "sketch", ShardPlan(len(rows), 1024), sketch.proj_dim, torch.float32, {})
             own.features.featurizer(task, sketch).fill(shards, rows, 0, side, name)
             parts.append(torch.cat([shard.grads for shard in shards]))
-        rotation, form = Rotation(sketch.features.proj_dim, own.args.seed, 0), CodeFormat(4, sketch.features.proj_dim)
+        rotation, form = Rotation(sketch.proj_dim, own.args.seed, 0), CodeFormat(4, sketch.proj_dim)
         codes, asked = CodedRows.encode(rotation.apply(parts[0]), form).decode(), rotation.apply(parts[1])
         found[f"{INDEX}, {name}"] = (codes @ asked.T).numpy()
         for relative in LAMBDAS[1:4]:
