@@ -22,7 +22,7 @@ from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import Rerank, TrakAttributor, TrakConfig
 from hf_trak.attributor import last_result
 from hf_trak.store.shards import write_tensors
 

@@ -84,5 +84,5 @@ def featurized_model(
     Raises:
         ValueError, TypeError: as [`FeaturizedModel`].
     """
-    kind = WhitenedModel if args is not None and args.whitened else FeaturizedModel
+    kind = WhitenedModel if isinstance(args, TrakConfig) and args.whitened else FeaturizedModel
     return kind(model, args, *given, **more)

@@ -146,7 +146,7 @@ def test_quickstart(place: Path) -> None:
         "callback = TrakCallback(": collected,
         "per=": asked,
         ".exclude(": revised,
-        "attribute_span(": taken_apart,
+        "part=Span(": taken_apart,
     }
     smaller = {'TrakConfig(output_dir="trak")': 'TrakConfig(output_dir="trak", proj_dim=512)'}
     run_page("docs/quickstart.md", namespace, hf_trak_command, smaller, checks)

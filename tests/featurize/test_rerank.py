@@ -12,7 +12,7 @@ from datasets import Dataset
 from digit_models import DigitNet, digits, full_scores, make, trained_net
 from torch.utils.data import Dataset as TorchDataset
 
-from hf_trak import Index, Rerank, TrakAttributor
+from hf_trak import Exact, Index, Rerank, TrakAttributor
 from hf_trak.attributor import last_result
 from hf_trak.errors import ConfigMismatchError, HfTrakError, NonFiniteError
 from hf_trak.report import AttributionRun, write_report
@@ -198,13 +198,13 @@ def test_auto_is_ekfac(nets, tmp_path, exact, caplog):
 
 def test_refined_targets(attributor, exact, nets):
     """All rows with refined targets are the exact pass with refined targets; a part of them comes with its stage."""
-    options = {"top_k": TOP, "refine": "cg,steps=2,rows=40"}
-    found = attributor.attribute(targets(), method=Rerank(N), **options)
-    same_bits(found, exact.attribute(targets(), method="exact", checkpoints=nets, **options))
+    refine = "cg,steps=2,rows=40"
+    found = attributor.attribute(targets(), TOP, method=Rerank(N, refine=refine))
+    same_bits(found, exact.attribute(targets(), TOP, method=Exact(refine=refine), checkpoints=nets))
     plain = attributor.attribute(targets(), method=Rerank(N), top_k=TOP)
     assert not np.array_equal(column(found, "trak_scores"), column(plain, "trak_scores"))
     assert found["trak_stage"] == ["refined"] * M
-    part = attributor.attribute(targets(), method=Rerank(8), **options)
+    part = attributor.attribute(targets(), TOP, method=Rerank(8, refine=refine))
     assert part["trak_stage"] == ["refined"] * M
     attributor.show(0)
     assert set(last_result(attributor).distributions.counts.sum(axis=1)) == {len(last_result(attributor).answer.rows)}
@@ -258,7 +258,7 @@ def test_what_does_not_go_together(attributor, nets, tmp_path):
             rest = {name: options.pop(name) for name in ("top_k", "per") if name in options}
             attributor.attribute(targets(), **{"top_k": TOP, **rest}, method=Rerank(**options))
     with pytest.raises(ValueError, match="best rows of each target alone"):
-        attributor.attribute(targets(), method=Rerank(10), per_token=True)
+        attributor.attribute(targets(), top_k=TOP, method=Rerank(10), per_token=True)
     hybrid = make(nets[0], tmp_path, digits(0, N), **{**OPTIONS, "curvature": "hybrid"}).featurize()
     with pytest.raises(ValueError, match="'hybrid', whose scores come from one system over all training rows"):
         hybrid.attribute(targets(), top_k=TOP, method=Rerank(10))
