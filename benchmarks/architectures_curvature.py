@@ -92,8 +92,8 @@ def examine(model: nn.Module, batch: dict[str, Tensor], output_fn: Any) -> Row:
         # Some models have a long layer that no setting shrinks, whose eigendecomposition alone would take minutes.
         with patch("hf_trak.featurize.exact.FitPlan", partial(FitPlan, largest_side=LARGEST_SIDE)):
             attributor.fit_curvature()
-            curvature = ExactScores(attributor).fitted(0)
-        scores = attributor.attribute(rows[:TARGETS], exact=True, top_k=None)["trak_scores"]
+            curvature = ExactScores(attributor.features).fitted(0)
+        scores = attributor.attribute(rows[:TARGETS], method="exact", top_k=None)["trak_scores"]
         if not bool(torch.isfinite(torch.tensor(scores)).all()):
             raise ValueError("An exact score is not finite.")
         _check_covered(curvature.blocks, ParameterLayout.from_model(model))

@@ -117,12 +117,12 @@ def scores_of(
         made = TrakAttributor(model, config, train, task=task).featurize()
         found = made.attribute(targets, top_k=None).with_format("numpy")["trak_scores"][:]
         total["TRAK"] = total["TRAK"] + np.asarray(found).T
-        features = torch.cat([shard.grads for shard in made.store.train(0)]).double()
+        features = torch.cat([shard.grads for shard in made.features.store.train(0)]).double()
         wanted = TrakAttributor(
             model, TrakConfig(**{**config.to_dict(), "output_dir": f"{config.output_dir}-targets", "seed": 1}),
             targets, task=task,
         ).featurize()  # fmt: skip
-        of_targets = torch.cat([shard.grads for shard in wanted.store.train(0)]).double()
+        of_targets = torch.cat([shard.grads for shard in wanted.features.store.train(0)]).double()
         normalized = [nn.functional.normalize(each, dim=1) for each in (features, of_targets)]
         total["cosine"] = total["cosine"] + (normalized[0] @ normalized[1].T).numpy()
     return {f"{name}, {function}": value / len(models) for name, value in total.items()}

@@ -51,7 +51,7 @@ def scored(
     attributor = TrakAttributor(model, config, rows, task=DPOModelOutput(BETA))
     exact = directory.name == "ekfac"
     (attributor.fit_curvature if exact else attributor.featurize)(checkpoints=checkpoints)
-    found = attributor.attribute(targets, top_k=None, checkpoints=checkpoints, exact=exact)
+    found = attributor.attribute(targets, top_k=None, checkpoints=checkpoints, method="exact" if exact else "index")
     return np.array(found["trak_scores"][:]).T
 
 

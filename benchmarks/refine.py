@@ -35,7 +35,7 @@ from quality_bench.removals import DRAWS, SUBSET_SEED, TARGETS, reusing
 from quality_bench.scored import judging_targets
 from torch import Tensor
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import Exact, TrakAttributor, TrakConfig
 from hf_trak.curvature.conjugate_gradients import Refinement, Solutions
 from hf_trak.evaluation import Bank, linear_datamodeling_score
 from hf_trak.evaluation.bank import judged_parts
@@ -77,7 +77,7 @@ class Question:
     def scores(self, damping: float | None = None, refine: Refinement | None = None) -> np.ndarray:
         """Exact scores `(n, m)`."""
         own = self.attributor("exact", curvature={"damping": damping})
-        scored = own.attribute(self.targets, top_k=None, exact=True, refine=refine).with_format("numpy")
+        scored = own.attribute(self.targets, top_k=None, method=Exact(refine=refine)).with_format("numpy")
         return np.stack(scored["trak_scores"][:]).T.astype(np.float64)
 
     def gradients(self, task: LossModelOutput | None = None) -> Tensor:
@@ -87,7 +87,7 @@ class Question:
         )  # fmt: skip
         task = LossModelOutput(of=self.task) if task is None else task
         own = TrakAttributor(self.job.model, loss, self.job.case.train, task=task)
-        shards = list(own.featurize().store.train(0))
+        shards = list(own.featurize().features.store.train(0))
         self.weights = torch.cat([shard.out_to_loss for shard in shards]).numpy()
         return torch.cat([shard.grads for shard in shards])
 
@@ -164,7 +164,7 @@ def woodbury(case: Case, bank: Bank, job: Job, directory: Path, args: argparse.N
     """Print a table as it grows."""
     question = Question(job, directory, args.targets)
     own = question.attributor("exact").fit_curvature()
-    curvature = fitted_curvature(ExactScores(own), 0)
+    curvature = fitted_curvature(ExactScores(own.features), 0)
     roots = GaussNewtonModelOutput(of=question.task)
     gradients = question.gradients(roots)
     weights = torch.from_numpy(question.weights).float()

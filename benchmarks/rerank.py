@@ -22,8 +22,8 @@ from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.config import CurvatureConfig
+from hf_trak import CurvatureConfig, Rerank, TrakAttributor, TrakConfig
+from hf_trak.attributor import last_result
 from hf_trak.store.shards import write_tensors
 
 TOKENS = 64
@@ -86,9 +86,9 @@ def measured(directory: Path, model: GPT2LMHeadModel, rows: int, args: argparse.
     attributor.fit_curvature()
     targets = Dataset.from_list([Texts(rows)[rows + number] for number in range(args.targets)])
     index_seconds = timed(attributor, targets, {})
-    seconds = timed(attributor, targets, {"rerank": args.rerank})
-    reranked = len(attributor._last_rows)
-    again = timed(attributor, targets, {"rerank": args.rerank})  # all gradients are there
+    seconds = timed(attributor, targets, {"method": Rerank(args.rerank)})
+    reranked = len(last_result(attributor).answer.rows)
+    again = timed(attributor, targets, {"method": Rerank(args.rerank)})  # all gradients are there
     projected = rows * (seconds - again) / reranked
     size = sum(path.stat().st_size for path in directory.glob("checkpoint-0/train-*"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -106,9 +106,9 @@ def timed(attributor: TrakAttributor, targets: Dataset, options: dict[str, Any])
 
 def write_index(attributor: TrakAttributor) -> None:
     """Featurize one shard, of which rows are compared later, and write random codes in the place of all others."""
-    store, generator = attributor.store, torch.Generator().manual_seed(0)
+    store, generator = attributor.features.store, torch.Generator().manual_seed(0)
     attributor.featurize(part=(0, -(-len(attributor.train_dataset) // attributor.args.shard_size)))
-    store, generator = attributor.store, torch.Generator().manual_seed(0)
+    store, generator = attributor.features.store, torch.Generator().manual_seed(0)
     shards = store.train(0)
     assert shards.code_format is not None
     for index in shards.unwritten():
@@ -119,7 +119,7 @@ def write_index(attributor: TrakAttributor) -> None:
         }
         tensors = {"scale": torch.rand(len(rows)), "out_to_loss": torch.rand(len(rows)), **codes}
         write_tensors(shards.path(index), tensors, shards.identity, start=rows.start, stop=rows.stop)
-    attributor.scorer.prepare(0)
+    attributor.features.scorer.prepare(0)
 
 
 if __name__ == "__main__":

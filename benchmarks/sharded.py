@@ -86,7 +86,7 @@ def measure(layers: int, width: int, directory: Path, what: str) -> dict[str, An
     targets = torch.randint(0, 4096, (TARGETS, TOKENS), generator=generator).tolist()
     start = time.perf_counter()
     if what == "exact":
-        attributor.attribute(Dataset.from_dict({"input_ids": targets, "labels": targets}), top_k=None, exact=True)
+        attributor.attribute(Dataset.from_dict({"input_ids": targets, "labels": targets}), top_k=None, method="exact")
     elif what == "curvature":
         attributor.fit_curvature()
     else:

@@ -135,8 +135,8 @@ def build_from_index(
         how = preparation(attributor.model, task, rows, data, name, model_revision)
         if rerank:
             attributor = _with_remote_rows(index, attributor, model_args, data, how, {**options, "revision": revision})
-        attributor.processing_class = how.processing_class
-        attributor.data_collator = how.collator or default_collator(rows, how.processing_class)
+        attributor.features.processing_class = how.processing_class
+        attributor.features.data_collator = how.collator or default_collator(rows, how.processing_class)
         return Built(attributor, how)
     assert data.dataset_name is not None
     train = load_rows(
@@ -219,7 +219,7 @@ def remember(built: Built, model_args: ModelArguments, data: DataArguments, writ
         "trak": attributor.args.to_dict(),
     }
     path = Path(attributor.args.output_dir) / RECORD
-    saved = attributor.processes.broadcast_from_main(lambda: _read_record(path) if path.is_file() else None)
+    saved = attributor.features.processes.broadcast_from_main(lambda: _read_record(path) if path.is_file() else None)
     # Rows and weights have fingerprints of their own; the conversion of images to pixels has none.
     if saved is not None and (changes := differing(saved["processing"], given["processing"] or {})):
         raise ConfigMismatchError(
@@ -229,10 +229,10 @@ def remember(built: Built, model_args: ModelArguments, data: DataArguments, writ
         )
     if not write:
         return
-    attributor.store  # noqa: B018  # opens it, which compares the configurations
-    if attributor.processes.is_main_process:
+    attributor.features.store  # noqa: B018  # opens it, which compares the configurations
+    if attributor.features.processes.is_main_process:
         write_sealed(path, given)
-    attributor.processes.wait_for_everyone()
+    attributor.features.processes.wait_for_everyone()
 
 
 def remembered(output_dir: str) -> dict[str, Any]:

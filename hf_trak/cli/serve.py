@@ -137,7 +137,7 @@ def _of_index(args: ServeArguments, model_args: ModelArguments, data: DataArgume
 
 def _first_row(args: ServeArguments, attributor: TrakAttributor, data: DataArguments) -> Dataset | None:
     """Read a row of the repo of the training rows, as it is stored. Rows that cannot be read are not shown later."""
-    known = row_source(attributor)
+    known = row_source(attributor.features)
     if isinstance(known, RemoteRows):
         known.token = False if args.public_rows else known.token
         rows = RemoteRows(known.repo_id, known.config, known.split, known.revision, token=known.token)

@@ -106,7 +106,7 @@ def run(argv: Sequence[str]) -> None:
         draws=wanted.draws,
         checkpoints=model_args.checkpoints,
     )
-    if wanted.save and attributor.processes.is_main_process:
+    if wanted.save and attributor.features.processes.is_main_process:
         saved_run = AttributionRun.load(directory)
         end = "lowest" if wanted.harmful else "highest"
         saved_run.facts[f"verified: target {wanted.target}, its {len(rows)} {end} rows"] = found.verdict

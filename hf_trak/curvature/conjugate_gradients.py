@@ -287,23 +287,17 @@ _UNKNOWN = (
 )
 
 
-def checked_refinement(refine: "str | Refinement | None", exact: bool = True) -> Refinement | None:
+def checked_refinement(refine: "str | Refinement | None") -> Refinement | None:
     """Return a refinement for what a user gives.
 
     Args:
         refine: `"cg"`, with options as [`Refinement.parse`] reads them, a [`Refinement`], or `None`.
-        exact: whether scores are exact, of all rows or of a shortlist.
 
     Raises:
-        ValueError: it is something else, or scores come from features.
+        ValueError: it is something else.
     """
     if refine is None:
         return None
     if not isinstance(refine, str | Refinement):
         raise ValueError(_UNKNOWN.format(refine))
-    if not exact:
-        raise ValueError(
-            f"`refine` is {refine!r}, for scores from features, whose targets are not refined. Expected exact scores. "
-            "Set `exact=True` or `rerank=`, or leave `refine` out."
-        )
     return Refinement.parse(refine) if isinstance(refine, str) else refine

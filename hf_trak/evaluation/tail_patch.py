@@ -23,7 +23,7 @@ import torch
 from hf_trak.data.rows import row_count
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.evaluation.trial_steps import Direction, Similarity, SimilarRows, TrialSteps, norm_of
-from hf_trak.featurize.definition import as_list, checked_ids, sources_of
+from hf_trak.featurize.definition import Checkpoints, sources_of
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.reranking import fetched_rows, row_source
@@ -214,15 +214,14 @@ def verify_rows(
     similar: Similarity | Sequence[int] | None = "embeddings",
     draws: int = 16,
     seed: int = 0,
-    checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
-    model_ids: Sequence[int] | None = None,
+    checkpoints: Checkpoints = None,
 ) -> PatchResult:
     """Measure what a training step on some rows does to a target, see [`~hf_trak.TrakAttributor.verify`].
 
     Args:
         model (`FeaturizedModel`):
             The model and its training rows. All processes call this together, and the main process computes.
-        target, rows, similar, draws, seed, checkpoints, model_ids:
+        target, rows, similar, draws, seed, checkpoints:
             As there.
 
     Raises:
@@ -245,10 +244,9 @@ def verify_rows(
     elif similar not in (None, "embeddings", "bm25"):
         raise ValueError(f"`similar` is {similar!r}. Expected 'embeddings', 'bm25', row numbers, or `None`.")
     model.processes.broadcast_from_main(model.prepare_store)
-    ids = (
-        list(model_ids) if model_ids is not None else model.store.model_ids or checked_ids(as_list(checkpoints), None)
-    )
-    sources = sources_of(ids, checkpoints)
+    known = model.store.model_ids
+    chosen, sources = sources_of(checkpoints, known)
+    ids = chosen or known or [0]
     wanted = similar if isinstance(similar, str) else None
     looked_at = [*found, *(row for one in sets.values() for row in one), *(candidates if wanted else ())]
     at_hand = _rows_at_hand(model, looked_at)

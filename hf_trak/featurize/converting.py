@@ -14,7 +14,7 @@ identities have another configuration; all of them are computed again where they
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hf_trak.config import BITS, TrakConfig
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
@@ -30,8 +30,6 @@ from hf_trak.store.sealed import create_sealed
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.store import FeatureStore
 from hf_trak.version import __version__
-
-F = TypeVar("F", bound=FeaturizedModel)
 
 FROM, CONTENT = "converted_from", "converted_content"
 """Keys of the record of a converted checkpoint."""
@@ -98,7 +96,7 @@ def convert_store(
     return result
 
 
-def converted(model: F, output_dir: str | os.PathLike[str], feature_dtype: str) -> F:
+def converted(model: FeaturizedModel, output_dir: str | os.PathLike[str], feature_dtype: str) -> FeaturizedModel:
     """Convert the store of a featurized model, and return the same kind of featurized model of the result.
 
     Args:

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from hf_trak.config import BITS, TrakConfig
-from hf_trak.curvature.conjugate_gradients import Refinement
 from hf_trak.curvature.curvature import LARGEST_SIDE, PARTS, ROWS_PER_PART
 from hf_trak.curvature.observation import SMALLEST_SIDE
 from hf_trak.curvature.target_forms import low_rank_numel
 from hf_trak.featurize.exact_blocks import TARGET_SHARD_BYTES, target_dtype, target_rank
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.identity.model_identity import model_identity
-from hf_trak.runtime.checks import byte_size, checked_int, free_bytes
+from hf_trak.methods import Index, Method, Rerank, checked_method
+from hf_trak.runtime.checks import byte_size, free_bytes
 from hf_trak.runtime.progress import duration
 from hf_trak.scores.solvers import SolverCost, solver_costs
 from hf_trak.store.atomic import json_bytes
@@ -223,9 +223,7 @@ def estimate_sizes(
     eval_dataset: Any = 0,
     processes: int = 1,
     rows_per_second: float | None = None,
-    exact: bool = False,
-    rerank: int | None = None,
-    refinement: Refinement | None = None,
+    method: Method = "auto",
 ) -> Estimate:
     """Work out what an attribution takes from the numbers of rows, parameters and features.
 
@@ -237,13 +235,13 @@ def estimate_sizes(
         eval_dataset: the targets, or their number.
         processes: number of processes.
         rows_per_second: rows that one process featurizes per second, where it was measured.
-        exact: whether all rows are to be scored exactly.
-        rerank: rows of a shortlist that are to be scored exactly, for each target and end.
-        refinement: how targets of exact scores are to be refined.
+        method: how scores are to be computed. What reranking and refining take is counted if it asks for them.
 
     Raises:
-        ValueError: a number is out of range, or a parameter name unknown.
+        ValueError: a number is out of range, or a parameter name or the method unknown.
     """
+    chosen = checked_method(method)
+    refinement = None if isinstance(chosen, Index) else chosen.refinement
     n, m = count_of(train_dataset, "train_dataset", 1), count_of(eval_dataset, "eval_dataset", 0)
     for name, value in (("checkpoints", checkpoints), ("processes", processes)):
         count_of(value, name, 1)
@@ -275,8 +273,8 @@ def estimate_sizes(
             memory=solver.memory + groups * k * 12 + shard_rows * row_bytes(k, args),
         ),
     }
-    if exact or rerank is not None or refinement is not None:
-        count = None if rerank is None else checked_int(rerank, "rerank", 1, type_error=ValueError)
+    if not isinstance(chosen, Index):
+        count = chosen.rows if isinstance(chosen, Rerank) else None
         scored = n if count is None else min(n, 2 * groups * count)
         fit = FitCost.of(model, layout.slots, args, n)
         last = "exact scores" if count is None else "rerank"

@@ -236,7 +236,7 @@ class Featurizer:
             device: where batches go.
             store: where a task's references are kept beside the features.
             lockstep: keeps processes that hold a sharded model at the same pass.
-            row_draws: how rows are drawn that come at random.
+            row_draws: how rows are drawn that come at random; by default they are taken as they come.
             batch_done: called after every batch.
             num_workers: number of processes that load rows.
         """

@@ -7,10 +7,9 @@ rows:
 1. q · ⟨φ_i, φ_t⟩ from features beside q · ⟨∇f_i, ∇f_t⟩ from whole gradients: what the projection alone changes. (With
    the ridge, whole gradients would need a system of P equations.) Of whitened features, ⟨∇f_i, P⁻¹ ∇f_t⟩.
 2. q · φ_tᵀ(XᵀX + λI)⁻¹φ_i, the scores of the index, beside exact scores under the fitted curvature: what `attribute`
-   gives and what `attribute(exact=True)` would give.
+   gives and what `attribute(method="exact")` would give.
 """
 
-import logging
 import math
 import shutil
 from collections.abc import Iterator, Sequence
@@ -27,12 +26,13 @@ from torch.utils.data import Subset
 from hf_trak.config import TrakConfig
 from hf_trak.curvature.curvature import Curvature, identity_curvature
 from hf_trak.curvature.files import CURVATURE_FILE, CurvatureFiles
-from hf_trak.curvature.maps import GradientMap, Preconditioning, TargetProducts, WhitenedProjection
+from hf_trak.curvature.maps import GradientMap, Preconditioning, TargetProducts
 from hf_trak.curvature.report import CurvatureReport
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.featurize.converting import scorer_of
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.methods import Exact
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.base import Side
 from hf_trak.runtime.checks import checked_int
@@ -308,10 +308,10 @@ def sampled_scores(
         )
     chosen_rows, chosen_targets = _sample(len(model.train_dataset), rows, targets, seed)
     checkpoint = model.scorer.ensemble(None if model_id is None else [model_id])[0]
-    exact = ExactScores(model)
-    exact.hybrid = False  # its Gram matrix is one of all rows, which a sample lacks: compare with EK-FAC
+    # The Gram matrix of the hybrid is one of all rows, which a sample lacks: compare with EK-FAC.
+    exact = ExactScores(model, Exact(model.args.curvature.fitted_kind))
     source = model.source_of(checkpoint, {})
-    exact.fit(None if source is None else [source], [checkpoint])
+    exact.fit({checkpoint: source})
     curvature = fitted_curvature(exact, checkpoint)
     with model.weights(checkpoint, source):
         sample = _Sample(exact, curvature, checkpoint, chosen_rows, chosen_targets)
@@ -542,66 +542,3 @@ def _scores_of(scorer: Scorer, ids: Sequence[int], targets: Sequence[Any], rows:
             first, last = torch.searchsorted(rows, torch.tensor([start, stop])).tolist()
             result[first:last] = block[rows[first:last] - start].cpu()
     return scorer.processes.add(result)  # every row comes from one process, the others add zeros
-
-
-logger = logging.getLogger(__name__)
-
-
-LEAST_AGREEMENT = 0.5
-
-"""Rank correlation of inner products of features with exact ones, below which a sketch does not hold them."""
-
-
-CHECKED_ROWS, CHECKED_TARGETS = 32, 4
-
-
-def whitened_map(model: FeaturizedModel, model_id: int) -> WhitenedProjection:
-    """Fit the curvature of the weights that the model has now, or read it, and return the map of their gradients.
-
-    Args:
-        model: the model. All processes call this together.
-        model_id: the checkpoint that these weights are.
-
-    Returns:
-        The map from gradients `(B, P)` to whitened features `(B, k)`.
-
-    Raises:
-        StoreError: the rows are not at hand, as those of a published index, and no curvature was published with it.
-    """
-    return WhitenedProjection(_curvature(model, model_id), model.args.curvature.whitening_damping, model.projector())
-
-
-def _curvature(model: FeaturizedModel, model_id: int) -> Curvature:
-    exact = ExactScores(model)
-    if getattr(model.train_dataset, "absent", False):
-        return fitted_curvature(exact, model_id)
-    return exact.fitted(model_id)
-
-
-def check_sketch(model: FeaturizedModel, model_id: int) -> float:
-    """Compare inner products of whitened features with exact ones on a sample, and warn where they disagree.
-
-    Args:
-        model: featurized, with its training rows. All processes call this together.
-        model_id: the checkpoint.
-
-    Returns:
-        The rank correlation, mean over the targets of the sample; 1 where there are too few rows to tell.
-    """
-    if len(model.train_dataset) <= CHECKED_TARGETS + 3:
-        return 1.0
-    scores, curvature, _ = sampled_scores(model, CHECKED_ROWS, CHECKED_TARGETS, 0, model_id)
-    found = Agreement.of(scores.products, scores.exact_products, 1).mean_spearman
-    if found < LEAST_AGREEMENT and model.processes.is_main_process:
-        logger.warning(
-            "Inner products of the whitened features of checkpoint %d have a rank correlation of %.2f with exact ones "
-            "(%s, %d rows × %d targets): %d numbers per row do not hold them. Score with `exact=True` or `rerank`, "
-            "raise `proj_dim`, or featurize with `curvature.whitened=False` in another directory.",
-            model_id,
-            found,
-            curvature.kind,
-            len(scores.rows),
-            len(scores.targets),
-            model.proj_dim,
-        )
-    return found

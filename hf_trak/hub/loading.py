@@ -4,7 +4,7 @@
 defines features is the same, and finds the weights of every checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -123,7 +123,7 @@ class _OpenedIndex:
 
 
 def load_attributor(
-    cls: type[F],
+    cls: Callable[..., F],
     repo_or_path: str,
     model: torch.nn.Module | str | None = None,
     *,
@@ -134,13 +134,13 @@ def load_attributor(
     data_collator: Collator | None = None,
     processing_class: Any = None,
     task: Any = None,
-    checkpoints: Checkpoint | Sequence[Checkpoint] | Mapping[int, Checkpoint] | None = None,
+    checkpoints: Any = None,
     **options: Any,
 ) -> F:
     """Load a published index as [`TrakAttributor.from_pretrained`] does; see there for the arguments.
 
     Args:
-        cls: class of the result.
+        cls: makes the result.
 
     Raises:
         HubAccessError: a repo, revision or file does not exist or cannot be reached.

@@ -14,7 +14,7 @@ A save is complete or has no effect, whenever it is killed and however many proc
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -430,31 +430,3 @@ def top_k_range(scored: Dataset) -> tuple[np.ndarray, np.ndarray]:
         np.array([row[TOP_K_COLUMNS[3]][0] for row in rows], dtype=np.float64),
         np.array([row[TOP_K_COLUMNS[1]][0] for row in rows], dtype=np.float64),
     )
-
-
-def score_distributions(
-    attributor: FeaturizedModel,
-    scored: Dataset,
-    eval_dataset: Any,
-    name: str | None = None,
-    model_ids: Sequence[int] | None = None,
-) -> ScoreDistributions:
-    """Count all scores of the targets in bins, in one more pass over the features, which costs what `attribute` does.
-
-    Args:
-        attributor (`FeaturizedModel`):
-            The attributor that computed the scores.
-        scored (`datasets.Dataset`):
-            The result of `attribute(eval_dataset, top_k=...)`. Its highest and lowest scores determine the bins.
-        eval_dataset (`Dataset`):
-            The targets.
-        name (`str`, *optional*):
-            As given to `attribute`.
-        model_ids (`Sequence[int]`, *optional*):
-            As given to `attribute`.
-
-    Returns:
-        `ScoreDistributions`: one distribution per target.
-    """
-    _, blocks = attributor.score_blocks(eval_dataset, name, None, model_ids)
-    return ScoreDistributions.from_blocks(blocks, *top_k_range(scored))

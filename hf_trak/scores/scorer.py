@@ -46,15 +46,12 @@ class PlannedScores:
     """Scores that are computed when their blocks are iterated over.
 
     Attributes:
-        name (`str`):
-            Name of the experiment.
         identity (`dict`):
             Everything that the numbers depend on, as plain JSON. Results of equal identities have equal bits.
         blocks (`Iterator[ScoreBlock]`):
             The scores, see [`score_blocks`].
     """
 
-    name: str
     identity: dict[str, Any]
     blocks: Iterator[ScoreBlock]
 
@@ -118,8 +115,8 @@ class Scorer:
             )
         if not ids or set(ids) - set(known) or len(set(ids)) < len(ids):
             raise IncompleteStoreError(
-                f"`model_ids` is {ids}; featurized in {directory!r} are {known}. Expected one or more of the latter, "
-                "each once. Call `featurize()` for checkpoints that are missing."
+                f"`checkpoints` has the ids {ids}; featurized in {directory!r} are {known}. Expected one or more of "
+                "the latter, each once. Call `featurize()` for checkpoints that are missing."
             )
         for model_id in ids:
             shards = self.store.train(model_id)
@@ -127,7 +124,7 @@ class Scorer:
                 raise IncompleteStoreError(
                     f"{len(left)} shards of model_id {model_id} are missing in {directory!r} (first: "
                     f"{shards.path(left[0])}). Expected all shards of every checkpoint. Call `featurize()` with the "
-                    "same checkpoints to finish them, or leave this id out of `model_ids`."
+                    "same checkpoints to finish them, or leave this id out of `checkpoints`."
                 )
         return ids
 

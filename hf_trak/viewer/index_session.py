@@ -22,6 +22,7 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.featurizer import StoredRows
 from hf_trak.featurize.reranking import row_source
 from hf_trak.identity.row_digest import fingerprint_dataset
+from hf_trak.methods import Rerank
 from hf_trak.report.content import Columns, Content, content_of, stored
 from hf_trak.report.page import facts_shown
 from hf_trak.report.run import known_facts
@@ -165,23 +166,24 @@ class IndexSession(Session):
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             ConfigMismatchError: model, task, rows or settings are not those of the features.
         """
-        attributor.prepare_store()
         self.attributor = attributor
+        self.features = features = attributor.features
+        features.prepare_store()
         self.form = form or TargetForm()
         self.title = title
         self.roots = list(roots)
-        self.model_ids = attributor.scorer.ensemble(None)
-        self.tokenizer = attributor.processing_class
-        source = row_source(attributor) if shown_rows is None else shown_rows
-        self.rows = TrainRows(source, attributor.store.train_size)
-        self.reranks = row_source(attributor) is not None and self._has_curvature()
+        self.model_ids = features.scorer.ensemble(None)
+        self.tokenizer = features.processing_class
+        source = row_source(features) if shown_rows is None else shown_rows
+        self.rows = TrainRows(source, features.store.train_size)
+        self.reranks = row_source(features) is not None and self._has_curvature()
         self._prepare = prepare
-        self._solvers = KeptSolvers(attributor)
+        self._solvers = KeptSolvers(features)
         self._compared: set[int] = set()
         self._influence: np.ndarray | None = None
 
     def facts(self) -> list[tuple[str, str]]:
-        return facts_shown(known_facts(self.attributor))
+        return facts_shown(known_facts(self.features))
 
     def self_influence(self) -> np.ndarray:
         """Compute τ(z_i, z_i) of every training row, once.
@@ -200,7 +202,7 @@ class IndexSession(Session):
             HfTrakError: questions cannot be answered, since weights, files or λ do not allow it.
         """
         for model_id in self.model_ids:
-            self._solvers.solve(model_id, None, torch.zeros(1, self.attributor.proj_dim))
+            self._solvers.solve(model_id, None, torch.zeros(1, self.features.proj_dim))
         if self.form.as_json:
             return
         try:
@@ -229,7 +231,7 @@ class IndexSession(Session):
         target = self._shown_target(given, rows, generates)
         if question.rerank is not None:
             return self._reranked(rows, question, ids, target)
-        batches = model.featurizer().batches(rows, "target")
+        batches = self.features.featurizer().batches(rows, "target")
         singles = label_rows(model.task, batches, rows, self.rows.count) if question.tokens else None
         asked = self._preconditioned(rows, ids, question.lambda_relative)
         if singles is None:
@@ -275,7 +277,7 @@ class IndexSession(Session):
 
     def _features(self, rows: Dataset, model_id: int) -> Tensor:
         """Compute features of targets, `(m, k)`, under one checkpoint. The first time, stored rows are compared."""
-        model, store = self.attributor, self.attributor.store
+        model, store = self.features, self.features.store
         train = store.train(model_id)
         known = None if model_id in self._compared else StoredRows.find(train, model.train_dataset, "train")
         plan = ShardPlan(len(rows), store.config["shard_size"])
@@ -291,10 +293,10 @@ class IndexSession(Session):
 
     def _scores(self, ids: Sequence[int], targets: Sequence[Tensor]) -> np.ndarray:
         """Compute the scores of all training rows for m preconditioned targets, `(n, m)`."""
-        device = self.attributor.scorer.device
+        device = self.features.scorer.device
         scaled = [ScaledRows.of(one) for one in targets]
         on_device = [ScaledRows(one.values.to(device), one.exponents) for one in scaled]
-        blocks = self.attributor.scorer.blocks(ids, on_device, everywhere=True)
+        blocks = self.features.scorer.blocks(ids, on_device, everywhere=True)
         return torch.cat([block.cpu() for _, _, block in blocks]).numpy()
 
     def _reranked(self, rows: Dataset, question: Question, ids: Sequence[int], target: Content) -> Answer:
@@ -305,7 +307,7 @@ class IndexSession(Session):
             )
         count = min(int(question.rerank or 0), MOST_RERANKED, self.rows.count)
         with self._ridge(question.lambda_relative):
-            scored = self.attributor.attribute(rows, top_k=count, rerank=count, model_ids=list(ids))
+            scored = self.attributor.attribute(rows, count, method=Rerank(count), checkpoints=list(ids))
         found = Answer.of_lists(scored.with_format(None)[0], target, self.rows.count)
         note = f"{len(found.rows):,} rows of the shortlist have exact scores; no other row has one."
         return replace(found, whole=False, note=note)
@@ -313,18 +315,18 @@ class IndexSession(Session):
     @contextmanager
     def _ridge(self, lam: float | None) -> Iterator[None]:
         """Let the attributor use another λ for a while."""
-        args = self.attributor.args
+        args = self.features.args
         if lam is not None:
-            self.attributor.args = replace(args, lambda_relative=lam)
+            self.features.args = replace(args, lambda_relative=lam)
         try:
             yield
         finally:
-            self.attributor.args = args
+            self.features.args = args
 
     def _has_curvature(self) -> bool:
         """Whether a curvature is fitted under every checkpoint, so that reranking need not fit one."""
-        exact = ExactScores(self.attributor)
-        if self.attributor.args.curvature.kind == "hybrid":
+        exact = ExactScores(self.features)
+        if self.features.args.curvature.kind == "hybrid":
             return False
         try:
             return all(exact.directory(model_id).is_dir() for model_id in self.model_ids)

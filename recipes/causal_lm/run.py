@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
 
     outcome = train_and_attribute(trainer, args, trak, settings, targets_of)
     shown = outcome.targets.select(range(min(args.num_targets, len(outcome.targets))))
-    by_token = outcome.attributor.attribute_tokens(shown, top_k=args.texts_per_side, exact=outcome.exact)
+    by_token = outcome.attributor.attribute(shown, top_k=args.texts_per_side, method=outcome.method, per_token=True)
     loss = trainer.evaluate(target_tokens)["eval_loss"]
     if trainer.is_world_process_zero():
         facts = {**outcome.facts(trak, data, args), "perplexity": math.exp(loss)}

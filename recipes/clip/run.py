@@ -213,7 +213,7 @@ def main(argv: list[str] | None = None) -> None:
 
     if trainer.is_world_process_zero():
         matched = matched_captions(
-            attributor.model, collator, targets, list(targets[data.caption_column]), attributor.device
+            attributor.model, collator, targets, list(targets[data.caption_column]), attributor.features.device
         )
         facts = {
             "train_rows": len(train), "targets": len(targets), **outcome.facts(trak, data, args), **found,

@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = args.settings("model_name_or_path", "max_length", "beta", "loss_type", "lora_r")
     settings |= {"train_dataset": fingerprint_dataset(train)}
     outcome = train_and_attribute(trainer, args, trak, settings, targets)
-    together = outcome.attributor.attribute(targets, top_k=args.top_k, aggregate="mean", exact=outcome.exact)
+    together = outcome.attributor.attribute(targets, top_k=args.top_k, method=outcome.method, group_by="all")
     if trainer.is_world_process_zero():
         rows = outcome.attributor.train_dataset
         present(rows, targets, outcome.scored, together, args, data, outcome.facts(trak, data, args))

@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> None:
     task = EmbeddingPairsModelOutput(trainer.loss.scale, batch_size=BATCH_SIZE, target="negatives")
     attributor = TrakAttributor.from_trainer(trainer, config, task).featurize()
     scored = attributor.attribute(targets, top_k=args.top_k)
-    together = attributor.attribute(targets, top_k=args.top_k, aggregate="mean")
+    together = attributor.attribute(targets, top_k=args.top_k, group_by="all")
 
     planted = np.asarray(rows["planted"][:])
     found = {

@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
     seen_targets = with_pixels(targets, preprocess, data)
     outcome = train_and_attribute(trainer, args, trak, settings, seen_targets)
     prediction = trainer.predict(seen_targets)
-    self_influence = outcome.attributor.self_influence(exact=outcome.exact)
+    self_influence = outcome.attributor.self_influence(method=outcome.method)
 
     if trainer.is_world_process_zero():
         if args.save_train_dataset:

@@ -215,8 +215,8 @@ class Outcome:
     checkpoints: list[str]
     seconds: dict[str, float]
     """Durations of training, featurizing (or fitting a curvature) and scoring."""
-    exact: bool = False
-    """Whether scores are exact ones under a curvature, rather than those of features."""
+    method: Literal["index", "exact"] = "index"
+    """How scores are computed."""
 
     def facts(self, *arguments: Any) -> dict[str, Any]:
         """Collect number of parameters, checkpoints, durations and all arguments, as plain JSON for a summary.
@@ -225,7 +225,7 @@ class Outcome:
             arguments: dataclasses; where two have a field of the same name, the later one's value is taken.
         """
         return {
-            "parameters": self.attributor.layout.total,
+            "parameters": self.attributor.features.layout.total,
             "checkpoints": self.checkpoints,
             "seconds": self.seconds,
             "arguments": {name: value for part in arguments for name, value in asdict(part).items()},
@@ -257,14 +257,14 @@ def train_and_attribute(
     rows = targets if isinstance(targets, Dataset) else targets(trainer.accelerator.unwrap_model(trainer.model))
     clock.append(time.perf_counter())
     attributor = TrakAttributor.from_trainer(trainer, args=trak, task=task)
-    exact = args.method == "exact"
-    if exact:
+    method: Literal["index", "exact"] = args.method
+    if method == "exact":
         attributor.fit_curvature(checkpoints=checkpoints)
     else:
         attributor.featurize(checkpoints=checkpoints)
     clock.append(time.perf_counter())
-    scored = attributor.attribute(rows, top_k=args.top_k, exact=exact)
+    scored = attributor.attribute(rows, top_k=args.top_k, method=method)
     clock.append(time.perf_counter())
-    stages = ("training", "fitting the curvature" if exact else "featurizing", "scoring")
+    stages = ("training", "fitting the curvature" if method == "exact" else "featurizing", "scoring")
     seconds = {stage: round(b - a, 1) for stage, a, b in zip(stages, clock, clock[1:], strict=False)}
-    return Outcome(attributor, rows, scored, checkpoints, seconds, exact)
+    return Outcome(attributor, rows, scored, checkpoints, seconds, method)

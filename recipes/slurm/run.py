@@ -71,7 +71,7 @@ def attributor(args: argparse.Namespace) -> TrakAttributor:
 def featurize(args: argparse.Namespace) -> None:
     chosen = range(args.checkpoints) if args.checkpoint is None else [args.checkpoint]
     paths = [checkpoint_path(args.output_dir, index) for index in chosen]
-    attributor(args).featurize(paths, model_ids=list(chosen), part=args.part)
+    attributor(args).featurize(dict(zip(chosen, paths, strict=True)), part=args.part)
 
 
 def score(args: argparse.Namespace) -> None:

@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     settings |= {"text_columns": data.text_columns, "train_dataset": fingerprint_dataset(train)}
     outcome = train_and_attribute(trainer, args, trak, settings, target_tokens)
     logits = trainer.predict(target_tokens).predictions
-    self_influence = outcome.attributor.self_influence(exact=outcome.exact)
+    self_influence = outcome.attributor.self_influence(method=outcome.method)
     if trainer.is_world_process_zero():
         facts = outcome.facts(trak, data, args)
         present(train, targets, outcome.scored, logits, self_influence, args, data, output_dir, facts)

@@ -66,15 +66,15 @@ def test_a_fitted_curvature_is_what_exact_scores_use(place: Path, answer: Answer
     assert not list(place.glob("trak/checkpoint-*/train-*")), "no features are needed"
 
     attributor, targets = library(curvature="kfac", curvature_damping=0.5, curvature_rows=30)
-    expected = attributor.attribute(targets, top_k=5, exact=True)
+    expected = attributor.attribute(targets, top_k=5, method="exact")
     found = load_from_disk(f"{run}/run/scored")
     for name in TOP_K_COLUMNS:
         assert np.allclose(found[name][:], expected[name][:], rtol=1e-4), name
-    whole = np.array(attributor.attribute(targets, top_k=None, exact=True)["trak_scores"][:])
+    whole = np.array(attributor.attribute(targets, top_k=None, method="exact")["trak_scores"][:])
     saved = AttributionRun.load(run)
     assert saved.distributions is not None and saved.self_influence is not None
     assert np.allclose(saved.distributions.mean, whole.mean(axis=1), rtol=1e-4, atol=1e-6 * abs(whole).max())
-    assert np.allclose(saved.self_influence, attributor.self_influence(exact=True).numpy(), rtol=1e-4)
+    assert np.allclose(saved.self_influence, attributor.self_influence(method="exact").numpy(), rtol=1e-4)
     assert saved.facts["projection"] == "none: exact scores, kfac"
     assert saved.facts["ridge"] == "damping 0.5 relative"
     assert main(["report", run]) == 0
@@ -86,7 +86,7 @@ def test_exact_scores_need_no_other_command(place: Path, answer: Answer, capsys:
     run = answer("attribute", "--exact", *MODEL, *QUICK, *settings)["run"]
     attributor, targets = library(curvature="hybrid")
     (file,) = Path(run).glob("per-target-*.arrow")
-    whole = np.array(attributor.attribute(targets, top_k=None, exact=True)["trak_scores"][:])
+    whole = np.array(attributor.attribute(targets, top_k=None, method="exact")["trak_scores"][:])
     found = np.array(Dataset.from_file(str(file))["trak_scores"][:])
     assert np.allclose(found, whole, rtol=1e-3, atol=1e-5 * abs(whole).max())
     assert AttributionRun.load(run).facts["projection"] == "none: exact scores, hybrid"
@@ -188,10 +188,10 @@ def test_featurize_measures_the_fidelity_of_its_index(
 
 def test_a_notebook_shows_exact_scores(place: Path) -> None:
     attributor, targets = library()
-    attributor.attribute(targets, top_k=5, exact=True)
+    attributor.attribute(targets, top_k=5, method="exact")
     shown = attributor.show(1)  # needs no features
     assert "helped most" in repr(shown) and "<svg" in shown.page
-    every = attributor.attribute(targets, top_k=None, exact=True)
+    every = attributor.attribute(targets, top_k=None, method="exact")
     assert "helped most" in repr(attributor.show(2))
     assert len(every) == 4
 
@@ -205,9 +205,9 @@ def test_recipes_attribute_with_either_method(place: Path, method: str) -> None:
     trak = TrakConfig("recipe/trak", proj_dim=32, use_cpu=True)
     arguments = training.TrainingRecipeArguments(output_dir="recipe", num_checkpoints=1, top_k=4, method=method)
     outcome = training.train_and_attribute(trainer, arguments, trak, {}, rows.select(range(2)))
-    assert outcome.exact == (method == "exact")
+    assert outcome.method == method
     assert list(outcome.seconds)[1] == ("featurizing" if method == "index" else "fitting the curvature")
-    again = outcome.attributor.attribute(rows.select(range(2)), top_k=4, exact=outcome.exact)
+    again = outcome.attributor.attribute(rows.select(range(2)), top_k=4, method=outcome.method)
     assert outcome.scored["trak_scores"][:] == again["trak_scores"][:]
     assert bool(list(place.glob("recipe/trak/checkpoint-0/train-*"))) == (method == "index")
     assert (place / "recipe/trak/curvature/0/curvature.json").exists() == (method == "exact")

@@ -39,7 +39,7 @@ def attributor(directory: Path, model: nn.Module | None = None, dataset: Any = N
 
 
 def scores(own: TrakAttributor) -> Tensor:
-    return torch.tensor(own.attribute(rows(3, seed=9), top_k=None, exact=True)["trak_scores"])
+    return torch.tensor(own.attribute(rows(3, seed=9), top_k=None, method="exact")["trak_scores"])
 
 
 def test_a_curvature_of_something_else_is_refused_and_kept(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_target_without_a_gradient(tmp_path: Path) -> None:
 
     own = attributor(tmp_path, task=FunctionModelOutput(constant), curvature_labels="empirical")
     with pytest.raises(ValueError, match="Target 0 has the gradient zero"):
-        own.attribute(rows(2, seed=9), exact=True)
+        own.attribute(rows(2, seed=9), method="exact")
 
 
 def test_labels_that_cannot_be_drawn(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_tiny_curvatures_do_not_overflow(tmp_path: Path) -> None:
     """Gradients of 1e-18 have squares that float32 holds badly, and inverses that it does not hold."""
     tiny = attributor(tmp_path / "tiny", dataset=rows(scale=1e-18), grad_wrt=["first.weight"])
     targets = rows(3, seed=9, scale=1e-18)
-    found = torch.tensor(tiny.attribute(targets, top_k=None, exact=True)["trak_scores"])
+    found = torch.tensor(tiny.attribute(targets, top_k=None, method="exact")["trak_scores"])
     assert bool(found.isfinite().all())
     assert bool((inverse(torch.full((3,), 1e-40), 0.1) == 0).all())
     assert bool((inverse(torch.full((3,), 1e-30), 0.0) == 1 / torch.full((3,), 1e-30).double()).all())

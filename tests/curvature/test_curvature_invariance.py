@@ -122,7 +122,7 @@ def text_scores(
 
 
 def scores_of(attributor: TrakAttributor, targets: Any, **options: Any) -> Tensor:
-    scored = attributor.attribute(targets, top_k=None, exact=True, **options)
+    scored = attributor.attribute(targets, top_k=None, method="exact", **options)
     return scored.with_format("torch")["trak_scores"][:]
 
 
@@ -244,7 +244,7 @@ def job(directory: Path, curvature: str = "ekfac") -> dict[str, str]:
     attributor = store_jobs.make(directory, curvature=curvature)
     attributor.fit_curvature()
     scores = scores_of(attributor, store_jobs.rows(3, 2))
-    own = attributor.self_influence(exact=True)
+    own = attributor.self_influence(method="exact")
     return {
         **store_jobs.feature_digests(directory),
         "scores": store_jobs.digest(scores),

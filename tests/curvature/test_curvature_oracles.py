@@ -97,7 +97,7 @@ def test_scores_predict_leaving_one_row_out(tmp_path: Path) -> None:
     n = len(problem.y)
     args = trak_config(output_dir=str(tmp_path), use_cpu=True, curvature="ekfac", curvature_damping=0.0)
     attributor = TrakAttributor(problem.model, args, train_dataset=problem.rows, task="regression")
-    scored = attributor.attribute(problem.targets, exact=True, top_k=None)
+    scored = attributor.attribute(problem.targets, method="exact", top_k=None)
     scores = torch.tensor(scored["trak_scores"][:]).T.double()
     without = torch.stack([problem.solved(torch.arange(n) != row) for row in range(n)])
     change = (problem.solution - without) @ problem.x_targets.T
@@ -109,7 +109,7 @@ def test_scores_predict_leaving_one_row_out(tmp_path: Path) -> None:
     correlation = torch.corrcoef(torch.stack([scores.flatten(), change.flatten()]))[0, 1]
     assert correlation > 0.999
 
-    on_itself = attributor.self_influence(exact=True).double() / problem.residuals / n
+    on_itself = attributor.self_influence(method="exact").double() / problem.residuals / n
     assert error(on_itself, leverages[:, 0]) < 1e-4  # a residual close to 0 has few correct digits
 
 

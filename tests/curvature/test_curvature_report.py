@@ -201,7 +201,7 @@ def test_a_report_needs_a_curvature_of_this_kind_and_takes_any_sample(tmp_path: 
     assert attributor(tmp_path).curvature_report().rows == 50
     with pytest.raises(ConfigMismatchError, match='kind: saved "ekfac", given "kfac"'):
         attributor(tmp_path, curvature="kfac").curvature_report()
-    one.fit_curvature(model_ids=[3])
+    one.fit_curvature({3: None})
     assert one.curvature_report(3).to_dict() == one.curvature_report().to_dict()
     (tmp_path / "curvature/3/curvature.json").unlink()
     with pytest.raises(StoreError, match="no curvature of checkpoint 3"):

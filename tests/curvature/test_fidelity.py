@@ -15,7 +15,7 @@ from trak_options import trak_config
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.featurize import fidelity
-from hf_trak.featurize.fidelity import Agreement, sampled_scores
+from hf_trak.featurize.fidelity import Agreement, measure_fidelity, sampled_scores
 
 N = 40
 
@@ -49,7 +49,7 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize("options", [{}, {"curvature": "hybrid"}, {"curvature": "identity"}], ids=str)
 def test_the_sampled_scores_are_those_of_attribute(tmp_path: Path, options: dict[str, Any]) -> None:
     one = attributor(tmp_path, **options).featurize()
-    found, curvature, checkpoint = sampled_scores(one, 20, 5, seed=3, model_id=None)
+    found, curvature, checkpoint = sampled_scores(one.features, 20, 5, seed=3, model_id=None)
     assert (len(found.rows), len(found.targets), checkpoint) == (20, 5, 0)
     assert not set(found.rows) & set(found.targets)
     targets = [one.train_dataset[row] for row in found.targets]
@@ -60,26 +60,26 @@ def test_the_sampled_scores_are_those_of_attribute(tmp_path: Path, options: dict
     kind = "identity" if options == {"curvature": "identity"} else "ekfac"
     args = trak_config(**{**one.args.to_dict(), "curvature": kind})
     plain = TrakAttributor(one.model, args, train_dataset=one.train_dataset, task="image_classification")
-    exact = np.array(plain.attribute(targets, top_k=None, exact=True)["trak_scores"][:]).T[found.rows]
+    exact = np.array(plain.attribute(targets, top_k=None, method="exact")["trak_scores"][:]).T[found.rows]
     assert error(found.exact, exact) < 1e-5
     assert curvature.kind == ("identity" if options == {"curvature": "identity"} else "ekfac")
 
 
 def test_whole_gradients_agree_with_themselves(tmp_path: Path) -> None:
     """Without a projection the first comparison is one of equal numbers; with one of 16 features it is not."""
-    found, _, _ = sampled_scores(attributor(tmp_path / "a", proj_type="none").featurize(), 20, 5, 0, None)
+    found, _, _ = sampled_scores(attributor(tmp_path / "a", proj_type="none").featurize().features, 20, 5, 0, None)
     assert error(found.products, found.exact_products) < 1e-5
     assert Agreement.of(found.products, found.exact_products, 5).overlap == (1.0,) * 5
-    projected, _, _ = sampled_scores(attributor(tmp_path / "b").featurize(), 20, 5, 0, None)
+    projected, _, _ = sampled_scores(attributor(tmp_path / "b").featurize().features, 20, 5, 0, None)
     assert error(projected.exact_products, found.exact_products) < 1e-5
     assert error(projected.products, found.exact_products) > 0.1
 
 
 def test_targets_are_divided_where_memory_is_short(tmp_path: Path) -> None:
     one = attributor(tmp_path).featurize().fit_curvature()
-    found, _, _ = sampled_scores(one, 20, 5, 0, None)
-    one.args.curvature.memory = 2 * 8 * one.layout.total / 2**30  # two targets at a time
-    divided, _, _ = sampled_scores(one, 20, 5, 0, None)
+    found, _, _ = sampled_scores(one.features, 20, 5, 0, None)
+    one.args.curvature.memory = 2 * 8 * one.features.layout.total / 2**30  # two targets at a time
+    divided, _, _ = sampled_scores(one.features, 20, 5, 0, None)
     for name in ("products", "exact_products", "index", "exact"):
         assert error(getattr(divided, name), getattr(found, name)) < 1e-5, name
 
@@ -152,7 +152,7 @@ def test_numbers_out_of_range_and_missing_parts(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             one.fidelity(**options)
     with pytest.raises(IncompleteStoreError, match="`model_ids` is \\[2\\]"):
-        one.fidelity(model_id=2)
+        measure_fidelity(one.features, model_id=2)
     found = one.fidelity(rows=1000, targets=1000)
     assert (found.rows, found.targets) == (N // 2, N // 2)
     few = attributor(tmp_path / "b", count=4).featurize().fidelity()

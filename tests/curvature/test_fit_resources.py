@@ -23,7 +23,7 @@ def llama(vocabulary: int, tied: bool) -> nn.Module:
 
 def test_estimate_names_an_untied_head():
     args = TrakConfig("unused", curvature="ekfac", use_cpu=True)
-    found = estimate(llama(262144, False), 10_000, args, exact=True)
+    found = estimate(llama(262144, False), 10_000, args, method="exact")
     bases = 32 * 8192**2 + 16**2
     assert found.largest_share is not None and found.largest_share.slots[0].name == "lm_head.weight"
     assert found.largest_share.memory == 8 * bases
@@ -33,7 +33,9 @@ def test_estimate_names_an_untied_head():
 
 @pytest.mark.parametrize(("tied", "curvature"), [(True, "ekfac"), (False, "diagonal")])
 def test_a_tied_head_and_single_numbers_have_no_bases(tied, curvature):
-    found = estimate(llama(262144, tied), 10_000, TrakConfig("unused", curvature=curvature, use_cpu=True), exact=True)
+    found = estimate(
+        llama(262144, tied), 10_000, TrakConfig("unused", curvature=curvature, use_cpu=True), method="exact"
+    )
     assert "lm_head" not in str(found) and "embed_tokens" not in str(found)
     assert (found.largest_share is None) == (curvature == "diagonal")
 

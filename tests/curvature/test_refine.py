@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 from trak_options import trak_config
 
-from hf_trak import TrakAttributor
+from hf_trak import Exact, TrakAttributor
 from hf_trak.curvature.conjugate_gradients import (
     REASONS,
     Refinement,
@@ -65,7 +65,7 @@ class Question:
     def scores(self, directory: Path, refine: Any, targets: Any = None, **options: Any) -> Tensor:
         """Scores `(n, m)`."""
         own = self.attributor(directory, **options)
-        scored = own.attribute(self.targets if targets is None else targets, exact=True, top_k=None, refine=refine)
+        scored = own.attribute(self.targets if targets is None else targets, method=Exact(refine=refine), top_k=None)
         return torch.tensor(scored["trak_scores"][:]).T
 
     def gauss_newton(self, rows: list[int]) -> Tensor:
@@ -127,7 +127,7 @@ def test_damping_is_that_of_the_curvature(tmp_path: Path) -> None:
     gradients = torch.randn(3, curvature.numel)
     expected = torch.linalg.solve(matrix, gradients.double().T).T
     assert error(curvature.precondition(gradients, 0.3), expected) < 1e-5
-    assert own.layout.total == curvature.numel
+    assert own.features.layout.total == curvature.numel
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_empirical_labels(tmp_path: Path) -> None:
     args = trak_config(str(tmp_path), use_cpu=True, curvature_labels="empirical")
     own = TrakAttributor(question.model, args, train_dataset=question.train, task=task)
     refinement = Refinement(damping=1.0, **TO_THE_END)
-    scored = own.attribute(question.targets, exact=True, top_k=None, refine=refinement)
+    scored = own.attribute(question.targets, method=Exact(refine=refinement), top_k=None)
     both = sample_gradients(question.model, question.inputs, question.labels, minus_cross_entropy)
     train, targets = both[: question.n], both[question.n :]
     matrix = train.T @ train / question.n + damping_terms(written_curvature(tmp_path), 1.0).diag()
@@ -275,8 +275,6 @@ def test_arguments(tmp_path: Path) -> None:
         question.scores(tmp_path, "newton")
     with pytest.raises(ValueError, match=r"`refine` is 3. Expected 'cg'"):
         question.scores(tmp_path, 3)
-    with pytest.raises(ValueError, match=r"`refine` is 'cg', for scores from features.*Set `exact=True`"):
-        question.attributor(tmp_path).attribute(question.targets, refine="cg")
     with pytest.raises(ValueError, match=r"`curvature` is 'hybrid', with `refine='cg'`.*Set `curvature='ekfac'`"):
         question.scores(tmp_path, "cg", curvature="hybrid")
     with pytest.raises(
@@ -361,7 +359,7 @@ def test_groups(tmp_path: Path) -> None:
     refinement = Refinement(damping=1.0)
     each = question.scores(tmp_path, refinement)
     scored = question.attributor(tmp_path).attribute(
-        question.targets, exact=True, top_k=None, refine=refinement, aggregate="mean"
+        question.targets, method=Exact(refine=refinement), group_by="all", top_k=None
     )
     assert error(torch.tensor(scored["trak_scores"][:])[0], each.mean(1)) < 1e-5
 
@@ -373,9 +371,9 @@ def job(directory: Path, steps: int = 4) -> dict[str, str]:
     """Refine three targets in files of two, and digest scores and refined targets."""
     torch.manual_seed(5)
     attributor = store_jobs.make(directory)
-    exact.TARGET_SHARD_BYTES = 2 * 4 * attributor.layout.total
+    exact.TARGET_SHARD_BYTES = 2 * 4 * attributor.features.layout.total
     refinement = Refinement(steps=steps, tolerance=0.0, damping=1.0)
-    scored = attributor.attribute(store_jobs.rows(3, 2), exact=True, top_k=None, refine=refinement)
+    scored = attributor.attribute(store_jobs.rows(3, 2), method=Exact(refine=refinement), top_k=None)
     files = [*refined_files(directory, "refined-0*.safetensors"), *refined_files(directory, "refined-0*.json")]
     found = {
         path.name: store_jobs.digest(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8))

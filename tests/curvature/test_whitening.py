@@ -15,7 +15,6 @@ from trak_options import trak_config
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import ConfigMismatchError, HfTrakError, StoreError
-from hf_trak.featurize.fidelity import check_sketch
 
 __all__ = ["client", "hub"]  # fixtures
 
@@ -34,7 +33,7 @@ def attributor_in(directory: Path, **options: Any) -> TrakAttributor:
 
 
 def features(attributor: TrakAttributor) -> Tensor:
-    return torch.cat([shard.grads.float() for shard in attributor.store.train(0)]).double()
+    return torch.cat([shard.grads.float() for shard in attributor.features.store.train(0)]).double()
 
 
 def scores(attributor: TrakAttributor) -> np.ndarray:
@@ -77,7 +76,7 @@ def test_resuming(tmp_path: Path) -> None:
     before = features(attributor)
     record = tmp_path / "curvature" / "0" / "curvature.json"
     written = record.stat().st_mtime_ns
-    shards = attributor.store.train(0)
+    shards = attributor.features.store.train(0)
     shards.path(2).unlink()
     again = attributor_in(tmp_path).featurize()
     assert torch.equal(features(again), before)
@@ -143,9 +142,9 @@ def test_sketches_that_hold_nothing(tmp_path: Path, caplog: pytest.LogCaptureFix
         caplog.clear()
         small.featurize()
         assert "do not hold" not in caplog.text  # nothing was computed
-    assert check_sketch(small, 0) < 0.5
+    assert small.features.check_features(0) < 0.5
     whole = attributor_in(tmp_path / "none", proj_type="none", feature_dtype="float32")
-    assert check_sketch(whole, 0) > 0.999
+    assert whole.features.check_features(0) > 0.999
 
 
 def test_fidelity(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_padding_does_not_change_features(case: Any, tokenizer: BertTokenizerFas
             per_device_batch_size=batch_size,
         )  # fmt: skip
         attributor = TrakAttributor(model, config, dataset, collator).featurize()
-        shards = list(attributor.store.train(0))
+        shards = list(attributor.features.store.train(0))
         grads, q = torch.cat([s.grads for s in shards]), torch.cat([s.out_to_loss for s in shards])
         scored = attributor.attribute(dataset.select(range(2)), top_k=N)
         assert sorted(scored["trak_indices"][0]) == list(range(N))

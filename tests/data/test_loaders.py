@@ -25,7 +25,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def features(own: TrakAttributor) -> torch.Tensor:
-    return torch.cat([shard.grads for shard in own.featurize().store.train(0)])
+    return torch.cat([shard.grads for shard in own.featurize().features.store.train(0)])
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -40,7 +40,7 @@ def test_an_accelerate_loop(prepared: bool, tmp_path: Path) -> None:
     scored = own.attribute(digits(0, 3), top_k=1)
     assert [one[0] for one in scored["trak_indices"]] == [0, 1, 2]
     resumed = TrakAttributor(net, config, dataloader=loader, task="image_classification").featurize()
-    assert len(resumed.store.train(0)) == 3
+    assert len(resumed.features.store.train(0)) == 3
 
 
 def test_tensors(tmp_path: Path) -> None:

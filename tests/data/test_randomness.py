@@ -59,7 +59,7 @@ def masked(
 
 
 def features(attributor: TrakAttributor) -> Tensor:
-    return torch.cat([shard.grads for shard in attributor.store.train(0)])
+    return torch.cat([shard.grads for shard in attributor.features.store.train(0)])
 
 
 # -- the same bits ---------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_a_run_that_was_interrupted_has_the_same_bits(tmp_path: Path) -> None:
     torch.rand(7)
     parts = masked(tmp_path / "parts", rows, num_draws=2).featurize()
     assert torch.equal(features(parts), features(whole))
-    q = [torch.cat([shard.out_to_loss for shard in one.store.train(0)]) for one in (whole, parts)]
+    q = [torch.cat([shard.out_to_loss for shard in one.features.store.train(0)]) for one in (whole, parts)]
     assert torch.equal(*q)
 
 
@@ -147,14 +147,14 @@ def test_crops_of_a_transform(tmp_path: Path) -> None:
     assert torch.equal(found[0], found[2])
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
     # The gradient of a linear head is an outer product with its inputs: the mean over two crops.
-    batches = made.featurizer().batches(rows)
+    batches = made.features.featurizer().batches(rows)
     assert batches.drawn and batches.draws == 2
     crops = [batches.collated([4], draw)["pixels"] for draw in (0, 1)]
     assert not torch.equal(*crops) and torch.equal(batches.collated([2, 4], 1)["pixels"][1], crops[1][0])
     reference = TrakAttributor(
         model, replaced(config, tmp_path / "d"), [(c[0], 1) for c in crops], task="image_classification"
     )
-    fixed = reference.featurize().store.train(0).read(0)
+    fixed = reference.featurize().features.store.train(0).read(0)
     expected = (fixed.grads * fixed.out_to_loss[:, None]).sum(0) / fixed.out_to_loss.sum()
     torch.testing.assert_close(found[0][4], expected, rtol=1e-5, atol=1e-6)
 
@@ -165,7 +165,9 @@ def replaced(config: TrakConfig, directory: Path) -> TrakConfig:
 
 def test_targets_have_draws_of_their_own(tmp_path: Path) -> None:
     attributor = masked(tmp_path / "trak", sentences())
-    train, target = (attributor.featurizer().batches(attributor.train_dataset, side) for side in ("train", "target"))
+    train, target = (
+        attributor.features.featurizer().batches(attributor.train_dataset, side) for side in ("train", "target")
+    )
     labels = [batches.collated([3])["labels"] for batches in (train, target)]
     assert labels[0].shape == labels[1].shape and not torch.equal(*labels)
 
@@ -184,7 +186,7 @@ def test_streams_are_read_once_per_run(tmp_path: Path) -> None:
 
     streamed = masked(tmp_path / "stream", StreamedRows(Stream(), 12), num_draws=3).featurize()  # type: ignore[arg-type]
     assert torch.equal(features(streamed), features(masked(tmp_path / "rows", given, num_draws=3).featurize()))
-    batches = streamed.featurizer().batches(streamed.train_dataset)
+    batches = streamed.features.featurizer().batches(streamed.train_dataset)
     assert batches.draws == 3
     starts.clear()
     assert len(list(batches.iterate([range(4), range(4, 8), range(8, 12)], 3))) == 9
@@ -197,10 +199,10 @@ def test_exact_scores_of_random_rows(tmp_path: Path) -> None:
     options: dict[str, Any] = {"proj_type": "none", "grad_wrt": ["cls.predictions.bias"], "num_draws": 2}
     attributor = masked(tmp_path / "trak", rows, curvature="identity", curvature_damping=1.0, **options).featurize()
     targets = sentences(3, 1)
-    scored = attributor.attribute(targets, top_k=None, exact=True)
+    scored = attributor.attribute(targets, top_k=None, method="exact")
     attributor.attribute(targets, top_k=None, name="targets")
     losses = masked(tmp_path / "losses", rows, task="loss", **options).featurize()
-    target_features = torch.cat([shard.grads for shard in attributor.store.saved_targets("targets", 0)])
+    target_features = torch.cat([shard.grads for shard in attributor.features.store.saved_targets("targets", 0)])
     expected = target_features @ features(losses).T
     found = torch.tensor(scored["trak_scores"][:])
     torch.testing.assert_close(found / found.norm(), expected / expected.norm(), rtol=1e-4, atol=1e-6)
@@ -315,8 +317,8 @@ def test_the_number_of_draws_belongs_to_random_features(tmp_path: Path) -> None:
 
     expected = features(masked(tmp_path / "fixed", fixed, collator).featurize())
     other = masked(tmp_path / "fixed", fixed, collator, num_draws=5).featurize()
-    assert other.featurizer().batches(fixed).draws == 1 and torch.equal(features(other), expected)
-    assert "draws" not in other.store.config["collation"]
+    assert other.features.featurizer().batches(fixed).draws == 1 and torch.equal(features(other), expected)
+    assert "draws" not in other.features.store.config["collation"]
 
 
 def test_what_depends_on_row_numbers_or_squares_is_refused(tmp_path: Path) -> None:
@@ -325,21 +327,24 @@ def test_what_depends_on_row_numbers_or_squares_is_refused(tmp_path: Path) -> No
         with pytest.raises(HfTrakError, match=r"rows come at random.*directory of its own"):
             change()
     with pytest.raises(HfTrakError, match=r"`num_draws` is 2.*Self-influence.*num_draws=1"):
-        attributor.self_influence(exact=True)
+        attributor.self_influence(method="exact")
     with pytest.raises(HfTrakError, match=r"`num_draws` is 2.*num_draws=1"):
-        attributor.attribute_tokens(sentences(2))
+        attributor.attribute(sentences(2), per_token=True)
 
 
 def test_a_loaded_index_draws_its_targets_as_often(tmp_path: Path) -> None:
     made = masked(tmp_path / "trak", sentences(), num_draws=3).featurize()
     targets = sentences(3, 1)
     expected = made.attribute(targets, top_k=2)["trak_scores"][:]
-    options: dict[str, Any] = {"task": "masked_lm", "data_collator": made.data_collator, "use_cpu": True}
+    options: dict[str, Any] = {"task": "masked_lm", "data_collator": made.features.data_collator, "use_cpu": True}
     loaded = TrakAttributor.from_pretrained(str(tmp_path / "trak"), made.model, **options)
     assert loaded.args.num_draws == 3
     assert loaded.attribute(targets, top_k=2, name="again")["trak_scores"][:] == expected
     for draws in ("many", 10**12, True, 0):
-        content = {**made.store.config, "collation": {**made.store.config["collation"], "draws": draws}}
+        content = {
+            **made.features.store.config,
+            "collation": {**made.features.store.config["collation"], "draws": draws},
+        }
         index = SimpleNamespace(store=SimpleNamespace(config=content), name="trak")
         with pytest.raises(ConfigMismatchError, match=r"draws of each random row. Expected a number from 1 to 10,000"):
             _draws(index)  # type: ignore[arg-type]
@@ -347,7 +352,7 @@ def test_a_loaded_index_draws_its_targets_as_often(tmp_path: Path) -> None:
 
 def test_the_rate_is_measured_with_all_draws(tmp_path: Path) -> None:
     one, many = (masked(tmp_path / str(draws), sentences(), num_draws=draws) for draws in (1, 8))
-    assert many.measured_rate() < 0.6 * one.measured_rate()
+    assert many.features.measured_rate() < 0.6 * one.features.measured_rate()
 
 
 # -- means over draws ------------------------------------------------------------------------------------------------
@@ -381,7 +386,7 @@ def test_the_cosine_between_two_seeds_rises_as_theory_says(tmp_path: Path) -> No
 
     def expected_gradients(seed: int, draws: int) -> Tensor:
         made = masked(tmp_path / f"{seed}-{draws}", rows, seed=seed, num_draws=draws, **options).featurize()
-        q = torch.cat([shard.out_to_loss for shard in made.store.train(0)])
+        q = torch.cat([shard.out_to_loss for shard in made.features.store.train(0)])
         return features(made) * q[:, None]
 
     runs = {1: 8, 4: 4, 16: 2}

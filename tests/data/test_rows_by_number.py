@@ -160,7 +160,7 @@ def test_what_goes_wrong_in_a_dataloader_worker_reaches_the_user(
         attributor.featurize()
     if error is UnreadableError:
         assert "in unreadable" in str(info.value)  # the worker's own traceback
-    done = [index for index in range(6) if attributor.store.train(0).is_written(index)]
+    done = [index for index in range(6) if attributor.features.store.train(0).is_written(index)]
     # a worker that dies may take batches with it that it has not yet handed over
     assert done == [0, 1, 2] if error is UnreadableError else done == [0, 1, 2][: len(done)]
     with pytest.raises(IncompleteStoreError, match=f"{6 - len(done)} shards of model_id 0 are missing"):

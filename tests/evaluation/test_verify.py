@@ -210,7 +210,7 @@ def test_checkpoints_are_averaged(planted: Any, tmp_path: Path) -> None:
     own = attributor(planted[0], planted[1], tmp_path / "trak").featurize(states)
     before = fingerprint_state_dict(own.model.state_dict())
     both = own.verify(planted[2], PLANTED, draws=4, similar=None)
-    single = [own.verify(planted[2], PLANTED, draws=4, similar=None, model_ids=[one]) for one in (0, 1)]
+    single = [own.verify(planted[2], PLANTED, draws=4, similar=None, checkpoints=[one]) for one in (0, 1)]
     assert both.model_ids == (0, 1)
     assert both.change == pytest.approx(np.mean([one.change for one in single]))
     assert both.random == pytest.approx(np.mean([one.random for one in single], axis=0))
@@ -220,8 +220,8 @@ def test_checkpoints_are_averaged(planted: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError):
         own.verify(planted[2], PLANTED, checkpoints=states[::-1])
     with pytest.raises(IncompleteStoreError):
-        own.verify(planted[2], PLANTED, model_ids=[5])
-    assert own.store.model_ids == [0, 1]
+        own.verify(planted[2], PLANTED, checkpoints=[5])
+    assert own.features.store.model_ids == [0, 1]
 
 
 PHRASE = [41, 42, 43, 44, 45, 46]

@@ -166,7 +166,7 @@ def test_mean_of_products_times_mean_of_weights(trained: Any, tmp_path: Path) ->
     """The ensemble is not the mean of the checkpoints' own scores."""
     model, checkpoints, _ = trained
     attributor = make(copy_of(model), tmp_path, proj_type="none").featurize(checkpoints)
-    single = np.mean([full(attributor, model_ids=[i], name=f"only-{i}") for i in range(3)], axis=0)
+    single = np.mean([full(attributor, checkpoints=[i], name=f"only-{i}") for i in range(3)], axis=0)
     assert relative_error(single, full(attributor)) > 1e-3
 
 
@@ -216,8 +216,8 @@ def test_batch_boundaries_change_rounding_only(trained: Any, tmp_path: Path, bat
     model, _, _ = trained
     reference = make(copy_of(model), tmp_path / "5").featurize()
     other = make(copy_of(model), tmp_path / "other", per_device_batch_size=batch_size).featurize()
-    left = torch.cat([shard.grads for shard in reference.store.train(0)])
-    right = torch.cat([shard.grads for shard in other.store.train(0)])
+    left = torch.cat([shard.grads for shard in reference.features.store.train(0)])
+    right = torch.cat([shard.grads for shard in other.features.store.train(0)])
     assert ((left - right).norm(dim=1) / left.norm(dim=1)).max() < 1e-5
     assert relative_error(full(other), full(reference)) < 1e-5
 
@@ -288,8 +288,8 @@ def test_torch_datasets_and_plain_functions_work(trained: Any, tmp_path: Path) -
         task="image_classification",
     ).featurize()
     named = make(copy_of(model), tmp_path / "named", proj_type="none", per_device_batch_size=16).featurize()
-    a = torch.cat([shard.grads for shard in pair.store.train(0)])
-    b = torch.cat([shard.grads for shard in named.store.train(0)])
+    a = torch.cat([shard.grads for shard in pair.features.store.train(0)])
+    b = torch.cat([shard.grads for shard in named.features.store.train(0)])
     assert torch.allclose(a, b, atol=1e-5)
 
     def top_logit(outputs: ImageClassifierOutput, batch: dict[str, Tensor]) -> Tensor:
@@ -343,7 +343,7 @@ def test_clip_pairs_from_a_dataset(tmp_path: Path) -> None:
         task = CLIPModelOutput(simulated_batch_size=10)
         attributor = TrakAttributor(copy.deepcopy(models[0]), arguments, train_dataset=pairs(0, 20), task=task)
         attributor.featurize(models)
-        first, second = (torch.cat([s.out_to_loss for s in attributor.store.train(i)]) for i in (0, 1))
+        first, second = (torch.cat([s.out_to_loss for s in attributor.features.store.train(i)]) for i in (0, 1))
         assert (first > 0).all() and not torch.allclose(first, second)
         results.append(full(attributor, pairs(100, 103)))
     assert results[0].shape == (20, 3)
@@ -476,15 +476,17 @@ def test_ids_top_k_per_and_names_are_checked(trained: Any, tmp_path: Path) -> No
     attributor = make(copy_of(model), tmp_path / "store")
     with pytest.raises(IncompleteStoreError, match=r"Nothing is featurized in '.*store'\. Expected .*`featurize\(\)`"):
         attributor.attribute(eval_rows())
-    for ids in ([0, 0], [-1, 1], [0], ["0", "1"], [True, 2]):
-        with pytest.raises(ValueError, match="`model_ids` is"):
-            attributor.featurize(checkpoints[:2], model_ids=ids)
-    with pytest.raises(ValueError, match="empty list"):
-        attributor.featurize([])
-    attributor.featurize(checkpoints[0], model_ids=[7])
+    with pytest.raises(ValueError, match=r"`checkpoints` has the ids \[-1, 1\]"):
+        attributor.featurize(dict(zip([-1, 1], checkpoints[:2], strict=True)))
+    with pytest.raises(ValueError, match=r"`checkpoints` is \[0, 1\]. Expected weights"):
+        attributor.featurize([0, 1])
+    for nothing in ([], {}):
+        with pytest.raises(ValueError, match="`checkpoints` is empty"):
+            attributor.featurize(nothing)
+    attributor.featurize({7: checkpoints[0]})
     before = contents(tmp_path)
     with pytest.raises(IncompleteStoreError, match=r"\[3\]; featurized in .* are \[7\]"):
-        attributor.attribute(eval_rows(), model_ids=[3])
+        attributor.attribute(eval_rows(), checkpoints=[3])
     for top_k in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="`top_k` is"):
             attributor.attribute(eval_rows(), top_k=top_k)
@@ -513,11 +515,11 @@ def test_experiment_with_other_targets_is_refused(trained: Any, tmp_path: Path) 
 def test_incomplete_checkpoints_are_not_scored(trained: Any, tmp_path: Path) -> None:
     model, checkpoints, _ = trained
     attributor = make(copy_of(model), tmp_path).featurize(checkpoints[:2])
-    expected = full(attributor, model_ids=[1], name="one")
+    expected = full(attributor, checkpoints=[1], name="one")
     (tmp_path / "checkpoint-0" / "train-00002-of-00004.safetensors").unlink()
     with pytest.raises(IncompleteStoreError, match=r"1 shards of model_id 0 are missing.*featurize"):
         attributor.attribute(eval_rows())
-    assert np.array_equal(full(attributor, model_ids=[1], name="one"), expected)
+    assert np.array_equal(full(attributor, checkpoints=[1], name="one"), expected)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "swap"])
@@ -587,7 +589,7 @@ def test_half_precision_storage_and_compute(trained: Any, tmp_path: Path) -> Non
     reference = full(make(copy_of(model), tmp_path / "32").featurize())
     for dtype, limit in (("float16", 0.01), ("bfloat16", 0.02)):
         half = make(copy_of(model), tmp_path / dtype, feature_dtype=dtype).featurize()
-        assert next(iter(half.store.train(0))).grads.dtype == getattr(torch, dtype)
+        assert next(iter(half.features.store.train(0))).grads.dtype == getattr(torch, dtype)
         assert 0 < relative_error(full(half), reference) < limit
 
 
@@ -600,7 +602,7 @@ def test_only_the_chosen_parameters_count(trained: Any, tmp_path: Path) -> None:
     by_name = make(
         copy_of(model), tmp_path / "name", proj_type="none", grad_wrt=["head.bias", "head.weight"]
     ).featurize()
-    assert by_flag.proj_dim == by_name.proj_dim == 26 * 10 + 10
+    assert by_flag.features.proj_dim == by_name.features.proj_dim == 26 * 10 + 10
     assert np.allclose(full(by_flag), full(by_name), rtol=1e-4, atol=1e-6)
     assert [p.requires_grad for p in frozen.parameters()] == [False, False, True, True]
 
@@ -646,4 +648,4 @@ def test_a_function_is_a_task_for_a_trainer_too(trained: Any, tmp_path: Path) ->
         assert "Callable" in str(inspect.signature(function).parameters["task"].annotation)
     config = TrakConfig(output_dir=str(tmp_path), proj_dim=16, use_cpu=True)
     attributor = TrakAttributor.from_trainer(trainer, config, lambda result, batch: result.logits[:, 0])
-    assert attributor.featurize().store.model_ids == [0]
+    assert attributor.featurize().features.store.model_ids == [0]

@@ -265,11 +265,11 @@ def test_independently_trained_models_share_one_store(tmp_path):
         run.add_callback(callback)
         run.train()
         collected += callback.checkpoints
-    assert callback.attributor.store.model_ids == [0, 1]
+    assert callback.attributor.features.store.model_ids == [0, 1]
     together = TrakAttributor.from_trainer(run, config(tmp_path / "together"), TASK).featurize(collected)
     scores = full_scores(callback.attributor, targets)
     assert np.array_equal(scores, full_scores(together, targets))
-    assert not np.allclose(scores, full_scores(together, targets, model_ids=[1], name="one"), rtol=1e-2)
+    assert not np.allclose(scores, full_scores(together, targets, checkpoints=[1], name="one"), rtol=1e-2)
 
 
 TASK = "image_classification"

@@ -306,7 +306,7 @@ def test_other_settings_change_rounding_at_most(
     whole = BASE.attributor(featurized(BASE))
     directory = copied(featurized, BASE, tmp_path, resume=True)
     attributor = Setup(settings={name: HARMLESS[name]}).attributor(directory).featurize()
-    for before, after in zip(whole.store.train(0), attributor.store.train(0), strict=True):
+    for before, after in zip(whole.features.store.train(0), attributor.features.store.train(0), strict=True):
         # float32 gradients of a few thousand additions, in another order
         torch.testing.assert_close(after.grads, before.grads, rtol=1e-4, atol=1e-5)
 
@@ -331,7 +331,7 @@ def test_settings_of_exact_scores(featurized: Callable[[Setup], Path], tmp_path:
     changed = Setup(settings={**base.settings, name: EXACT[name]})
 
     def scores(setup: Setup, exact: bool) -> np.ndarray:
-        scored = setup.attributor(directory).attribute(rows(50, M), top_k=None, exact=exact)
+        scored = setup.attributor(directory).attribute(rows(50, M), top_k=None, method="exact" if exact else "index")
         return np.stack(scored.with_format("numpy")["trak_scores"][:]).copy()
 
     plain, exact = scores(base, False), scores(base, True)
@@ -351,7 +351,7 @@ def test_changes_within_one_process_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(HfTrakError, match="eps"):
         attributor.attribute(rows(60, M))
     attributor.model.bert.embeddings.LayerNorm.eps = 1e-12
-    attributor.data_collator = functools.partial(collate, keep=4)
+    attributor.features.data_collator = functools.partial(collate, keep=4)
     with pytest.raises(HfTrakError, match="input_ids"):
         attributor.featurize()
 

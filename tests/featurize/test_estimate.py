@@ -61,7 +61,7 @@ def test_bytes_on_disk(nets, tmp_path, options):
     solvers = ("gram", "kernel")  # XᵀX, or XXᵀ with fewer rows than parameters
     grams = sum(path.stat().st_size for one in solvers for path in tmp_path.glob(f"checkpoint-*/{one}.safetensors"))
     assert expected.stages["solver"].disk == pytest.approx(grams, rel=0.03)
-    assert expected.parameters == attributor.layout.total
+    assert expected.parameters == attributor.features.layout.total
 
 
 def test_memory_counts_what_is_allocated():

@@ -38,10 +38,10 @@ def test_bytes_on_disk(tmp_path, curvature, monkeypatch):
     torch.manual_seed(0)
     args = TrakConfig(str(tmp_path), curvature=curvature, use_cpu=True)
     own = TrakAttributor(Net(), args, rows(N, 0), task="image_classification")
-    promised = own.estimate(M, exact=True).stages
+    promised = own.estimate(M, method="exact").stages
     kept = []
     monkeypatch.setattr(fit.CurvatureFit, "_conclude", _counting(fit.CurvatureFit._conclude, kept))
-    own.attribute(rows(M, 1), exact=True)
+    own.attribute(rows(M, 1), method="exact")
     # biases join their weights, whose sides are one longer for it
     assert promised["curvature"].disk == pytest.approx(stored(tmp_path, "curvature/0/*.safetensors"), rel=0.05)
     assert promised["curvature"].scratch == pytest.approx(kept[0], rel=0.1)
@@ -65,16 +65,16 @@ def test_targets_that_do_not_fit_take_several_passes(tmp_path):
     parameters = sum(p.numel() for p in model.parameters())
     memory = 5 * 4 * parameters / 2**30
     args = trak_config(str(tmp_path), curvature="ekfac", use_cpu=True, curvature_memory=memory)
-    assert estimate(model, N, args, eval_dataset=M, exact=True).stages["exact scores"].passes == 3 * N
+    assert estimate(model, N, args, eval_dataset=M, method="exact").stages["exact scores"].passes == 3 * N
     targets = rows(M, 1)
     several = TrakAttributor(model, args, rows(N, 0), task="image_classification")
-    first = several.attribute(targets, top_k=None, exact=True)["trak_scores"]
-    own = ExactScores(several)
+    first = several.attribute(targets, top_k=None, method="exact")["trak_scores"]
+    own = ExactScores(several.features)
     names = sorted({path.name.split("-")[1] for path in tmp_path.glob("experiments/*/*/*/scores-*")})
     assert names == ["000000", "000005", "000010"] and own.damping == 0.1
     args = TrakConfig(str(tmp_path / "one"), curvature="ekfac", use_cpu=True)
     second = TrakAttributor(model, args, rows(N, 0), task="image_classification").attribute(
-        targets, top_k=None, exact=True
+        targets, top_k=None, method="exact"
     )["trak_scores"]
     # products of another number of targets are summed in another order: some roundings of the largest score
     torch.testing.assert_close(
@@ -84,6 +84,6 @@ def test_targets_that_do_not_fit_take_several_passes(tmp_path):
 
 def test_it_is_said_only_where_it_is_asked_for(tmp_path):
     assert "exact scores" not in str(estimate(Net(), N, TrakConfig(str(tmp_path)), eval_dataset=M))
-    hybrid = estimate(Net(), N, TrakConfig(str(tmp_path), curvature="hybrid"), eval_dataset=M, exact=True)
+    hybrid = estimate(Net(), N, TrakConfig(str(tmp_path), curvature="hybrid"), eval_dataset=M, method="exact")
     assert hybrid.stages["exact scores"].passes == 2 * N
     assert any(line.startswith("exact scores ") and " 300" in line for line in str(hybrid).splitlines())

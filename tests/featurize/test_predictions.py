@@ -59,7 +59,7 @@ def test_continuations(language: TrakAttributor) -> None:
         assert row["input_ids"] == expected
         assert row["labels"] == [-100] * len(prompt) + expected[len(prompt) :]
         assert row["target_mask"] == [0] * len(prompt) + [1] * (len(expected) - len(prompt))
-        said = language.processing_class.decode(expected[len(prompt) :], skip_special_tokens=True)
+        said = language.features.processing_class.decode(expected[len(prompt) :], skip_special_tokens=True)
         assert row["predicted"] == said
     assert found["mine"][:] == ["a", "b"]
     language.featurize()

@@ -342,7 +342,7 @@ def test_the_size_of_blocks_is_a_setting_that_defines_no_features(
         return TrakAttributor(model, args, train_dataset=rows).featurize()
 
     def features(attributor: TrakAttributor) -> Tensor:
-        return torch.cat([shard.grads for shard in attributor.store.train(0)])
+        return torch.cat([shard.grads for shard in attributor.features.store.train(0)])
 
     whole = features(featurized("whole"))
     assert max(built_blocks) >= 4 * 4 * 24 * 16

@@ -193,14 +193,14 @@ def test_only_what_a_call_needs_is_downloaded(hub: Hub, client: Path, tmp_path: 
     published = Published(hub, tmp_path)
     attributor = load(published.models[0])
     assert hub.downloads() == ["trak_config.json", "trak_index.json"]
-    assert np.array_equal(full(attributor, model_ids=[0]), published.scores(model_ids=[0], name="one"))
+    assert np.array_equal(full(attributor, checkpoints=[0]), published.scores(checkpoints=[0], name="one"))
     assert sorted(hub.downloads()[2:]) == [
         "checkpoint-0/gram.safetensors", *(f"checkpoint-0/train-{i:05d}-of-00003.safetensors" for i in range(3))
     ]  # fmt: skip
     assert not hub.requests("GET", "/tester/model/")
     before = len(hub.downloads())
     again = load(published.models[0])
-    assert np.array_equal(full(again, model_ids=[0]), published.scores(model_ids=[0], name="one"))
+    assert np.array_equal(full(again, checkpoints=[0]), published.scores(checkpoints=[0], name="one"))
     assert hub.downloads()[before:] == []
     written = {path.relative_to(client).parts[0] for path in client.rglob("*") if path.is_file()}
     assert written <= {"hub", "hf_trak"}
@@ -326,10 +326,10 @@ def test_weights_are_compared_with_the_fingerprint(hub: Hub, client: Path, tmp_p
 
 def test_the_model_is_found_by_name(hub: Hub, client: Path, tmp_path: Path) -> None:
     published = Published(hub, tmp_path)
-    expected = published.scores(model_ids=[0])
+    expected = published.scores(checkpoints=[0])
     for model in (None, str(tmp_path / "model-0")):
         assert np.array_equal(
-            full(load(model, output_dir=str(tmp_path / f"{model is None}")), model_ids=[0]), expected
+            full(load(model, output_dir=str(tmp_path / f"{model is None}")), checkpoints=[0]), expected
         )
     with pytest.raises(HubAccessError, match="model repo 'tester/nothing' does not exist"):
         load("tester/nothing")
@@ -340,7 +340,7 @@ def test_the_model_is_found_by_name(hub: Hub, client: Path, tmp_path: Path) -> N
     with pytest.raises(HubAccessError, match="or is private"):
         TrakAttributor.from_pretrained(
             "tester/index", token=TOKEN, revision=published.commit.oid, **OPTIONS
-        ).attribute(targets(), model_ids=[1])
+        ).attribute(targets(), checkpoints=[1])
 
 
 def test_a_name_of_the_index_is_never_taken_for_a_directory(
@@ -367,7 +367,7 @@ def test_settings_come_from_the_index(hub: Hub, client: Path, tmp_path: Path) ->
     assert (args.proj_type, args.proj_dim, args.per_device_batch_size) == ("sjlt", 32, 3)
     other = load(published.models[0], lambda_relative=3.0, output_dir=str(tmp_path / "work"))
     assert other.args.lambda_relative == 3.0 and other.args.output_dir == str(tmp_path / "work")
-    assert not np.allclose(full(other, model_ids=[0]), published.scores(model_ids=[0]))
+    assert not np.allclose(full(other, checkpoints=[0]), published.scores(checkpoints=[0]))
     assert (tmp_path / "work" / "experiments").is_dir()
 
 

@@ -18,7 +18,7 @@ from test_hub_hostile import Files, below, config, edited, manifest, replaced, r
 from test_hub_index import CONFIG
 from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import Index, TrakAttributor, TrakConfig
 from hf_trak.errors import HubAccessError, IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.featurize.converting import convert_store
 from hf_trak.hub import files as ranges
@@ -406,7 +406,7 @@ def test_two_passes_elsewhere(hub: Hub, client: Path, tmp_path: Path, monkeypatc
     files, sent = hub.dataset("tester/index"), watched(hub)
     elsewhere = TrakAttributor.from_pretrained("tester/index", model, token=TOKEN, **OPTIONS)
     assert [answer.path for answer in sent] == ["trak_config.json", "trak_index.json"]
-    options = {"top_k": 2, "first_pass_bytes": 512, "candidates": 2}
+    options = {"top_k": 2, "method": Index(first_pass_bytes=512, candidates=2)}
     found, expected = (one.attribute(targets(), **options) for one in (elsewhere, attributor))
     for name in ("trak_indices", "trak_scores", "trak_harmful_indices", "trak_harmful_scores"):
         assert found[name][:] == expected[name][:], name
@@ -463,7 +463,7 @@ def test_published_eigenvalues_are_used(
     attributor.push_to_hub("tester/index", token=TOKEN)
     sent = watched(hub)
     elsewhere = TrakAttributor.from_pretrained("tester/index", model, token=TOKEN, **OPTIONS)
-    options = {"top_k": 2, "first_pass_bytes": 512, "candidates": 2}
+    options = {"top_k": 2, "method": Index(first_pass_bytes=512, candidates=2)}
     found, expected = (one.attribute(targets(), **options) for one in (elsewhere, attributor))
     assert found["trak_scores"][:] == expected["trak_scores"][:]
     names = ("low_rank-8.safetensors", "row_digests.safetensors")

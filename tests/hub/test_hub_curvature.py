@@ -104,8 +104,8 @@ def published(hub: Hub, client: Path, tmp_path: Path) -> Files:
             for path in (tmp_path / "made").rglob("*")
             if path.is_file()
         }
-        influence = made.self_influence(exact=True)
-        _made.append((dict(hub.dataset("tester/index")), store, full(made, exact=True), influence))
+        influence = made.self_influence(method="exact")
+        _made.append((dict(hub.dataset("tester/index")), store, full(made, method="exact"), influence))
     hub.put("dataset", "tester/index", _made[0][0])
     return dict(_made[0][0])
 
@@ -146,24 +146,24 @@ def test_the_same_scores_elsewhere(hub: Hub, published: Files, made: Path, tmp_p
     assert elsewhere.args.curvature == CurvatureConfig(rows=9, damping=0.3, labels="empirical")
     elsewhere.attribute(rows(100, M))
     assert not hub.downloads("curvature")
-    assert np.array_equal(full(elsewhere, exact=True), expected())
+    assert np.array_equal(full(elsewhere, method="exact"), expected())
     assert sorted(hub.downloads("curvature")) == names
     assert not list((tmp_path / "work").rglob("curvature.json"))
     before = len(hub.log)
-    assert torch.equal(elsewhere.fit_curvature().self_influence(exact=True), _made[0][3])
+    assert torch.equal(elsewhere.fit_curvature().self_influence(method="exact"), _made[0][3])
     offline = load(local_files_only=True, output_dir=str(tmp_path / "other"))
-    assert np.array_equal(full(offline, exact=True), expected())
+    assert np.array_equal(full(offline, method="exact"), expected())
     assert len(hub.log) == before
 
 
 def test_exact_scores_take_the_training_rows(hub: Hub, published: Files) -> None:
     elsewhere = load(train_dataset=None)
-    for call in (lambda: full(elsewhere, exact=True), lambda: elsewhere.self_influence(exact=True)):
+    for call in (lambda: full(elsewhere, method="exact"), lambda: elsewhere.self_influence(method="exact")):
         with pytest.raises(IncompleteStoreError, match=r"rows .* not at hand.*`train_dataset=`"):
             call()
     assert not hub.downloads("curvature")
     with pytest.raises(IncompleteStoreError, match="`train_dataset=`"):
-        full(load(train_dataset=None, curvature="identity"), exact=True)
+        full(load(train_dataset=None, curvature="identity"), method="exact")
 
 
 def test_other_settings_fit_another_curvature(
@@ -172,18 +172,18 @@ def test_other_settings_fit_another_curvature(
     other = {"curvature": "diagonal", "curvature_damping": 0.7}
     caplog.set_level(logging.WARNING)
     given = {"kind": "diagonal", "damping": 0.7}
-    found = full(load(output_dir=str(tmp_path / "work"), curvature=given), exact=True, model_ids=[0])
+    found = full(load(output_dir=str(tmp_path / "work"), curvature=given), method="exact", checkpoints=[0])
     assert hub.downloads("curvature") == [RECORD]
     assert "fitted with other settings" in caplog.text and 'kind: saved "ekfac", given "diagonal"' in caplog.text
     assert (tmp_path / "work" / RECORD).exists()
-    assert np.array_equal(found, full(attributor_in(tmp_path / "own", **other).featurize(), exact=True))
+    assert np.array_equal(found, full(attributor_in(tmp_path / "own", **other).featurize(), method="exact"))
 
 
 def test_a_curvature_of_ones_own_does_not_hide_the_published_one(hub: Hub, published: Files, tmp_path: Path) -> None:
     work = str(tmp_path / "work")
-    full(load(output_dir=work, curvature="kfac"), exact=True, model_ids=[0])
+    full(load(output_dir=work, curvature="kfac"), method="exact", checkpoints=[0])
     again = load(output_dir=work)
-    full(again, exact=True, model_ids=[0])
+    full(again, method="exact", checkpoints=[0])
     assert again.curvature_report().kind == "ekfac"
 
 
@@ -194,7 +194,7 @@ def test_an_index_without_curvatures(hub: Hub, published: Files, made: Path, tmp
     assert curvatures(hub.dataset("tester/index")) == ["curvature/notes.txt"]
     without = load(output_dir=str(tmp_path / "work")).fit_curvature()
     assert (tmp_path / "work/curvature/0/curvature.json").read_bytes() == published[RECORD]
-    assert np.array_equal(full(without, exact=True), expected())
+    assert np.array_equal(full(without, method="exact"), expected())
     shutil.rmtree(made / "curvature/1")
     attributor_in(made).push_to_hub("tester/index", token=TOKEN)
     kept = [name for name in curvatures(published) if "/0/" in name]
@@ -230,7 +230,7 @@ def test_a_copy_that_an_older_version_pulled(hub: Hub, published: Files, tmp_pat
     elsewhere = load(str(copy), output_dir=str(tmp_path / "work"))
     elsewhere.attribute(rows(100, M))
     with pytest.raises(IncompleteStoreError, match=r"curvature\.json is missing.*Pull or clone it again"):
-        full(elsewhere, exact=True)
+        full(elsewhere, method="exact")
 
 
 def interrupted(store: IndexStore, name: str, directory: Path) -> None:
@@ -255,7 +255,7 @@ def test_copies(hub: Hub, published: Files, tmp_path: Path, monkeypatch: pytest.
     assert fork["trak_index.json"] == published["trak_index.json"]
     assert all(fork[name] == published[name] for name in curvatures(published))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert np.array_equal(full(load(str(copy), output_dir=str(tmp_path / "work")), exact=True), expected())
+    assert np.array_equal(full(load(str(copy), output_dir=str(tmp_path / "work")), method="exact"), expected())
 
 
 def test_settings_that_are_not_told_follow_the_curvature(hub: Hub, published: Files, made: Path) -> None:
@@ -278,7 +278,7 @@ def test_an_index_takes_no_other_weights(hub: Hub, published: Files) -> None:
     with pytest.raises(CheckpointMismatchError, match=r"model_id 0 .*Expected the same weights"):
         load().fit_curvature(weights(3))
     with pytest.raises(StoreError, match="only read here"):
-        load().fit_curvature(weights(1), model_ids=[2])
+        load().fit_curvature({2: weights(1)})
 
 
 def test_what_is_not_published(hub: Hub, made: Path, caplog: pytest.LogCaptureFixture) -> None:

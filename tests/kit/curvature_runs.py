@@ -37,7 +37,7 @@ def exact_scores(model: nn.Module, directory: Path, train: Rows, targets: Rows, 
     defaults = {"use_cpu": True, "shard_size": 64, "per_device_batch_size": 48}
     args = trak_config(output_dir=str(directory), **{**defaults, **options})
     attributor = TrakAttributor(model, args, train_dataset=train, task=task).fit_curvature()
-    scored = attributor.attribute(targets, exact=True, top_k=None)
+    scored = attributor.attribute(targets, method="exact", top_k=None)
     return torch.tensor(scored["trak_scores"][:]).T
 
 

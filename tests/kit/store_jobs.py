@@ -203,7 +203,10 @@ def attributed(directory: Path, index: int) -> Dataset:
     attributor = make(directory, lambda_relative=lam)
     networks = models(2)
     return attributor.attribute(
-        rows(3, seed), top_k=top_k, per=per, model_ids=model_ids, checkpoints=[networks[i] for i in model_ids]
+        rows(3, seed),
+        top_k=top_k,
+        per=per,
+        checkpoints=dict(zip(model_ids, [networks[i] for i in model_ids], strict=True)),
     )
 
 

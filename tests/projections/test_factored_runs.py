@@ -106,7 +106,7 @@ def test_features_are_those_of_the_definition(name: str, tmp_path: Path) -> None
     one = TrakAttributor(model, config_of(tmp_path), train_dataset=data, task="causal_lm").featurize()
     expected = by_the_reference(model, batch_of(data), "causal_lm")
     assert difference(features(one).double(), expected) <= ROUNDING
-    assert len(one.projector().matrices) >= 4  # type: ignore[attr-defined]
+    assert len(one.features.projector().matrices) >= 4  # type: ignore[attr-defined]
 
 
 def config_of(directory: Path, **options: Any) -> TrakConfig:
@@ -177,7 +177,7 @@ def test_a_killed_run_continues_with_the_same_bits(tmp_path: Path) -> None:
     attributor(made("gpt2"), "gpt2", tmp_path, **OPTIONS).featurize()
     assert {path: path.read_bytes() for path in tmp_path.rglob("train-*")} == before
     scored = attributor(made("gpt2"), "gpt2", tmp_path, **OPTIONS).attribute(sharded_jobs.rows("gpt2", 3, 2))
-    assert len(scored) == 3 and whole.store.config["factored_dim"] == SIZE
+    assert len(scored) == 3 and whole.features.store.config["factored_dim"] == SIZE
 
 
 @pytest.mark.parametrize("changed", [{"proj_type": "factored-4"}, {"proj_type": "sjlt"}, {"seed": 1}])
@@ -220,7 +220,7 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No parameter is large enough"):
         attributor(made("gpt2"), "gpt2", tmp_path, **{**OPTIONS, "proj_type": "factored-64"}).featurize()
     exact = attributor(made("gpt2"), "gpt2", tmp_path / "exact", **OPTIONS)
-    assert len(exact.attribute(sharded_jobs.rows("gpt2", 2, 2), exact=True)) == 2  # EK-FAC needs no projection
+    assert len(exact.attribute(sharded_jobs.rows("gpt2", 2, 2), method="exact")) == 2  # EK-FAC needs no projection
 
 
 def test_estimate(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_cast_model_gets_inputs_of_its_dtype(tmp_path: Path, dtype: str) -> No
             **options,
         )  # fmt: skip
         attributor = TrakAttributor(model, args, train_dataset=rows, task="image_classification").featurize()
-        return torch.cat([shard.grads for shard in attributor.store.train(0)])
+        return torch.cat([shard.grads for shard in attributor.features.store.train(0)])
 
     expected, found = features(), features(model_dtype=dtype)
     assert model.head.weight.dtype == torch.float32

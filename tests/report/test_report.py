@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.attributor import last_result
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report import AttributionRun, ReportOptions, ScoreDistributions, show_target, write_report
 from hf_trak.report.content import Columns, Piece, Span, content_of, pieces, visible
 from hf_trak.report.images import PictureBook
-from hf_trak.report.run import score_distributions
 from hf_trak.report.run_record import find_run
 from hf_trak.report.views import signed
 
@@ -358,10 +358,12 @@ def attributor(tmp_path_factory: pytest.TempPathFactory) -> TrakAttributor:
 def test_from_features_to_page(attributor: TrakAttributor, tmp_path: Path):
     rows = digits(100, 104)
     scored = attributor.attribute(rows, top_k=8, name="few")
-    found = score_distributions(attributor, scored, rows, "few")
+    found = last_result(attributor).counted()
     influence = attributor.self_influence()
-    run = AttributionRun.collect(attributor, scored, distributions=found, self_influence=influence, facts={"lds": 0.5})
-    full = AttributionRun.collect(attributor, attributor.attribute(rows, top_k=None, name="all"))
+    run = AttributionRun.collect(
+        attributor.features, scored, distributions=found, self_influence=influence, facts={"lds": 0.5}
+    )
+    full = AttributionRun.collect(attributor.features, attributor.attribute(rows, top_k=None, name="all"))
     matrix = torch.tensor(np.stack(attributor.attribute(rows, top_k=None).with_format("numpy")["trak_scores"][:])).T
     np.testing.assert_array_equal(found.counts, counted(matrix).counts)
     np.testing.assert_array_equal(full.distributions.counts, found.counts)
@@ -391,7 +393,7 @@ def test_rows_of_any_dataset_are_shown(attributor: TrakAttributor, tmp_path: Pat
 
     targets = Pairs(digits(100, 103))
     scored = attributor.attribute(targets, top_k=3)
-    run = AttributionRun.collect(attributor, scored, targets)
+    run = AttributionRun.collect(attributor.features, scored, targets)
     page = write_report(AttributionRun.load(run.save(tmp_path / "run")), tmp_path / "report.html").read_text()
     assert page.count('href="data:image/png') >= 3
     assert f"<bdi>{int(targets[0]['labels'])}</bdi>" in page
@@ -413,7 +415,7 @@ def test_show_shows_the_last_result(attributor: TrakAttributor, tmp_path: Path):
         *scored[1]["trak_harmful_indices"][:2],
     ]
     assert "All 50 scores" in text
-    run = AttributionRun.collect(fresh, scored)
+    run = AttributionRun.collect(fresh.features, scored)
     saved = AttributionRun.load(run.save(tmp_path / "run"))
     assert saved.train is None and saved.n_train == 50
     assert write_report(saved, tmp_path / "report.html").read_text().count("<article") == 4
@@ -422,7 +424,7 @@ def test_show_shows_the_last_result(attributor: TrakAttributor, tmp_path: Path):
 def test_one_target_in_a_notebook_stays_in_its_frame(attributor: TrakAttributor):
     rows = digits(100, 104).add_column("text", HOSTILE[:4])
     scored = attributor.attribute(rows, top_k=3)
-    shown = show_target(attributor, scored, 2, distributions=score_distributions(attributor, scored, rows))
+    shown = show_target(attributor.features, scored, 2, distributions=last_result(attributor).counted())
     (frame,) = Elements(shown._repr_html_()).tags
     assert frame[0] == "iframe" and frame[1]["sandbox"] is None  # nothing is allowed
     inner = Elements(frame[1]["srcdoc"])
@@ -430,4 +432,4 @@ def test_one_target_in_a_notebook_stays_in_its_frame(attributor: TrakAttributor)
     assert HOSTILE[2] in inner.text and "Target 2" in inner.text and "All 50 scores" in inner.text
     assert f"row {scored[2]['trak_indices'][0]} (" in repr(shown)
     with pytest.raises(IndexError, match=r"no target 4. Expected 0 … 3"):
-        show_target(attributor, scored, 4)
+        show_target(attributor.features, scored, 4)

@@ -163,7 +163,7 @@ def test_the_log_tells_lambda_and_the_condition_number(tmp_path, caplog):
     for model_id, line in enumerate(said):
         found = re.fullmatch(r"Checkpoint (\d): λ = (\S+), condition number of XᵀX \+ λI about (\S+)\.", line)
         assert found is not None and int(found[1]) == model_id
-        x = torch.cat([shard.grads for shard in attributor.store.train(model_id)]).double()
+        x = torch.cat([shard.grads for shard in attributor.features.store.train(model_id)]).double()
         gram = x.T @ x
         lam = 0.05 * float(gram.trace()) / 8
         assert float(found[2]) == pytest.approx(lam, rel=1e-5)

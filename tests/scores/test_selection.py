@@ -105,7 +105,7 @@ def test_other_datasets_give_a_subset(tmp_path, targets):
     attributor = make(trained_net(digits(0, 30)), tmp_path, rows).featurize()
     subset = attributor.select(4, targets)
     assert isinstance(subset, Subset)
-    assert subset.indices == attributor.attribute(targets, 4, aggregate="mean")[0]["trak_indices"]
+    assert subset.indices == attributor.attribute(targets, 4, group_by="all")[0]["trak_indices"]
 
 
 @pytest.mark.parametrize("n", [0, N_TRAIN + 1, -3, 1.5, 0.0, True, "5", None])

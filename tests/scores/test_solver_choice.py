@@ -97,7 +97,7 @@ def scorer(store: FeatureStore, *solver: Any) -> Scorer:
 def test_small_stores_are_solved_and_described_as_ever(store: FeatureStore, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hf_trak"):
         one = scorer(store)
-        one.precondition(0, lambda: torch.ones(2, K), 2)
+        one.features.precondition(0, lambda: torch.ones(2, K), 2)
     assert {path.name for path in store.checkpoint_dir(0).glob("*.safetensors") if "train" not in path.name} == {
         "gram.safetensors"
     }
@@ -156,7 +156,7 @@ def test_few_rows_never_make_a_matrix_of_features(tmp_path: Path) -> None:
         attributor = TrakAttributor(nn.Linear(20_000, 20), config, data, task="image_classification").featurize()
         scored = attributor.attribute(data[:2], top_k=1)
         assert [row[0] for row in scored["trak_indices"][:]] == [0, 1]
-        assert attributor.scorer.report(0).kind == "dual"
+        assert attributor.features.scorer.report(0).kind == "dual"
         files = {path.name for path in (tmp_path / name / "checkpoint-0").iterdir() if "train" not in path.name}
         assert "kernel.safetensors" in files and not any("gram" in file for file in files)
 
@@ -169,7 +169,7 @@ def test_the_setting_reaches_the_scores(tmp_path: Path) -> None:
         attributor = store_jobs.make(tmp_path, solver=solver).featurize(networks)
         result = attributor.attribute(store_jobs.rows(3, 2), top_k=None).with_format("numpy")
         found[solver] = np.stack(result["trak_scores"][:])
-        assert attributor.scorer.report(0).kind == ("primal" if solver == "auto" else solver)
+        assert attributor.features.scorer.report(0).kind == ("primal" if solver == "auto" else solver)
     for solver, scores in found.items():
         # float32 products with float32 targets; a rank of 16 covers everything
         np.testing.assert_allclose(scores, found["auto"], rtol=1e-4, atol=1e-5 * np.abs(scores).max(), err_msg=solver)
@@ -215,7 +215,7 @@ def test_costs_are_those_of_what_is_done(
     one = scorer(store, solver, rank)
     cost = solver_cost(one.solvers.choice(0), n, k, m)
     with Products() as products:
-        one.precondition(0, lambda: torch.ones(m, k), m)
+        one.features.precondition(0, lambda: torch.ones(m, k), m)
     factorized = {
         "primal": k**3 // 6 + m * k * k,
         "dual": n**3 // 6 + m * n * n,

@@ -189,7 +189,7 @@ def test_an_ensemble_of_several_solvers(tmp_path: Path) -> None:
     rows = targets(50)
     scores = []
     for one in (primal, mixed):
-        preconditioned = [one.precondition(model_id, lambda: rows, M) for model_id in (0, 1)]
+        preconditioned = [one.features.precondition(model_id, lambda: rows, M) for model_id in (0, 1)]
         scores.append(torch.cat([block for _, _, block in one.blocks([0, 1], preconditioned)]))
     torch.testing.assert_close(scores[1], scores[0], rtol=1e-5, atol=1e-5 * float(scores[0].abs().max()))
 
@@ -398,7 +398,7 @@ def run_all(directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, rank in (("dual", None), ("low_rank", 6)):
         one = scorer(store, kind, rank)
-        rows = one.precondition(0, lambda: targets(60), M)
+        rows = one.features.precondition(0, lambda: targets(60), M)
         scores = torch.cat([block for _, _, block in one.blocks([0], [rows], everywhere=True)])
         for name, value in (("rows", rows.values), ("scores", scores), ("self", one.self_influence([0]))):
             found[f"{kind} {name}"] = hashlib.sha256(value.numpy().tobytes()).hexdigest()
@@ -467,7 +467,7 @@ def test_no_ridge_with_fewer_rows_than_features_is_an_error(tmp_path: Path, kind
     store = make_store(tmp_path, features(20, 30))
     one = scorer(store, kind, lambda_reg=0.0)
     with pytest.raises(SingularGramError, match=r"λ = 0 is singular: .*Set a positive λ"):
-        one.precondition(0, lambda: targets(30), M)
+        one.features.precondition(0, lambda: targets(30), M)
 
 
 @pytest.mark.parametrize("kind, lam", [("dual", 1e-17), ("low_rank", 1e-8)])

@@ -35,7 +35,7 @@ def coded(net: DigitNet, directory: Path, dtype: str = "int1", **options) -> Tra
 
 
 def features(attributor: TrakAttributor, model_id: int = 0) -> torch.Tensor:
-    return torch.cat([shard.grads for shard in attributor.store.train(model_id)])
+    return torch.cat([shard.grads for shard in attributor.features.store.train(model_id)])
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def float_store(net, tmp_path_factory) -> TrakAttributor:
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "int1"])
 def test_the_store_holds_codes_of_the_rotated_features(net, float_store, tmp_path, dtype):
     attributor = coded(net, tmp_path, dtype).featurize()
-    store = attributor.store
+    store = attributor.features.store
     rotated = store.rotation(0).apply(features(float_store))
     expected = CodedRows.encode(rotated, store.code_format)
     torch.testing.assert_close(features(attributor), expected.decode(), rtol=0, atol=0)
@@ -58,10 +58,10 @@ def test_the_store_holds_codes_of_the_rotated_features(net, float_store, tmp_pat
 def test_scores_are_those_of_the_decoded_features(net, tmp_path, dtype):
     attributor = coded(net, tmp_path, dtype).featurize()
     found = full_scores(attributor, digits(200, 208), name="targets")
-    shards = list(attributor.store.train(0))
+    shards = list(attributor.features.store.train(0))
     rows = torch.cat([shard.coded.decode() for shard in shards]).double()
     q = torch.cat([shard.out_to_loss for shard in shards]).double()
-    targets = torch.cat([shard.grads for shard in attributor.store.saved_targets("targets", 0)]).double()
+    targets = torch.cat([shard.grads for shard in attributor.features.store.saved_targets("targets", 0)]).double()
     gram = rows.T @ rows
     lam = attributor.args.lambda_relative * gram.trace() / min(N, K)
     inverse = torch.linalg.inv(gram + lam * torch.eye(K, dtype=torch.float64))
@@ -92,10 +92,10 @@ def test_targets_are_rotated_and_stay_float32(net, float_store, tmp_path):
     attributor = coded(net, tmp_path).featurize()
     for one in (attributor, float_store):
         one.attribute(digits(200, 208), top_k=3, name="targets")
-    plain = torch.cat([shard.grads for shard in float_store.store.saved_targets("targets", 0)])
-    turned = torch.cat([shard.grads for shard in attributor.store.saved_targets("targets", 0)])
+    plain = torch.cat([shard.grads for shard in float_store.features.store.saved_targets("targets", 0)])
+    turned = torch.cat([shard.grads for shard in attributor.features.store.saved_targets("targets", 0)])
     assert turned.dtype == torch.float32
-    torch.testing.assert_close(turned, attributor.store.rotation(0).apply(plain), rtol=0, atol=0)
+    torch.testing.assert_close(turned, attributor.features.store.rotation(0).apply(plain), rtol=0, atol=0)
 
 
 def test_everything_that_reads_features_reads_codes(net, tmp_path):
@@ -107,7 +107,9 @@ def test_everything_that_reads_features_reads_codes(net, tmp_path):
     assert len(grouped) == 9
     assert len(attributor.select(5, targets)) == 5
     assert torch.isfinite(attributor.self_influence()).all()
-    torch.testing.assert_close(attributor.store.read_gram(0).matrix, decoded.T @ decoded, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        attributor.features.store.read_gram(0).matrix, decoded.T @ decoded, rtol=1e-10, atol=1e-10
+    )
     # Rows that are left out and added keep the codes that they have.
     revised = attributor.exclude([0, 5, 17]).extend(digits(N, N + 4))
     kept = [row for row in range(N) if row not in (0, 5, 17)]
@@ -143,7 +145,7 @@ def test_changed_features_are_noticed_before_a_shard_is_written(net, tmp_path):
     coded(net, tmp_path).featurize()
     (tmp_path / "checkpoint-0" / "train-00002-of-00004.safetensors").unlink()
     other = coded(net, tmp_path)
-    features_of = type(other.featurizer())._features
+    features_of = type(other.features.featurizer())._features
 
     def changed(self, rows, *args, **kwargs):
         grads, q = features_of(self, rows, *args, **kwargs)
@@ -198,7 +200,7 @@ def test_another_dtype_in_the_same_directory_is_refused(net, tmp_path):
 def test_a_configuration_of_other_codes_is_refused(net, tmp_path, key, value, match):
     from hf_trak.store.sealed import sealed_bytes
 
-    config = coded(net, tmp_path / "a").featurize().store.config
+    config = coded(net, tmp_path / "a").featurize().features.store.config
     directory = tmp_path / "b"
     directory.mkdir()
     (directory / "trak_config.json").write_bytes(sealed_bytes({**config, key: value}))

@@ -87,10 +87,10 @@ def test_float32_gives_the_bits_of_featurizing_anew(
     found, expected = contents(tmp_path / "converted"), contents(tmp_path / "direct")
     assert len(found) == 2 * (4 + 1 + 1) + 1 and found == expected
     assert contents(featurized) == before
-    assert other.store.config_hash == direct.store.config_hash
-    assert [history_of(other.store, model_id) for model_id in (0, 1)] == [("float32",)] * 2
+    assert other.features.store.config_hash == direct.features.store.config_hash
+    assert [history_of(other.features.store, model_id) for model_id in (0, 1)] == [("float32",)] * 2
     again = make(net, tmp_path / "converted", digits(0, N), feature_dtype=dtype)
-    again.sources.update(dict(enumerate(nets)))
+    again.features.sources.update(dict(enumerate(nets)))
     assert np.array_equal(full_scores(again, digits(200, 203)), full_scores(direct, digits(200, 203)))
 
 
@@ -99,13 +99,15 @@ def test_what_was_rounded_before_is_recorded(net: torch.nn.Module, tmp_path: Pat
     """The features are those of the source, rounded once more, and the record of the checkpoint names both steps."""
     source = make(net, tmp_path / "source", digits(0, N), feature_dtype=before).featurize()
     other = converted(source, tmp_path / "converted", dtype)
-    assert other.store.config_hash == make(net, tmp_path, digits(0, N), feature_dtype=dtype).store.config_hash
-    assert history_of(other.store, 0) == (before,)
-    deeper = convert_store(other.store, tmp_path / "deeper", "int1") if dtype != "int1" else other.store
+    assert other.features.store.config_hash == make(net, tmp_path, digits(0, N), feature_dtype=dtype).store.config_hash
+    assert history_of(other.features.store, 0) == (before,)
+    deeper = (
+        convert_store(other.features.store, tmp_path / "deeper", "int1") if dtype != "int1" else other.features.store
+    )
     assert history_of(deeper, 0) == (before, dtype)[: 1 + (dtype != "int1")]
-    form, rotation = other.store.code_format, other.store.rotation(0)
+    form, rotation = other.features.store.code_format, other.features.store.rotation(0)
     assert form is not None and rotation is not None
-    for old, new in zip(source.store.train(0), other.store.train(0), strict=True):
+    for old, new in zip(source.features.store.train(0), other.features.store.train(0), strict=True):
         rows = old.grads.float() if old.coded is not None else rotation.apply(old.grads)
         expected = type(new.coded).encode(rows, form)
         assert all(torch.equal(a, b) for a, b in zip(expected.blocks, new.coded.blocks, strict=True))
@@ -115,9 +117,9 @@ def test_what_was_rounded_before_is_recorded(net: torch.nn.Module, tmp_path: Pat
 def test_signs_survive_any_detour(net: torch.nn.Module, tmp_path: Path) -> None:
     """Levels lie symmetrically around 0 and never on it: one bit from 8, 4 or 2 is one bit from float32."""
     source = make(net, tmp_path / "source", digits(0, N)).featurize()
-    straight = convert_store(source.store, tmp_path / "straight", "int1")
+    straight = convert_store(source.features.store, tmp_path / "straight", "int1")
     for dtype in ("int8", "int4", "int2"):
-        middle = convert_store(source.store, tmp_path / dtype, dtype)
+        middle = convert_store(source.features.store, tmp_path / dtype, dtype)
         for a, b in zip(
             convert_store(middle, tmp_path / f"{dtype}-1", "int1").train(0), straight.train(0), strict=True
         ):
@@ -244,7 +246,7 @@ def test_incomplete_and_foreign_stores_are_refused(tmp_path: Path, net: torch.nn
         convert_store(make_store(tmp_path / "empty", ids=()), tmp_path / "converted", "int1")
     revised = make(net, featurized, digits(0, N)).exclude([0])
     with pytest.raises(StoreError, match="is a revision, which cannot be converted"):
-        convert_store(revised.store, tmp_path / "converted", "int1")
+        convert_store(revised.features.store, tmp_path / "converted", "int1")
     with pytest.raises(StoreError, match="is a TRAKer directory"):
         convert_store(make_store(tmp_path / "traker", api="TRAKer"), tmp_path / "converted", "int1")
     assert not (tmp_path / "converted").exists()
@@ -267,9 +269,9 @@ def test_fidelity_is_that_of_attributed_scores(
 ) -> None:
     """It compares what `attribute` gives for the drawn training rows as targets, without the model."""
     source = make(nets[0], featurized, digits(0, N))
-    source.sources.update(dict(enumerate(nets)))
+    source.features.sources.update(dict(enumerate(nets)))
     other = converted(source, tmp_path / "converted", "int2")
-    found = compare_stores(source.store, other.store, targets=4, seed=3)
+    found = compare_stores(source.features.store, other.features.store, targets=4, seed=3)
     drawn = np.random.Generator(np.random.Philox(3)).permutation(N)
     rows, targets = sorted(drawn[4:]), digits(0, N).select(sorted(drawn[:4]))
     before, after = (full_scores(one, targets, name="drawn")[rows] for one in (source, other))
@@ -287,7 +289,7 @@ def test_fidelity_is_that_of_attributed_scores(
     assert (found.bytes_before, found.bytes_after) == (64 * 4, 64 // 4 + 4)
     assert "256 to 20 bytes per row, 12.8 times fewer" in str(found)
     monkeypatch.setattr("hf_trak.featurize.fidelity._MOST_ROWS", 30)
-    part = compare_stores(source.store, other.store, targets=4, seed=3)
+    part = compare_stores(source.features.store, other.features.store, targets=4, seed=3)
     chosen = [rows.index(row) for row in sorted(drawn[4:34])]
     sampled = np.corrcoef(ranks(before[chosen])[:, 0], ranks(after[chosen])[:, 0])[0, 1]
     assert part.rows == 30 and part.scores.spearman[0] == pytest.approx(sampled, abs=0.01)
@@ -372,8 +374,8 @@ def test_attributors_of_an_index_are_converted(net: torch.nn.Module, featurized:
     options = {"task": "image_classification", "use_cpu": True}
     attributor = TrakAttributor.from_pretrained(str(featurized), net, train_dataset=digits(0, N), **options)
     other = converted(attributor, tmp_path / "converted", "int1")
-    assert other.args.feature_dtype == "int1" and other.sources == attributor.sources
-    assert full_scores(other, digits(200, 202), model_ids=[0]).shape == (N, 2)
+    assert other.args.feature_dtype == "int1" and other.features.sources == attributor.features.sources
+    assert full_scores(other, digits(200, 202), checkpoints=[0]).shape == (N, 2)
 
 
 def test_what_is_converted_is_left_alone(tmp_path: Path) -> None:

@@ -197,8 +197,8 @@ def test_exact_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     """Preconditioned targets, exact scores, self-influence and whitened features are checked, too."""
     networks = store_jobs.models(1)
     attributor = store_jobs.make(tmp_path, curvature="hybrid").featurize(networks)
-    attributor.attribute(store_jobs.rows(3, 2), name="exam", checkpoints=networks, exact=True)
-    attributor.self_influence(exact=True)
+    attributor.attribute(store_jobs.rows(3, 2), name="exam", checkpoints=networks, method="exact")
+    attributor.self_influence(method="exact")
     assert verified(tmp_path, capsys) == (0, {})
     kinds = ("preconditioned", "scores", "whitened", "self-influence")
     files = [

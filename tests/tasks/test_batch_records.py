@@ -54,7 +54,7 @@ def features(directory: Path, kind: Any, task: Any, engine: Any = "auto", **opti
     torch.manual_seed(0)
     config = trak_config(output_dir=str(directory), proj_dim=16, use_cpu=True, engine=engine, **options)
     attributor = TrakAttributor(Network(), config, rows(), collator(kind), task=task).featurize()
-    return attributor.store.train(0).read(0).grads
+    return attributor.features.store.train(0).read(0).grads
 
 
 @pytest.mark.parametrize("kind", [Pair, Record])

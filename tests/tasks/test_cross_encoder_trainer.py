@@ -73,7 +73,7 @@ def test_features_are_gradients_of_the_trainers_own_loss(case: str, tmp_path: Pa
     model = encoder(tmp_path / "model", logits)
     trainer = trainer_of(tmp_path, getattr(losses, kind)(model, **settings), rows)
     own = attributor(tmp_path, trainer).featurize()
-    found = torch.cat([shard.grads for shard in own.store.train(0)])
+    found = torch.cat([shard.grads for shard in own.features.store.train(0)])
     model.eval()
     for row in range(ROWS):
         inputs, labels = trainer.collect_features(trainer.data_collator([trainer.train_dataset[row]]))[:2]
@@ -106,7 +106,7 @@ def test_prompts_reach_the_tokens(tmp_path: Path) -> None:
     found = []
     for prompt in (None, "dog far "):
         own = attributor(tmp_path / str(prompt), trainer_of(tmp_path, loss, rows, prompts=prompt))
-        found.append(own.featurizer().batches(own.train_dataset).alone(0)["input_ids"])
+        found.append(own.features.featurizer().batches(own.train_dataset).alone(0)["input_ids"])
         expected = model.preprocess([(rows["one"][0], rows["two"][0])], prompt=prompt)["input_ids"]
         assert torch.equal(found[-1][0], expected)
     assert found[0].shape != found[1].shape

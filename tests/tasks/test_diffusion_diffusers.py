@@ -68,8 +68,8 @@ def test_features_of_models_of_diffusers(case: str, function: Any, tmp_path: Pat
         per_device_batch_size=3, num_draws=2,
     )  # fmt: skip
     made = TrakAttributor(model, config, rows, task=task).featurize()
-    found = torch.cat([shard.grads for shard in made.store.train(0)])
-    batches = made.featurizer().batches(rows)
+    found = torch.cat([shard.grads for shard in made.features.store.train(0)])
+    batches = made.features.featurizer().batches(rows)
     expected = torch.stack(
         [sum(by_hand(model, scheduler, batches.alone(row, draw), rows[row], function) for draw in (0, 1)) / 2
          for row in range(3)]

@@ -115,7 +115,7 @@ def test_reranked_answers_have_exact_scores_and_ranks(tmp_path: Path) -> None:
     found = session.ask(Question(TARGET, rerank=5, lambda_relative=0.5))
     assert found.stage == "exact" and not found.whole and set(found.ranks) == set(found.rows.tolist())
     rows = session._prepare(session.form.row(TARGET))
-    exact = np.array(session.attributor.attribute(rows, top_k=None, exact=True)[0]["trak_scores"])
+    exact = np.array(session.attributor.attribute(rows, top_k=None, method="exact")[0]["trak_scores"])
     assert np.allclose(found.scores, exact[found.rows], rtol=1e-3, atol=1e-5 * np.abs(exact).max())
     assert session.attributor.args.lambda_relative != 0.5, "another λ counts for one question"
     document = answer_page(session, found, 3)[0]

@@ -55,7 +55,7 @@ def run(work: Work, meter: Meter, directory: Path, linear_only: bool = False) ->
     ):
         attributor.fit_curvature()
     with meter.stages(SCORING, rest=TARGETS), meter.calls(ExactScores, "_scores", SCORES):
-        attributor.attribute(targets, exact=True, top_k=10)
+        attributor.attribute(targets, method="exact", top_k=10)
     _promise(work, meter, model, args)
     if linear_only:
         return
@@ -66,7 +66,7 @@ def run(work: Work, meter: Meter, directory: Path, linear_only: bool = False) ->
         meter.calls(ExactScores, "_whitened", HYBRID_FEATURES),
         meter.calls(HybridSystem, "__init__", HYBRID_SYSTEM),
     ):
-        hybrid.attribute(targets, exact=True, top_k=10)
+        hybrid.attribute(targets, method="exact", top_k=10)
 
 
 def _stage_of_pass(_: CurvatureFit, stage: str, *__: Any) -> str:
@@ -75,7 +75,7 @@ def _stage_of_pass(_: CurvatureFit, stage: str, *__: Any) -> str:
 
 def _promise(work: Work, meter: Meter, model: Any, args: TrakConfig) -> None:
     """What the estimate says, without weights, which are there before, and with the activations of a plain pass."""
-    stages = estimate(model, work.rows, args, eval_dataset=work.targets, exact=True).stages
+    stages = estimate(model, work.rows, args, eval_dataset=work.targets, method="exact").stages
     if "plain" not in meter.measured.peak_mib:
         return
     numbers = sum(parameter.numel() for parameter in model.parameters())
