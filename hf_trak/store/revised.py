@@ -252,9 +252,6 @@ class PrefixShards(ShardSet):
     def header(self, index: int) -> dict[str, Any]:
         return self._whole.header(index)
 
-    def is_written(self, index: int) -> bool:
-        return self._whole.is_written(index)
-
     @property
     def content_hash(self) -> str:
         return self._whole.content_hash
@@ -269,11 +266,6 @@ class PrefixShards(ShardSet):
             CodedRows(self.code_format, shard.coded.scale, shard.coded.blocks),
             shard.out_to_loss,
         )
-
-    def rows_of(self, wanted: Mapping[int, Sequence[int]]) -> Any:
-        for index in sorted(wanted):
-            shard, places = self.read(index), torch.tensor(list(wanted[index]), dtype=torch.int64)
-            yield index, shard.features[places], shard.out_to_loss[places]
 
     def write(self, index: int, grads: Tensor, out_to_loss: Tensor) -> Path:
         """Raise `StoreError`: only whole rows are written."""

@@ -308,7 +308,6 @@ def test_features_of_a_dataset_are_part_of_it() -> None:
     ]
     assert len({fingerprint_dataset(dataset) for dataset in (features(), *changed)}) == len(changed) + 1
     assert fingerprint_dataset(features()) == fingerprint_dataset(features())
-    modes = [features(image=Image(mode=mode)) for mode in ("L", "RGB")]
 
 
 def test_sizes_of_files_that_are_named_by_path_are_part_of_a_dataset(tmp_path: Path) -> None:
