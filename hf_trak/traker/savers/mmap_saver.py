@@ -146,7 +146,7 @@ class MmapSaver(AbstractSaver):
                 self._create_train_arrays(model_id, files)
         else:
             count = self.experiments[exp_name]["num_targets"] if exp_num_targets in (-1, None) else exp_num_targets
-            files = self.directory.targets(model_id, exp_name, count)  # type: ignore[arg-type]
+            files = self.directory.targets(model_id, exp_name, count)
         for file in files:
             if mode == "w+":
                 file.create(replace=True)
