@@ -151,7 +151,7 @@ def test_numbers_out_of_range_and_missing_parts(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             one.fidelity(**options)
-    with pytest.raises(IncompleteStoreError, match="`model_ids` is \\[2\\]"):
+    with pytest.raises(IncompleteStoreError, match="`checkpoints` has the ids \\[2\\]"):
         measure_fidelity(one.features, model_id=2)
     found = one.fidelity(rows=1000, targets=1000)
     assert (found.rows, found.targets) == (N // 2, N // 2)
