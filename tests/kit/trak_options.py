@@ -18,5 +18,5 @@ def trak_config(*args: Any, **options: Any) -> TrakConfig:
 
 def relative_ridge(attributor: TrakAttributor, lam: float, model_id: int = 0) -> float:
     """Return the `lambda_relative` with which the ridge of a featurized attributor is `lam`."""
-    features = torch.cat([shard.grads.double() for shard in attributor.store.train(model_id)])
+    features = torch.cat([shard.grads.double() for shard in attributor.features.store.train(model_id)])
     return lam * min(features.shape) / float(features.square().sum())
