@@ -59,7 +59,7 @@ def rotated(row: NDArray[np.float32], seed: int, model_id: int) -> NDArray[np.fl
 
 
 def pair_sum(values: list[float]) -> float:
-    """Sum of pairs: the upper half is added to the lower half until one number is left."""
+    """Add pairs: the upper half is added to the lower half until one number is left."""
     padded = [*values, *[0.0] * ((1 << (len(values) - 1).bit_length()) - len(values))]
     while len(padded) > 1:
         half = len(padded) // 2

@@ -144,7 +144,7 @@ class ShardSet:
 
     @property
     def content_hash(self) -> str:
-        """Hash of the checksums of all shards, 32 hex digits.
+        """Hash the checksums of all shards, 32 hex digits.
 
         Raises:
             StoreError: a shard is missing or invalid.
