@@ -105,8 +105,6 @@ def docstrings(kinds: tuple[type[ast.AST], ...]) -> Iterator[tuple[str, str]]:
     """Yield the place and the text of the docstrings of such definitions, private and nested ones included."""
     for path in sorted(PACKAGE.rglob("*.py")):
         place = path.relative_to(PACKAGE)
-        if place.parts[0] in {"cli", "hub"}:
-            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, kinds) and (text := ast.get_docstring(node)):
                 yield f"{place}:{getattr(node, 'lineno', 1)}", " ".join(text.split())
