@@ -196,7 +196,7 @@ def _check_destination(source: FeatureStore, directory: Path) -> None:
     if ours.is_relative_to(theirs) or theirs.is_relative_to(ours):
         raise ValueError(
             f"The directory of the result is {str(directory)!r}, and that of the source {str(source.output_dir)!r}. "
-            "Expected two directories of which none contains the other. Name another one for the result."
+            "Expected two directories; none contains the other. Name another one for the result."
         )
     if not directory.exists() or (directory / FeatureStore.CONFIG_FILE).exists():
         return

@@ -173,7 +173,7 @@ def two_passes(model: FeaturizedModel, question: Question, method: Index, top_k:
 
 
 def _first_columns(shards: ShardSet, columns: int, groups: RowGroups | None) -> Tensor:
-    """The first columns of the features of targets, or of the means of groups of them."""
+    """Return the first columns of the features of targets, or of the means of groups of them."""
     parts = ((shard.start, shard.grads[:, :columns].float()) for shard in shards)
     return torch.cat([part for _, part in parts]) if groups is None else groups.means(parts)
 

@@ -73,7 +73,7 @@ class CudaProjector(BlockProjector):
 
     @property
     def scale(self) -> float:
-        """1/√k, see [`BlockProjector`]."""
+        """Return 1/√k, see [`BlockProjector`]."""
         return self._dense.scale
 
     def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
@@ -215,7 +215,7 @@ class _OverDenseMap(BlockProjector):
 
     @property
     def scale(self) -> float:
-        """1/√k, see [`BlockProjector`]."""
+        """Return 1/√k, see [`BlockProjector`]."""
         return self._dense.scale
 
     def project(self, grads: Any, model_id: int) -> Tensor:

@@ -153,7 +153,7 @@ class RidgeSystem:
 
     @property
     def k(self) -> int:
-        """Number of features, k."""
+        """Return the number of features, k."""
         return self._cholesky.shape[0]
 
     def solve(self, targets: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class Scorer:
             model_ids: ids of checkpoints. `None` takes all in the store.
 
         Returns:
-            The ids, each of which has all its shards.
+            The ids. Each has all its shards.
 
         Raises:
             IncompleteStoreError: a checkpoint is not in the store or lacks shards, or there is none.

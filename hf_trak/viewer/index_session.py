@@ -324,7 +324,7 @@ class IndexSession(Session):
             self.features.args = args
 
     def _has_curvature(self) -> bool:
-        """Whether a curvature is fitted under every checkpoint, so that reranking need not fit one."""
+        """Tell whether a curvature is fitted under every checkpoint, so that reranking need not fit one."""
         exact = ExactScores(self.features)
         if self.features.args.curvature.kind == "hybrid":
             return False
