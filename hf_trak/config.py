@@ -98,7 +98,7 @@ class CurvatureConfig:
             raise ValueError(f"`curvature.whitened` is {self.whitened!r}. Expected True or False.")
 
     @property
-    def fitted_kind(self) -> str:
+    def fitted_kind(self) -> CurvatureName:
         """Kind of the curvature that is fitted; the hybrid is one over EK-FAC."""
         return "ekfac" if self.kind == "hybrid" else self.kind
 

@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _records() -> dict[str, RecordCheck]:
     """Where records are, and what checks the directory of one."""
-    from hf_trak.evaluation.retraining import verify_retraining
+    from hf_trak.evaluation.retraining_files import verify_retraining
     from hf_trak.report.run_record import verify_run
     from hf_trak.traker.savers.check import check_run
 
