@@ -55,7 +55,7 @@ def verify(directory: Path, records: Mapping[str, RecordCheck]) -> Iterator[Find
     if not found:
         raise IncompleteStoreError(
             f"{str(directory)!r} holds nothing that hf_trak wrote. Expected the output directory of a run, an index, "
-            "a report run, a `save_dir` of TRAKer, or a directory of retrainings. Name one of those."
+            "a report run, a `save_dir` of TRAKer, retrainings, or a bank. Name one of those."
         )
     return _verified(directory, dict.fromkeys(found))
 
