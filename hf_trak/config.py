@@ -98,7 +98,7 @@ class CurvatureConfig:
             raise ValueError(f"`curvature.whitened` is {self.whitened!r}. Expected True or False.")
 
     @property
-    def fitted_kind(self) -> str:
+    def fitted_kind(self) -> CurvatureName:
         """Return the kind of the curvature that is fitted. The hybrid is one over EK-FAC."""
         return "ekfac" if self.kind == "hybrid" else self.kind
 
