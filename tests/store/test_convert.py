@@ -380,7 +380,7 @@ def test_attributors_of_an_index_are_converted(net: torch.nn.Module, featurized:
 
 def test_what_is_converted_is_left_alone(tmp_path: Path) -> None:
     """The same call after an interruption writes missing shards alone."""
-    source = store_jobs.make(tmp_path / "source", SIZES).featurize(store_jobs.models(2)).store
+    source = store_jobs.make(tmp_path / "source", SIZES).featurize(store_jobs.models(2)).features.store
     result = convert_store(source, tmp_path / "result", "int2")
     shards = sorted((tmp_path / "result").rglob("train-*.safetensors"))
     before = {path: path.stat().st_ino for path in shards}
