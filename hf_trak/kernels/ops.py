@@ -276,13 +276,7 @@ def _map(name: str, n: int, k: int, seed: int, nonzeros: int) -> SparseMap | Rad
 
 
 def _dense(
-    distribution: Distribution,
-    out: Tensor,
-    block: Tensor,
-    start: int,
-    seed: int,
-    model_id: int,
-    terms: int,
+    distribution: Distribution, out: Tensor, block: Tensor, start: int, seed: int, model_id: int, terms: int
 ) -> None:
     instruction = checked_instruction(CUDA, distribution, block.dtype, block.shape[0], block.device, terms)
     target = _rows(out)

@@ -188,7 +188,7 @@ class _Page:
     def _options(self, session: IndexSession) -> list[Control]:
         gr, ids = self.gr, [str(one) for one in session.model_ids]
         controls: list[Control] = [
-            ("ridge", gr.Number(None, label="λ, relative; empty for that of the index", elem_id="ridge")),
+            ("ridge", gr.Number(None, label="λ, relative; empty for that of the index", elem_id="ridge"))
         ]
         if len(ids) > 1:
             controls.append(("checkpoints", gr.CheckboxGroup(ids, value=ids, label="Checkpoints", elem_id="ids")))
