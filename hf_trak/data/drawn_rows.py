@@ -61,10 +61,9 @@ def _within(value: Any) -> list[Any]:
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, Mapping):
-        return list(value.values()) if len(value) <= _MOST_OBJECTS else []
-    if isinstance(value, list | tuple):
-        return list(value) if len(value) <= _MOST_OBJECTS else []
+    if isinstance(value, Mapping | list | tuple):
+        entries = value.values() if isinstance(value, Mapping) else value
+        return list(entries) if len(value) <= _MOST_OBJECTS else []
     if not type(value).__module__.startswith(("datasets.", "pyarrow", "transformers.tokenization", "tokenizers")):
         calls = [vars(kind).get("__call__") for kind in type(value).__mro__]
         code = [call for call in calls if isinstance(call, types.FunctionType)]
@@ -119,14 +118,12 @@ def generators_kept(own: Sequence[Generator] = ()) -> Iterator[None]:
         np.random.set_state(saved[1])
         random.setstate(saved[2])
         for generator, state in zip(own, saved[3], strict=True):
-            if isinstance(generator, torch.Generator):
-                generator.set_state(state)
-            elif isinstance(generator, np.random.Generator):
+            if isinstance(generator, np.random.Generator):
                 generator.bit_generator.state = state
-            elif isinstance(generator, np.random.RandomState):
-                generator.set_state(state)
-            else:
+            elif isinstance(generator, random.Random):
                 generator.setstate(state)
+            else:
+                generator.set_state(state)
 
 
 def _state(generator: Generator) -> Any:
@@ -309,6 +306,12 @@ def _name(path: tuple[Any, ...]) -> str:
 _KNOWN_DATASETS = 16
 
 
+def rows_at(dataset: Any, numbers: Sequence[int]) -> list[Any]:
+    """Return rows of a dataset, all at once where it can do so."""
+    fetch = getattr(dataset, "__getitems__", None)
+    return [dataset[number] for number in numbers] if fetch is None else fetch(list(numbers))
+
+
 class RowDraws:
     """The number and the seed of the draws of random rows, and what is known of datasets: whether their rows are
     random.
@@ -390,11 +393,8 @@ class DrawnRows:
 
     def _drawn(self, row: int) -> tuple[Any, Any]:
         """Read a row, and collate it alone."""
-        if row in self._last:  # a stream need not start again for every draw
-            value = self._last[row]
-        else:
-            fetch = getattr(self._dataset, "__getitems__", None)
-            value = self._dataset[row] if fetch is None else fetch([row])[0]
+        # a stream need not start again for every draw
+        value = self._last[row] if row in self._last else rows_at(self._dataset, [row])[0]
         try:
             return value, self._collate([copy.copy(value)])
         except Exception as error:

@@ -61,20 +61,15 @@ class ImageTextCollator:
         tokenizer: Callable[[list[str]], Tensor] | None = None,
         padding: bool | str | None = None,
     ) -> None:
-        pair = (image_transform, tokenizer)
-        if (processor is None) == (None in pair) or (processor is not None and any(part is not None for part in pair)):
-            given = [
-                name
-                for name, value in zip(("processor", "image_transform", "tokenizer"), (processor, *pair), strict=True)
-                if value is not None
-            ]
+        parts = {"processor": processor, "image_transform": image_transform, "tokenizer": tokenizer}
+        given = [name for name, part in parts.items() if part is not None]
+        if given not in (["processor"], ["image_transform", "tokenizer"]):
             raise ValueError(
                 f"`ImageTextCollator` was given {given or 'nothing'}. Expected `processor` (transformers), or both "
                 "`image_transform` and `tokenizer` (open_clip)."
             )
         if processor is not None:
-            parts = [getattr(processor, name, None) is not None for name in ("image_processor", "tokenizer")]
-            if not all(parts):
+            if any(getattr(processor, name, None) is None for name in ("image_processor", "tokenizer")):
                 raise TypeError(
                     f"`processor` is a {type(processor).__name__}, which does not process both images and texts. "
                     "Expected one with an image processor and a tokenizer, such as "
@@ -85,7 +80,7 @@ class ImageTextCollator:
         self.image_column = image_column
         self.text_column = text_column
         self.processor = processor
-        self._open_clip: Any = pair
+        self._open_clip: Any = (image_transform, tokenizer)
         self.padding = padding
 
     @property

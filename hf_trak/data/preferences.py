@@ -131,12 +131,9 @@ class PreparingCollator(ColumnsCollator):
             ValueError: rows cannot be prepared, see [`prepared_rows`]; or several processes would have to prepare them
                 together.
         """
-        if _of_images(self.trainer):
-            return self._with_images(rows)
-        return self.collator(self.ready(rows))
-
-    def _with_images(self, rows: list[Any]) -> Any:
-        """Collate rows of images and messages. TRL's collator changes rows, and leaves log-probabilities out."""
+        if not _of_images(self.trainer):
+            return self.collator(self.ready(rows))
+        # TRL's collator of images and messages changes rows, and leaves log-probabilities out.
         batch = dict(self.collator([dict(row) for row in rows]))
         references = {name: torch.tensor([float(row[name]) for row in rows]) for name in REFERENCES if name in rows[0]}
         return {**batch, **references}
@@ -225,13 +222,10 @@ def _for_policy(trainer: Any, rows: Any) -> Any:
     def tokenized(row: Mapping[str, Any]) -> dict[str, list[int]]:
         prompt, completion = row.get("prompt", ""), row["completion"]
         if isinstance(prompt, str):
-            end = (
-                []
-                if tokenizer.eos_token is None or completion.endswith(tokenizer.eos_token)
-                else [tokenizer.eos_token_id]
-            )
             answer = tokenizer(completion, add_special_tokens=False)["input_ids"]
-            return {"prompt_ids": tokenizer(prompt)["input_ids"], "completion_ids": answer + end}
+            if tokenizer.eos_token is not None and not completion.endswith(tokenizer.eos_token):
+                answer = [*answer, tokenizer.eos_token_id]
+            return {"prompt_ids": tokenizer(prompt)["input_ids"], "completion_ids": answer}
         before = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
         whole = tokenizer.apply_chat_template([*prompt, *completion], return_dict=True)["input_ids"]
         if whole[: len(before)] != before:
@@ -245,12 +239,9 @@ def _for_policy(trainer: Any, rows: Any) -> Any:
 
 
 _PREPARATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "DPOTrainer": _by_trainer,
-    "RewardTrainer": _by_trainer,
-    "KTOTrainer": _by_trainer,
+    **dict.fromkeys(("DPOTrainer", "RewardTrainer", "KTOTrainer"), _by_trainer),
+    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), _for_policy),
     "ORPOTrainer": _for_orpo,
-    "GRPOTrainer": _for_policy,
-    "RLOOTrainer": _for_policy,
 }
 
 

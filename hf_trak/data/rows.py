@@ -18,7 +18,7 @@ from transformers.feature_extraction_sequence_utils import SequenceFeatureExtrac
 from transformers.utils.generic import find_labels
 
 from hf_trak.data.batch_limits import BatchLimits
-from hf_trak.data.drawn_rows import DrawnRows, RowDraws, generators_kept
+from hf_trak.data.drawn_rows import DrawnRows, RowDraws, generators_kept, rows_at
 from hf_trak.data.images import ImageTokens, SplitRows, image_sizes, split_at_images
 from hf_trak.data.language import TOKENS, cut_at_rows
 from hf_trak.data.model_inputs import check_rows, stored_columns
@@ -277,8 +277,7 @@ class RowBatches:
         """Load and collate the batch of some rows in one of their draws, without moving it to the device."""
         if self.drawn:
             return self._drawn_rows.__getitems__([(row, draw) for row in rows])
-        fetch: Any = getattr(self.dataset, "__getitems__", None)
-        return self._collate(fetch(list(rows)) if fetch is not None else [self.dataset[row] for row in rows])
+        return self._collate(rows_at(self.dataset, rows))
 
     def cuts(self, rows: range, batch_size: int) -> list[Sequence[int]]:
         """Divide rows into batches. The division depends on these rows, the size and the collator alone.
@@ -295,7 +294,7 @@ class RowBatches:
         if self._end_to_end is None:
             self._end_to_end = self._lays_end_to_end(rows)
         if self._end_to_end:
-            return _cut_by_length(rows, [len(self._row(row)[TOKENS]) for row in rows], batch_size)
+            return _cut_by_length(rows, [len(rows_at(self.dataset, [row])[0][TOKENS]) for row in rows], batch_size)
         if self._images is not None and self._images.image is not None and batch_size > 1:
             sizes = None if getattr(self.dataset, "sequential", False) else image_sizes(self.dataset, rows)
             if sizes is not None:
@@ -315,7 +314,7 @@ class RowBatches:
             return None
         if getattr(self.dataset, "sequential", False) or self.drawn:
             return False
-        first = [self._row(row) for row in rows[:2]]
+        first = [rows_at(self.dataset, [row])[0] for row in rows[:2]]
         if not all(isinstance(row, Mapping) and TOKENS in row for row in first):
             return False
         try:
@@ -324,10 +323,6 @@ class RowBatches:
             logger.debug("Two rows do not make a batch: %r.", error)
             return False
         return self._was_cut
-
-    def _row(self, row: int) -> Any:
-        fetch: Any = getattr(self.dataset, "__getitems__", None)
-        return self.dataset[row] if fetch is None else fetch([row])[0]
 
     def iterate(self, batches: Iterable[Sequence[int]], draws: int = 1) -> Iterator[tuple[list[int], Any]]:
         """Yield `(row numbers, batch)` for every list of row numbers in `batches`, the batch on the device.
@@ -348,11 +343,7 @@ class RowBatches:
             keys = [[(row, place % draws) for row in rows] for place, rows in enumerate(cuts)]
             given, collate = self._drawn_rows, _as_it_is
         loader: DataLoader[Any] = DataLoader(
-            given,
-            batch_sampler=keys,
-            collate_fn=collate,
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
+            given, batch_sampler=keys, collate_fn=collate, num_workers=self.num_workers, pin_memory=self.pin_memory
         )
         for rows, batch in zip(cuts, loader, strict=True):
             if not isinstance(batch, SplitRows):

@@ -62,7 +62,7 @@ def trainer_collator(trainer: Any) -> Collator:
     return ColumnsCollator(trainer.data_collator, own)
 
 
-_PACKAGE = "sentence_transformers"
+_PACKAGE, _EMBEDDINGS, _PAIRS = "sentence_transformers", "SentenceTransformerTrainer", "CrossEncoderTrainer"
 
 _RANKING = (
     "MultipleNegativesRankingLoss",
@@ -88,11 +88,6 @@ def is_trainer_of_texts(trainer: Any, name: str) -> bool:
     return any(cls.__name__ == name and cls.__module__.partition(".")[0] == _PACKAGE for cls in type(trainer).__mro__)
 
 
-def is_embedding_trainer(trainer: Any) -> bool:
-    """Tell whether a trainer is a `SentenceTransformerTrainer`, or derives from it."""
-    return is_trainer_of_texts(trainer, "SentenceTransformerTrainer")
-
-
 def embedding_task(trainer: Any) -> BatchedModelOutput | None:
     """Make the task of a trainer of embeddings, with the settings of its loss.
 
@@ -105,7 +100,7 @@ def embedding_task(trainer: Any) -> BatchedModelOutput | None:
     Raises:
         ValueError: the loss is none that a task here has.
     """
-    if not is_embedding_trainer(trainer):
+    if not is_trainer_of_texts(trainer, _EMBEDDINGS):
         return None
     if any(type(module).__name__ == "Router" for module in trainer.model.modules()):
         raise ValueError(
@@ -227,11 +222,6 @@ _PAIRS_OF_BATCHES = ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRan
 _ACTIVATIONS = {"Identity": "identity", "Sigmoid": "sigmoid"}
 
 
-def is_pair_trainer(trainer: Any) -> bool:
-    """Tell whether a trainer is a `CrossEncoderTrainer`, or derives from it."""
-    return is_trainer_of_texts(trainer, "CrossEncoderTrainer")
-
-
 def pair_task(trainer: Any) -> BatchedModelOutput | None:
     """Make the task of a trainer of cross-encoders, with the settings of its loss.
 
@@ -244,7 +234,7 @@ def pair_task(trainer: Any) -> BatchedModelOutput | None:
     Raises:
         ValueError: the loss is none that a task here has.
     """
-    if not is_pair_trainer(trainer):
+    if not is_trainer_of_texts(trainer, _PAIRS):
         return None
     loss = trainer.loss
     name = type(loss).__name__
@@ -380,9 +370,9 @@ def collator_of(trainer: Any) -> Collator:
     Args:
         trainer: a `transformers.Trainer`.
     """
-    if is_embedding_trainer(trainer):
+    if is_trainer_of_texts(trainer, _EMBEDDINGS):
         return TextColumns(trainer)
-    if is_pair_trainer(trainer):
+    if is_trainer_of_texts(trainer, _PAIRS):
         return PairColumns(trainer)
     own = any(cls.__name__ == "SFTTrainer" and cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
     if own and not trainer._is_vision_dataset and hasattr(trainer, "_formatting_func"):

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from hf_trak._compat import accelerate_state_set_aside, collator_of_used_columns
+from hf_trak.data.drawn_rows import rows_at
 from hf_trak.data.rows import Collator, RowBatches, batch_rows, default_collator, forward_columns, row_count
 from hf_trak.errors import HfTrakError
 from hf_trak.gradient_computers.base import one_per_sample, run_model
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
 from hf_trak.modelout_functions.base import BatchedModelOutput
+from hf_trak.modelout_functions.batches import evaluating
 from hf_trak.runtime.checks import checked_int
 
 RowLosses = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -96,9 +98,8 @@ class _NumberedRows(Dataset[Any]):
         return _NumberedRow(int(index), self.dataset[index])
 
     def __getitems__(self, indices: Sequence[int]) -> list[_NumberedRow]:
-        fetch = getattr(self.dataset, "__getitems__", None)
-        rows = [self.dataset[index] for index in indices] if fetch is None else fetch(indices)
-        return [_NumberedRow(int(index), row) for index, row in zip(indices, rows, strict=True)]
+        rows = zip(indices, rows_at(self.dataset, indices), strict=True)
+        return [_NumberedRow(int(index), row) for index, row in rows]
 
 
 class _NumberedCollator:
@@ -192,13 +193,8 @@ class _MaskedLoss:
         """Compare the loss of a batch with those of its two halves, without dropout or any change of the model."""
         first = torch.arange(len(labels), device=labels.device) < len(labels) // 2
         parts = [labels, _masked(labels, first), _masked(labels, ~first)]
-        training = model.training
-        try:
-            model.eval()
-            with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(labels)):
-                losses = [self.original(model, {**inputs, "labels": part}, False, num_items) for part in parts]
-        finally:
-            model.train(training)
+        with evaluating(model), torch.random.fork_rng(devices=[labels.device] if labels.is_cuda else []):
+            losses = [self.original(model, {**inputs, "labels": part}, False, num_items) for part in parts]
         whole, one, other = map(float, losses)
         bound = _ROUNDINGS * torch.finfo(losses[0].dtype).eps * max(abs(whole), abs(one), abs(other))
 
@@ -240,10 +236,6 @@ Normalization = Callable[[Tensor], int]
 
 
 NORMALIZATIONS: tuple[Normalization, ...] = (_one, _count, _count_shifted)
-
-
-def _cuda_devices(tensor: Tensor) -> list[torch.device]:
-    return [tensor.device] if tensor.device.type == "cuda" else []
 
 
 _LAUNCH_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -421,17 +413,12 @@ def model_outputs(
     columns = [*forward_columns(model), *chosen.batch_columns] if remove_unused_columns else None
     device = next(model.parameters()).device
     batches = RowBatches(dataset, collator, columns=columns, device=device)
-    was_training = model.training
     found = []
     chosen.bind(model)
-    try:
-        model.eval()
-        with torch.no_grad(), pass_settings(model):
-            for numbers, batch in batches.iterate(batch_rows(0, len(dataset), batch_size)):
-                values = chosen.output(run_model(chosen, model, batch), batch, "target")
-                found.append(one_per_sample(values, len(numbers), chosen).double().cpu())
-    finally:
-        model.train(was_training)
+    with evaluating(model), pass_settings(model):
+        for numbers, batch in batches.iterate(batch_rows(0, len(dataset), batch_size)):
+            values = chosen.output(run_model(chosen, model, batch), batch, "target")
+            found.append(one_per_sample(values, len(numbers), chosen).double().cpu())
     return torch.cat(found).numpy()
 
 

@@ -17,6 +17,7 @@ from hf_trak.modelout_functions.base import (
     BatchedModelOutput,
     FieldBatch,
     Side,
+    Tensors,
     as_batch,
     call_model,
 )
@@ -270,8 +271,8 @@ def run_model(
     task: BatchedModelOutput,
     model: torch.nn.Module,
     batch: Batch,
-    weights: Mapping[str, Tensor] | None = None,
-    buffers: Mapping[str, Tensor] | None = None,
+    weights: Tensors | None = None,
+    buffers: Tensors | None = None,
 ) -> Any:
     """Run one forward pass of a batch with the inputs that the task takes from it.
 
@@ -284,8 +285,7 @@ def run_model(
     Returns:
         What the model returned.
     """
-    args, kwargs = task.model_inputs(batch)
-    return call_model(model, weights, buffers, args, kwargs)
+    return call_model(model, weights, buffers, *task.model_inputs(batch))
 
 
 def one_per_sample(values: Any, size: int, task: AbstractModelOutput) -> Tensor:

@@ -160,11 +160,7 @@ def _reference(computer: CheckedEngine, batch: Batch, side: Side, owner: int, ro
     reshard(model)
     parameters = {name: p for name, p in model.named_parameters() if name in set(layout.names)}
     wanted = {id(p) for p in parameters.values()}
-    with (
-        _own_gradients(parameters),
-        differentiating(model, wanted),
-        computer.gathering(),
-    ):
+    with _own_gradients(parameters), differentiating(model, wanted), computer.gathering():
         with computer.completing():
             result = run_model(task, model, single)
             f = one_per_sample(task.output(result, single, side), 1, task)

@@ -2,20 +2,22 @@
 
 import ctypes
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def _of(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
 
 
 class Destination(ctypes.Structure):
     """The struct `Destination` of `common.cu`."""
 
     _fields_ = (
-        ("out", ctypes.c_void_p),
-        ("partials", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
+        *_of(ctypes.c_void_p, "out", "partials"),
+        *_of(ctypes.c_int64, "out_stride", "rows", "columns"),
     )
 
     @classmethod
@@ -43,14 +45,9 @@ class SjltArguments(ctypes.Structure):
     _fields_ = (
         ("to", Destination),
         ("block", ctypes.c_void_p),
-        ("stride", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("start", ctypes.c_int64),
-        ("chunks_per_split", ctypes.c_int64),
+        *_of(ctypes.c_int64, "stride", "columns", "start", "chunks_per_split"),
         ("generator", Generator),
-        ("copy", ctypes.c_uint32),
-        ("groups", ctypes.c_uint32),
-        ("tile", ctypes.c_uint32),
+        *_of(ctypes.c_uint32, "copy", "groups", "tile"),
     )
 
 
@@ -59,21 +56,11 @@ class OuterArguments(ctypes.Structure):
 
     _fields_ = (
         ("to", Destination),
-        ("left", ctypes.c_void_p),
-        ("right", ctypes.c_void_p),
-        ("left_strides", ctypes.c_int64 * 3),
-        ("right_strides", ctypes.c_int64 * 3),
-        ("height", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("start", ctypes.c_int64),
-        ("rows_per_split", ctypes.c_int64),
+        *_of(ctypes.c_void_p, "left", "right"),
+        *_of(ctypes.c_int64 * 3, "left_strides", "right_strides"),
+        *_of(ctypes.c_int64, "height", "width", "start", "rows_per_split"),
         ("generator", Generator),
-        ("copy", ctypes.c_uint32),
-        ("groups", ctypes.c_uint32),
-        ("tile", ctypes.c_uint32),
-        ("tokens", ctypes.c_uint32),
-        ("strips", ctypes.c_uint32),
-        ("rows_per_step", ctypes.c_uint32),
+        *_of(ctypes.c_uint32, "copy", "groups", "tile", "tokens", "strips", "rows_per_step"),
     )
 
 
@@ -83,10 +70,7 @@ class DenseArguments(ctypes.Structure):
     _fields_ = (
         ("to", Destination),
         ("block", ctypes.c_void_p),
-        ("stride", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("start", ctypes.c_int64),
-        ("positions_per_split", ctypes.c_int64),
+        *_of(ctypes.c_int64, "stride", "columns", "start", "positions_per_split"),
         ("generator", Generator),
     )
 

@@ -63,11 +63,6 @@ def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, nonzeros
     SparseMap(start + block.shape[1], out.shape[1], seed, nonzeros).accumulate(out, block, start, model_id)
 
 
-@sjlt_accumulate.register_fake
-def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, nonzeros: int) -> None:
-    return None
-
-
 @torch.library.custom_op("hf_trak::sjlt_accumulate_outer", mutates_args=("out",), device_types="cuda")
 def sjlt_accumulate_outer(
     out: Tensor, left: Tensor, right: Tensor, start: int, seed: int, model_id: int, nonzeros: int
@@ -97,11 +92,6 @@ def _(out: Tensor, left: Tensor, right: Tensor, start: int, seed: int, model_id:
     SparseMap(start + block.shape[1], out.shape[1], seed, nonzeros).accumulate(out, block, start, model_id)
 
 
-@sjlt_accumulate_outer.register_fake
-def _(out: Tensor, left: Tensor, right: Tensor, start: int, seed: int, model_id: int, nonzeros: int) -> None:
-    return None
-
-
 @torch.library.custom_op("hf_trak::rademacher_accumulate", mutates_args=("out",), device_types="cuda")
 def rademacher_accumulate(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, terms: int) -> None:
     """Add a block's projection by the map `rademacher-1`.
@@ -120,11 +110,6 @@ def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, terms: i
     RademacherMap(out.shape[1], seed).accumulate(out, block, start, model_id)
 
 
-@rademacher_accumulate.register_fake
-def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, terms: int) -> None:
-    return None
-
-
 @torch.library.custom_op("hf_trak::normal_accumulate", mutates_args=("out",), device_types="cuda")
 def normal_accumulate(out: Tensor, block: Tensor, start: int, seed: int, model_id: int) -> None:
     """Add a block's projection by the map `normal-1`; arguments as in `sjlt_accumulate`."""
@@ -134,11 +119,6 @@ def normal_accumulate(out: Tensor, block: Tensor, start: int, seed: int, model_i
 @normal_accumulate.register_kernel("cpu")
 def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int) -> None:
     NormalMap(out.shape[1], seed).accumulate(out, block, start, model_id)
-
-
-@normal_accumulate.register_fake
-def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int) -> None:
-    return None
 
 
 @torch.library.custom_op("hf_trak::hadamard", mutates_args=("rows",), device_types="cuda")
@@ -167,11 +147,6 @@ def hadamard(rows: Tensor, signs: Tensor, size: int, starts: list[int]) -> None:
 @hadamard.register_kernel("cpu")
 def _(rows: Tensor, signs: Tensor, size: int, starts: list[int]) -> None:
     torch_hadamard.rotate_blocks(rows, signs, size, starts)
-
-
-@hadamard.register_fake
-def _(rows: Tensor, signs: Tensor, size: int, starts: list[int]) -> None:
-    return None
 
 
 @torch.library.custom_op("hf_trak::project", mutates_args=())
@@ -277,13 +252,7 @@ def _map(name: str, n: int, k: int, seed: int, nonzeros: int) -> SparseMap | Rad
 
 
 def _dense(
-    distribution: Distribution,
-    out: Tensor,
-    block: Tensor,
-    start: int,
-    seed: int,
-    model_id: int,
-    terms: int,
+    distribution: Distribution, out: Tensor, block: Tensor, start: int, seed: int, model_id: int, terms: int
 ) -> None:
     instruction = checked_instruction(CUDA, distribution, block.dtype, block.shape[0], block.device, terms)
     target = _rows(out)

@@ -90,13 +90,7 @@ def shared_bytes(element_size: int) -> int:
 
 
 def accumulate_sjlt(
-    runtime: Runtime,
-    out: Tensor,
-    block: Tensor,
-    start: int,
-    seed: int,
-    model_id: int,
-    segments: list[tuple[int, int]],
+    runtime: Runtime, out: Tensor, block: Tensor, start: int, seed: int, model_id: int, segments: list[tuple[int, int]]
 ) -> None:
     """Add a block's projection by the sparse map, `out += block @ R[start : start + n]`.
 

@@ -20,6 +20,9 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
+Tensors = Mapping[str, Tensor]
+"""Weights or buffers by name."""
+
 Batch = Mapping[str, Any] | Sequence[Tensor]
 
 """A Hugging Face batch (names to tensors), or a plain sequence of tensors as in the `trak` API; the batch dimension
@@ -201,30 +204,19 @@ class BatchedModelOutput(AbstractModelOutput):
         self, model: torch.nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *sample: Tensor
     ) -> Tensor:
         batch = tuple(tensor.unsqueeze(0) for tensor in sample)
-        return self.output(self._call(model, weights, buffers, batch), batch).squeeze(0)
+        return self.output(call_model(model, weights, buffers, *self.model_inputs(batch)), batch).squeeze(0)
 
     def get_out_to_loss_grad(
         self, model: torch.nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any
     ) -> Tensor:
         with torch.no_grad():
-            return self.out_to_loss_grad(self._call(model, weights, buffers, batch), batch)
-
-    def _call(
-        self,
-        model: torch.nn.Module,
-        weights: Mapping[str, Tensor] | None,
-        buffers: Mapping[str, Tensor] | None,
-        batch: Batch,
-    ) -> Any:
-        """Run the model with the given weights, or with its own where `weights` is `None`."""
-        args, kwargs = self.model_inputs(batch)
-        return call_model(model, weights, buffers, args, kwargs)
+            return self.out_to_loss_grad(call_model(model, weights, buffers, *self.model_inputs(batch)), batch)
 
 
 def call_model(
     model: torch.nn.Module,
-    weights: Mapping[str, Tensor] | None,
-    buffers: Mapping[str, Tensor] | None,
+    weights: Tensors | None,
+    buffers: Tensors | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:

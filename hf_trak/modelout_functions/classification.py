@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, call_model, checked_choice
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, Tensors, call_model, checked_choice
 from hf_trak.modelout_functions.batches import (
     LABEL_NAMES,
     as_sequence,
@@ -75,11 +75,7 @@ class ImageClassificationModelOutput(ClassificationModelOutput):
 
     @staticmethod
     def get_output(  # type: ignore[override]  # the `trak` API names the tensors of a sample
-        model: torch.nn.Module,
-        weights: Mapping[str, Tensor] | None,
-        buffers: Mapping[str, Tensor] | None,
-        image: Tensor,
-        label: Tensor,
+        model: torch.nn.Module, weights: Tensors | None, buffers: Tensors | None, image: Tensor, label: Tensor
     ) -> Tensor:
         """Compute the margin of one sample.
 
@@ -108,11 +104,7 @@ class IterativeImageClassificationModelOutput(ClassificationModelOutput):
 
     @staticmethod
     def get_output(  # type: ignore[override]  # the `trak` API names the tensors of a batch
-        model: torch.nn.Module,
-        weights: Mapping[str, Tensor] | None,
-        buffers: Mapping[str, Tensor] | None,
-        images: Tensor,
-        labels: Tensor,
+        model: torch.nn.Module, weights: Tensors | None, buffers: Tensors | None, images: Tensor, labels: Tensor
     ) -> Tensor:
         """Compute the margins of a batch.
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import HfTrakError
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, call_model
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, Tensors, call_model
 from hf_trak.modelout_functions.batches import LABEL_NAMES, as_sequence, evaluating
 from hf_trak.runtime.checks import check_finite_rows, checked_int
 from hf_trak.weights.watch import WeightsStamp, model_tensors
@@ -300,7 +300,7 @@ class CLIPModelOutput(BatchedModelOutput):
                 "columns. Pass that number, or leave `embedding_dim` out."
             )
         if isinstance(self, CLIPModelOutput):
-            draw_rows(len(embeddings.image), self.sim_batch_size, self._draw_seed)  # refuse too few pairs right away
+            draw_rows(len(embeddings.image), self.sim_batch_size, self.seed or 0)  # refuse too few pairs right away
             self.bind(model)
         self._embeddings = embeddings
 
@@ -340,16 +340,12 @@ class CLIPModelOutput(BatchedModelOutput):
     def bind(self, model: torch.nn.Module) -> None:
         self._bound = weakref.ref(model)
 
-    @property
-    def _draw_seed(self) -> int:
-        return 0 if self.seed is None else self.seed
-
     def use_seed(self, seed: int) -> None:
         if not self._own_seed:
             self.seed = seed
 
     def reference_rows(self, train_size: int) -> Sequence[int]:
-        return draw_rows(train_size, self.sim_batch_size, self._draw_seed)
+        return draw_rows(train_size, self.sim_batch_size, self.seed or 0)
 
     def prepare(self, model: torch.nn.Module, loader: Iterable[Any]) -> None:
         self.get_embeddings(model, loader)
@@ -366,7 +362,7 @@ class CLIPModelOutput(BatchedModelOutput):
                 f"The references kept for a CLIP task are {given}. Expected `image_embeddings` and `text_embeddings` "
                 "of one shape (N, d). Delete that file, and run the same command again."
             )
-        draw_rows(len(image), self.sim_batch_size, self._draw_seed)
+        draw_rows(len(image), self.sim_batch_size, self.seed or 0)
         self._embeddings = ClipEmbeddings(image, text, WeightsStamp(model_tensors(model).values()), weakref.ref(model))
         self.bind(model)
 
@@ -383,15 +379,11 @@ class CLIPModelOutput(BatchedModelOutput):
         return self._error_probability(model_output, None if model is None else model_tensors(model))
 
     def get_out_to_loss_grad(
-        self,
-        model: torch.nn.Module,
-        weights: Mapping[str, Tensor] | None,
-        buffers: Mapping[str, Tensor] | None,
-        batch: Any,
+        self, model: torch.nn.Module, weights: Tensors | None, buffers: Tensors | None, batch: Any
     ) -> Tensor:
         tensors = {**model_tensors(model), **(weights or {}), **(buffers or {})}
         with torch.no_grad():
-            return self._error_probability(self._call(model, weights, buffers, batch), tensors)
+            return self._error_probability(call_model(model, weights, buffers, *self.model_inputs(batch)), tensors)
 
     def _check_weights(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Raise `MissingEmbeddingsError` if the weights are known and the negatives were computed with others."""
@@ -433,7 +425,7 @@ class CLIPModelOutput(BatchedModelOutput):
             # Under `torch.func` transforms results come wrapped for the transform at hand; they must not outlive it.
             image, text = (
                 torch.func.debug_unwrap(rows.to(features.device), recurse=True)
-                for rows in embeddings.negatives(self.sim_batch_size, self._draw_seed)
+                for rows in embeddings.negatives(self.sim_batch_size, self.seed or 0)
             )
             self._negatives = cached = (embeddings, image, text)
         return cached[1:]

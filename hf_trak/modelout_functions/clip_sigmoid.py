@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from hf_trak.modelout_functions.base import Batch, Side, call_model
+from hf_trak.modelout_functions.base import Batch, Side, Tensors, call_model
 from hf_trak.modelout_functions.clip import CLIPModelOutput, parameter_of, read_output
 from hf_trak.weights.watch import model_tensors
 
@@ -38,17 +38,11 @@ class SigLIPModelOutput(CLIPModelOutput):
     """
 
     def get_output(  # type: ignore[override]  # the base class offers it on the class too
-        self,
-        model: torch.nn.Module,
-        weights: Mapping[str, Tensor] | None,
-        buffers: Mapping[str, Tensor] | None,
-        image: Tensor,
-        label: Tensor,
+        self, model: torch.nn.Module, weights: Tensors | None, buffers: Tensors | None, image: Tensor, label: Tensor
     ) -> Tensor:
         kwargs = {"image": image.unsqueeze(0), "text": label.unsqueeze(0)}
-        tensors = {**model_tensors(model), **(weights or {})}
-        loss = self._log_loss(call_model(model, weights, buffers, (), kwargs), tensors)
-        return _minus_log_expm1(loss).squeeze(0)
+        found = call_model(model, weights, buffers, (), kwargs)
+        return _minus_log_expm1(self._log_loss(found, {**model_tensors(model), **(weights or {})})).squeeze(0)
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         return _minus_log_expm1(self._log_loss(model_output, self._bound_tensors()))

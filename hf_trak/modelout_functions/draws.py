@@ -173,7 +173,7 @@ class _Margins(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], logits: Tensor, drawn: Tensor
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        return _Margins.apply(*_in_front(info.batch_size, in_dims, logits, drawn)), (0, 0)
+        return _Margins.apply(*in_front(info.batch_size, in_dims, logits, drawn)), (0, 0)
 
 
 class _Uniforms(torch.autograd.Function):
@@ -201,10 +201,10 @@ class _Uniforms(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], rows: Tensor, places: Tensor, seed: int, block: int, count: int
     ) -> tuple[Tensor, int]:
-        return _Uniforms.apply(*_in_front(info.batch_size, in_dims[:2], rows, places), seed, block, count), 0
+        return _Uniforms.apply(*in_front(info.batch_size, in_dims[:2], rows, places), seed, block, count), 0
 
 
-def _in_front(size: int, dims: tuple[int | None, ...], *tensors: Tensor) -> list[Tensor]:
+def in_front(size: int, dims: tuple[int | None, ...], *tensors: Tensor) -> list[Tensor]:
     """Put the dimension that `vmap` maps over first, where a tensor has one, and expand the others."""
     return [
         tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

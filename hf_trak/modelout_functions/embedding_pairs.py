@@ -133,11 +133,8 @@ class EmbeddingPairsModelOutput(EmbeddingModelOutput):
 
     def reference_rows(self, train_size: int) -> Sequence[int]:
         count = self.simulated_batch_size
-        return draw_rows(train_size, self._most(train_size) if count is None else count, self.seed or 0)
-
-    @staticmethod
-    def _most(train_size: int) -> int:
-        return min(DEFAULT_SIMULATED_BATCH_SIZE, train_size)
+        count = min(DEFAULT_SIMULATED_BATCH_SIZE, train_size) if count is None else count
+        return draw_rows(train_size, count, self.seed or 0)
 
     def prepare(self, model: torch.nn.Module, loader: Iterable[Any]) -> None:
         device = next(model.parameters()).device

@@ -5,6 +5,7 @@ is that of all of its texts together. The model of `sentence-transformers` is gi
 next to each other, as a mapping, and returns one with `sentence_embedding`.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -238,7 +239,21 @@ _DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 _TEXTS = {"cosine_similarity": 2, "contrastive": 2, "triplet": 3}
 
 
-class EmbeddingLossModelOutput(EmbeddingModelOutput):
+class TextLossModelOutput(EmbeddingModelOutput):
+    """A task of texts whose f on training rows is minus the loss, so that q is 1."""
+
+    @abstractmethod
+    def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
+        """Compute the training loss of every row, `(B,)`."""
+
+    def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        with torch.no_grad():
+            losses = self.per_sample_loss(model_output, batch)
+            check_finite(losses, "The loss")
+            return torch.ones_like(losses)
+
+
+class EmbeddingLossModelOutput(TextLossModelOutput):
     """Task of embedding models whose loss is a mean over rows: f is minus the loss of the row, q ≡ 1."""
 
     def __init__(
@@ -280,12 +295,6 @@ class EmbeddingLossModelOutput(EmbeddingModelOutput):
         if self.loss == "triplet":
             return self._far(texts[0], texts[2]) - near
         return (1 - 2 * row_labels(batch, texts[0])) * near
-
-    def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        with torch.no_grad():
-            losses = self.per_sample_loss(model_output, batch)
-            check_finite(losses, "The loss")
-            return torch.ones_like(losses)
 
     def _far(self, one: Tensor, other: Tensor) -> Tensor:
         return _DISTANCES[self.distance](one, other)

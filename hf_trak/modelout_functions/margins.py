@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_trak._compat import unseen_by_modes
 from hf_trak.modelout_functions.deferred_logits import DeferredLogits, LinearHead, Step
+from hf_trak.modelout_functions.draws import in_front
 
 
 def margin(logits: Tensor, labels: Tensor) -> Tensor:
@@ -282,11 +283,7 @@ class _SlicedMargin(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], logits: Tensor, labels: Tensor
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        in_front = [
-            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip((logits, labels), in_dims, strict=True)
-        ]
-        return _SlicedMargin.apply(*in_front), (0, 0)
+        return _SlicedMargin.apply(*in_front(info.batch_size, in_dims, logits, labels)), (0, 0)
 
 
 def _slice_of(logits: Tensor) -> int:

@@ -15,7 +15,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from hf_trak.kernels.philox import SEED_LIMIT
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
 from hf_trak.modelout_functions.batches import looked_at
@@ -88,8 +87,7 @@ class SampledLikelihood(BatchedModelOutput):
             ValueError: the seed is outside its range.
         """
         super().__init__()
-        if not 0 <= seed < SEED_LIMIT:
-            raise ValueError(f"`seed` is {seed}. Expected an integer in 0 … 2⁶³ − 1.")
+        Draws(seed, torch.empty(0))  # refuses a seed out of range
         self.of = of
         self.seed = seed
         self.second = second

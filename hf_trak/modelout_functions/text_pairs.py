@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from hf_trak.modelout_functions.base import Batch, Side, checked_choice
-from hf_trak.modelout_functions.completions import check_finite
-from hf_trak.modelout_functions.embeddings import TOKENS, EmbeddingModelOutput, as_texts, labels_of_texts, row_labels
+from hf_trak.modelout_functions.embeddings import TOKENS, TextLossModelOutput, as_texts, labels_of_texts, row_labels
 
 TextPairsLoss = Literal["binary_cross_entropy", "cross_entropy", "mse", "margin_mse"]
 Activation = Literal["identity", "sigmoid"]
@@ -30,7 +29,7 @@ Activation = Literal["identity", "sigmoid"]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"identity": lambda logits: logits, "sigmoid": torch.sigmoid}
 
 
-class TextPairsModelOutput(EmbeddingModelOutput):
+class TextPairsModelOutput(TextLossModelOutput):
     """Task of cross-encoders of sentence-transformers whose loss is a mean over rows: f is minus that of the row."""
 
     def __init__(
@@ -85,12 +84,6 @@ class TextPairsModelOutput(EmbeddingModelOutput):
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         return -self.per_sample_loss(model_output, batch)
-
-    def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        with torch.no_grad():
-            losses = self.per_sample_loss(model_output, batch)
-            check_finite(losses, "The loss")
-            return torch.ones_like(losses)
 
     def _logits(self, model_output: Any, batch: Batch) -> Tensor:
         """Return the activated logits of every row, `(B, C, L)`, at least float32."""

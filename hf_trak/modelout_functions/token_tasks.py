@@ -197,11 +197,6 @@ class CausalLMModelOutput(TokenModelOutput):
     def predictions(self, model_output: Any, labels: Tensor) -> Tensor:
         return super().predictions(model_output, labels)[:, :-1]  # position 0 has no prediction
 
-    def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
-        labels = self.labels(as_mapping(batch, SEQUENCE_NAMES))[0]
-        margins = sliced_margin(self.predictions(model_output, labels), labels[:, 1:])
-        return torch.nn.functional.pad(margins, (1, 0))  # zeros, which never count
-
 
 class MaskedLMModelOutput(TokenModelOutput):
     """The task `masked_lm`: f = Σ_t w_t m_t over the masked tokens, those whose label is not -100.

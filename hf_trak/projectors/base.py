@@ -34,12 +34,7 @@ class AbstractProjector(ABC):
     """Base class of projectors in the `trak` API: anything with `project(grads, model_id)`."""
 
     def __init__(
-        self,
-        grad_dim: int,
-        proj_dim: int,
-        seed: int,
-        proj_type: str | ProjectionType,
-        device: str | torch.device,
+        self, grad_dim: int, proj_dim: int, seed: int, proj_type: str | ProjectionType, device: str | torch.device
     ) -> None:
         """
         Args:
@@ -92,12 +87,7 @@ class BlockProjector(AbstractProjector):
     """Name and version of the map, such as `"rademacher-1"`: with seed, model_id and k it determines R to the bit."""
 
     def __init__(
-        self,
-        grad_dim: int,
-        proj_dim: int,
-        seed: int,
-        proj_type: str | ProjectionType,
-        device: str | torch.device,
+        self, grad_dim: int, proj_dim: int, seed: int, proj_type: str | ProjectionType, device: str | torch.device
     ) -> None:
         """
         Args:

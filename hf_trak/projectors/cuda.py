@@ -27,7 +27,42 @@ from hf_trak.projectors.dense import dense_projector
 from hf_trak.runtime.checks import checked_int
 
 
-class CudaProjector(BlockProjector):
+class _OverDenseMap(BlockProjector):
+    """Checked arguments and one of the dense maps, shared by the classes below."""
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device,
+        dtype: torch.dtype = torch.float32,
+        model_id: int = 0,
+    ) -> None:
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        check_proj_type(type(self), proj_type, (ProjectionType.rademacher, ProjectionType.normal))
+        if not dtype.is_floating_point:
+            raise ValueError(f"`dtype` is {dtype}. Expected a floating point type, such as torch.float32.")
+        self.dtype = dtype
+        self.model_id = check_model_id(model_id)
+        self._dense = dense_projector(proj_type, self.grad_dim, self.proj_dim, self.seed, device)
+        self.algorithm = self._dense.algorithm
+
+    @property
+    def scale(self) -> float:
+        """Return 1/√k, see [`BlockProjector`]."""
+        return self._dense.scale
+
+    def project(self, grads: Any, model_id: int) -> Tensor:
+        """Project whole gradients as [`BlockProjector.project`] does; the result has dtype `dtype`."""
+        return super().project(grads, model_id).to(self.dtype)
+
+    def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
+        self._dense.accumulate(out, block, start, model_id)
+
+
+class CudaProjector(_OverDenseMap):
     """Dense projection by CUDA kernels (`trak` API).
 
     Runs on GPUs of compute capability 7.5 and later, with CUDA 12 of 7.0 and later.
@@ -66,18 +101,7 @@ class CudaProjector(BlockProjector):
         """
         check_cuda(type(self), device)
         super().__init__(grad_dim, proj_dim, seed, proj_type, device)
-        check_proj_type(type(self), proj_type, (ProjectionType.rademacher, ProjectionType.normal))
         self.max_batch_size = checked_int(max_batch_size, "max_batch_size", 1)
-        self._dense = dense_projector(proj_type, self.grad_dim, self.proj_dim, self.seed, device)
-        self.algorithm = self._dense.algorithm
-
-    @property
-    def scale(self) -> float:
-        """Return 1/√k, see [`BlockProjector`]."""
-        return self._dense.scale
-
-    def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
-        self._dense.accumulate(out, block, start, model_id)
 
 
 class ChunkedCudaProjector:
@@ -189,38 +213,6 @@ class ChunkedCudaProjector:
                 out += projector.project(self._input()[:batch_size, :size].contiguous(), model_id)
         require_finite(out)
         return out
-
-
-class _OverDenseMap(BlockProjector):
-    """Checked arguments and one of the dense maps, shared by the two classes below."""
-
-    def __init__(
-        self,
-        grad_dim: int,
-        proj_dim: int,
-        seed: int,
-        proj_type: str | ProjectionType,
-        device: str | torch.device,
-        dtype: torch.dtype,
-        model_id: int,
-    ) -> None:
-        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
-        check_proj_type(type(self), proj_type, (ProjectionType.rademacher, ProjectionType.normal))
-        if not dtype.is_floating_point:
-            raise ValueError(f"`dtype` is {dtype}. Expected a floating point type, such as torch.float32.")
-        self.dtype = dtype
-        self.model_id = check_model_id(model_id)
-        self._dense = dense_projector(proj_type, self.grad_dim, self.proj_dim, self.seed, device)
-        self.algorithm = self._dense.algorithm
-
-    @property
-    def scale(self) -> float:
-        """Return 1/√k, see [`BlockProjector`]."""
-        return self._dense.scale
-
-    def project(self, grads: Any, model_id: int) -> Tensor:
-        """Project whole gradients as [`BlockProjector.project`] does; the result has dtype `dtype`."""
-        return super().project(grads, model_id).to(self.dtype)
 
 
 class BasicSingleBlockProjector(_OverDenseMap):
@@ -337,9 +329,6 @@ class BasicProjector(_OverDenseMap):
         """Return columns `first … last` of R of the constructor's `model_id`, `(P, last - first)`, float32."""
         first, last = generator_state
         return self._dense.matrix(0, self.grad_dim, self.model_id, torch.device(self.device))[:, first:last]
-
-    def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
-        self._dense.accumulate(out, block, start, model_id)
 
 
 _BATCH_SIZES = (8, 16, 32)

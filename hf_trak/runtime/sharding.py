@@ -45,23 +45,21 @@ def reshard(model: nn.Module) -> None:
 
 def averaged_over(model: nn.Module) -> dict[str, int]:
     """Return, by name of a parameter, over how many processes FSDP2 averages its gradient."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, int] = {}
-    for module in fsdp_modules(model):  # outer ones first, so that the innermost one counts
-        mesh = fsdp_mesh(module)
-        if mesh is not None:
-            found.update({names[id(p)]: mesh.size() for p in module.parameters() if is_sharded_tensor(p)})
-    return found
+    meshes = meshes_of(model)
+    named = [(name, meshes.get(id(p))) for name, p in model.named_parameters() if is_sharded_tensor(p)]
+    return {name: mesh.size() for name, mesh in named if mesh is not None}
+
+
+def meshes_of(model: nn.Module) -> dict[int, Any]:
+    """Return the mesh over which FSDP2 divides each parameter, by the parameter's `id`."""
+    given = [(module, fsdp_mesh(module)) for module in fsdp_modules(model)]
+    # outer modules come first, so that the innermost one counts
+    return {id(p): mesh for module, mesh in given if mesh is not None for p in module.parameters()}
 
 
 def tensor_parallel_ranks(model: nn.Module) -> dict[str, list[int]]:
     """List, by name of each parameter that tensor parallelism divides, the ranks that hold its slices, ascending."""
-    meshes: dict[int, Any] = {}
-    for module in fsdp_modules(model):
-        mesh = fsdp_mesh(module)
-        if mesh is not None:
-            meshes.update({id(parameter): mesh for parameter in module.parameters()})
-    found = {}
+    meshes, found = meshes_of(model), {}
     for name, parameter in model.named_parameters():
         if not is_sharded_tensor(parameter):
             continue

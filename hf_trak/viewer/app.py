@@ -52,8 +52,7 @@ new ResizeObserver(fit).observe(element);
 """
 """Makes a frame as high as what it shows. The frame itself runs no script."""
 
-_SECONDS_OF_STATE = 3600
-_SECONDS_OF_FILES = 3600
+_SECONDS_KEPT = 3600
 
 
 def import_gradio() -> Any:
@@ -89,10 +88,7 @@ def make_app(session: Session) -> "gradio.Blocks":
     directory = tempfile.TemporaryDirectory(prefix="hf_trak-exports-")
     page = _Page(gr, Handlers(session, Path(directory.name)))
     with gr.Blocks(
-        title=session.title,
-        analytics_enabled=False,
-        fill_width=True,
-        delete_cache=(_SECONDS_OF_FILES, _SECONDS_OF_FILES),
+        title=session.title, analytics_enabled=False, fill_width=True, delete_cache=(_SECONDS_KEPT, _SECONDS_KEPT)
     ) as blocks:
         page.lay_out()
     blocks.queue(default_concurrency_limit=1, max_size=32)
@@ -111,7 +107,7 @@ class _Page:
     def lay_out(self) -> None:
         gr, rows = self.gr, self.session.rows
         gr.HTML(f"<h1>{message_of(ValueError(self.session.title))}</h1>")
-        answer = gr.State(None, time_to_live=_SECONDS_OF_STATE)
+        answer = gr.State(None, time_to_live=_SECONDS_KEPT)
         with gr.Tabs():
             if isinstance(self.session, IndexSession):
                 with gr.Tab("Ask", id="ask"):
@@ -135,8 +131,7 @@ class _Page:
         with gr.Accordion("Options", open=False):
             controls += self._options(session)
         button = gr.Button("Find training rows", variant="primary", elem_id="ask-button")
-        listing = self._listing("answer")
-        view = gr.HTML(js_on_load=_FIT, elem_id="answer-view")
+        listing, view = self._listing("answer"), self._view("answer")
         names = [name for name, _ in controls]
 
         def asked(*values: Any) -> tuple[Answer, str]:
@@ -152,8 +147,7 @@ class _Page:
         gr = self.gr
         number = gr.Number(0, label=f"Target, 0 to {len(session) - 1}", precision=0, minimum=0, elem_id="target")
         button = gr.Button("Show", variant="primary", elem_id="ask-button")
-        listing = self._listing("answer")
-        view = gr.HTML(js_on_load=_FIT, elem_id="answer-view")
+        listing, view = self._listing("answer"), self._view("answer")
 
         def shown(chosen: Any, *values: Any) -> tuple[Answer, str]:
             found = self.handlers.target(chosen)
@@ -188,7 +182,7 @@ class _Page:
     def _options(self, session: IndexSession) -> list[Control]:
         gr, ids = self.gr, [str(one) for one in session.model_ids]
         controls: list[Control] = [
-            ("ridge", gr.Number(None, label="λ, relative; empty for that of the index", elem_id="ridge")),
+            ("ridge", gr.Number(None, label="λ, relative; empty for that of the index", elem_id="ridge"))
         ]
         if len(ids) > 1:
             controls.append(("checkpoints", gr.CheckboxGroup(ids, value=ids, label="Checkpoints", elem_id="ids")))
@@ -216,6 +210,9 @@ class _Page:
                 visible=bool(labels),
             )  # fmt: skip
         return [number, text, label]
+
+    def _view(self, name: str) -> Any:
+        return self.gr.HTML(js_on_load=_FIT, elem_id=f"{name}-view")
 
     def _after(self, answer: Any, listing: Sequence[Any], view: Any) -> None:
         """Filter and export an answer that is there."""
@@ -246,7 +243,7 @@ class _Page:
             order = gr.Radio([BY_NUMBER, BY_INFLUENCE], value=BY_NUMBER, label="Sort by", elem_id="rows-order")
             page = gr.Number(1, label="Page", precision=0, minimum=1, elem_id="rows-page")
         button = gr.Button("List rows", variant="primary", elem_id="rows-button")
-        view = gr.HTML(js_on_load=_FIT, elem_id="rows-view")
+        view = self._view("rows")
         inputs = [*listing, order, page]
 
         def shown(count: Any, text: Any, label: Any, by: str, number: Any) -> str:
@@ -264,8 +261,7 @@ class _Page:
         columns = self.session.rows.group_columns()
         column = gr.Dropdown(columns, value=columns[-1], label="Groups by column", elem_id="groups-column")
         button = gr.Button("Add up scores", variant="primary", elem_id="groups-button")
-        view = gr.HTML(js_on_load=_FIT, elem_id="groups-view")
-        self._on([button.click], self.handlers.groups, [answer, column], [view])
+        self._on([button.click], self.handlers.groups, [answer, column], [self._view("groups")])
 
     def _on(
         self, events: Sequence[Any], fn: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]

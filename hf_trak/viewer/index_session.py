@@ -258,12 +258,9 @@ class IndexSession(Session):
 
     def _shown_target(self, given: Dataset, rows: Dataset, generates: bool) -> Content:
         """Read what is shown of a target: what was typed, and what the model predicted."""
-        kept = (
-            given
-            if self.form.label is None or "predicted" not in rows.column_names
-            else given.remove_columns([self.form.label])
-        )
-        content = content_of(stored(kept)[0], Columns.find(stored(kept)))
+        hidden = [self.form.label] if self.form.label is not None and "predicted" in rows.column_names else []
+        kept = stored(given.remove_columns(hidden))
+        content = content_of(kept[0], Columns.find(kept))
         if "predicted" not in rows.column_names:
             return content
         said = str(rows.with_format(None)[0]["predicted"])

@@ -134,10 +134,8 @@ def answer_page(session: Session, answer: Answer, count: int, wanted: RowFilter 
     largest = max((abs(float(answer.scores[place])) for place in (*helped, *harmed)), default=0.0)
 
     def scored(place: int) -> ScoredView:
-        row = int(answer.rows[place])
-        return ScoredView.of(
-            reader.row(row), float(answer.scores[place]), largest, target.label, answer.ranks.get(row)
-        )
+        row, score = int(answer.rows[place]), float(answer.scores[place])
+        return ScoredView.of(reader.row(row), score, largest, target.label, answer.ranks.get(row))
 
     context = {
         "target": target,

@@ -100,8 +100,7 @@ class TrainRows:
         label = self.columns.label
         if not self.searchable or label is None or label not in self.group_columns():
             return []
-        values = self._values(label)
-        return sorted({str(value) for value in values})[:_MOST_GROUPS]
+        return sorted({str(value) for value in self._values(label)})[:_MOST_GROUPS]
 
     def group_columns(self) -> list[str]:
         """List the columns whose values can form groups."""

@@ -292,18 +292,14 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     check_not_quantized(model, "The checkpoint holds weights of the whole model", remedy)
     expected = state_of(model)
     state_dict = with_names_of(expected, state_dict)
-    if _is_of_transformers(model) and not set(state_dict) <= set(expected):
+    kind = class_if_imported("transformers.modeling_utils", "PreTrainedModel")
+    if kind is not None and isinstance(model, kind) and not set(state_dict) <= set(expected):
         state_dict = _converted(model, state_dict)
     _check_fit(expected, state_dict, tied=_tied_names(model, expected, set(state_dict)))
     if is_sharded(model):
         load_whole(model, state_dict)
     else:
         model.load_state_dict(state_dict, strict=False)
-
-
-def _is_of_transformers(model: torch.nn.Module) -> bool:
-    kind = class_if_imported("transformers.modeling_utils", "PreTrainedModel")
-    return kind is not None and isinstance(model, kind)
 
 
 def _converted(model: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

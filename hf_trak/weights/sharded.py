@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_trak._compat import class_before_fsdp, fsdp_mesh
+from hf_trak._compat import class_before_fsdp
 from hf_trak.runtime.processes import Processes
-from hf_trak.runtime.sharding import fsdp_modules, is_sharded, is_sharded_tensor, reshard, slice_ranks
+from hf_trak.runtime.sharding import fsdp_modules, is_sharded, is_sharded_tensor, meshes_of, reshard, slice_ranks
 from hf_trak.runtime.zero import attributes_set_aside, gathered, is_partitioned, is_zero, part_of, whole_shape
 
 _REMEDY = "Divide the same model in the same way in every process, over a mesh of all of them."
@@ -116,12 +116,7 @@ def check_plan(model: nn.Module, processes: Processes) -> None:
 
 def _plan(model: nn.Module) -> dict[str, Any]:
     """Describe how this process has divided each parameter: plain JSON."""
-    meshes: dict[int, Any] = {}
-    for module in fsdp_modules(model):
-        mesh = fsdp_mesh(module)
-        if mesh is not None:
-            meshes.update({id(parameter): mesh for parameter in module.parameters()})
-    plan = {}
+    meshes, plan = meshes_of(model), {}
     for name, parameter in model.named_parameters():
         mesh = meshes.get(id(parameter)) if is_sharded_tensor(parameter) else None
         plan[name] = {
@@ -217,13 +212,8 @@ def read_dcp(directory: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: the checkpoint is damaged, or its metadata holds other objects.
     """
-    metadata = _read_metadata(directory)
-    prefix = _prefix(metadata)
-    whole = {
-        name: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if hasattr(entry, "size")
-    }
+    prefix, entries = _tensors_of(directory)
+    whole = {name: torch.empty(tuple(entry.size), dtype=entry.properties.dtype) for name, entry in entries.items()}
     _load(whole, directory)
     return {name.removeprefix(prefix): value for name, value in whole.items()}
 
@@ -238,13 +228,8 @@ def load_dcp(model: nn.Module, directory: Path) -> None:
     Raises:
         ValueError: the checkpoint is damaged, or does not fit the model.
     """
-    metadata = _read_metadata(directory)
-    prefix = _prefix(metadata)
-    sizes = {
-        name.removeprefix(prefix): tuple(entry.size)
-        for name, entry in metadata.state_dict_metadata.items()
-        if hasattr(entry, "size")
-    }
+    prefix, entries = _tensors_of(directory)
+    sizes = {name.removeprefix(prefix): tuple(entry.size) for name, entry in entries.items()}
     expected = dict(model.state_dict())
     shared = {id(value): name for name, value in model.state_dict(keep_vars=True).items() if name in sizes}
     tied = {name for name, value in model.state_dict(keep_vars=True).items() if id(value) in shared}
@@ -259,10 +244,12 @@ def load_dcp(model: nn.Module, directory: Path) -> None:
     _load({prefix + name: value for name, value in expected.items() if name in sizes}, directory)
 
 
-def _prefix(metadata: Any) -> str:
-    """Return what is before the names of weights: accelerate saves them as `{"model": weights}`."""
+def _tensors_of(directory: Path) -> tuple[str, dict[str, Any]]:
+    """Return what is before the names of weights, and their metadata: accelerate saves `{"model": weights}`."""
+    metadata = _read_metadata(directory)
     paths = list((metadata.planner_data or {}).values())
-    return "model." if paths and all(len(path) > 1 and path[0] == "model" for path in paths) else ""
+    prefix = "model." if paths and all(len(path) > 1 and path[0] == "model" for path in paths) else ""
+    return prefix, {name: entry for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "size")}
 
 
 def _load(tensors: dict[str, Tensor], directory: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from nvcc import compile_with_nvcc, find_nvcc
 
 from hf_trak.errors import KernelError
 from hf_trak.kernels import build, compiler
@@ -92,12 +93,12 @@ def test_products_of_hopper_stay_in_flight(expression, tmp_path):
 
 
 def check_with_nvcc(arch, kernels):
-    nvcc = build.find_nvcc()
+    nvcc = find_nvcc()
     if nvcc is None:
         pytest.skip("nvcc is not installed (`pip install nvidia-cuda-nvcc` brings it)")
     for file in sorted({kernel.file for kernel in kernels}):
         group = [kernel for kernel in kernels if kernel.file == file]
-        found = build.compile_with_nvcc(group, arch, nvcc)
+        found = compile_with_nvcc(group, arch, nvcc)
         assert found.keys() == set(group)
         assert all(report.spill_bytes == 0 for report in found.values()), (arch, found)
 

@@ -193,9 +193,7 @@ def embedding(op: BatchedOp) -> Any:
         raise op.unsupported("with max_norm or scale_grad_by_freq")
     padding, rows = op.argument(2, "padding_idx"), table.shape[0]
     return op.through_rule(
-        ids,
-        {"weight": table},
-        lambda ids, grad: embedding_pieces(ids, grad, op.workspace, rows, padding),
+        ids, {"weight": table}, lambda ids, grad: embedding_pieces(ids, grad, op.workspace, rows, padding)
     )
 
 
