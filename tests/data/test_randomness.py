@@ -55,7 +55,9 @@ def masked(
     collator = DataCollatorForLanguageModeling(made, mlm_probability=0.4) if collator is None else collator
     settings = {"proj_dim": 32, "use_cpu": True, "shard_size": 5, "feature_dtype": "float32", **options}
     config = trak_config(output_dir=str(directory), **settings)
-    return TrakAttributor(bert(len(made)), config, rows, collator, task=task, num_workers=workers)
+    attributor = TrakAttributor(bert(len(made)), config, rows, collator, task=task)
+    attributor.features.num_workers = workers
+    return attributor
 
 
 def features(attributor: TrakAttributor) -> Tensor:
@@ -140,9 +142,9 @@ def test_crops_of_a_transform(tmp_path: Path) -> None:
         config = trak_config(output_dir=str(tmp_path / name), **settings)
         model = Network()
         state = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()
-        workers = 2 if name == "c" else 0
-        made = TrakAttributor(model, config, rows, task="image_classification", num_workers=workers).featurize()
-        found.append(features(made))
+        made = TrakAttributor(model, config, rows, task="image_classification")
+        made.features.num_workers = 2 if name == "c" else 0
+        found.append(features(made.featurize()))
         assert random.getstate() == state[0] and np.random.get_state()[1].tolist() == state[2]
     assert torch.equal(found[0], found[2])
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)

@@ -142,7 +142,9 @@ def attributor_of(directory: Any, dataset: Any, workers: int = 2) -> TrakAttribu
     args = TrakConfig(
         str(directory), proj_dim=16, shard_size=4, per_device_batch_size=3, use_cpu=True,
     )  # fmt: skip
-    return TrakAttributor(TinyNet(), args, train_dataset=dataset, task="image_classification", num_workers=workers)
+    made = TrakAttributor(TinyNet(), args, train_dataset=dataset, task="image_classification")
+    made.features.num_workers = workers
+    return made
 
 
 @pytest.mark.parametrize(
