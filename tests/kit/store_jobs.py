@@ -26,8 +26,13 @@ from patience import Deadline, patient
 from torch import Tensor, nn
 from trak_options import trak_config
 
-from hf_trak import TrakAttributor
+from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import HfTrakError
+from hf_trak.featurize.converting import convert_store
+from hf_trak.featurize.fidelity import compare_stores
+from hf_trak.runtime.processes import Processes
+from hf_trak.store import atomic
+from hf_trak.store.store import FeatureStore
 
 
 class TinyNet(nn.Module):
@@ -134,7 +139,9 @@ class Job:
     """One process. `report` is what it left behind, `None` if it was killed."""
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hf_trak.attributor", "hf_trak.gradient_computers", "datasets"])
+    context.set_forkserver_preload(
+        ["hf_trak.attributor", "hf_trak.gradient_computers", "hf_trak.featurize.converting", "datasets"]
+    )
 
     def __init__(
         self,
@@ -251,3 +258,28 @@ def attribute_often(directory: Path, seed: int, calls: int) -> dict[str, Any]:
 def every_combination(directory: Path) -> dict[str, Any]:
     make(directory).featurize(models(2))
     return {"numbers": [numbers(attributed(directory, index)) for index in range(COMBINATIONS)]}
+
+
+def convert_and_die(directory: Path, step: int) -> dict[str, Any]:
+    """Convert, and be killed right before the `step`-th system call that makes a file visible or durable."""
+    calls = 0
+    for name in ("fsync", "replace", "link"):
+        function = getattr(atomic.os, name)
+
+        def call(*arguments: Any, function: Any = function, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        setattr(atomic.os, name, call)
+    convert_store(FeatureStore.load(directory / "source"), directory / "killed", "int2", TrakConfig())
+    return {"steps": calls}
+
+
+def convert_together(directory: Path) -> dict[str, Any]:
+    source = FeatureStore.load(directory / "source")
+    args, processes = TrakConfig(use_cpu=True), Processes(True)
+    result = convert_store(source, directory / "together", "int2", args, processes)
+    return {"fidelity": compare_stores(source, result, args, processes, targets=5).to_dict()}

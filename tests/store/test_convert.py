@@ -2,12 +2,9 @@
 kill; from anything else what is honest about it."""
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +22,6 @@ from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.featurize.converting import convert_store, history_of
 from hf_trak.featurize.fidelity import compare_stores, row_bytes
 from hf_trak.hub import pull_index, push_index
-from hf_trak.runtime.processes import Processes
 from hf_trak.store import atomic
 from hf_trak.store.checkpoint_records import code_settings
 from hf_trak.store.references import read_references, write_references
@@ -143,43 +139,18 @@ def test_references_go_along(tmp_path: Path) -> None:
 SIZES = Sizes(n=23, shard_size=4, checkpoints=2, proj_dim=24)
 
 
-def convert_and_die(directory: Path, step: int) -> dict[str, Any]:
-    """Convert, and be killed right before the `step`-th system call that makes a file visible or durable."""
-    calls = 0
-    for name in ("fsync", "replace", "link"):
-        function = getattr(atomic.os, name)
-
-        def call(*arguments: Any, function: Any = function, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*arguments, **options)
-
-        setattr(atomic.os, name, call)
-    convert_store(FeatureStore.load(directory / "source"), directory / "killed", "int2", TrakConfig())
-    return {"steps": calls}
-
-
-def convert_together(directory: Path) -> dict[str, Any]:
-    source = FeatureStore.load(directory / "source")
-    args, processes = TrakConfig(use_cpu=True), Processes(True)
-    result = convert_store(source, directory / "together", "int2", args, processes)
-    return {"fidelity": compare_stores(source, result, args, processes, targets=5).to_dict()}
-
-
 def test_a_killed_conversion_is_finished_by_the_same_call(tmp_path: Path) -> None:
     """Two kills, the second after the first, end in the files of a conversion that was left alone."""
     store_jobs.make(tmp_path / "source", SIZES).featurize(store_jobs.models(2))
     expected = contents(convert_store(FeatureStore.load(tmp_path / "source"), tmp_path / "alone", "int2").output_dir)
     kills = 0
     for step in (9, 31):
-        report = Job(tmp_path / "report.json", convert_and_die, tmp_path, step).wait()
+        report = Job(tmp_path / "report.json", store_jobs.convert_and_die, tmp_path, step).wait()
         kills += report is None
         config = tmp_path / "killed" / "trak_config.json"
         if config.exists():
             assert config.read_bytes() == expected["trak_config.json"]
-    assert kills == 2 and Job(tmp_path / "report.json", convert_and_die, tmp_path, 0).wait() is not None
+    assert kills == 2 and Job(tmp_path / "report.json", store_jobs.convert_and_die, tmp_path, 0).wait() is not None
     found = {name: data for name, data in contents(tmp_path / "killed").items() if ".hf_trak-tmp-" not in name}
     assert found == expected
 
@@ -190,7 +161,7 @@ def test_two_processes_convert_the_same_bits(tmp_path: Path) -> None:
     source = FeatureStore.load(tmp_path / "source")
     alone = convert_store(source, tmp_path / "alone", "int2")
     expected = compare_stores(source, alone, targets=5).to_dict()
-    reports = [job.wait() for job in start_group(tmp_path, 2, convert_together, tmp_path)]
+    reports = [job.wait() for job in start_group(tmp_path, 2, store_jobs.convert_together, tmp_path)]
     assert [report["value"]["fidelity"] for report in reports] == [json.loads(json.dumps(expected))] * 2
     assert contents(tmp_path / "together") == contents(tmp_path / "alone")
 
