@@ -40,7 +40,6 @@ from hf_trak.modelout_functions.pairs import RowPadding, is_default, padded_comp
 TokenWeights = Literal["sum", "mean"]
 
 ADVANTAGE, OLD, REFERENCE = "advantage", "old_logps", "ref_logps"
-ROLLOUT_COLUMNS = ("prompt_ids", "completion_ids", ADVANTAGE, OLD, REFERENCE)
 _PER_TOKEN = (ADVANTAGE, OLD, REFERENCE)
 
 
@@ -117,8 +116,8 @@ def _check_row(row: Any, place: int) -> None:
 class PolicyModelOutput(CompletionModelOutput):
     """Base class of tasks of rollouts."""
 
-    batch_columns = ROLLOUT_COLUMNS
-    own_columns: ClassVar[tuple[str, ...]] = (COMPLETION_MASK, ADVANTAGE, OLD, REFERENCE)
+    batch_columns = ("prompt_ids", "completion_ids", *_PER_TOKEN)
+    own_columns: ClassVar[tuple[str, ...]] = (COMPLETION_MASK, *_PER_TOKEN)
 
     def __init__(self, aggregation: TokenWeights = "mean", temperature: float = 1.0) -> None:
         """
