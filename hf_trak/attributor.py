@@ -129,22 +129,22 @@ class TrakAttributor:
 
     @property
     def args(self) -> TrakConfig:
-        """The configuration."""
+        """Return the configuration."""
         return self.features.args
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model."""
+        """Return the model."""
         return self.features.model
 
     @property
     def task(self) -> AbstractModelOutput:
-        """The model output function."""
+        """Return the model output function."""
         return self.features.task
 
     @property
     def train_dataset(self) -> Any:
-        """The training rows. Indices in results count them from 0."""
+        """Return the training rows. Indices in results count them from 0."""
         return self.features.train_dataset
 
     @classmethod
@@ -206,7 +206,7 @@ class TrakAttributor:
             use_cpu=args.use_cpu or trainer.args.device.type == "cpu",
         )
         rows = training_rows(trainer, train_dataset)
-        return cls(
+        features = featurized_model(
             trainer.accelerator.unwrap_model(trainer.model),
             args,
             train_dataset=with_references(trainer, rows, args.output_dir, args.use_cpu),
@@ -215,6 +215,7 @@ class TrakAttributor:
             task=trainer_task(trainer, rows) if task is None else task,
             num_workers=trainer.args.dataloader_num_workers,
         )
+        return cls._of(features)
 
     @classmethod
     def from_pretrained(
@@ -376,7 +377,7 @@ class TrakAttributor:
         Raises:
             StoreError: no curvature is fitted to this checkpoint, or a file of it is damaged.
             ConfigMismatchError: the curvature that is there is of another kind, or of other parameters.
-            ValueError: `curvature="identity"`, of which there is nothing to report.
+            ValueError: `curvature="identity"`, which leaves nothing to report.
         """
         return curvature_report(ExactScores(self.features), model_id)
 
@@ -400,7 +401,7 @@ class TrakAttributor:
                 attributor, such as a conversion, its features with these. Neither takes the model; all rows that are
                 no targets are scored.
             rows (`int`, *optional*, defaults to 64):
-                Number of training rows to score with the index; fewer where there are no more.
+                Number of training rows to score with the index; fewer if the dataset has fewer.
             targets (`int`, *optional*, defaults to 16):
                 Number of targets; half of the training rows at most.
             seed (`int`, *optional*, defaults to 0):
@@ -412,7 +413,7 @@ class TrakAttributor:
         Raises:
             IncompleteStoreError: nothing is featurized yet, or only in part, or the training rows are not at hand.
             ValueError: `of` is something else, a number is out of range, there are fewer than 4 training rows, or the
-                features are no codes, of which there are first bytes.
+                features are no codes and so have no first bytes.
             All that `fit_curvature` raises.
         """
         if isinstance(of, TrakAttributor):
@@ -819,8 +820,8 @@ class TrakAttributor:
                 Numbers of the rows to leave out.
 
         Returns:
-            A new attributor. Row numbers in its results are those of its `train_dataset`, in which rows move up. This
-            one is left as it is, and its store is needed as long as the new one is used.
+            A new attributor. Row numbers in its results are those of its `train_dataset`, renumbered without
+            gaps. The original attributor is unchanged, and its store is needed as long as the new one is used.
 
         Raises:
             ValueError: a row number is out of range, or no row is left.

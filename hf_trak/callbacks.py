@@ -127,7 +127,7 @@ class TrakCallback(TrainerCallback):
 
     @property
     def checkpoints(self) -> list[str]:
-        """Paths of the collected checkpoints, by step, for `TrakAttributor.featurize`."""
+        """Return the paths of the collected checkpoints by step, for `TrakAttributor.featurize`."""
         return [str(self.directory / f"checkpoint-{step}") for step in self._collected()]
 
     def _collected(self) -> list[int]:

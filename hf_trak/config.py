@@ -98,13 +98,13 @@ class CurvatureConfig:
             raise ValueError(f"`curvature.whitened` is {self.whitened!r}. Expected True or False.")
 
     @property
-    def fitted_kind(self) -> str:
-        """Kind of the curvature that is fitted; the hybrid is one over EK-FAC."""
+    def fitted_kind(self) -> CurvatureName:
+        """Return the kind of the curvature that is fitted. The hybrid is one over EK-FAC."""
         return "ekfac" if self.kind == "hybrid" else self.kind
 
     @property
     def whitening_damping(self) -> float:
-        """Damping c of whitened features."""
+        """Return the damping c of whitened features."""
         return DEFAULT_DAMPING if self.damping is None else self.damping
 
     def sample_size(self, train_size: int) -> int:
@@ -114,7 +114,7 @@ class CurvatureConfig:
 
 @dataclass
 class TrakConfig:
-    """Arguments of an attribution run, for Python, YAML files and the command line.
+    """Arguments of an attribution run. Python, YAML files and the command line take them.
 
     Some arguments define the features: the projection, `seed`, `grad_wrt`, `model_dtype`, `feature_dtype`,
     `shard_size` and whitening. Running again in the same `output_dir` needs the same values of those.
@@ -166,7 +166,7 @@ class TrakConfig:
         remove_unused_columns (`bool`, *optional*, defaults to `True`):
             Whether to drop dataset columns that the model's `forward` does not accept, as `Trainer` does.
         use_cpu (`bool`, *optional*, defaults to `False`):
-            Whether to stay on the CPU even where there is an accelerator.
+            Whether to stay on the CPU even if the machine has an accelerator.
 
     Raises:
         ValueError: an argument is out of range, or of the wrong type.
@@ -228,46 +228,46 @@ class TrakConfig:
 
     @property
     def projection(self) -> ProjectionName:
-        """Name of the projection, `proj_type` without its number."""
+        """Return the name of the projection, `proj_type` without its number."""
         return cast(ProjectionName, self.proj_type.partition("-")[0])
 
     @property
     def nonzeros(self) -> int:
-        """Nonzero entries per gradient coordinate of the `"sjlt"` projection."""
+        """Return the number of nonzero entries per gradient coordinate of the `"sjlt"` projection."""
         return int(self.proj_type.partition("-")[2] or 1) if self.projection == "sjlt" else 1
 
     @property
     def factored_dim(self) -> int:
-        """Rows and columns p that the `"factored"` projection leaves of a large matrix."""
+        """Return p, the number of rows and columns that the `"factored"` projection leaves of a large matrix."""
         number = self.proj_type.partition("-")[2] if self.projection == "factored" else ""
         return int(number or DEFAULT_FACTORED_DIM)
 
     @property
     def solver_kind(self) -> SolverName:
-        """Name of the solver, `solver` without its number."""
+        """Return the name of the solver, `solver` without its number."""
         return cast(SolverName, self.solver.partition("-")[0])
 
     @property
     def solver_rank(self) -> int | None:
-        """Eigenvalues of the solver `"low_rank"`, if they are given."""
+        """Return the number of eigenvalues of the solver `"low_rank"`, if it is given."""
         number = self.solver.partition("-")[2]
         return int(number) if number else None
 
     @property
     def batch_size(self) -> int:
-        """Rows per batch and process, or the most of them that are tried."""
+        """Return the rows per batch and process, or the most of them that are tried."""
         return FIRST_BATCH if isinstance(self.per_device_batch_size, str) else self.per_device_batch_size
 
     @property
     def width(self) -> int:
-        """Number of columns of projected features, k: `proj_dim`, what its bytes hold, or 4,096."""
+        """Return k, the number of columns of projected features. It is `proj_dim`, what its bytes hold, or 4,096."""
         if isinstance(self.proj_dim, str):
             return int(self.proj_dim[:-1]) * 8 // BITS[self.storage]
         return DEFAULT_WIDTH if self.proj_dim is None else self.proj_dim
 
     @property
     def storage(self) -> FeatureDtype:
-        """Storage of the features: `feature_dtype`, or the one that the benchmark of quality says.
+        """Return the storage of the features: `feature_dtype`, or the one that the benchmark of quality says.
 
         `"int2"` is the best on average for a number of bytes. For a number of columns, `"int4"` is as good as
         `"float32"` with an eighth of the bytes, which count from some thousand columns on.

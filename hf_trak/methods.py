@@ -1,4 +1,4 @@
-"""How scores are computed: `Index`, `Exact` and `Rerank`, as `TrakAttributor.attribute(method=...)` takes them."""
+"""The ways to compute scores that `TrakAttributor.attribute(method=...)` takes: `Index`, `Exact` and `Rerank`."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -72,7 +72,7 @@ class Exact:
 
     @property
     def refinement(self) -> Refinement | None:
-        """The options of the refinement."""
+        """Return the options of the refinement."""
         return checked_refinement(self.refine)
 
 
@@ -106,12 +106,12 @@ class Rerank:
 
     @property
     def exact(self) -> Exact:
-        """How the rows are scored."""
+        """Return how the rows are scored."""
         return Exact(self.curvature, self.refine)
 
     @property
     def refinement(self) -> Refinement | None:
-        """The options of the refinement."""
+        """Return the options of the refinement."""
         return checked_refinement(self.refine)
 
 

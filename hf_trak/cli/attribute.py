@@ -78,7 +78,7 @@ class RunArguments:
 
     @property
     def method(self) -> Index | Exact | Rerank:
-        """How scores are computed."""
+        """Return how scores are computed."""
         index = Index(self.first_pass_bytes, self.candidates)
         if self.rerank is not None:
             return Rerank(self.rerank, refine=self.refine, index=index)

@@ -27,7 +27,7 @@ class ConvertArguments:
         default=16,
         metadata={"help": "Number of training rows that are drawn as targets to compare scores; 0 compares none."},
     )
-    use_cpu: bool = field(default=False, metadata={"help": "Stay on the CPU even where there is an accelerator."})
+    use_cpu: bool = field(default=False, metadata={"help": "Stay on the CPU even if the machine has an accelerator."})
 
     def __post_init__(self) -> None:
         self.targets = checked_int(self.targets, "targets", 0, type_error=ValueError)

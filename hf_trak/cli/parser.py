@@ -306,7 +306,7 @@ def _with_nearest(name: str, arguments: Mapping[str, Action]) -> str:
 
 
 def _convert(path: Path, action: Action, optional: bool, value: Any, text: str) -> Any:
-    """A value of the YAML file with this text, as the command line would convert and check it."""
+    """Convert a value of the YAML file with this text, as the command line would convert and check it."""
     if value is None:
         if not optional:
             raise ValueError(
@@ -322,7 +322,7 @@ def _convert(path: Path, action: Action, optional: bool, value: Any, text: str) 
 
 
 def _as_json(path: Path, name: str, text: str) -> str:
-    """The value of one key as JSON, its scalars with the types that YAML gives them."""
+    """Return the value of one key as JSON, its scalars with the types that YAML gives them."""
     try:
         return json.dumps(yaml.safe_load(text)[name])
     except (TypeError, ValueError) as error:  # dates, NaN and infinities

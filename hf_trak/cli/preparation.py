@@ -119,7 +119,7 @@ def _load_model(name: str, revision: str, task: str | None, may_be_adapter: bool
     kind = next((kind for kind in found if kind is not None), None)
     if kind is None:
         raise ValueError(
-            f"The config of {name!r} names the classes {shown(named)}, of which transformers has none. Set `task` to "
+            f"The config of {name!r} names the classes {shown(named)}; transformers has none of them. Set `task` to "
             f"one of {sorted(AUTO_CLASSES)}."
         )
     return safe_loading.load_model(name, revision, kind)

@@ -171,7 +171,7 @@ def _session(args: ServeArguments, data: DataArguments, built: Built, form: Targ
 
 
 def _roots(data: DataArguments) -> list[Path]:
-    """Directories of local training rows, below which image files of rows may be read."""
+    """List the directories of local training rows. Image files of rows may be read below them."""
     if data.dataset_name is None or not Path(data.dataset_name).exists():
         return []
     path = Path(data.dataset_name)

@@ -65,7 +65,7 @@ def by_source(blocks: CurvatureBlocks) -> dict[int, list[int]]:
 
 
 class BlockConsumer(Protocol):
-    """What takes the gradients of a batch, block by block; each is complete when it comes.
+    """A receiver of the gradients of a batch, block by block. Each block is complete when it comes.
 
     Attributes:
         takes_numbers: whether gradients of diagonal blocks are wanted, which are otherwise not formed.
@@ -100,8 +100,8 @@ class BatchArrivals:
         Args:
             blocks: the blocks.
             consumer: what takes their gradients.
-            kronecker: indices of the Kronecker blocks that count; `None` for all. Diagonal ones count where there are
-                none of them, or all.
+            kronecker: indices of the Kronecker blocks that count; `None` for all. Diagonal ones count if this
+                is empty or `None`.
         """
         self._blocks = blocks
         self._consumer = consumer

@@ -52,18 +52,18 @@ class KroneckerBlock:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the matrix with the bias."""
+        """Return the shape of the matrix with the bias."""
         joined = self.bias is not None
         return self.left + (joined and self.bias_part == "left"), self.right + (joined and self.bias_part == "right")
 
     @property
     def numel(self) -> int:
-        """Number of parameters."""
+        """Return the number of parameters."""
         return self.left * self.right + (0 if self.bias is None else self.bias_length)
 
     @property
     def bias_length(self) -> int:
-        """Number of elements of the bias."""
+        """Return the number of elements of the bias."""
         return self.left if self.bias_part == "right" else self.right
 
     def factors(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,10 +170,10 @@ class CurvatureBlocks:
 
     @cached_property
     def digest(self) -> str:
-        """Identity of the division, 32 hex digits."""
+        """Return the identity of the division, 32 hex digits."""
         return content_digest(self.to_json())
 
     @property
     def numel(self) -> int:
-        """Number of parameters in all blocks."""
+        """Return the number of parameters in all blocks."""
         return sum(block.numel for block in self.kronecker) + sum(block.numel for block in self.diagonal)

@@ -71,7 +71,7 @@ class Solutions:
 
     @property
     def running(self) -> Tensor:
-        """Numbers of the targets that take another step."""
+        """Return the numbers of the targets that take another step."""
         return (self.counts[2] == 0).nonzero().flatten()
 
     def advance(
@@ -138,7 +138,7 @@ class Solutions:
 
 @dataclass(frozen=True)
 class RefinedTarget:
-    """How far one target was solved.
+    """The accuracy to which one target was solved.
 
     Attributes:
         steps (`int`): number of steps.
@@ -187,7 +187,7 @@ def _terms(eigenvalues: Tensor, damping: float) -> Tensor:
 
 
 def dots(left: Tensor, right: Tensor) -> Tensor:
-    """Inner products of rows `(m, P)`, row by row in float64: `(m,)`."""
+    """Compute the inner products of rows `(m, P)`, row by row in float64: `(m,)`."""
     return torch.stack([a.double() @ b.double() for a, b in zip(left, right, strict=True)])
 
 
@@ -205,7 +205,7 @@ DEFAULT_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Refinement:
-    """How targets are refined: the system (C + D) x = g, and how far it is solved.
+    """The settings of refined targets: the system (C + D) x = g and how far it is solved.
 
     Args:
         steps (`int`, *optional*, defaults to 10):

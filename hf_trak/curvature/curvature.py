@@ -108,17 +108,17 @@ class Curvature:
 
     @property
     def numel(self) -> int:
-        """P, the number of parameters."""
+        """Return P, the number of parameters."""
         return self.blocks.numel
 
     @property
     def held(self) -> list[int]:
-        """Indices of the Kronecker blocks whose values are in this process."""
+        """Return the indices of the Kronecker blocks whose values are in this process."""
         return [index for index, one in enumerate(self.kronecker) if not one.eigenvalues.is_meta]
 
     @property
     def held_numbers(self) -> list[int]:
-        """Indices of the diagonal blocks whose values are in this process."""
+        """Return the indices of the diagonal blocks whose values are in this process."""
         return [index for index, one in enumerate(self.diagonal) if not one.is_meta]
 
     def items(self) -> list[tuple[KroneckerBlock | DiagonalBlock, Tensor]]:
@@ -207,7 +207,7 @@ PARTS = 8
 
 ROWS_PER_PART = 64
 
-"""Rows of a part at least, where there are as many: files of fewer would take as long as the gradients."""
+"""Least number of rows of a part, if the sample has as many. Files of fewer would take as long as the gradients."""
 
 
 LARGEST_SIDE = 8192
@@ -222,7 +222,7 @@ BASIS_POSITIONS = 20
 
 BASIS_ROWS = 256
 
-"""Rows behind a basis at least, where there are as many, since the positions of a row are alike."""
+"""Least number of rows behind a basis, if the sample has as many, since the positions of a row are alike."""
 
 
 Rows = tuple[int, ...]
@@ -230,7 +230,7 @@ Rows = tuple[int, ...]
 
 @dataclass(frozen=True)
 class FitPlan:
-    """What is fitted, and to which rows.
+    """The settings of a fit and the rows that it takes.
 
     Attributes:
         kind: see [`~hf_trak.curvature.curvature.CurvatureKind`].
@@ -252,18 +252,20 @@ class FitPlan:
 
     @cached_property
     def parts(self) -> list[Rows]:
-        """The parts of the second pass: the whole sample. Each has rows from all over it."""
+        """Split the whole sample into the parts of the second pass, each a strided subset."""
         return _divided(self.rows, PARTS)
 
     @cached_property
     def first_basis_parts(self) -> list[Rows]:
-        """The parts of the first pass that are there in any case."""
+        """Return the parts of the first pass that every fit computes."""
         if self.kind != "ekfac":
             return self.parts
         return _divided(self._shuffled[:BASIS_ROWS], PARTS // 2)
 
     def further_basis_parts(self, rows: int) -> list[Rows]:
-        """The other parts of the first pass where bases take so many rows in all; none for bases of the whole sample.
+        """Return the other parts of the first pass if bases take so many rows in all.
+
+        Bases of the whole sample have none.
 
         Args:
             rows: number of rows, from 0 to those of the sample.
@@ -274,7 +276,7 @@ class FitPlan:
 
     @cached_property
     def _shuffled(self) -> Rows:
-        """The sample in an order of which every beginning is a random sample itself."""
+        """Return the sample in an order whose every beginning is a random sample itself."""
         order = np.random.Generator(np.random.Philox(len(self.rows))).permutation(len(self.rows))
         return tuple(self.rows[place] for place in order)
 
@@ -290,7 +292,7 @@ def _divided(rows: Rows, most: int) -> list[Rows]:
 
 
 def rows_needed(counted: int, sides_and_positions: Sequence[tuple[int, int]], available: int) -> int:
-    """Number of rows that give every basis enough positions.
+    """Return the number of rows that give every basis enough positions.
 
     Args:
         counted: number of rows that were looked at.

@@ -69,7 +69,7 @@ class CurvatureFiles:
         return content
 
     def finished(self) -> bool:
-        """Whether there is a complete curvature; removes what a fit that was killed at its very end left.
+        """Tell whether the curvature is complete. Remove what a fit that was killed at its very end left.
 
         Raises as [`~CurvatureFiles.saved`].
         """
@@ -138,12 +138,12 @@ class CurvatureFiles:
             ) from error
 
     def block_path(self, index: int) -> Path:
-        """File of a Kronecker block."""
+        """Return the file of a Kronecker block."""
         return self.directory / f"block-{index:05d}.safetensors"
 
     @property
     def diagonal_path(self) -> Path:
-        """File of all diagonal blocks."""
+        """Return the file of all diagonal blocks."""
         return self.directory / "diagonal.safetensors"
 
     def write_block(self, index: int, eigenvalues: Tensor, bases: tuple[Tensor, Tensor] | None) -> None:
@@ -163,7 +163,7 @@ class CurvatureFiles:
 
     @property
     def progress(self) -> Path:
-        """Directory of unfinished work."""
+        """Return the directory of unfinished work."""
         return self.directory / "progress"
 
     def prepare(self) -> None:
@@ -187,7 +187,7 @@ class CurvatureFiles:
         write_sealed(self.progress / "blocks.json", blocks.to_json())
 
     def sums_path(self, stage: str, blocks: CurvatureBlocks, part: int, share: tuple[int, int] = (0, 1)) -> Path:
-        """File of the sums of one part of the sample. Sums of another division have another name.
+        """Return the file of the sums of one part of the sample. Sums of another division have another name.
 
         Args:
             stage, blocks, part: what the sums are of.

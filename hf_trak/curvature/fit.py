@@ -59,11 +59,11 @@ class BatchSource(Protocol):
 
     @property
     def sharded(self) -> bool:
-        """Whether processes hold parts of one model, so that all make the same passes."""
+        """Tell whether processes hold parts of one model, so that all make the same passes."""
 
     @property
     def division(self) -> RowDivision:
-        """Which processes work on the same rows. The first of them gets the gradients."""
+        """Return which processes work on the same rows. The first of them gets the gradients."""
 
     def exchange(self, word: str) -> list[str]:
         """Tell all processes that hold parts of one model a word, and hear theirs, by rank."""
@@ -154,7 +154,7 @@ class CurvatureFit:
     def _first_blocks(self) -> dict[str, Any]:
         """Divide by what the first batch shows, unless an earlier run has come further.
 
-        All processes of a sharded model call this, of which the main process gets the gradients.
+        All processes of a sharded model call this. The main process gets the gradients.
         """
         main = self.processes.is_main_process
         blocks = self.files.read_blocks() if main else None
@@ -191,8 +191,8 @@ class CurvatureFit:
         )
 
     def _basis_parts(self, blocks: CurvatureBlocks) -> list[Rows]:
-        """Return all parts of the first pass, of which the first must be there: they tell how many positions rows
-        have. A gradient that comes whole counts as one position."""
+        """Return all parts of the first pass. The first must be there: they tell how many positions rows have. A
+        gradient that comes whole counts as one position."""
         first = self.plan.first_basis_parts
         if self.plan.kind != "ekfac":
             return first

@@ -27,8 +27,8 @@ class GradientMap:
 
     scale = 1.0
     by_owner = False
-    """Whether processes that hold a sharded model exchange gradients at the end of every batch, each of which
-    belongs to the first process of those with the same rows."""
+    """Whether processes that hold a sharded model exchange gradients at the end of every batch. Each gradient belongs
+    to the first process of those with the same rows."""
 
     def __init__(self, proj_dim: int) -> None:
         self.proj_dim = proj_dim
@@ -82,7 +82,7 @@ class DenseSink:
             self._add(start, block.detach().float())
 
     def takes_outer(self, left: Tensor, right: Tensor) -> bool:
-        """No: a formed block is multiplied at once, for all targets together."""
+        """Return `False`: a formed block is multiplied at once, for all targets together."""
         return False
 
     def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
@@ -91,7 +91,7 @@ class DenseSink:
 
 
 class Places(Protocol):
-    """Where the values of an [`InverseSink`] go. Those of one place may come in several parts, which add up."""
+    """The places of the values of an [`InverseSink`]. Values of one place may come in several parts, which add up."""
 
     def matrices(self, index: int, rotated: Tensor) -> None:
         """Take values of Kronecker block `index` in its bases, `(B, *shape)`."""
@@ -232,13 +232,13 @@ class InverseSink:
                 add_weights(self._dense_of(index, block), self._blocks.kronecker[index], start, block)
 
     def _dense_of(self, index: int, like: Tensor) -> Tensor:
-        """Matrices of what came dense, or is left of a bias: `(B, *shape)`."""
+        """Make the matrices of what came dense or is left of a bias: `(B, *shape)`."""
         if index not in self._dense:
             self._dense[index] = like.new_zeros(like.shape[0], *self._blocks.kronecker[index].shape)
         return self._dense[index]
 
     def _bias(self, index: int, like: Tensor) -> Tensor:
-        """Gradient of a bias, without what factors have of it: `(B, bias_length)`."""
+        """Return the gradient of a bias without what factors have of it: `(B, bias_length)`."""
         if index not in self._biases:
             self._biases[index] = like.new_zeros(like.shape[0], self._blocks.kronecker[index].bias_length)
         return self._biases[index]
@@ -327,7 +327,7 @@ class WhitenedProjection(InverseMap):
 
 
 class TargetProducts(GradientMap):
-    """Map gradients g to ⟨g, v_q⟩ for preconditioned targets v_q: exact scores, of which nothing else is stored.
+    """Map gradients g to ⟨g, v_q⟩ for preconditioned targets v_q. These are exact scores, and nothing else is stored.
 
     Literally a projection whose matrix holds the targets. Blocks are multiplied as they come, so that nothing of size
     B × P exists.

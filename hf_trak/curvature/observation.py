@@ -25,7 +25,7 @@ SMALLEST_SIDE = 4
 
 BIAS_TOLERANCE = 1e-2
 
-"""Relative difference of two sums over the same numbers, one of which is rounded to bfloat16 (4e-3 at most)."""
+"""Relative difference of two sums over the same numbers if one is rounded to bfloat16 (4e-3 at most)."""
 
 
 BIAS_NOISE = 1e-5
@@ -35,13 +35,13 @@ BIAS_NOISE = 1e-5
 
 @dataclass
 class Observation:
-    """What one or several batches have shown.
+    """The facts that one or several batches have shown.
 
     Attributes:
         factors (`dict[int, tuple[int, int, int]]`): by start, the sizes of both factors, and the largest number of
             times that they came in one batch.
-        dense (`set[str]`): parameters of which dense blocks came.
-        overlapping (`set[str]`): parameters of which dense blocks overlapped, or came beside factors, in one batch.
+        dense (`set[str]`): parameters whose gradients came as dense blocks.
+        overlapping (`set[str]`): parameters whose dense blocks overlapped, or came beside factors, in one batch.
         biases (`dict[int, tuple[int, str]]`): by start of the factors, the position of the bias that is their sum over
             positions, and the side of the inputs.
         refuted (`set[int]`): starts of factors whose sum was another one in some batch.
@@ -187,8 +187,8 @@ def divide(
 
     * A weight whose gradient comes as factors alone is a [`KroneckerBlock`], per group of channels.
     * Another matrix is one, too, with bases from its whole gradients; of a stack of matrices (the experts of a
-      mixture) each. Except embedding tables, of which a sample has few rows, and parameters that are an embedding and
-      a head at once, for which no one basis is right.
+      mixture) each. Not so embedding tables, since a sample has few of their rows, nor parameters that are an
+      embedding and a head at once, since no one basis is right for both.
     * Everything else is diagonal.
 
     Args:
@@ -291,7 +291,7 @@ def _stacked(slot: ParameterSlot, largest: int, bias: tuple[int, Part] | None) -
 
 
 def _own_bias(bias: tuple[int, Part] | None, low: int, first: int) -> tuple[int | None, Part]:
-    """Position of the bias of the part that starts in row `low` and column `first` of a matrix, and its side.
+    """Find the position of the bias of the part that starts in row `low` and column `first` of a matrix, and its side.
 
     It belongs to the first part of the inputs, cut as the outputs are.
     """
@@ -336,8 +336,8 @@ def eigenbasis(total: Tensor, count: int, what: str) -> tuple[Tensor, Tensor]:
     """Decompose a sum of outer products, in float64.
 
     Args:
-        total: the sum, `(d, d)`, of which the lower triangle is read.
-        count: by which it is divided first, so that no decomposition sees huge numbers.
+        total: the sum, `(d, d)`. Only the lower triangle is read.
+        count: the number that divides it first, so that no decomposition sees huge numbers.
         what: name of the parameter and the side, for errors.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Linear maps of gradients under a curvature of which every process has some blocks.
+"""Linear maps of gradients under a curvature whose blocks are divided over processes.
 
 The gradients of all processes' rows go to the owners of their blocks at the end of each batch's backward pass
 (`hf_trak.curvature.owner_maps`). Owners compute what their blocks add to the result, for the rows of each process, and
@@ -27,9 +27,9 @@ class _Event(NamedTuple):
 
     Attributes:
         start: where it starts in the gradient vector.
-        tensors: a dense block `(B, n)`, or two factors; where there is a width, the columns of a dense block that
+        tensors: a dense block `(B, n)`, or two factors; with a `width`, the columns of a dense block that
             differ from zero in some row, `(B, c)`, and their numbers `(c,)`.
-        width: n of a dense block of which only some columns are kept.
+        width: n of a dense block that is kept only in some columns.
     """
 
     start: int
@@ -44,7 +44,7 @@ class _Sink(Protocol):
 
 
 class BlockOwners:
-    """Which process has which Kronecker blocks: those whose gradients come together have one owner.
+    """The division of Kronecker blocks over processes. Blocks whose gradients come together have one owner.
 
     Attributes:
         rank: this process.
@@ -89,7 +89,7 @@ class BlockOwners:
 
     @property
     def mine(self) -> frozenset[int]:
-        """The Kronecker blocks of this process."""
+        """Return the Kronecker blocks of this process."""
         return frozenset(index for index, owner in enumerate(self._of) if owner == self.rank)
 
     def of_numbers(self, index: int) -> int:
@@ -98,7 +98,7 @@ class BlockOwners:
 
     @property
     def my_numbers(self) -> frozenset[int]:
-        """The diagonal blocks of this process."""
+        """Return the diagonal blocks of this process."""
         return frozenset(index for index, owner in enumerate(self._of_numbers) if owner == self.rank)
 
 
@@ -296,7 +296,7 @@ class OwnerMap(GradientMap):
         """
         Args:
             own: what the blocks of this process add to the result.
-            curvature: the curvature, of which this process has its own blocks.
+            curvature: the curvature, with the blocks of this process.
             owners: which process has which blocks, diagonal ones included.
             lockstep: the processes.
             device: where `own` computes.
@@ -423,12 +423,12 @@ class _BlockPlaces:
 
 
 class OwnSelfInfluence(InverseMap):
-    """What the blocks of this process add to gᵀ P⁻¹ g, `(B, 1)`."""
+    """The part of gᵀ P⁻¹ g that the blocks of this process add, `(B, 1)`."""
 
     def __init__(self, curvature: Curvature, damping: float) -> None:
         """
         Args:
-            curvature: the curvature P, of which this process has some blocks.
+            curvature: the curvature P, with the blocks of this process.
             damping: c in 1 / (Λ + c · mean Λ).
         """
         super().__init__(1, curvature, damping, 0.5)
@@ -467,7 +467,7 @@ class OwnPreconditioning(InverseMap):
     def __init__(self, form: LowRankForm, keeper: TargetKeeper, draws: int = 1) -> None:
         """
         Args:
-            form: the form in which targets are kept, of a curvature of which this process has some blocks.
+            form: the form in which targets are kept, of a curvature with the blocks of this process.
             keeper: keeps them.
             draws: how often every row comes, one time after the other; V is the mean.
         """
@@ -504,6 +504,6 @@ class OwnPreconditioning(InverseMap):
                 total[:, 0] += (kept != 0).sum(1).to(device)
                 total[:, 1] += whole.double().square().sum(1)
             self._keeper.finish(rows)
-            return total * self._draws  # of which the mean over draws is taken
+            return total * self._draws  # the mean over draws is taken of it
 
         return self.opened(places, result)

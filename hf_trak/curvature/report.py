@@ -70,13 +70,13 @@ class BlockReport:
 
     @property
     def numel(self) -> int:
-        """Number of parameters."""
+        """Return the number of parameters."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class CurvatureReport:
-    """What a fitted curvature looks like. `print(report)` shows all of it, [`~CurvatureReport.summary`] two lines.
+    """A report on a fitted curvature. `print(report)` shows all of it, [`~CurvatureReport.summary`] two lines.
 
     Attributes:
         kind (`str`): see `hf_trak.curvature.curvature.CurvatureKind`.
@@ -133,12 +133,12 @@ class CurvatureReport:
 
     @property
     def numel(self) -> int:
-        """P, the number of parameters."""
+        """Return P, the number of parameters."""
         return sum(block.numel for block in self.blocks)
 
     @property
     def effective_dimension(self) -> float:
-        """Σ Λ / (Λ + d) of all blocks."""
+        """Sum Λ / (Λ + d) over all blocks."""
         return math.fsum(block.effective_dimension for block in self.blocks)
 
     def summary(self) -> str:
@@ -244,7 +244,7 @@ def _moments(eigenvalues: Tensor, damping: float) -> tuple[float, float, float]:
 
 
 def _needed(block: KroneckerBlock | DiagonalBlock, kind: str) -> int:
-    """Number of positions, or of rows, that the bases of a block should come from.
+    """Return the number of positions or of rows that the bases of a block should come from.
 
     A position adds one direction to either basis. A whole gradient adds as many as the shorter side has, at most.
     """

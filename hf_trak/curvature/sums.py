@@ -1,4 +1,4 @@
-"""What the passes over the sample add up: factors or whole gradients for the bases, rotated squares for the
+"""The sums of the passes over the sample: factors or whole gradients for the bases, rotated squares for the
 eigenvalues.
 
 Sums are float64, products float32 where they are large. Of symmetric sums the lower triangle alone is computed. With
@@ -37,7 +37,7 @@ take 9/16 of the multiplications of the whole square."""
 
 
 class BasisSums:
-    """The sums of the first pass, one pair of matrices per Kronecker block, of which the lower triangle counts."""
+    """The sums of the first pass: one pair of matrices per Kronecker block. Only their lower triangles count."""
 
     takes_numbers = False
 
@@ -57,7 +57,7 @@ class BasisSums:
         self.left = {i: _zeros(shape[0], shape[0], device=device) for i, shape in summed.items()}
         self.right = {i: _zeros(shape[1], shape[1], device=device) for i, shape in summed.items()}
         self.counts = [0] * len(blocks.kronecker)
-        """Number of positions, or of rows where bases are those of whole gradients or where there are none."""
+        """Number of positions, or of rows if bases are those of whole gradients or missing."""
 
     def factors(self, index: int, left: Tensor, right: Tensor) -> None:
         if self.kind == "none":
@@ -86,7 +86,7 @@ class BasisSums:
         add_product(self.right[index], wide, wide)
 
     def numbers(self, index: int, first: int, gradients: Tensor) -> None:
-        """Parameters without a basis need no first pass."""
+        """Do nothing: parameters without a basis need no first pass."""
 
     def _gradients_of_factors(self, index: int, left: Tensor, right: Tensor) -> None:
         """Add Σ_b G_b G_bᵀ = Σ_b leftᵀ (right rightᵀ) left, or form G_b where that costs less."""
@@ -155,10 +155,10 @@ def _noticeable(factor: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add the lower triangle of a product that is symmetric, leftᵀ right, to a sum; above it, anything.
+    """Add the lower triangle of the symmetric product leftᵀ right to a sum. Anything may stand above it.
 
-    Small products are float64: it takes no time that one would notice, and where there are few positions, rounding
-    would turn the eigenvectors of the smallest eigenvalues.
+    Small products are float64: it takes no time that one would notice, and with few positions, rounding would turn the
+    eigenvectors of the smallest eigenvalues.
 
     Args:
         total: the sum, `(d, d)`.
@@ -225,5 +225,5 @@ def rotated(gradients: Tensor, bases: tuple[Tensor, Tensor] | None) -> Tensor:
 
 
 def sides(block: KroneckerBlock) -> int:
-    """Cost of the eigendecompositions of a block, relative to others."""
+    """Estimate the cost of the eigendecompositions of a block, relative to others."""
     return block.shape[0] ** 3 + block.shape[1] ** 3

@@ -61,7 +61,7 @@ class TargetForm:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a matrix is in a row: U `(I, r)` and then W `(r, J)`, or all of it where `rank` is `None`."""
+    """The place of a matrix in a row: U `(I, r)` and then W `(r, J)`, or all of it if `rank` is `None`."""
 
     start: int
     numel: int
@@ -236,7 +236,7 @@ class _LowRankProducts(GradientMap):
 
 
 def low_rank_numel(height: int, width: int, rank: int) -> int:
-    """Number of numbers that are kept of a matrix: r (I + J), or I J where that is no more."""
+    """Count the numbers that are kept of a matrix: r (I + J), or I J if that is no more."""
     return min(rank * (height + width), height * width)
 
 

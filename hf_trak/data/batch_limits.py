@@ -28,7 +28,7 @@ class BatchLimits:
     image: tuple[int, int, int] | None = None
     """Channels, height and width of the images that the position embedding is made for."""
     inputs: tuple[str, ...] = ()
-    """Names of inputs, one of which every batch has to have, see [`input_names`]."""
+    """Names of inputs. Every batch has to have one of them, see [`input_names`]."""
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "BatchLimits":

@@ -1,4 +1,4 @@
-"""Rows that a transform or a collator draws at random: one batch for every list of rows and number of a draw.
+"""Deterministic batches of randomly transformed rows: the same rows and draw number give the same batch.
 
 A collator draws for a whole batch at once, so that what a row gets would depend on the rows beside it. So each row is
 read and collated alone, with seeds of its own (`generators`), and the batches of single rows are joined (`joining`).
@@ -313,7 +313,8 @@ def rows_at(dataset: Any, numbers: Sequence[int]) -> list[Any]:
 
 
 class RowDraws:
-    """How often and with which seed random rows are drawn, and of which datasets it is known whether they are random.
+    """The number and the seed of the draws of random rows, and what is known of datasets: whether their rows are
+    random.
 
     Attributes:
         seed (`int`): seed of the run.

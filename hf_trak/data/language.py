@@ -219,7 +219,7 @@ def cut_at_rows(batch: Any, rows: Sequence[Any]) -> Any:
 
     Args:
         batch: what the collator made of the rows.
-        rows: the rows, of which each has its tokens in `input_ids`.
+        rows: the rows. Each has its tokens in `input_ids`.
 
     Returns:
         The batch with one sample per row.

@@ -90,7 +90,7 @@ def stored_columns(dataset: Any) -> str:
 
 
 def check_rows(rows: Sequence[Any], collator: Callable[[list[Any]], Any], columns: str = "") -> None:
-    """Refuse rows of which the default collators of `transformers` cannot make a batch.
+    """Refuse rows that the default collators of `transformers` cannot make a batch of.
 
     Args:
         rows: the rows of one batch.

@@ -30,7 +30,7 @@ from hf_trak.store.sealed import content_digest
 
 _SEQUENCES = ("input_ids", "input_values", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids")
 
-"""Columns of which collators of transformers and TRL pad the rows of a batch to one length."""
+"""Columns that collators of transformers and TRL pad to one length within a batch."""
 
 
 def row_lengths(dataset: Any, rows: range) -> Sequence[int] | None:

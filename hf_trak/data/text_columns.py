@@ -201,7 +201,7 @@ class TextColumns(ColumnsCollator):
         if missing := [name for name in self.texts[:2] if name not in kept]:
             raise ValueError(
                 f"A row has the columns {list(rows[0])}, and not {missing}. Expected the texts of the training rows, "
-                f"{list(self.texts)}, of which only negatives may be left out. Rename the columns."
+                f"{list(self.texts)}; only negatives may be left out. Rename the columns."
             )
         return self.collator([{name: row[name] for name in kept} for row in rows])
 

@@ -270,7 +270,7 @@ def checked_matrices(
             )
         for name, values in matrices.items():
             if not isinstance(name, str) or not name or name in found:
-                raise ValueError(f"`{argument}` has the name {name!r}. Expected texts, each of which occurs once.")
+                raise ValueError(f"`{argument}` has the name {name!r}. Expected texts; each occurs once.")
             label = f"{argument}[{name!r}]"
             found[name] = matrix = checked_scores(values, label, shape)
             shape = (matrix.shape[0], matrix.shape[1])

@@ -1,4 +1,4 @@
-"""How well repeated trainings agree, and with it the highest score that any attribution method could reach.
+"""Agreement of repeated trainings, and with it the highest score that any attribution method could reach.
 
 Outputs of retrained models are measurements with noise: another seed, or on a GPU the same seed once more, gives other
 outputs. With R repeats of every subset, the repeats are split into halves, and the correlation r of the halves' means

@@ -163,7 +163,7 @@ def removal_plan(
     seed: int = 0,
     shape: tuple[int, int] | None = None,
 ) -> RemovalPlan:
-    """Choose which rows to remove: for each target, the first by every method's scores, and by every control.
+    """Choose which rows to remove: for each target the first by every method's scores, and by every control.
 
     Methods that remove the same rows share a training. Besides random removal, take at least two controls that look
     like attribution but know nothing of the training: cosines of embeddings, BM25, rows of the same label. Negative
@@ -179,7 +179,7 @@ def removal_plan(
         counts (`Sequence[int]`, *optional*):
             Numbers of rows (or groups) to remove, in place of `fractions`.
         targets (`Sequence[int]`, *optional*):
-            Numbers of the targets that get removals of their own, each of which costs a training per fraction, method
+            Numbers of the targets that get removals of their own. Each removal costs a training per fraction, method
             and control. By default all.
         together (`bool`, *optional*, defaults to `False`):
             Remove the same rows for all these targets: the first by the mean of their scores. That costs one training
@@ -631,7 +631,7 @@ def _outputs_of_plan(plan: RemovalPlan, masks: ArrayLike, outputs: ArrayLike) ->
     if missing := [number for number, of_subset in enumerate(found) if not of_subset]:
         raise ValueError(
             f"`masks` lacks {len(missing)} of the plan's {len(found)} subsets, the first being subset {missing[0]}. "
-            "Expected all of `plan.masks`, the first of which is the whole training set. Train on those, too."
+            "Expected all of `plan.masks`; the first is the whole training set. Train on those, too."
         )
     return np.stack([values[of_subset].mean(axis=0) for of_subset in found])
 

@@ -33,7 +33,7 @@ from hf_trak.weights.checkpoints import Checkpoint, loaded
 
 SPREADS = 5.0
 
-"""Threshold: an effect exceeds so many standard deviations of random rows, and every draw of them.
+"""Threshold: an effect must exceed this many standard deviations of random rows, and every random draw.
 Few rows have most of the effect on a target, so that sets of random rows are no normal distribution: with 3 instead of
 5, `benchmarks/verify.py` sees an effect of 2 in 16 sets of random rows."""
 

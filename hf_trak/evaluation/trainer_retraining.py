@@ -181,8 +181,8 @@ class _MaskedLoss:
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape[:1] != (rows,):
             shown = "absent" if labels is None else f"{getattr(labels, 'dtype', type(labels).__name__)}"
             raise ValueError(
-                f"The `labels` of a training batch are {shown}. Expected whole numbers, one entry or list per row, of "
-                "which -100 is ignored by the loss. For other losses pass `row_losses(model_output, batch)`, the "
+                f"The `labels` of a training batch are {shown}. Expected whole numbers, one entry or list per row, "
+                "with -100 ignored by the loss. For other losses pass `row_losses(model_output, batch)`, the "
                 "loss of every row."
             )
         return labels
@@ -206,7 +206,7 @@ class _MaskedLoss:
         if not fitting and all(map(_count, parts)):  # a half without labels has no mean
             raise ValueError(
                 f"The loss of a batch is {whole:.6g}, those of its two halves are {one:.6g} and {other:.6g}. Expected "
-                "a sum or a mean over labels, of which -100 is ignored. For other losses pass "
+                "a sum or a mean over labels that ignores -100. For other losses pass "
                 "`row_losses(model_output, batch)`, the loss of every row."
             )
         self.normalizations = fitting or self.normalizations

@@ -135,10 +135,9 @@ def converted_config(source: FeatureStore, feature_dtype: str) -> dict[str, Any]
         StoreError: the source is not a store of an attributor.
     """
     config = source.config
-    if isinstance(source, RevisedStore) or config.get("api") == "TRAKer":
-        kind = "a revision" if isinstance(source, RevisedStore) else "a TRAKer directory"
+    if isinstance(source, RevisedStore):
         raise StoreError(
-            f"{source.output_dir} is {kind}, which cannot be converted. Expected a store of a `TrakAttributor`. "
+            f"{source.output_dir} is a revision, which cannot be converted. Expected a store of a `TrakAttributor`. "
             "Featurize the rows of a revision in a directory of their own."
         )
     before = str(config["feature_dtype"])
@@ -179,8 +178,8 @@ def history_of(store: FeatureStore, model_id: int) -> tuple[str, ...]:
 
 def scorer_of(store: FeatureStore, args: TrakConfig, processes: Processes) -> Scorer:
     """Make the scorer of a store without its model."""
-    ridge = (None, args.lambda_relative, args.solver_kind, args.solver_rank)
-    return Scorer(store, processes, processes.device, *ridge)
+    solver = (args.solver_kind, args.solver_rank)
+    return Scorer(store, processes, processes.device, args.lambda_relative, *solver)
 
 
 def _converted_settings(
@@ -197,7 +196,7 @@ def _check_destination(source: FeatureStore, directory: Path) -> None:
     if ours.is_relative_to(theirs) or theirs.is_relative_to(ours):
         raise ValueError(
             f"The directory of the result is {str(directory)!r}, and that of the source {str(source.output_dir)!r}. "
-            "Expected two directories of which none contains the other. Name another one for the result."
+            "Expected two directories; none contains the other. Name another one for the result."
         )
     if not directory.exists() or (directory / FeatureStore.CONFIG_FILE).exists():
         return

@@ -1,4 +1,5 @@
-"""What defines the features of a row besides weights and task: settings, and what becomes of rows before the model."""
+"""The definition of the features of a row besides weights and task: settings, and what becomes of rows before the
+model."""
 
 import logging
 import os
@@ -170,7 +171,7 @@ CURVATURE_VERSION = 3
 
 
 def whitening_settings(args: TrakConfig, train_size: int) -> dict[str, Any]:
-    """Entries of a store's configuration that define whitened features; none for plain ones.
+    """Return the entries of a store's configuration that define whitened features. Plain features have none.
 
     Args:
         args: the configuration.
@@ -211,7 +212,7 @@ def feature_settings(
     proj_dim: int,
     train_size: int,
 ) -> dict[str, Any]:
-    """Entries of a store's configuration that describe the projection, the parameters and the files.
+    """Return the entries of a store's configuration that describe the projection, the parameters and the files.
 
     Args:
         model: the model, for its class, name and revision, which are informational.

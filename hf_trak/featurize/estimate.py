@@ -63,7 +63,7 @@ def estimate(
         n = count_of(train_dataset, "train_dataset", 1)
         if isinstance(train_dataset, int):
             raise ValueError(
-                f"`measure` is set, but `train_dataset` is the number {n}. Expected the rows, some of which are "
+                f"`measure` is set, but `train_dataset` is the number {n}. Expected the rows, since some are "
                 "featurized to see how long it takes."
             )
         measured_batches(n, args)  # whether there are enough rows

@@ -130,11 +130,11 @@ class Cost:
     seconds: float | None = None
 
 
-_SHARD_HEADER_BYTES = 480
+_SHARD_HEADER_BYTES = 550
 
-_TARGET_HEADER_BYTES = 620
+_TARGET_HEADER_BYTES = 695
 
-_GRAM_HEADER_BYTES = 480
+_GRAM_HEADER_BYTES = 495
 
 _CHECKPOINT_JSON_BYTES = 430
 
@@ -181,12 +181,12 @@ class Estimate:
 
     @property
     def disk_bytes(self) -> int:
-        """Everything that stays on disk but scores from features (4 · n · m for a full matrix)."""
+        """Sum everything that stays on disk except scores from features (4 · n · m for a full matrix)."""
         return sum(one.disk for one in self.stages.values())
 
     @property
     def seconds(self) -> float | None:
-        """Time of all stages, or `None` if it was not measured."""
+        """Return the time of all stages, or `None` if it was not measured."""
         return None if self.rows_per_second is None else sum(one.seconds or 0.0 for one in self.stages.values())
 
     def __str__(self) -> str:
@@ -336,7 +336,7 @@ def _exact_stages(
 
 
 def count_of(value: Any, name: str, least: int) -> int:
-    """The number of rows of a dataset, or a number of rows that is given as such.
+    """Return the number of rows of a dataset, or a number of rows that is given as such.
 
     Raises:
         ValueError: it is neither, or below `least`.
@@ -353,19 +353,22 @@ def count_of(value: Any, name: str, least: int) -> int:
 
 
 def _matrix_bytes(rows: int, k: int, args: TrakConfig, header: int = _SHARD_HEADER_BYTES) -> int:
-    """A feature matrix on disk: `grads` (rows, k), `out_to_loss` (rows,) float32, and a header per shard."""
+    """Return the bytes of a feature matrix on disk.
+
+    It has `grads` (rows, k), `out_to_loss` (rows,) float32 and a header per shard.
+    """
     shards = len(ShardPlan(rows, args.shard_size))
     return rows * (row_bytes(k, args) + 4) + shards * header
 
 
 def row_bytes(k: int, args: TrakConfig) -> int:
-    """Bytes of the features of one row: k numbers, or their codes and a scale in float32."""
+    """Return the size of the features of one row in bytes: k numbers, or their codes and a scale in float32."""
     bits = BITS[args.storage]
     return k * bits // 8 if bits >= 16 else -(-k * bits // 8) + 4
 
 
 def _weight_bytes(model: torch.nn.Module, dtype: str | None) -> int:
-    """Parameters and buffers, in `dtype` where they are floating-point and it is given."""
+    """Return the bytes of parameters and buffers, in `dtype` if they are floating-point and it is given."""
     width = None if dtype is None else BITS[dtype] // 8
     return sum(
         value.numel() * (width if width is not None and value.is_floating_point() else value.element_size())
@@ -374,7 +377,7 @@ def _weight_bytes(model: torch.nn.Module, dtype: str | None) -> int:
 
 
 def measured_batches(n: int, args: TrakConfig) -> tuple[int, int]:
-    """Batch size and number of batches that are featurized to measure the time.
+    """Choose the batch size and the number of batches that are featurized to measure the time.
 
     Raises:
         ValueError: there are fewer than 3 training rows.
@@ -386,7 +389,10 @@ def measured_batches(n: int, args: TrakConfig) -> tuple[int, int]:
 
 
 def _solver(cost: SolverCost) -> str:
-    """For example `dual (5,000, memory 572.2 MiB, disk 190.7 MiB, 1.7e+12 multiply-adds)`."""
+    """Describe the cost of a solver.
+
+    For example `dual (5,000, memory 572.2 MiB, disk 190.7 MiB, 1.7e+12 multiply-adds)`.
+    """
     exact = "" if cost.exact else "not exact, "
     return (
         f"{cost.kind} ({cost.size:,}, {exact}memory {byte_size(cost.memory)}, disk {byte_size(cost.disk)}, "

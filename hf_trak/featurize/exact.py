@@ -89,8 +89,8 @@ class ExactScores:
         self.kind = curvature.fitted_kind
         if self.refinement is not None and is_sharded(model.model):
             raise ValueError(
-                "`refine` is 'cg', for a model that is divided over processes. Expected a whole model, of which "
-                "products with the Gauss-Newton matrix are taken. Leave `refine` out, or load the model unsharded."
+                "`refine` is 'cg', for a model that is divided over processes. Expected a whole model, for "
+                "products with its Gauss-Newton matrix. Leave `refine` out, or load the model unsharded."
             )
         if self.hybrid and self.refinement is not None:
             raise ValueError(
@@ -101,7 +101,7 @@ class ExactScores:
 
     @property
     def damping(self) -> float:
-        """c in 1 / (Λ + c · mean Λ)."""
+        """Return c in 1 / (Λ + c · mean Λ)."""
         if self.refinement is not None and self.refinement.damping is not None:
             return self.refinement.damping
         if self.args.curvature.damping is not None:
@@ -114,12 +114,12 @@ class ExactScores:
 
     @property
     def target_dtype(self) -> torch.dtype:
-        """Dtype in which preconditioned targets are kept."""
+        """Return the dtype in which preconditioned targets are kept."""
         return target_dtype(self.args)
 
     @property
     def target_rank(self) -> int | None:
-        """Rank of the matrices in which preconditioned targets are kept; `None` for whole ones."""
+        """Return the rank of the matrices in which preconditioned targets are kept, or `None` for whole ones."""
         return target_rank(self.args)
 
     def form(self, curvature: Curvature) -> TargetForm:
@@ -130,7 +130,8 @@ class ExactScores:
 
     @property
     def train_task(self) -> AbstractModelOutput:
-        """The training rows' side: minus the loss, of whose sum the model is a minimum, where the task has one."""
+        """Return the training rows' side. If the task has a loss whose sum the model minimizes, it is minus that
+        loss."""
         task = self.model.task
         if isinstance(task, BatchedModelOutput) and isinstance(task, HasLoss):
             return LossModelOutput(of=task)
@@ -138,7 +139,8 @@ class ExactScores:
 
     @property
     def scored_task(self) -> AbstractModelOutput:
-        """The training rows as they are scored: those of a hybrid have the scale of a Gauss-Newton matrix."""
+        """Return the task by which training rows are scored. Those of a hybrid have the scale of a Gauss-Newton
+        matrix."""
         task = self.model.task
         if not self.hybrid:
             return self.train_task
@@ -213,7 +215,7 @@ class ExactScores:
         return sorted(int(row) for row in chosen)
 
     def directory(self, model_id: int) -> Any:
-        """Directory of the curvature of one checkpoint."""
+        """Return the directory of the curvature of one checkpoint."""
         return self.model.store.output_dir / "curvature" / str(model_id)
 
     def identity(self, model_id: int, rows: Sequence[int]) -> dict[str, Any]:
@@ -355,7 +357,7 @@ class ExactScores:
         return shards
 
     def _directory(self, curvature: Curvature, question: Question, model_id: int) -> Path:
-        """Directory of what is computed for targets with a curvature."""
+        """Return the directory of what is computed for targets with a curvature."""
         place = self.model.store.experiment_dir(question.name)
         return place / f"exact-{self._tag(curvature)}" / f"checkpoint-{model_id}"
 

@@ -71,7 +71,7 @@ def whole_targets(targets: ShardSet, form: TargetForm) -> Iterator[tuple[int, Te
 
 
 def _nonzero(targets: ShardSet, form: TargetForm, indices: Sequence[int]) -> Iterator[Shard]:
-    """Read shards of preconditioned targets, of which none may be zero. Raises as [`target_rows`]."""
+    """Read shards of preconditioned targets. None may be zero. Raises as [`target_rows`]."""
     for shard in targets.part(indices):
         if bool((zero := form.zero(shard.grads)).any()):
             raise zero_target(shard.start + int(zero.nonzero()[0]))

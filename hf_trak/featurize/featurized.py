@@ -165,19 +165,19 @@ class FeaturizedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where batches go: the device of this process, or that of the first layer of a dispatched model."""
+        """Return the device of batches: that of this process, or that of the first layer of a dispatched model."""
         if getattr(self.model, "hf_device_map", None) is not None:
             return next(self.model.parameters()).device
         return self.processes.device
 
     @property
     def proj_dim(self) -> int:
-        """k, the number of features per example."""
+        """Return k, the number of features per example."""
         return self.layout.total if self.args.projection == "none" else self.args.width
 
     @property
     def store(self) -> FeatureStore:
-        """The feature store, created on first use. Raises `ConfigMismatchError` if it was made otherwise."""
+        """Return the feature store, created on first use. Raises `ConfigMismatchError` if it was made otherwise."""
         if self._store is None:
             self._store = FeatureStore.open(self.args.output_dir, self.store_config(), COMPARISONS)
         return self._store
@@ -447,17 +447,10 @@ class FeaturizedModel:
 
     @property
     def scorer(self) -> Scorer:
-        """Gram matrices, ridge systems and score blocks of the store."""
+        """Return the scorer: Gram matrices, ridge systems and score blocks of the store."""
         args = self.args
-        return Scorer(
-            self.store,
-            self.processes,
-            self.device,
-            None,
-            args.lambda_relative,
-            args.solver_kind,
-            args.solver_rank,
-        )
+        ridge = (args.lambda_relative, args.solver_kind, args.solver_rank)
+        return Scorer(self.store, self.processes, self.device, *ridge)
 
     def chosen(
         self, checkpoints: Checkpoints = None, featurized: bool = True

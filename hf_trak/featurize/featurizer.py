@@ -355,7 +355,7 @@ class Featurizer:
 
         Args:
             computer: the engine.
-            dataset: rows of which a process without a batch takes one, to make the passes of the others.
+            dataset: rows. A process without a batch takes one of them, to make the passes of the others.
             side: their side.
         """
         if not isinstance(computer, ShardedGradientComputer):

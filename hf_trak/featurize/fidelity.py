@@ -84,7 +84,7 @@ def curvature_report(exact: ExactScores, model_id: int) -> CurvatureReport:
         model_id (`int`): the checkpoint.
 
     Raises:
-        ValueError: the configured curvature is the identity, of which there is nothing to report.
+        ValueError: the configured curvature is the identity, which leaves nothing to report.
     """
     if exact.kind == "identity":
         raise ValueError(
@@ -111,7 +111,7 @@ _SHARD_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well two matrices of scores agree, target by target.
+    """The agreement of two matrices of scores, target by target.
 
     Attributes:
         spearman (`tuple[float, ...]`): rank correlation over the rows, of every target.
@@ -142,17 +142,17 @@ class Agreement:
 
     @property
     def mean_spearman(self) -> float:
-        """Mean over targets."""
+        """Return the mean over targets."""
         return float(np.mean(self.spearman))
 
     @property
     def mean_overlap(self) -> float:
-        """Mean over targets."""
+        """Return the mean over targets."""
         return float(np.mean(self.overlap))
 
     @property
     def standard_error(self) -> float:
-        """Standard error of `mean_spearman` over targets; infinite for one target."""
+        """Return the standard error of `mean_spearman` over targets. It is infinite for one target."""
         m = len(self.spearman)
         return float(np.std(self.spearman, ddof=1)) / math.sqrt(m) if m > 1 else math.inf
 
@@ -163,7 +163,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How well scores agree with those that take more bytes per row, on a sample.
+    """The agreement of scores with those that take more bytes per row, on a sample.
 
     Attributes:
         model_ids (`tuple[int, ...]`): the checkpoints.
@@ -441,7 +441,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def _correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Correlation of two lists of ranks; 0 where one is constant."""
+    """Correlate two lists of ranks. The result is 0 if one is constant."""
     first, second = first - first.mean(), second - second.mean()
     norm = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float(first @ second) / norm if norm > 0 else 0.0
@@ -521,7 +521,7 @@ def _read_rows(shards: ShardSet, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def row_bytes(store: FeatureStore) -> int:
-    """Number of bytes of a row of features, with its scale, without the weight q."""
+    """Return the number of bytes of a row of features, with its scale and without the weight q."""
     form = store.code_format
     return store.proj_dim * store.feature_dtype.itemsize if form is None else form.row_bytes + 4
 

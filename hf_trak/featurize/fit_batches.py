@@ -150,7 +150,7 @@ class FitBatches:
 
     @property
     def sharded(self) -> bool:
-        """Whether processes hold parts of one model."""
+        """Tell whether processes hold parts of one model."""
         return self._checked.sharded
 
     def exchange(self, word: str) -> list[str]:
@@ -159,7 +159,7 @@ class FitBatches:
 
     @property
     def division(self) -> RowDivision:
-        """Which processes work on the same rows."""
+        """Return which processes work on the same rows."""
         return self._checked.division
 
     def _gathering(self, computer: Any) -> Any:

@@ -201,7 +201,7 @@ def begun_with(targets: ShardSet, prefix: str) -> int | None:
 
     Args:
         targets: the targets, in whose directory scores are.
-        prefix: with which names of these scores begin.
+        prefix: the beginning of the names of these scores.
     """
     pattern = re.compile(re.escape(prefix) + r"-000000-(\d+)-\d+-of-\d+\.safetensors")
     found = [pattern.fullmatch(path.name) for path in targets.directory.glob(f"{prefix}-000000-*")]

@@ -64,7 +64,7 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
 
 
 def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
-    """The class with the highest logit, for every row."""
+    """Find the class with the highest logit for every row."""
     featurizer = model.featurizer()
     batches = featurizer.batches(_with_some_label(dataset), "target")
     size, found = model.args.batch_size, dict[int, int]()
@@ -91,7 +91,7 @@ def _with_some_label(dataset: Dataset) -> Dataset:
 
 
 def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str, Any]) -> Dataset:
-    """What the model writes after each prompt. Prompts go one at a time, so that none is padded."""
+    """Generate what the model writes after each prompt. Prompts go one at a time, so that none is padded."""
     featurizer, causal = model.featurizer(), isinstance(model.task, CausalLMModelOutput)
     if "images" in dataset.column_names and "prompt" in dataset.column_names and causal:
         return _answers_to_images(model, dataset, generation)
@@ -150,7 +150,8 @@ def _answers_to_images(model: FeaturizedModel, dataset: Dataset, generation: Map
 
 
 def _prompt_inputs(batch: Mapping[str, Any], prompt: Tensor) -> dict[str, Any]:
-    """What `generate` gets of a row: its images as the model takes them, and the entries of the prompt's tokens."""
+    """Return what `generate` gets of a row: its images as the model takes them, and the entries of the prompt's
+    tokens."""
     start = int((batch["input_ids"] == prompt[0, 0])[0].int().argmax())
     tokens, shape, images = slice(start, start + prompt.shape[1]), batch["input_ids"].shape, batch.get(STACKED, ())
     given = {name: batch[name].flatten(0, 1) for name in images}
@@ -163,7 +164,7 @@ def _prompt_inputs(batch: Mapping[str, Any], prompt: Tensor) -> dict[str, Any]:
 
 
 def _completion(prompt: Any, text: str) -> Any:
-    """A completion in the form of its prompt: a text, or the messages of a chat."""
+    """Return a completion in the form of its prompt: a text, or the messages of a chat."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
 
 
@@ -177,7 +178,7 @@ def _check_length(row: int, tokens: int, new_tokens: Any, positions: int | None)
 
 
 def _prompt(batch: Mapping[str, Any], causal: bool) -> Tensor:
-    """The tokens before the answer `(1, T)`: those before the first label, or all where none is masked."""
+    """Return the tokens before the answer `(1, T)`: those before the first label, or all if none is masked."""
     ids, mask, labels = batch["input_ids"], batch.get("attention_mask"), batch.get("labels")
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
     if causal and isinstance(labels, Tensor) and labels.shape == ids.shape:

@@ -37,17 +37,17 @@ class Question:
 
     @property
     def m(self) -> int:
-        """Number of scores of each training row: of targets, or of groups of them."""
+        """Return the number of scores of each training row: of targets, or of groups of them."""
         return len(self.eval_dataset) if self.groups is None else len(self.groups)
 
     @property
     def tag(self) -> str | None:
-        """A digest of the groups; `None` without groups."""
+        """Return a digest of the groups, or `None` without groups."""
         return None if self.groups is None else self.groups.tag
 
     @property
     def rows(self) -> Any:
-        """The rows of a result: targets, or groups of them."""
+        """Return the rows of a result: targets, or groups of them."""
         return self.eval_dataset if self.groups is None else self.groups.table()
 
 

@@ -45,7 +45,7 @@ REFINEMENT_VERSION = 1
 """Raised whenever the same inputs give other refined targets. It is part of their identity."""
 
 PARTS = 8
-"""Parts of the rows of a product, of which each falls to one process."""
+"""Parts of the rows of a product. Each falls to one process."""
 
 
 def refinement_rows(train_dataset: Any, refinement: Refinement, seed: int) -> list[int]:
@@ -174,7 +174,7 @@ class TargetRefinement:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the iterations: that of the weights, and float32 at least."""
+        """Return the dtype of the iterations: that of the weights, and float32 at least."""
         name = self.model.layout.slots[0].name
         return torch.promote_types(dict(self.model.model.named_parameters())[name].dtype, torch.float32)
 

@@ -25,7 +25,7 @@ def revise(
     added_rows: Any = None,
     sources: Mapping[int, Checkpoint | None] | None = None,
 ) -> FeaturizedModel:
-    """The same kind of featurized model, for the training dataset less some rows and with others below them.
+    """Make the same kind of featurized model for the training dataset less some rows and with others below them.
 
     Args:
         model: featurized, and left as it is.
@@ -105,7 +105,7 @@ def _checked_rows(exclude: Iterable[int], n: int) -> list[int]:
 
 
 def _ranges(rows: Sequence[int]) -> str:
-    """Ascending numbers, runs of them shortened: `3, 17-20`."""
+    """Format ascending numbers, runs of them shortened: `3, 17-20`."""
     parts: list[list[int]] = []
     for row in rows:
         if parts and row == parts[-1][-1] + 1:
@@ -116,7 +116,8 @@ def _ranges(rows: Sequence[int]) -> str:
 
 
 def _changed(train_dataset: Any, excluded: Sequence[int], added_rows: Any) -> Any:
-    """The rows that are kept, and the added ones below them, in the format that is set on the training dataset."""
+    """Return the rows that are kept and the added ones below them, in the format that is set on the training
+    dataset."""
     gone = set(excluded)
     kept = [row for row in range(len(train_dataset)) if row not in gone]
     if not isinstance(train_dataset, HFDataset):

@@ -22,7 +22,7 @@ class SearchIndex:
 
     Attributes:
         vectors (`GradientSearch`):
-            The vectors, of which `vectors.index` is the `datasets.search.FaissIndex`.
+            The vectors. `vectors.index` is the `datasets.search.FaissIndex`.
     """
 
     def __init__(

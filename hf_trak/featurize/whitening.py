@@ -51,7 +51,7 @@ class WhitenedModel(FeaturizedModel):
             model_id: the checkpoint, featurized. All processes call this together.
 
         Returns:
-            The rank correlation, mean over the targets of the sample; 1 where there are too few rows to tell.
+            The rank correlation, mean over the targets of the sample; 1 if the rows are too few to tell.
         """
         if len(self.train_dataset) <= CHECKED_TARGETS + 3:
             return 1.0

@@ -3,9 +3,9 @@
 `base` has the contract, and `layout` the order of the parameters. The engines are `hooked/` (one pass over the batch),
 `functional` (vmap) and `iterative` (one sample at a time). `auto` chooses among them, and checks the choice on the
 first batch against plain autograd (`self_check`, `tolerance`, `padding`). `sharded` is the hooked engine on models
-that are divided over processes, `sharded_check` its check. `environment` has what engines change for one pass, of
-which `activation_checkpointing` is a part. `per_sample` is the public function without tasks. Start
-reading at `auto`, or at the map in `hooked/__init__`.
+that are divided over processes, `sharded_check` its check. `environment` has what engines change for one pass,
+`activation_checkpointing` among it. `per_sample` is the public function without tasks. Start reading at `auto`, or at
+the map in `hooked/__init__`.
 
 The package imports tasks (`hf_trak.modelout_functions`), free memory and `_compat`. It knows no files and no
 projections.

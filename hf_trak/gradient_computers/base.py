@@ -222,7 +222,7 @@ class SplitBatch:
 
     @property
     def sample_elements(self) -> int:
-        """Number of tensor elements per sample, a measure of the cost of batches of different lengths."""
+        """Count the tensor elements per sample, a measure of the cost of batches of different lengths."""
         return sum(tensor.numel() for tensor in self.mapped.values()) // max(self.size, 1)
 
 

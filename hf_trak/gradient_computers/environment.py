@@ -1,4 +1,4 @@
-"""What an engine changes for the time of one pass: context managers that put everything back, also on exceptions."""
+"""The changes of an engine for the time of one pass: context managers that put everything back, also on exceptions."""
 
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -127,10 +127,10 @@ def problem_type_fixed(model: torch.nn.Module, labels: Any) -> Iterator[None]:
 
 @contextmanager
 def pass_settings(model: torch.nn.Module) -> Iterator[None]:
-    """Run the model under the settings that every engine, and all that engines are compared with, has in common.
+    """Run the model under the settings that are common to every engine and to all that engines are compared with.
 
     - Decoders build no key-value caches. One pass over a batch has no use for a cache, and it changes results:
-      transformers keeps the documents of a packed row apart only where there is none. This applies to all
+      transformers keeps the documents of a packed row apart only without one. This applies to all
       configurations of the model, also to one that is held by another (`text_config`) and belongs to no module.
     - Compiled code is set aside (`model.compile()`, `torch.compile`): hooks and functional transforms would have it
       compiled anew, for minutes, and it computes the same.

@@ -313,6 +313,6 @@ def _derivatives(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[T
 
 
 def _inner(left: list[Tensor], right: list[Tensor]) -> Tensor:
-    """Inner products of each of t rows, float64: `(t,)`."""
+    """Compute the inner products of each of t rows, float64: `(t,)`."""
     parts = [(a.double() * b.double()).flatten(1).sum(1) for a, b in zip(left, right, strict=True)]
     return torch.stack(parts).sum(0)

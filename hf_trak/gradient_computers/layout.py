@@ -26,7 +26,7 @@ class ParameterSlot:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return torch.Size(self.shape).numel()
 
 
@@ -84,13 +84,13 @@ class ParameterLayout:
 
     @property
     def total(self) -> int:
-        """Length P of the gradient vector."""
+        """Return the length P of the gradient vector."""
         last = self.slots[-1]
         return last.offset + last.numel
 
     @property
     def names(self) -> list[str]:
-        """Parameter names in order."""
+        """Return the parameter names in order."""
         return [slot.name for slot in self.slots]
 
     def slot(self, name: str) -> ParameterSlot:
@@ -110,5 +110,5 @@ class ParameterLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of names, shapes and offsets."""
+        """Return the hex digest of names, shapes and offsets."""
         return hashlib.sha256(json.dumps(self.to_list()).encode()).hexdigest()[:32]

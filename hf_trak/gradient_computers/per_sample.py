@@ -70,7 +70,7 @@ def per_sample_gradients(
     self_check: bool = True,
     max_block_bytes: int | None = None,
 ) -> dict[str, Tensor]:
-    """Compute, for every sample of a batch, the gradient of one scalar with respect to the parameters.
+    """Compute the gradient of one scalar with respect to the parameters, for every sample of a batch.
 
     Args:
         model (`torch.nn.Module`):
@@ -81,7 +81,7 @@ def per_sample_gradients(
             position.
         output_fn (`Callable[[Any, Any], torch.Tensor]`, `str` or `AbstractModelOutput`):
             `output_fn(model_output, batch) -> (B,)`. Element i may depend on sample i alone. Or a task, or the name of
-            one, such as `"causal_lm"`, of whose f gradients are taken.
+            one, such as `"causal_lm"`: gradients are those of its f.
         engine (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"hooked"`, `"functional"` or `"iterative"`.
         grad_wrt (`Iterable[str]`, *optional*):

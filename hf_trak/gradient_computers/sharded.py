@@ -91,7 +91,7 @@ class _Dropped:
         """Drop a block."""
 
     def takes_outer(self, left: Tensor, right: Tensor) -> bool:
-        """No: nothing is done with a block in either form."""
+        """Return `False`: nothing is done with a block in either form."""
         return False
 
     def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
@@ -159,7 +159,7 @@ class ShardedGradientComputer(HookedGradientComputer):
         self._last: tuple[Batch, Side] | None = None
 
     def _check_slices(self) -> None:
-        """Refuse a model of which tensor parallelism divides something that nothing here differentiates.
+        """Refuse a model if tensor parallelism divides something in it that nothing here differentiates.
 
         Raises:
             GradientEngineError: names the module, in every process.

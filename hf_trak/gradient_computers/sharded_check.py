@@ -30,7 +30,7 @@ _CHUNK = 1 << 16
 
 
 class CheckedEngine(Protocol):
-    """What the check takes from an engine."""
+    """The engine as the check uses it."""
 
     model: torch.nn.Module
     modelout_fn: AbstractModelOutput
@@ -189,7 +189,8 @@ def _sketched(computer: CheckedEngine, parameters: dict[str, Any]) -> GradientSk
 
 
 def _sketched_as_they_come(f: Tensor, computer: CheckedEngine, parameters: dict[str, Any]) -> GradientSketch:
-    """Sketch whole gradients of f, of which none is kept: DeepSpeed would reduce them for its optimizer."""
+    """Sketch whole gradients of f as they come, without keeping any. DeepSpeed would reduce kept ones for its
+    optimizer."""
     sketch = GradientSketch(computer.layout)
 
     def taking(name: str) -> Callable[[Tensor], Tensor]:

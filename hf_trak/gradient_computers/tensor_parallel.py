@@ -1,4 +1,4 @@
-"""What tensor parallelism makes of the layers of a model, and which of it the engine covers.
+"""Tensor parallelism: what it makes of the layers of a model, and which of it the engine covers.
 
 There are layers with slices that a rule covers, modules that compute with their slices as plain tensors (experts),
 whole parameters that see only a part of the heads, and layers that nothing covers.
@@ -27,7 +27,7 @@ _PARTIAL = "ReplicatedWithGradAllReduce"
 
 
 def sliced_parameters(model: nn.Module) -> frozenset[str]:
-    """List the parameters of which tensor parallelism gives every process another slice."""
+    """List the parameters that tensor parallelism slices, differently in every process."""
     parameters = dict(model.named_parameters())
     ranks = tensor_parallel_ranks(model)
     return frozenset(name for name in ranks if any(one is not None for one in slice_indices(parameters[name])))

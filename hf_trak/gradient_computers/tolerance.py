@@ -81,12 +81,12 @@ class Tolerance:
 
     @property
     def to_be_measured(self) -> bool:
-        """Whether rounding has to be measured before this tolerance can be used."""
+        """Tell whether rounding has to be measured before this tolerance can be used."""
         return self.ceiling is not None and self.noise is None
 
     @property
     def coarsest(self) -> "Tolerance":
-        """The tolerance that there would be if other rounding changed everything."""
+        """Return the tolerance that there would be if other rounding changed everything."""
         return self if self.ceiling is None else Tolerance(self.ceiling, 0.1)
 
     def limits(self, norms: Tensor, totals: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class CurvatureRecord:
 
     @property
     def tensors(self) -> dict[str, dict[str, TensorSpec]]:
-        """The tensors of every file, by the name of the file."""
+        """Return the tensors of every file by the name of the file."""
         files = {f"block-{index:05d}.safetensors": self._block(one) for index, one in enumerate(self.blocks.kronecker)}
         if self.blocks.diagonal:
             files["diagonal.safetensors"] = {
@@ -96,7 +96,7 @@ def read_content(path: Path, store: FeatureStore, model_id: int) -> dict[str, An
         model_id: the checkpoint.
 
     Returns:
-        The content, of which the checksum and the identity are checked.
+        The content. Its checksum and its identity are checked.
 
     Raises:
         StoreError: it is no such record. The message begins with "it", so that the caller can name the file.
@@ -119,7 +119,7 @@ def read_content(path: Path, store: FeatureStore, model_id: int) -> dict[str, An
 
 
 def is_known(identity: Mapping[str, Any]) -> bool:
-    """Whether this version of hf_trak can use a curvature."""
+    """Tell whether this version of hf_trak can use a curvature."""
     return identity.get("curvature_version") == CURVATURE_VERSION and identity.get("kind") in KINDS
 
 
@@ -214,7 +214,8 @@ def _all(blocks: CurvatureBlocks) -> list[KroneckerBlock | DiagonalBlock]:
 
 
 def _runs(block: KroneckerBlock | DiagonalBlock) -> tuple[int, int, int, int]:
-    """Where a block is, without its bias: start, number, distance and length of runs of parameters."""
+    """Return the place of a block without its bias. It is the start, number, distance and length of runs of
+    parameters."""
     if isinstance(block, DiagonalBlock):
         return block.start, 1, block.numel, block.numel
     return block.start, block.left, block.stride, block.right
@@ -256,7 +257,7 @@ class StoredCurvature:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return sum(path.stat().st_size for path in self.paths.values())
 
 

@@ -107,15 +107,15 @@ class IndexFiles(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the index in messages."""
+        """Return the name of the index in messages."""
 
     @property
     def root(self) -> Path:
-        """Directory of the fetched files."""
+        """Return the directory of the fetched files."""
 
     @property
     def work_dir(self) -> Path:
-        """Default directory for results computed with the index, outside of its files."""
+        """Return the default directory for results computed with the index, outside of its files."""
 
     def names(self) -> set[str] | None:
         """List the paths of all files; `None` if the index was opened from the cache alone."""
@@ -196,7 +196,7 @@ class HubFiles:
 
     @property
     def work_dir(self) -> Path:
-        """Default directory for results computed with this commit."""
+        """Return the default directory for results computed with this commit."""
         return Path(constants.HF_HOME) / "hf_trak" / self.repo_id.replace("/", "--") / self.commit
 
     def names(self) -> set[str] | None:
@@ -276,7 +276,7 @@ class LocalFiles:
 
     @property
     def work_dir(self) -> Path:
-        """Default directory for results, named by the directory and a digest of the two JSON files.
+        """Return the default directory for results, named by the directory and a digest of the two JSON files.
 
         The JSON files hold the checksums of all others, so other content has another directory.
 

@@ -89,7 +89,7 @@ def _storage(config: Mapping[str, Any], manifest: IndexManifest) -> str:
 
 
 def _first_bytes(config: Mapping[str, Any]) -> int | None:
-    """Return the bytes of the first block of codes, where there are more."""
+    """Return the bytes of the first block of codes, if there are more blocks."""
     bits = CODE_BITS.get(config["feature_dtype"])
     prefixes = [] if bits is None else CodeFormat(bits, int(config["proj_dim"])).prefixes
     return prefixes[0] if len(prefixes) > 1 else None

@@ -75,7 +75,7 @@ TRAIN_ROWS_FILE = "train_rows.safetensors"
 
 MAX_COLUMNS = 1 << 10
 
-"""Maximum number of columns of the training rows, of which there are digests."""
+"""Maximum number of columns of the training rows that have digests."""
 
 
 REFERENCE_BYTES = (8, 1 << 30)
@@ -131,7 +131,7 @@ def gram_bytes(width: int) -> tuple[int, int]:
 
 
 def low_rank_file(rank: int) -> str:
-    """Name of the file with the `rank` largest eigenvalues of XᵀX."""
+    """Return the name of the file with the `rank` largest eigenvalues of XᵀX."""
     return f"low_rank-{rank}.safetensors"
 
 
@@ -407,7 +407,7 @@ def stored_solver(store: FeatureStore, model_id: int) -> PublishedSolver | None:
 
 
 def solver_settings(published: Sequence[PublishedSolver | None], n: int, k: int) -> dict[str, Any]:
-    """Return the settings with which readers use what is published, where the choice `"auto"` might not.
+    """Return the settings that make readers use the published solver, in case `"auto"` would choose another.
 
     Args:
         published: what the solver of each checkpoint keeps.

@@ -35,7 +35,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class ShardLayout:
-    """Where the tensors of a shard are in its file.
+    """The places of the tensors of a shard in its file.
 
     Attributes:
         header (`int`): bytes of the header.
@@ -55,7 +55,7 @@ class ShardLayout:
         data = sum(self._bytes(name) for name in self._specs)
         self.header = size - _LENGTH_BYTES - data
         if not 2 <= self.header <= MAX_HEADER_BYTES:
-            raise StoreError(f"it has {size} bytes, of which tensors take {data} and the header cannot take the rest")
+            raise StoreError(f"it has {size} bytes, but tensors take {data} and the header cannot take the rest")
         self.stops: dict[str, int] = {}
         stop = _LENGTH_BYTES + self.header
         for name in self._specs:
@@ -94,7 +94,7 @@ class ShardLayout:
         return {name: self._tensor(name, data) for name, stop in self.stops.items() if stop <= len(data)}, text
 
     def _entries(self) -> dict[str, dict[str, Any]]:
-        """The entries of the tensors in the header, with offsets from its end."""
+        """Return the entries of the tensors in the header, with offsets from its end."""
         begin = _LENGTH_BYTES + self.header
         return {
             name: {
@@ -187,7 +187,7 @@ class IndexShards(ShardSet):
 
     @property
     def content_hash(self) -> str:
-        """Digest of the checksums of all shards, from the manifest. Reads no shard."""
+        """Return the digest of the checksums of all shards, from the manifest. Reads no shard."""
         return content_hash(self._checksums)
 
     def write(self, index: int, grads: Tensor, out_to_loss: Tensor) -> NoReturn:
@@ -219,7 +219,7 @@ class IndexShards(ShardSet):
         return f"{self._folder}/{self.plan.file_name(index, self.prefix)}"
 
     def _check_published(self, header: dict[str, Any], index: int) -> None:
-        """Compare the checksum of a shard's metadata with that of the manifest, and look what else it has."""
+        """Check the shard's header against the manifest, and reject unexpected tensors."""
         if (found := header.get("checksum")) != self._checksums[index]:
             raise StoreError(f"its checksum is {found}, the manifest says {self._checksums[index]}")
         if self.code_format is not None:

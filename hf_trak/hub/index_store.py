@@ -59,7 +59,7 @@ JSON_FILES = (FeatureStore.CONFIG_FILE, MANIFEST_FILE)
 
 _MANIFEST_BYTES = 64 << 10
 _MANIFEST_BYTES_PER_FILE = 1 << 10
-"""Bounds on a manifest: a fixed part, and a part per file, of which the digest takes 44 bytes."""
+"""Bounds on a manifest: a fixed part, and a part per file. A digest takes 44 bytes of it."""
 
 
 class IndexStore(FeatureStore):
@@ -83,16 +83,17 @@ class IndexStore(FeatureStore):
 
     @property
     def config_hash(self) -> str:
-        """Hex digest of all keys that define the features. Computed once, since an index does not change."""
+        """Return the hex digest of all keys that define the features. Computed once, since an index does not
+        change."""
         return self._config_hash
 
     def checkpoint_dir(self, model_id: int) -> Path:
-        """Directory of the fetched files of a checkpoint."""
+        """Return the directory of the fetched files of a checkpoint."""
         return self.files.root / super().checkpoint_dir(model_id).name
 
     @property
     def model_ids(self) -> list[int]:
-        """Ids of the checkpoints of the index, ascending."""
+        """Return the ids of the checkpoints of the index, ascending."""
         return sorted(self.manifest.checkpoints)
 
     def checkpoint_info(self, model_id: int) -> dict[str, Any]:

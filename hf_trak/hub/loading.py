@@ -48,7 +48,7 @@ class AbsentRows:
         Args:
             count: number of rows.
             name: name of the index, for messages.
-            remote: the rows in the dataset repo that the index names, of which some can be fetched.
+            remote: the rows in the dataset repo that the index names. Some of them can be fetched.
         """
         self.count = count
         self.name = name

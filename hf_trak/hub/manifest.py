@@ -20,8 +20,8 @@
 Every value of an untrusted index is checked here, and none is used as a path, imported or executed. Manifests of
 version 1 have no checksum; they are accepted beside configurations of version 1.
 
-`curvature` is optional. So are `solver`, which is left out where there is a Gram matrix, `row_digests`,
-`converted_from` and `train_rows`.
+`curvature` is optional. So are `solver`, which is left out beside a Gram matrix, `row_digests`, `converted_from`
+and `train_rows`.
 """
 
 import re
@@ -49,7 +49,7 @@ class PublishedCurvature:
     Attributes:
         record: that of `curvature.json`.
         blocks: those of `block-00000.safetensors`, ….
-        diagonal: that of `diagonal.safetensors`; `None` where there is none.
+        diagonal: that of `diagonal.safetensors`; `None` without one.
     """
 
     record: str
@@ -63,7 +63,7 @@ class PublishedCurvature:
 
 @dataclass(frozen=True)
 class PublishedSolver:
-    """What the solver of a checkpoint without a Gram matrix keeps, see `hf_trak.hub.index_files`.
+    """The files that the solver of a checkpoint without a Gram matrix keeps, see `hf_trak.hub.index_files`.
 
     Attributes:
         kind: `"low_rank"`, or `"none"` where nothing is published.

@@ -357,7 +357,9 @@ def push_index(
     curvature: bool = True,
     **facts: Any,
 ) -> CommitInfo:
-    """Publish a finished feature store as a dataset repo: configuration, Gram matrices, feature shards, and a card.
+    """Publish a finished feature store as a dataset repo.
+
+    The repo gets the configuration, Gram matrices, feature shards and a card.
 
     All files become visible together, in one commit. After an interruption the same call uploads only the files that
     have not arrived, and where nothing has changed there is no commit. The commit deletes files of an earlier index
@@ -380,7 +382,7 @@ def push_index(
         commit_message (`str`, *optional*):
             Message of the commit.
         curvature (`bool`, *optional*, defaults to `True`):
-            Publish the complete curvatures of the store, too, with which others compute exact scores.
+            Publish the complete curvatures of the store, too. Others compute exact scores with them.
         facts:
             Fields of [`~hf_trak.hub.push.IndexFacts`], which the store does not record: `settings` (the
             `TrakConfig` of the run, for λ and the batch size), `model_name` and `model_revision` (the model repo),
@@ -469,7 +471,7 @@ def _curvatures(store: FeatureStore) -> dict[int, StoredCurvature]:
 
 
 def _manifest(store: FeatureStore, facts: IndexFacts, curvatures: Mapping[int, StoredCurvature]) -> IndexManifest:
-    """Describe the checkpoints of a store, each of which has to be complete."""
+    """Describe the checkpoints of a store. Each has to be complete."""
     ids, given = store.model_ids, facts.checkpoints or {}
     if not ids:
         raise IncompleteStoreError(f"{store.output_dir} holds no checkpoint to publish. Featurize first.")

@@ -114,7 +114,7 @@ class RepoFile:
 
 
 class ParquetRows:
-    """The rows of some Parquet files, one after the other, of which a row group is the least that is downloaded.
+    """Rows of several Parquet files in order. Downloads whole row groups.
 
     What was downloaded is kept in a directory, file by file: the same call after an interruption goes on.
 
@@ -140,18 +140,18 @@ class ParquetRows:
 
     @cached_property
     def _metadata(self) -> list[pq.FileMetaData]:
-        """The footers of all files."""
+        """Read the footers of all files."""
         with ThreadPoolExecutor(_THREADS) as pool:
             return list(pool.map(self._footer, range(len(self._files))))
 
     @cached_property
     def _groups(self) -> list[tuple[int, int]]:
-        """The file and the number of every row group."""
+        """List the file and the number of every row group."""
         return [(place, group) for place, one in enumerate(self._metadata) for group in range(one.num_row_groups)]
 
     @cached_property
     def _starts(self) -> list[int]:
-        """The first row of every row group, and the number of all rows."""
+        """Return the first row of every row group, and the number of all rows."""
         counts = (self._metadata[place].row_group(group).num_rows for place, group in self._groups)
         return [0, *accumulate(counts)]
 
@@ -160,7 +160,7 @@ class ParquetRows:
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns of the first file."""
+        """Return the columns of the first file."""
         return self._metadata[0].schema.to_arrow_schema()
 
     def fetch(self, rows: Sequence[int], columns: Sequence[str] | None = None) -> None:
@@ -238,7 +238,7 @@ class ParquetRows:
         if (size := metadata.row_group(group).total_byte_size) > _MAX_GROUP_BYTES:
             raise HubAccessError(
                 f"Row group {group} of {self._files[place].path!r} of {self._repo_id} has {size} bytes. Expected at "
-                f"most {_MAX_GROUP_BYTES}, of which memory has to hold some at a time. Load the dataset as a whole, "
+                f"most {_MAX_GROUP_BYTES}, since memory has to hold some at a time. Load the dataset as a whole, "
                 "and pass it as `train_dataset=`."
             )
         file = self._open(place)
@@ -368,7 +368,7 @@ class RemoteRows:
             count (`int`):
                 Their number.
             contents (`Callable`):
-                Returns their digests, or `None` where there are none.
+                Returns their digests, or `None` without any.
             commit (`str` or `None`):
                 The commit of this repo that they came from, if it is known. Without digests it has to be this one.
         """
@@ -379,7 +379,7 @@ class RemoteRows:
 
         Args:
             columns (`Sequence[str]`):
-                Columns that reach the model, some of which may not exist.
+                Columns that reach the model. Some may not exist.
         """
         if self.columns is None and self.prepare is None:
             self._wanted = tuple(columns)
@@ -401,7 +401,7 @@ class RemoteRows:
 
     @property
     def fetched(self) -> int:
-        """Bytes that this object has downloaded, of footers and row groups."""
+        """Return the bytes that this object has downloaded, of footers and row groups."""
         return 0 if self._files is None else self._files.fetched
 
     def fetch(self, rows: Sequence[int]) -> None:
@@ -483,7 +483,7 @@ class RemoteRows:
         return self._features
 
     def _to_read(self) -> list[str] | None:
-        """Names of the columns to download; `None` for all."""
+        """Return the names of the columns to download, or `None` for all."""
         if self.columns is not None:
             return list(self.columns)
         found = [name for name in self._known_features() if name in (self._wanted or ())]

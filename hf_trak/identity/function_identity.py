@@ -239,13 +239,13 @@ def _hashed(value: Any, depth: int = 0) -> tuple[str, ...]:
     digest = xxhash.xxh3_128()
     try:
         update_digest(digest, value)
-    except TypeError:  # for example an open file or a lock, of which only the class can be compared
+    except TypeError:  # for example an open file or a lock: only its class can be compared
         return "class", name_of(type(value))
     return "content", name_of(type(value)), digest.hexdigest()
 
 
 def _holds_plain_values(value: Any, within: tuple[int, ...] = ()) -> bool:
-    """Whether a container holds only numbers, texts and containers of them, and does not contain itself."""
+    """Tell whether a container holds only numbers, texts and containers of them and not itself."""
     if type(value) not in _CONTAINERS or id(value) in within or len(within) > MAX_DEPTH:
         return False
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
@@ -327,7 +327,7 @@ def _held(value: Any) -> dict[str, Any]:
 
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
-"""The minor version of Python, with which bytecode changes."""
+"""The minor version of Python. Bytecode changes with it."""
 
 
 def function_identity(value: Any, model: torch.nn.Module | None = None) -> dict[str, str]:
@@ -359,7 +359,7 @@ def identity_of(value: Any, model: torch.nn.Module | None = None) -> Any:
 
 
 def same_function(saved: Any, given: Any) -> bool | None:
-    """Whether two identities are of the same function, or two JSON values with identities in them are the same.
+    """Tell whether two identities are of the same function, or two JSON values with identities in them are the same.
 
     Functions with the same code are the same, whatever their names.
 

@@ -150,7 +150,7 @@ BUILT_IN = (
 
 @functools.cache
 def is_library(module: str | None) -> bool:
-    """Whether a module, by its name, belongs to an installed package, the standard library, or this library."""
+    """Tell by its name whether a module belongs to an installed package, the standard library or this library."""
     if not module:
         return False
     top = module.partition(".")[0]
@@ -180,7 +180,7 @@ def _installed() -> tuple[Path, ...]:
 
 @functools.cache
 def is_own_class(cls: type) -> bool:
-    """Whether a class belongs to a user rather than a library."""
+    """Tell whether a class belongs to a user rather than a library."""
     return not is_library(cls.__module__)
 
 
@@ -190,7 +190,7 @@ def own_classes(cls: type) -> list[type]:
 
 
 def is_named(value: Any) -> bool:
-    """Whether a module of a library holds a value under the value's own name."""
+    """Tell whether a module of a library holds a value under the value's own name."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or not is_library(module):
         return False

@@ -69,8 +69,7 @@ def compiled(name: str, compile_now: bool = True) -> ctypes.CDLL | None:
         compile_now: whether to compile what is not on the disk.
 
     Returns:
-        The library, or `None` where there is none: no compiler, or one that does not compile the file, which is
-        logged.
+        The library, or `None` without a compiler or with one that does not compile the file. A failure is logged.
     """
     path = path_of(name)
     if path is None:

@@ -224,7 +224,8 @@ def _derive_transposed(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 def _vmapped(operator: Any) -> Any:
-    """Rows of all samples are rows of one call, since each row is mapped by itself."""
+    """Make the vmap rule of an operator. Rows of all samples are rows of one call, since each row is mapped by
+    itself."""
 
     def of_samples(info: Any, in_dims: tuple[int | None, ...], rows: Tensor, *rest: Any) -> tuple[Tensor, int]:
         samples = rows.movedim(in_dims[0], 0)  # type: ignore[arg-type]  # nothing else can be batched

@@ -24,7 +24,7 @@ _BLOCKS_WANTED = 64  # per sample; more than that only take workspace
 _MIN_WIDTH, _MAX_WIDTH = _COLUMNS_PER_THREAD * _MAX_ROWS_PER_STEP, 2**24
 
 _WORTHWHILE = {torch.float32: 8, torch.bfloat16: 4, torch.float16: 4}
-"""Largest numbers of outer products with which this beats a matrix product and `sjlt.cu`; see cuda_ext/README."""
+"""Largest numbers of outer products for which this beats a matrix product and `sjlt.cu`; see cuda_ext/README."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class OuterPlan:
 
     @property
     def slots(self) -> int:
-        """Number of partial sums."""
+        """Return the number of partial sums."""
         return self.strips * self.splits * self.tiling.parts
 
 

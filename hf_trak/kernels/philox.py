@@ -166,7 +166,7 @@ _MASK = 2**32 - 1
 
 
 def philox_4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 on Python ints (Salmon et al. 2011, figure 2 and section 5)."""
+    """Compute Philox4x32-10 on Python ints (Salmon et al. 2011, figure 2 and section 5)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -178,17 +178,17 @@ def philox_4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> 
 
 
 def philox(position: int, block: int, stream: int, seed: int, model_id: int) -> tuple[int, int, int, int]:
-    """The generator with the key and counter layout of this library."""
+    """Run the generator with the key and counter layout of this library."""
     return philox_4x32_10(
         (position & _MASK, position >> 32, stream << 24 | block, model_id), (seed & _MASK, seed >> 32)
     )
 
 
 def sign(words: tuple[int, int, int, int], bit: int) -> int:
-    """±1 from bit `bit` of 128."""
+    """Return ±1 from bit `bit` of 128."""
     return 1 - 2 * (words[bit // 32] >> bit % 32 & 1)
 
 
 def draw(word: int, n: int) -> int:
-    """A number in {0, …, n − 1} out of a 32-bit word."""
+    """Draw a number in {0, …, n − 1} out of a 32-bit word."""
     return word * n >> 32

@@ -62,7 +62,7 @@ def require_right_outer(runtime: Runtime, dtype: torch.dtype, tokens: int, devic
     outputs, start, height, width = 3000, 2**33 + 5001, 11, 1030
 
     def factors(block: Tensor) -> tuple[Tensor, Tensor]:
-        """A block `(B, T (I + J))` as `(B, T, I)` and `(B, T, J)`."""
+        """Split a block `(B, T (I + J))` into `(B, T, I)` and `(B, T, J)`."""
         left, right = block.split([instance * height, instance * width], 1)
         return left.unflatten(1, (instance, height)), right.unflatten(1, (instance, width))
 
@@ -84,8 +84,8 @@ def require_right_hadamard(runtime: Runtime, size: int, device: torch.device) ->
         KernelError: it cannot be run, or its result is wrong.
     """
     in_tile = size <= 1 << TILE_BITS
-    # Sizes 2ⁿ with an odd n, where products with 1 / √p are rounded. Several rows in a tile, of which not all are
-    # there; four passes, with all layouts, of which two end a round and begin the next.
+    # Sizes 2ⁿ with an odd n, where products with 1 / √p are rounded. Several rows in a tile that is not full. Four
+    # passes, with all layouts: two of them end a round and begin the next.
     rows, checked = (7, 2**11) if in_tile else (2, 2**17)
     generator = torch.Generator().manual_seed(1)
     signs = torch.randint(-(2**31), 2**31, (3, checked // 32), generator=generator).to(torch.int32)
@@ -137,7 +137,7 @@ def require_right_dense(
 def checked_instruction(
     runtime: Runtime, distribution: Distribution, dtype: torch.dtype, rows: int, device: torch.device, terms: int
 ) -> Instruction:
-    """The fastest instruction whose kernel is right for a batch of `rows` samples.
+    """Find the fastest instruction whose kernel is right for a batch of `rows` samples.
 
     Where Hopper's own (`wgmma`) cannot be used, a warning says why and `mma`, which computes the same map with sums
     rounded elsewhere, takes its place on that device for the rest of the process.

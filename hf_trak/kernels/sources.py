@@ -19,7 +19,7 @@ _SHARED_PARTS = {
 }
 
 CPU_PARTS = ("sjlt",)
-"""Files of `cuda_ext/cpu/`, without their suffix, each of which is a library of its own."""
+"""Files of `cuda_ext/cpu/`, without their suffix. Each is a library of its own."""
 
 INPUT_TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 """The names that `common.cu` gives to the dtypes of gradients."""

@@ -54,7 +54,7 @@ class SjltPlan:
 
     @property
     def slots(self) -> int:
-        """Number of partial sums."""
+        """Return the number of partial sums."""
         return self.splits * self.tiling.parts
 
 

@@ -35,7 +35,7 @@ RUN = 512
 RUNS_PER_CHUNK = 16
 CHUNK = RUN * RUNS_PER_CHUNK
 STEPS = 128
-"""Number of different steps, of which the shortest is RUN."""
+"""Number of different steps. The shortest is RUN."""
 ACCUMULATORS = RUNS_PER_CHUNK * (RUN + STEPS)
 """K is the smallest multiple of k that is at least this, so that a chunk never overlaps itself."""
 
@@ -70,7 +70,7 @@ class _Region:
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
-        """Offsets and steps, int64."""
+        """Return the offsets and the steps, int64."""
         return torch.tensor(self.offsets), torch.tensor(self.steps)
 
     @property

@@ -1,4 +1,4 @@
-"""Model output functions: the tasks, each of which defines the scalar f(z; θ) that is attributed, and q(z) = ∂L/∂f.
+"""Model output functions: the tasks. Each defines the scalar f(z; θ) that is attributed, and q(z) = ∂L/∂f.
 
 Start with `base` (the contract), then `classification` (the paper's example) over the numerics in `margins`, and
 `aggregated` (samples of several labels) under the token tasks. `registry` turns what users pass as `task` into an

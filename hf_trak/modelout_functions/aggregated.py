@@ -68,7 +68,7 @@ class AggregatedModelOutput(BatchedModelOutput):
 
     @abstractmethod
     def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
-        """Compute the margin of every label, `(B, T)`, differentiable; any finite number where there is no label."""
+        """Compute the differentiable margin of every label, `(B, T)`. Places without a label get any finite number."""
 
     @abstractmethod
     def check(self, model_output: Any, batch: Batch) -> None:
@@ -97,7 +97,7 @@ class AggregatedModelOutput(BatchedModelOutput):
         return (torch.where(valid, losses, 0.0) * self._weights(batch, valid, losses)).sum(dim=1)
 
     def label_weights(self, batch: Batch) -> Tensor:
-        """Return w_t of every label of a batch, the weight of its margin in f: `(B, T)`, 0 where there is no label."""
+        """Return w_t of every label of a batch, the weight of its margin in f: `(B, T)`. It is 0 without a label."""
         valid = self._counted(batch)
         return self._weights(batch, valid, valid.new_zeros((), dtype=torch.float32))
 

@@ -158,7 +158,7 @@ class BatchedModelOutput(AbstractModelOutput):
 
     @abstractmethod
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments with which the model is called for a batch.
+        """Return the positional and keyword arguments that the model is called with for a batch.
 
         Args:
             batch (`Batch`):

@@ -157,14 +157,14 @@ def logits_of(model_output: Any, labels: Tensor) -> Tensor:
 
 
 def find_logits(model_output: Any, remedy: str = "Pass a task of your own (`FunctionModelOutput`).") -> Tensor:
-    """Find the logits, of any shape, in a model's return value.
+    """Find the logits of any shape in a model's return value.
 
     They are the value itself if that is a tensor, the entry or attribute `logits` of a mapping or object, or the first
-    tensor of two or more dimensions of a tuple (the loss, where there is one, is a scalar).
+    tensor of two or more dimensions of a tuple (the loss, if the tuple has one, is a scalar).
 
     Args:
         model_output: what the model returned.
-        remedy: what to do where there are none, for the error message.
+        remedy: what to do without logits, for the error message.
 
     Raises:
         TypeError: the value is none of these.

@@ -61,8 +61,8 @@ class CompletionModelOutput(BatchedModelOutput):
     """Base class of tasks whose samples are one or two sequences of a prompt and a completion.
 
     Batches are mappings. With one sequence per sample, `input_ids` is `(B, T)`, with two `(B, 2, T)`; the model is
-    given `(B, T)` or `(2 B, T)`, both sequences of a sample next to each other. Images, of which a sample has one
-    copy, `(B, …)`, are given to the model once for each of its sequences.
+    given `(B, T)` or `(2 B, T)`, both sequences of a sample next to each other. A sample has one copy of its images,
+    `(B, …)`; the model is given it once for each of the sequences.
     """
 
     head: ClassVar[str] = "AutoModelForCausalLM"
@@ -95,7 +95,7 @@ class CompletionModelOutput(BatchedModelOutput):
             model_output: what the model returned.
             batch: the batch.
             temperature: the logits are divided by it.
-            wanted: marks the tokens of which log-probabilities are needed, in the shape of `input_ids`. `None`: those
+            wanted: marks the tokens whose log-probabilities are needed, in the shape of `input_ids`. `None`: those
                 of completions.
 
         Returns:

@@ -11,7 +11,7 @@ gradient of Equation 7. The reference is a constant that no gradient sees: rows 
 
 Other losses of h, by the names that TRL gives them: `hinge` (SLiC, arXiv 2305.10425), max(0, 1 − h); `ipo`
 (arXiv 2310.12036, Equation 17), ((h − ½)/β)², with log-probabilities per token; `robust` (arXiv 2403.00409), −log σ
-corrected for labels of which the part ε is wrong; `sigmoid_norm`, −log σ with log-probabilities per token.
+corrected for labels if the part ε of them is wrong; `sigmoid_norm`, −log σ with log-probabilities per token.
 """
 
 import math

@@ -70,7 +70,7 @@ class Draws:
             labelled: marks the places that carry a label, `(B, T)`, boolean.
 
         Returns:
-            `(B, T)`, float64, multiples of 2⁻³³; meaningless numbers where there is no label.
+            `(B, T)`, float64, multiples of 2⁻³³; meaningless numbers in places without a label.
         """
         return self._numbers(places_of(labelled), UNIFORM_BLOCK, 1).squeeze(-1)
 
@@ -82,7 +82,7 @@ class Draws:
             labelled: marks the places that carry a label, `(B, T)`, boolean.
 
         Returns:
-            `(B, T)`, int64; any class where there is no label.
+            `(B, T)`, int64; any class in places without a label.
         """
         places, width = places_of(labelled), logits.shape[1]
         step = max(1, _SLICE // max(1, logits.shape[0] * logits.shape[2]))
@@ -104,7 +104,7 @@ class Draws:
 
         Returns:
             `(B, T)`, float32 (float64 for float64 logits), differentiable with respect to the logits; meaningless
-            numbers where there is no label.
+            numbers in places without a label.
         """
         drawn = self.classes(logits, labelled).unsqueeze(-1)
         return torch.nn.functional.logsigmoid(_Margins.apply(_widened(logits), drawn)[0].squeeze(-1))

@@ -77,7 +77,7 @@ class EmbeddingPairsModelOutput(EmbeddingModelOutput):
             batch_size (`int`, *optional*):
                 Rows in a batch of the training, at least 2. `None` counts every simulated row as one of a batch.
             simulated_batch_size (`int`, *optional*):
-                Number of simulated rows. `None` takes 300, or all training rows where there are fewer.
+                Number of simulated rows. `None` takes 300, or all training rows if they are fewer.
             directions (`Sequence[str]`, *optional*, defaults to `("query_to_doc",)`):
                 What is contrasted, as in the loss of sentence-transformers: anchors with documents (positives and
                 hard negatives), with anchors (`"query_to_query"`), positives with anchors (`"doc_to_query"`) or

@@ -1,4 +1,4 @@
-"""`EmbeddingModelOutput`: rows of several texts, each of which a model turns into one vector.
+"""`EmbeddingModelOutput`: rows of several texts. A model turns each text into one vector.
 
 A batch is `(B, C, T)`: one sample is one row of C texts (anchor, positive, negatives), so that the gradient of a row
 is that of all of its texts together. The model of `sentence-transformers` is given `(B · C, T)`, the texts of a row

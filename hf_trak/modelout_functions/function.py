@@ -13,7 +13,7 @@ from hf_trak.modelout_functions.batches import as_sequence, inputs_of, size_of
 
 OutputFn = Callable[[Any, Batch], Tensor]
 
-"""A function `(model_output, batch) -> (B,)`, of whose result element i depends on sample i alone."""
+"""A function `(model_output, batch) -> (B,)`. Element i of its result depends on sample i alone."""
 
 
 class FunctionModelOutput(BatchedModelOutput):
@@ -33,8 +33,8 @@ class FunctionModelOutput(BatchedModelOutput):
                 `(model_output, batch) -> (B,)`, q of every sample. `None` takes q ≡ 1: scores then rank by the change
                 of f alone.
             model_inputs_fn (`Callable`, *optional*):
-                `batch -> (args, kwargs)` with which the model is called. `None` passes a mapping by name without
-                `labels` and `label`, and a sequence by position without its last element, the labels.
+                `batch -> (args, kwargs)`, the arguments that the model is called with. `None` passes a mapping by name
+                without `labels` and `label`, and a sequence by position without its last element, the labels.
 
         Raises:
             TypeError: an argument is not callable.

@@ -5,7 +5,7 @@ they have is a loss L, which `model(**batch).loss` returns when the batch holds 
 train side is f = −L of the row with q = 1, so that a positive score marks a row that lowers the loss of the target;
 the target side is the same f.
 
-Models return the mean or the sum over the batch, of which the loss of a row cannot be told. There are three ways:
+Models return the mean or the sum over the batch, which does not tell the loss of a row. There are three ways:
 
 * for CTC models and SegFormer the loss of every row is computed here from the logits, as these models do for a batch
   of one row;
@@ -89,7 +89,7 @@ class RowLossModelOutput(BatchedModelOutput):
         if loss.numel() != 1 or size > 1:
             raise ValueError(
                 f"The model returned a loss of shape {tuple(loss.shape)} for a batch of {size} rows. Expected one "
-                "number per row, of which the loss of a batch is a mean. Set `per_device_batch_size=1`, or pass "
+                "number per row, whose mean is the loss of a batch. Set `per_device_batch_size=1`, or pass "
                 "`task=RowLossModelOutput(loss_fn)` with `loss_fn(model_output, batch) -> (B,)`."
             )
         return loss.reshape(1)
@@ -103,7 +103,7 @@ class RowLossModelOutput(BatchedModelOutput):
 
 
 def _loss_in(model_output: Any, batch: Batch) -> Tensor:
-    """Find the loss in what a model returned. Raises `ValueError` where there is none."""
+    """Find the loss in what a model returned. Raises `ValueError` if it has none."""
     found = model_output.get("loss") if isinstance(model_output, Mapping) else getattr(model_output, "loss", None)
     if isinstance(found, Tensor):
         return found

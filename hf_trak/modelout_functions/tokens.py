@@ -84,8 +84,8 @@ def given_labels(batch: Mapping[str, Any]) -> Tensor | None:
     if labels.is_floating_point() or labels.dtype == torch.bool or labels.ndim != 2:
         raise ValueError(
             f"`{found[0]}` has the shape {tuple(labels.shape)} and the dtype {labels.dtype}. Expected integers of "
-            f"shape (B, tokens), one label per token, {IGNORED} where there is none. For one label per sequence use "
-            "the task 'text_classification'."
+            f"shape (B, tokens), one label per token, {IGNORED} for tokens without one. For one label per sequence "
+            "use the task 'text_classification'."
         )
     return labels
 
@@ -104,8 +104,8 @@ def input_labels(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         if inputs is None or not (masks or batch.get(TARGET_MASK) is not None):
             raise ValueError(
                 f"The batch has the keys {list(batch)}, and so no labels. Expected `labels` with one token id per "
-                f"input token ({IGNORED} where there is none), or `input_ids` with one of {list(ROLE_MASKS)}. For "
-                "text of which every token is to be predicted use `DataCollatorForLanguageModeling(tokenizer, "
+                f"input token ({IGNORED} without one), or `input_ids` with one of {list(ROLE_MASKS)}. For "
+                "text whose every token is to be predicted use `DataCollatorForLanguageModeling(tokenizer, "
                 "mlm=False)`; for prompts, completions and chats see `hf_trak.data.language`."
             )
         labels = inputs

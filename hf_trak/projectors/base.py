@@ -112,7 +112,7 @@ class BlockProjector(AbstractProjector):
     @property
     @abstractmethod
     def scale(self) -> float:
-        """The factor that preserves inner products in expectation."""
+        """Return the factor that preserves inner products in expectation."""
 
     def accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
         """Add the projection of some columns of the gradients: `out += block @ R[start : start + n]`, in float32.

@@ -51,7 +51,7 @@ class _OverDenseMap(BlockProjector):
 
     @property
     def scale(self) -> float:
-        """1/√k, see [`BlockProjector`]."""
+        """Return 1/√k, see [`BlockProjector`]."""
         return self._dense.scale
 
     def project(self, grads: Any, model_id: int) -> Tensor:

@@ -27,7 +27,7 @@ class _DenseProjector(BlockProjector):
 
     @property
     def scale(self) -> float:
-        """1/√k: the entries of the unscaled R have variance 1."""
+        """Return 1/√k: the entries of the unscaled R have variance 1."""
         return 1.0 / math.sqrt(self.proj_dim)
 
     def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
@@ -201,7 +201,7 @@ class NoOpProjector(BlockProjector):
 
     @property
     def scale(self) -> float:
-        """1: the identity preserves inner products."""
+        """Return 1: the identity preserves inner products."""
         return 1.0
 
     def accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
@@ -277,7 +277,7 @@ class SparseProjector(BlockProjector):
 
     @property
     def scale(self) -> float:
-        """1/√s: every row of the unscaled R has norm √s."""
+        """Return 1/√s: every row of the unscaled R has norm √s."""
         return 1.0 / math.sqrt(self.nonzeros)
 
     def free_memory(self) -> None:

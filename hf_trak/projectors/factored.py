@@ -42,7 +42,7 @@ class TwoSidedMatrix:
 
     @property
     def stop(self) -> int:
-        """Position behind its last element."""
+        """Return the position behind its last element."""
         return self.start + self.height * self.width
 
 
@@ -163,7 +163,7 @@ class FactoredProjector(BlockProjector):
 
     @property
     def scale(self) -> float:
-        """1/√s, as of the sparse map: the factor 1/p of the two-sided one is part of R."""
+        """Return 1/√s, as for the sparse map: the factor 1/p of the two-sided one is part of R."""
         return self.sparse.scale
 
     def free_memory(self) -> None:
@@ -217,7 +217,7 @@ class FactoredProjector(BlockProjector):
             start = end
 
     def matrix_of(self, start: int, height: int, width: int) -> TwoSidedMatrix | None:
-        """Return the matrix of which `height` whole rows begin at a column, if there is one."""
+        """Return the matrix that has `height` whole rows from a column on, if there is one."""
         matrix = next(self.parts(start, start + 1))[2]
         if matrix is None or matrix.width != width or (start - matrix.start) % width:
             return None

@@ -52,12 +52,12 @@ from hf_trak.kernels.philox import draw, philox, sign
 
 
 def rademacher_entry(i: int, j: int, seed: int, model_id: int) -> int:
-    """R[i, j] of `rademacher-1`."""
+    """Return R[i, j] of `rademacher-1`."""
     return sign(philox(i, j // 128, 1, seed, model_id), j % 128)
 
 
 def normal_entry(i: int, j: int, seed: int, model_id: int) -> float:
-    """R[i, j] of `normal-1`, in double precision."""
+    """Return R[i, j] of `normal-1`, in double precision."""
     words = philox(i // 4, j, 2, seed, model_id)
     pair = i % 4 // 2 * 2
     radius = math.sqrt(-2 * math.log(((words[pair] >> 8) + 1) / 2**24))
@@ -66,7 +66,7 @@ def normal_entry(i: int, j: int, seed: int, model_id: int) -> float:
 
 
 def sjlt_row(i: int, k: int, seed: int, model_id: int, nonzeros: int = 1) -> list[tuple[int, int]]:
-    """The nonzero entries of row i of `sjlt-1`: s pairs (output, sign)."""
+    """Return the nonzero entries of row i of `sjlt-1`: s pairs (output, sign)."""
     entries = []
     first = 0
     for copy in range(nonzeros):
@@ -86,7 +86,7 @@ def sjlt_row(i: int, k: int, seed: int, model_id: int, nonzeros: int = 1) -> lis
 def matrix(
     algorithm: str, start: int, n: int, k: int, seed: int, model_id: int, nonzeros: int = 1
 ) -> NDArray[np.float64]:
-    """Rows `start … start + n` of the unscaled R as a dense `(n, k)` array.
+    """Return rows `start … start + n` of the unscaled R as a dense `(n, k)` array.
 
     Args:
         algorithm: `rademacher-1`, `normal-1` or `sjlt-1`.
@@ -113,7 +113,8 @@ def matrix(
 
 
 def factored_sizes(shape: Sequence[int], p: int) -> tuple[int, int] | None:
-    """Sizes I and J of the matrices of a parameter in `factored-1`; `None` if it is none of large matrices."""
+    """Return the sizes I and J of the matrices of a parameter in `factored-1`, or `None` if it is none of large
+    matrices."""
     for height, width in ([shape[-2:]] if len(shape) > 2 else []) + [(shape[0], math.prod(shape[1:]))]:
         if len(shape) > 1 and 2 * p * (height + width + p) <= height * width:
             return height, width
@@ -121,7 +122,8 @@ def factored_sizes(shape: Sequence[int], p: int) -> tuple[int, int] | None:
 
 
 def two_sided(o: int, height: int, width: int, p: int, seed: int, model_id: int) -> NDArray[np.float64]:
-    """The map of a matrix at position o to its p × p numbers in `factored-1`, as a dense `(I · J, p · p)` array."""
+    """Return the map of a matrix at position o to its p × p numbers in `factored-1`, as a dense `(I · J, p · p)`
+    array."""
     left, right = (
         np.array(
             [[sign(philox(o + i, c // 128, stream, seed, model_id), c % 128) for c in range(p)] for i in range(n)]
@@ -134,7 +136,7 @@ def two_sided(o: int, height: int, width: int, p: int, seed: int, model_id: int)
 def factored_matrix(
     shapes: Sequence[Sequence[int]], p: int, k: int, seed: int, model_id: int, nonzeros: int = 1
 ) -> NDArray[np.float64]:
-    """The unscaled R of `factored-1` as a dense `(P, k)` array."""
+    """Return the unscaled R of `factored-1` as a dense `(P, k)` array."""
     rows: list[NDArray[np.float64]] = []
     position, reduced = 0, 0
     for shape in shapes:

@@ -311,7 +311,7 @@ class PictureBook:
 
     @property
     def pictures(self) -> list[Thumbnail]:
-        """The pictures in the order in which they were added."""
+        """Return the pictures in the order in which they were added."""
         return list({picture.key: picture for picture in self._pictures.values()}.values())
 
     def add(self, image: Any, size: str = "small") -> Thumbnail:

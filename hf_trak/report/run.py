@@ -274,7 +274,7 @@ class AttributionRun:
 
     @property
     def n_train(self) -> int:
-        """Number of training rows, n.
+        """Return the number of training rows, n.
 
         Raises:
             ValueError: nothing in the run tells the number.

@@ -364,7 +364,7 @@ def _parts(root: Path, record: RunRecord, with_train: bool) -> SavedParts:
 
 
 def _dataset(path: Path, record: RunRecord) -> Dataset:
-    """Load a dataset, all of whose files the record has to name."""
+    """Load a dataset. The record has to name all of its files."""
     with _readable(path, _DAMAGED):
         names = [file["filename"] for file in json.loads((path / "state.json").read_bytes())["_data_files"]]
         if foreign := [name for name in names if f"{path.name}/{name}" not in record.files]:

@@ -25,7 +25,7 @@ class TextView:
 
     @property
     def marked(self) -> bool:
-        """True if a span is marked."""
+        """Tell whether a span is marked."""
         return any(piece.marked for piece in self.pieces)
 
 
@@ -75,7 +75,7 @@ class RowView:
 
     @property
     def wrong(self) -> bool:
-        """True if the prediction and the label are known and differ."""
+        """Tell whether the prediction and the label are known and differ."""
         return self.prediction is not None and self.label is not None and self.prediction != self.label
 
 
@@ -113,13 +113,13 @@ class TargetView:
 
     @property
     def words(self) -> str:
-        """The text that the filter of the page searches, in lower case."""
+        """Return the text that the filter of the page searches, in lower case."""
         parts = [f"row {self.target.row}", self.target.label or "", self.target.prediction or ""]
         return " ".join([*parts, *(piece.text for text in self.target.texts for piece in text.pieces)]).lower()[:600]
 
     @property
     def lines(self) -> list[str]:
-        """The target and its rows in three lines of text."""
+        """Return the target and its rows in three lines of text."""
         lines = [self.target.alt]
         for name, side in (("helped most", self.helped), ("harmed most", self.harmed)):
             lines.append(

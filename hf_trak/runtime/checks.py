@@ -172,8 +172,8 @@ def free_bytes(device: torch.device | str) -> int:
         unused = backend.memory_reserved(device) - backend.memory_allocated(device)
         return backend.mem_get_info(device)[0] + unused
     raise ValueError(
-        f"The free memory of {device} is not known. Expected the CPU, an Apple GPU, or an accelerator of which torch "
-        "tells it, such as CUDA. Choose the sizes of blocks and chunks yourself."
+        f"The free memory of {device} is not known. Expected the CPU, an Apple GPU, or an accelerator whose memory "
+        "torch tells, such as CUDA. Choose the sizes of blocks and chunks yourself."
     )
 
 

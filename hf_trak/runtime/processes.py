@@ -45,7 +45,7 @@ class Processes:
     def __init__(self, use_cpu: bool = False) -> None:
         """
         Args:
-            use_cpu: whether to stay on the CPU even where there is an accelerator.
+            use_cpu: whether to stay on the CPU even if the machine has an accelerator.
         """
         self._state = PartialState(cpu=use_cpu)
         self._group: Any = None
@@ -53,22 +53,22 @@ class Processes:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process."""
+        """Return the device of this process."""
         return self._state.device
 
     @property
     def process_index(self) -> int:
-        """Rank of this process among all processes of all nodes."""
+        """Return the rank of this process among all processes of all nodes."""
         return self._state.process_index
 
     @property
     def num_processes(self) -> int:
-        """Number of processes over all nodes."""
+        """Return the number of processes over all nodes."""
         return self._state.num_processes
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the process of rank 0."""
+        """Tell whether this is the process of rank 0."""
         return self.process_index == 0
 
     def share(self, count: int) -> range:
@@ -125,7 +125,7 @@ class Processes:
         return tensor
 
     def give_up(self, error: Exception) -> None:
-        """Exchange nothing with other processes any more, of which one is lost: every attempt raises an error at once.
+        """Mark the process group as broken: every later exchange raises at once.
 
         Args:
             error: the error.

@@ -1,4 +1,4 @@
-"""How the parameters of a model are divided over processes, as DTensors of FSDP2 and of tensor parallelism tell.
+"""The division of the parameters of a model over processes, as DTensors of FSDP2 and of tensor parallelism tell.
 
 Processes that hold different slices of the same matrix multiplications (tensor parallelism) work on the same rows and
 form a row group. Each group works on rows of its own. Under FSDP2 alone, every process is a group by itself.
@@ -19,7 +19,7 @@ from hf_trak.runtime.zero import is_zero, partition
 
 
 def is_sharded_tensor(tensor: Any) -> bool:
-    """Tell whether a tensor is a DTensor, of which this process may hold only a part."""
+    """Tell whether a tensor is a DTensor. This process may hold only a part of it."""
     kind = class_if_imported("torch.distributed.tensor", "DTensor")  # the import takes a second
     return kind is not None and isinstance(tensor, kind)
 
@@ -93,7 +93,7 @@ def slice_ranks(parameter: Any, data_mesh: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class RowDivision:
-    """Which processes work on the same rows.
+    """The processes that work on the same rows.
 
     Attributes:
         index: the group of this process.
@@ -148,7 +148,7 @@ class RowDivision:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process writes what its group has computed."""
+        """Tell whether this process writes what its group has computed."""
         return self.rank == self.ranks[0]
 
 

@@ -1,4 +1,4 @@
-"""Models whose parameters ZeRO-3 of DeepSpeed partitions: what is whole of them, and their layers, one at a time.
+"""Access to models that ZeRO-3 of DeepSpeed partitions: gather parameters, or one layer at a time.
 
 The only file that knows the internals of DeepSpeed (written against 0.19): the attributes that it gives to parameters
 (`ds_id`, `ds_shape`, `ds_tensor`, `ds_status`) and to modules, the list of parameters in flight, and where its module
@@ -65,7 +65,7 @@ def gathered(parameters: Sequence[Any], change: bool = False) -> Iterator[None]:
     """Return a context in which parameters are whole. All processes enter and leave it together.
 
     Args:
-        parameters: of which some may be partitioned.
+        parameters: some of them may be partitioned.
         change: whether values that are written in the first process last.
     """
     deepspeed: Any = sys.modules["deepspeed"]  # which has made these parameters

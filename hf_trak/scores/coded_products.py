@@ -167,7 +167,7 @@ class IntegerTargets:
             self._matrices.append(planes)
 
     def _centre(self, place: int) -> float:
-        """What the number of a level is above the integer that a plane holds for it.
+        """Return what the number of a level is above the integer that a plane holds for it.
 
         A level u stands for u − (2ᵇ − 1) / 2. The highest bit of every byte is flipped, which makes a signed number of
         the highest level: u − 2ᵇ⁻¹.

@@ -1,4 +1,4 @@
-"""The dual form of the ridge regression, an n × n system where there are fewer rows than features.
+"""The dual form of the ridge regression: an n × n system if the rows are fewer than the features.
 
 With K = XXᵀ `(n, n)`, the Woodbury identity gives
 
@@ -134,8 +134,8 @@ class DualSystem:
     Attributes:
         lam (`float`): λ.
         condition (`float`):
-            Condition number of XᵀX + λI in the 2-norm: (σ₁² + λ) / λ with the largest eigenvalue σ₁² of XᵀX where
-            there are fewer rows than features, and otherwise (σ₁² + λ) / (σ_k² + λ).
+            Condition number of XᵀX + λI in the 2-norm: (σ₁² + λ) / λ with the largest eigenvalue σ₁² of XᵀX if
+            the rows are fewer than the features, and otherwise (σ₁² + λ) / (σ_k² + λ).
         error (`float`): 0, since the solution is exact up to rounding.
     """
 
@@ -165,7 +165,7 @@ class DualSystem:
 
     @property
     def k(self) -> int:
-        """Number of features, k."""
+        """Return the number of features, k."""
         return self._features.k
 
     def solve(self, targets: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ class DualSystem:
         return self._features.processes.broadcast_tensor_from_main(solve, tuple(products.shape), torch.float64)
 
     def _factor(self) -> Tensor:
-        """The Cholesky factor of K + λI, which only the main process needs."""
+        """Return the Cholesky factor of K + λI. Only the main process needs it."""
         if self._cholesky is None:
             matrix = read_kernel(self._features, self._files).clone()
             matrix.diagonal().add_(self.lam)

@@ -18,19 +18,19 @@ class FeatureShard(Protocol):
 
     @property
     def start(self) -> int:
-        """Index of the first row."""
+        """Return the index of the first row."""
 
     @property
     def stop(self) -> int:
-        """One past the index of the last row."""
+        """Return one past the index of the last row."""
 
     @property
     def grads(self) -> Tensor:
-        """Projected gradients g(z_i), `(stop - start, k)`."""
+        """Return the projected gradients g(z_i), `(stop - start, k)`."""
 
     @property
     def out_to_loss(self) -> Tensor:
-        """Weights q_i, `(stop - start,)`."""
+        """Return the weights q_i, `(stop - start,)`."""
 
 
 @runtime_checkable
@@ -39,7 +39,7 @@ class ShardOfCodes(Protocol):
 
     @property
     def coded(self) -> CodedRows | None:
-        """The codes; `None` for floating-point features."""
+        """Return the codes, or `None` for floating-point features."""
 
 
 def codes_of(shard: FeatureShard) -> CodedRows | None:

@@ -21,7 +21,7 @@ _HALF_BITS = 26
 
 
 def column_squares(features: Tensor, start: int = 0) -> Tensor:
-    """Squared norms ‖x_i‖² of the columns of a shard.
+    """Compute the squared norms ‖x_i‖² of the columns of a shard.
 
     Args:
         features: the shard, `(rows, k)`.
@@ -38,7 +38,7 @@ def column_squares(features: Tensor, start: int = 0) -> Tensor:
 
 
 def power_above(squares: Tensor) -> Tensor:
-    """The least powers of two above the square roots of numbers, in float64; 1 for zeros."""
+    """Return the least powers of two above the square roots of numbers, in float64. Zeros give 1."""
     _, exponents = torch.frexp(squares.sqrt())
     powers = ((exponents.long() + 1023) << 52).view(torch.float64)  # 2**exponents; `torch.pow` may be off by a bit
     return torch.where(squares > 0, powers, 1.0)

@@ -122,12 +122,12 @@ class RowGroups:
         return groups
 
     def __len__(self) -> int:
-        """Number of groups, G."""
+        """Return the number of groups, G."""
         return len(self.values)
 
     @property
     def tag(self) -> str:
-        """A digest of the partition, 12 hex digits, for file names."""
+        """Return a digest of the partition for file names, 12 hex digits."""
         return hashlib.sha256(self.member.numpy().tobytes()).hexdigest()[:12]
 
     def means(self, parts: Iterable[tuple[int, Tensor]]) -> Tensor:

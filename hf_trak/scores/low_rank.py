@@ -57,13 +57,13 @@ class Factors:
 
     @property
     def captured(self) -> float:
-        """Share of trace(G) that the approximation has."""
+        """Return the share of trace(G) that the approximation has."""
         kept = float(self.eigenvalues @ self.overlaps.diagonal())
         return kept / self.trace if self.trace > 0 else 1.0
 
     @cached_property
     def strip(self) -> int:
-        """Rows of V that are converted at a time."""
+        """Return the number of rows of V that are converted at a time."""
         return max(1, _STRIP_NUMBERS // self.vectors.shape[1])
 
     def project(self, rows: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class LowRankSystem:
 
     @property
     def k(self) -> int:
-        """Number of features, k."""
+        """Return the number of features, k."""
         return self.factors.vectors.shape[0]
 
     def solve(self, targets: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class IndexRanking:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """All rows that are listed for any target, ascending."""
+        """Return all rows that are listed for any target, ascending."""
         return tuple(np.unique(np.concatenate([self.highest.reshape(-1), self.lowest.reshape(-1)])).tolist())
 
 

@@ -168,7 +168,7 @@ def _first(checkpoints: Sequence[ShardSet], rows: int) -> np.ndarray:
 
 
 def _plain(rows: ScaledRows) -> np.ndarray:
-    """The rows without their powers of two, float32."""
+    """Return the rows without their powers of two, float32."""
     if rows.exponents is None:
         return rows.values.cpu().numpy()
     wide = torch.ldexp(rows.values.double().cpu(), rows.exponents.cpu().unsqueeze(1)).float()

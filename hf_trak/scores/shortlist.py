@@ -154,7 +154,8 @@ _JOINED_SCORES = 1 << 20
 
 _ROWS = 1024
 
-"""Candidates are read and multiplied so many at a time, and more by less than a shard. There may be few in a shard."""
+"""Number of candidates that are read and multiplied at a time. It may be exceeded by less than a shard, since a shard
+may have few of them."""
 
 
 def shortlist(blocks: Iterator[ScoreBlock], files: ScoreFiles, count: int) -> Tensor:

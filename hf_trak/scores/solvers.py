@@ -57,7 +57,7 @@ class SolverChoice:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What scores depend on beside the features and λ, as plain JSON."""
+        """Return what scores depend on beside the features and λ, as plain JSON."""
         content: dict[str, Any] = {"kind": self.kind}
         if self.kind == "low_rank":
             content |= {"algorithm": ALGORITHM, "rank": self.size}
@@ -66,7 +66,7 @@ class SolverChoice:
 
 @dataclass(frozen=True)
 class SolverCost:
-    """What a solver takes for one checkpoint.
+    """The cost of a solver for one checkpoint.
 
     Attributes:
         kind (`str`): the solver.
@@ -195,7 +195,7 @@ StreamedSolver = DualSystem | LowRankSystem
 
 @dataclass(frozen=True)
 class SolverReport:
-    """What the solver of a checkpoint says of itself.
+    """The report of the solver of a checkpoint.
 
     Attributes:
         kind (`str`): `"primal"`, `"dual"` or `"low_rank"`.
@@ -243,7 +243,6 @@ class Solvers:
         store: FeatureStore,
         processes: Processes,
         device: torch.device,
-        lambda_reg: float | None,
         lambda_relative: float,
         solver: SolverName = "auto",
         solver_rank: int | None = None,
@@ -253,7 +252,6 @@ class Solvers:
             store: the features.
             processes: the processes that share the work.
             device: products are computed on this device.
-            lambda_reg: absolute ridge, see [`ridge_lambda`].
             lambda_relative: relative ridge, see [`ridge_lambda`].
             solver: the setting, see `hf_trak.scores.solvers`.
             solver_rank: rank of `low_rank`; `None` for the default.
@@ -261,7 +259,6 @@ class Solvers:
         self._store = store
         self._processes = processes
         self._device = device
-        self._lambda_reg = lambda_reg
         self._lambda_relative = lambda_relative
         self._solver = solver
         self._solver_rank = solver_rank
@@ -290,7 +287,8 @@ class Solvers:
         return self._choices[model_id]
 
     def identity(self, model_ids: Sequence[int]) -> dict[str, Any]:
-        """What scores depend on: nothing where every checkpoint has the primal solver, as before there were others."""
+        """Return what scores depend on. It is empty if every checkpoint has the primal solver, as before there were
+        others."""
         choices = [self.choice(model_id) for model_id in model_ids]
         primal = all(choice.kind == "primal" for choice in choices)
         return {} if primal else {"solvers": [choice.identity for choice in choices]}
@@ -351,11 +349,11 @@ class Solvers:
             return solver.training_quadratic(self.features(model_id), indices)
 
     def features(self, model_id: int) -> TrainingFeatures:
-        """The training features of a checkpoint."""
+        """Return the training features of a checkpoint."""
         return TrainingFeatures(self._store.train(model_id), self._processes, self._device)
 
     def _lambda(self, features: TrainingFeatures, trace: float) -> float:
-        return ridge_lambda(trace, features.n, features.k, self._lambda_reg, self._lambda_relative)
+        return ridge_lambda(trace, features.n, features.k, self._lambda_relative)
 
     def _iteration(
         self, model_id: int, choice: SolverChoice, features: TrainingFeatures, files: SolverFiles

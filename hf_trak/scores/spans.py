@@ -308,7 +308,7 @@ def _offsets(dataset: Dataset, texts: list[str], tokenizer: Any, ids_column: str
         if list(ids[:same]) != encoded["input_ids"][:same]:
             raise ValueError(
                 f"The tokenizer makes other tokens of the text of row {index} than the row has in `{ids_column}`. "
-                "Expected the tokenizer, the text column and the options with which the row was tokenized. Otherwise, "
+                "Expected the tokenizer, the text column and the options that the row was tokenized with. Otherwise, "
                 "tokenize with `return_offsets_mapping=True` and keep that column."
             )
         offsets = [tuple(pair) for pair in encoded["offset_mapping"][: len(ids)]]

@@ -62,7 +62,7 @@ class ScaledRows:
 
     @cached_property
     def columns(self) -> Tensor:
-        """`valuesᵀ`, `(k, m)`, as products with floating-point rows need it."""
+        """Return `valuesᵀ` `(k, m)`, as products with floating-point rows need it."""
         return self.values.T.contiguous()
 
     @cached_property

@@ -50,11 +50,11 @@ _ROWS_TOGETHER = 1 << 14
 
 
 def random_signs(rows: int, columns: int, seed: int, model_id: int) -> Tensor:
-    """Generate independent signs ±1, `(rows, columns)`, float32, with the same bits everywhere.
+    """Generate independent signs ±1, with the same bits everywhere: `(rows, columns)` float32.
 
     Args:
         rows: number of rows.
-        columns: number of columns, of which 128 come from one call of the generator.
+        columns: number of columns. One call of the generator gives 128 of them.
         seed: the seed, in [0, 2⁶³).
         model_id: id of the checkpoint, in [0, 2³²).
     """
@@ -102,7 +102,7 @@ ALGORITHM = "subspace-1"
 
 PROBES = 16
 
-"""Random vectors with which the error is measured."""
+"""Random vectors that measure the error."""
 
 _POWERS = 3
 
@@ -116,7 +116,7 @@ PASSES = 5
 
 
 def width_of(rank: int, n: int, k: int) -> int:
-    """Number ℓ of columns of the basis: the rank and an eighth more, as far as there are eigenvalues."""
+    """Return the number ℓ of columns of the basis: the rank and an eighth more, as far as there are eigenvalues."""
     return min(rank + rank // 8 + 8, n, k)
 
 
@@ -245,7 +245,7 @@ class SubspaceIteration:
         return specs
 
     def _passes_done(self) -> int:
-        """The number of passes that need not be repeated."""
+        """Return the number of passes that need not be repeated."""
         if not self._files.exists(self._state):
             return 0
         passes = int(self._files.facts(self._state, {}, self._identity("passes"), ("passes",))["passes"])
@@ -273,9 +273,9 @@ class SubspaceIteration:
 
 
 def orthonormal(product: Tensor) -> Tensor:
-    """Compute a basis of the range of Y `(k, ℓ)`, float32, orthonormal but for directions that rounding hides.
+    """Compute a float32 basis of the range of Y `(k, ℓ)`, orthonormal but for directions that rounding hides.
 
-    Y U D^{-1/2} with the eigenvalues D and eigenvectors U of YᵀY, of which those below rounding are raised to it.
+    Y U D^{-1/2} with the eigenvalues D and eigenvectors U of YᵀY. Eigenvalues below rounding are raised to it.
     """
     strip = max(1, _STRIP_NUMBERS // product.shape[1])
     values, vectors = torch.linalg.eigh(sum_over_strips(product, strip, lambda part: part.T @ part))

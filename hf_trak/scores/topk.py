@@ -96,7 +96,7 @@ class TopK:
 
     @property
     def empty(self) -> bool:
-        """True as long as no score has been added."""
+        """Tell whether no score has been added yet."""
         return self._keys is None and not self._waiting
 
     def keys(self) -> Tensor:

@@ -64,7 +64,7 @@ class TrainingFeatures:
 
     @property
     def own(self) -> range:
-        """The indices of the shards that fall to this process."""
+        """Return the indices of the shards that fall to this process."""
         return self.processes.share(len(self.shards))
 
     def pieces(
@@ -201,7 +201,7 @@ def sum_over_strips(matrix: Tensor, strip: int, function: Callable[[Tensor], Ten
 
 
 def _piece(shard: Shard, first: int, last: int, columns: range) -> Tensor:
-    """Some rows and columns of a shard, in the storage dtype, or decoded to float32."""
+    """Return some rows and columns of a shard, in the storage dtype or decoded to float32."""
     part = shard.rows(first, last)
     if part.coded is not None:
         return _decoded(part.coded, columns)

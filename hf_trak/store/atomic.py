@@ -290,7 +290,7 @@ def remove_stale_temporaries(directory: Path) -> None:
 
 
 def temporary_name() -> str:
-    """A name for a temporary file or directory that no other writer uses, of the form [`TEMPORARY`]."""
+    """Make a name for a temporary file or directory that no other writer uses, of the form [`TEMPORARY`]."""
     return f".hf_trak-tmp-{host_name()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
@@ -366,12 +366,12 @@ def flush_to_disk(path: Path) -> None:
 
 
 def host_name() -> str:
-    """The name of this host, in the form in which it is part of the names of temporary files."""
+    """Return the name of this host in the form that is part of the names of temporary files."""
     return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64] or "unknown"
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this host is running."""
+    """Tell whether a process of this host is running."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -404,12 +404,12 @@ class Leftover:
 
     @property
     def removable(self) -> bool:
-        """Whether it may be removed on request."""
+        """Tell whether it may be removed on request."""
         return self.alive is False or (self.alive is None and self.age > DAY)
 
     @property
     def stale(self) -> bool:
-        """Whether any run may remove it unasked."""
+        """Tell whether any run may remove it unasked."""
         return (self.alive is False and self.age > DAY / 24) or self.age > 7 * DAY
 
     def remove(self) -> bool:
@@ -450,7 +450,7 @@ def _found(directory: Path) -> Iterator[Leftover]:
 
 
 def _extent(path: Path) -> tuple[int, float]:
-    """Size in bytes and time of the last write of a file, or of everything in a directory."""
+    """Return the size in bytes and the time of the last write of a file, or of everything in a directory."""
     status = path.lstat()
     size, written = status.st_size, status.st_mtime
     if path.is_dir() and not path.is_symlink():

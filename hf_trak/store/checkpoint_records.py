@@ -41,7 +41,7 @@ class CheckpointRecords:
         self.config_hash = config_hash
 
     def directory(self, model_id: int) -> Path:
-        """Directory of one checkpoint's features."""
+        """Return the directory of one checkpoint's features."""
         return self.output_dir / f"checkpoint-{checked_model_id(model_id)}"
 
     def register(self, model_id: int, fingerprint: str, source: str | None) -> None:
@@ -272,7 +272,8 @@ def check_codes(content: Mapping[str, Any]) -> None:
 
 
 def code_settings(feature_dtype: str) -> dict[str, str]:
-    """Entries of a configuration that describe the codes of a storage dtype; none for floating-point numbers."""
+    """Return the entries of a configuration that describe the codes of a storage dtype. Floating-point numbers have
+    none."""
     return {"rotation": ROTATION, "levels": LEVELS} if feature_dtype in CODE_BITS else {}
 
 
@@ -363,15 +364,15 @@ class ExperimentRecords:
         self.output_dir = output_dir
 
     def directory(self, name: str) -> Path:
-        """Directory of one experiment. Raises as `hf_trak.store.atomic.safe_name`."""
+        """Return the directory of one experiment. Raises as `hf_trak.store.atomic.safe_name`."""
         return self.output_dir / "experiments" / safe_name(name, "experiment")
 
     def path(self, name: str) -> Path:
-        """File of one record."""
+        """Return the file of one record."""
         return self.directory(name) / "experiment.json"
 
     def names(self) -> list[str]:
-        """Names of all experiments, sorted."""
+        """Return the names of all experiments, sorted."""
         return sorted(path.parent.name for path in self.output_dir.glob("experiments/*/experiment.json"))
 
     def register(self, name: str, content: Mapping[str, Any], compare: Mapping[str, Comparison] | None = None) -> None:
@@ -421,7 +422,7 @@ class ExperimentRecords:
         return info
 
     def target_count(self, name: str, info: Mapping[str, Any]) -> int:
-        """Number of targets that a record gives.
+        """Return the number of targets that a record gives.
 
         Raises:
             StoreError: it is no number.

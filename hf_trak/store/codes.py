@@ -30,7 +30,7 @@ BITS = (8, 4, 2, 1)
 
 
 def packed_bytes(columns: int, bits: int) -> int:
-    """Number of bytes that hold so many levels."""
+    """Return the number of bytes that hold so many levels."""
     return -(-columns * bits // 8)
 
 
@@ -58,13 +58,13 @@ def pack(levels: Tensor, bits: int) -> Tensor:
 
 
 def level_values(bits: int) -> Tensor:
-    """The number v = u − (2ᵇ − 1) / 2 that each level u stands for: `(2ᵇ,)`, float32."""
+    """Return the number v = u − (2ᵇ − 1) / 2 that each level u stands for: `(2ᵇ,)`, float32."""
     return torch.arange(2**bits, dtype=torch.float32) - (2**bits - 1) / 2
 
 
 @cache
 def _table(bits: int, device: torch.device) -> Tensor:
-    """The values of the levels in each byte: `(256, 8 / b)`, float32."""
+    """Return the values of the levels in each byte: `(256, 8 / b)`, float32."""
     places = torch.arange(0, 8, bits)
     found = (torch.arange(256).unsqueeze(1) >> places) & (2**bits - 1)
     return level_values(bits)[found].to(device)
@@ -156,7 +156,7 @@ class Rotation:
         run(rows, signs, self._size, starts)
 
     def _signs_on(self, device: torch.device) -> Tensor:
-        """Signs of all rounds, packed: `(rounds, ⌈p / 32⌉)`, int32."""
+        """Return the signs of all rounds, packed: `(rounds, ⌈p / 32⌉)`, int32."""
         if device not in self._signs:
             calls = -(-self._size // 128)
             rounds = torch.arange(len(self._starts))
@@ -206,12 +206,12 @@ class CodeFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, without its scale."""
+        """Return the bytes of a row, without its scale."""
         return packed_bytes(self.k, self.bits)
 
     @property
     def block_bytes(self) -> list[int]:
-        """Bytes per row of each block of columns."""
+        """Return the bytes per row of each block of columns."""
         sizes, left, size = [], self.row_bytes, FIRST_BLOCK_BYTES
         while left > 0:
             sizes.append(min(size, left))
@@ -221,22 +221,22 @@ class CodeFormat:
 
     @property
     def names(self) -> list[str]:
-        """Name of the tensor of each block, in the order of the columns."""
+        """Return the name of the tensor of each block, in the order of the columns."""
         return [f"codes.{number:02d}" for number in range(len(self.block_bytes))]
 
     @property
     def prefixes(self) -> list[int]:
-        """Bytes of a row that the first 1, 2, … blocks have together."""
+        """Return the bytes of a row that the first 1, 2, … blocks have together."""
         return list(accumulate(self.block_bytes))
 
     def columns_of(self, count: int) -> int:
-        """Number of columns in the first so many bytes of a row."""
+        """Return the number of columns in the first so many bytes of a row."""
         return min(self.k, count * 8 // self.bits)
 
 
 @dataclass(frozen=True)
 class CodedRows:
-    """Encoded rows, of which the first blocks of columns may be all that is at hand.
+    """Encoded rows. Only the first blocks of columns may be at hand.
 
     Attributes:
         form (`CodeFormat`):
@@ -273,16 +273,16 @@ class CodedRows:
         return cls(form, tensors["scale"], tuple(tensors[name] for name in form.names if name in tensors))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of a file: `scale` and the blocks by name."""
+        """Return the tensors of a file: `scale` and the blocks by name."""
         return {"scale": self.scale, **dict(zip(self.form.names, self.blocks, strict=False))}
 
     @property
     def columns(self) -> int:
-        """Number of columns at hand: k, or those of the first blocks."""
+        """Return the number of columns at hand: k, or those of the first blocks."""
         return self.form.columns_of(sum(block.shape[1] for block in self.blocks))
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return self.scale.shape[0]
 
     def __getitem__(self, rows: slice | Tensor) -> "CodedRows":

@@ -38,7 +38,7 @@ STREAM = 7
 
 
 def rotated(row: NDArray[np.float32], seed: int, model_id: int) -> NDArray[np.float32]:
-    """`hadamard-1` of one row of k numbers."""
+    """Compute `hadamard-1` of one row of k numbers."""
     values = [np.float32(value) for value in row]
     size = 1 << (len(values).bit_length() - 1)
     rounds = 3 * ([0] if size == len(values) else [0, len(values) - size])
@@ -59,7 +59,7 @@ def rotated(row: NDArray[np.float32], seed: int, model_id: int) -> NDArray[np.fl
 
 
 def pair_sum(values: list[float]) -> float:
-    """Sum of pairs: the upper half is added to the lower half until one number is left."""
+    """Add pairs: the upper half is added to the lower half until one number is left."""
     padded = [*values, *[0.0] * ((1 << (len(values) - 1).bit_length()) - len(values))]
     while len(padded) > 1:
         half = len(padded) // 2
@@ -68,7 +68,7 @@ def pair_sum(values: list[float]) -> float:
 
 
 def levels(row: NDArray[np.float32], bits: int) -> tuple[list[int], np.float32]:
-    """`levels-1` of one rotated row: the levels u and the scale."""
+    """Compute `levels-1` of one rotated row: the levels u and the scale."""
     squares = pair_sum([float(y) ** 2 for y in row])
     if squares == 0:
         return [0] * len(row), np.float32(0)
@@ -82,7 +82,7 @@ def levels(row: NDArray[np.float32], bits: int) -> tuple[list[int], np.float32]:
 
 
 def packed(found: list[int], bits: int) -> bytes:
-    """Levels in bytes."""
+    """Pack levels in bytes."""
     per_byte = 8 // bits
     padded = [*found, *[0] * (-len(found) % per_byte)]
     return bytes(

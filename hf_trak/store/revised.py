@@ -1,8 +1,8 @@
-"""The store of a training dataset with rows left out or added, which uses the features of the original again.
+"""The store of a training dataset with rows left out or added. It uses the features of the original again.
 
 A row's features depend on the row, the weights and the projection, not on the other rows. So a revision keeps the
-store of the original dataset as it is and looks at it through a list of shards, from some of which rows are left out;
-added rows have a store of their own. Only XᵀX has to be corrected, by the rows that differ:
+store of the original dataset as it is and looks at it through a list of shards, some with rows left out; added
+rows have a store of their own. Only XᵀX has to be corrected, by the rows that differ:
 
     X'ᵀX' = XᵀX − Σ_{i left out} x_iᵀ x_i + Σ_{i added} x_iᵀ x_i
 
@@ -44,7 +44,7 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.shards.plan.rows(self.index)) if self.kept is None else len(self.kept)
 
 
@@ -304,6 +304,7 @@ class PrefixStore(FeatureStore):
 
 
 def columns_within(form: CodeFormat, count: int) -> int:
-    """Number of columns in the blocks that the first `count` bytes of a row hold; 0 if they hold none."""
+    """Return the number of columns in the blocks that the first `count` bytes of a row hold, or 0 if they hold
+    none."""
     whole = [end for end in form.prefixes if end <= count]
     return form.columns_of(whole[-1]) if whole else 0

@@ -1,4 +1,4 @@
-"""One feature matrix on disk: the shards that hold its rows, some of which may not be written yet."""
+"""One feature matrix on disk: the shards that hold its rows. Some may not be written yet."""
 
 import hashlib
 import warnings
@@ -48,12 +48,13 @@ class Shard:
 
     @property
     def grads(self) -> Tensor:
-        """Projected gradients `(rows, k)` in the storage dtype. Codes are decoded to float32 whenever this is read."""
+        """Return the projected gradients `(rows, k)` in the storage dtype. Codes are decoded to float32 whenever this
+        is read."""
         return self.features.decode() if isinstance(self.features, CodedRows) else self.features
 
     @property
     def coded(self) -> CodedRows | None:
-        """The codes; `None` for floating-point features."""
+        """Return the codes, or `None` for floating-point features."""
         return self.features if isinstance(self.features, CodedRows) else None
 
     def rows(self, first: int, last: int) -> "Shard":
@@ -64,7 +65,7 @@ class Shard:
 
 @dataclass(eq=False)
 class ShardSet:
-    """The shards of one feature matrix `(n_rows, k)`, some of which may not be written yet.
+    """The shards of one feature matrix `(n_rows, k)`. Some may not be written yet.
 
     Attributes:
         directory: directory of the files.
@@ -89,19 +90,19 @@ class ShardSet:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the constructor, by name, for another set of shards of the same features."""
+        """Return the arguments of the constructor by name, for another set of shards of the same features."""
         return {one.name: getattr(self, one.name) for one in fields(ShardSet) if one.init}
 
     def __len__(self) -> int:
-        """Number of shards, written or not."""
+        """Return the number of shards, written or not."""
         return len(self.plan)
 
     def path(self, index: int) -> Path:
-        """Path of the file of a shard."""
+        """Return the path of the file of a shard."""
         return self.directory / self.plan.file_name(index, self.prefix)
 
     def is_written(self, index: int) -> bool:
-        """Whether a shard is written. Its header is checked, its tensors are not read.
+        """Tell whether a shard is written. Its header is checked, its tensors are not read.
 
         Raises:
             StoreError: the file is truncated or does not belong here.
@@ -112,7 +113,7 @@ class ShardSet:
         return True
 
     def exists(self, index: int) -> bool:
-        """Whether the file of a shard exists, whatever it contains: [`~ShardSet.read`] checks that."""
+        """Tell whether the file of a shard exists, whatever it contains. [`~ShardSet.read`] checks that."""
         return self.path(index).exists()
 
     def unwritten(self) -> list[int]:
@@ -143,7 +144,7 @@ class ShardSet:
 
     @property
     def content_hash(self) -> str:
-        """Hash of the checksums of all shards, 32 hex digits.
+        """Hash the checksums of all shards, 32 hex digits.
 
         Raises:
             StoreError: a shard is missing or invalid.

@@ -105,7 +105,7 @@ class WholeFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def metadata(self) -> dict[str, str] | None:
         return self._metadata
@@ -173,7 +173,7 @@ Identity = Mapping[str, str | int]
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The division of rows `0 … n_rows − 1` into shards of `shard_size` rows, of which the last may be shorter.
+    """The division of rows `0 … n_rows − 1` into shards of `shard_size` rows. The last may be shorter.
 
     It depends on these two numbers alone, not on the number of processes or on batches, so that any process can
     compute any shard and the result is the same.
@@ -190,7 +190,7 @@ class ShardPlan:
             object.__setattr__(self, name, checked_int(getattr(self, name), name, 1, type_error=ValueError))
 
     def __len__(self) -> int:
-        """Number of shards."""
+        """Return the number of shards."""
         return -(-self.n_rows // self.shard_size)
 
     def rows(self, index: int) -> range:

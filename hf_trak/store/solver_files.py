@@ -1,4 +1,4 @@
-"""What solvers of the ridge regression keep beside the features of a checkpoint.
+"""The files that solvers of the ridge regression keep beside the features of a checkpoint.
 
     checkpoint-<model_id>/
       kernel.safetensors                            `kernel` (n, n), XXᵀ
@@ -52,7 +52,7 @@ class SolverFiles:
 
     @cached_property
     def features(self) -> Identity:
-        """What every file is computed from: the configuration, the weights, and the rows themselves.
+        """Return what every file is computed from: the configuration, the weights and the rows themselves.
 
         Raises:
             IncompleteStoreError: shards are missing.
@@ -63,11 +63,11 @@ class SolverFiles:
         return {**self._store.identity(self._model_id), "content": shards.content_hash}
 
     def path(self, name: str) -> Path:
-        """Path of a file."""
+        """Return the path of a file."""
         return self._store.solver_path(self._model_id, f"{name}.safetensors")
 
     def exists(self, name: str) -> bool:
-        """Whether a file exists, whatever it contains."""
+        """Tell whether a file exists, whatever it contains."""
         return self.path(name).exists()
 
     def write(
@@ -169,7 +169,7 @@ class SolverFiles:
 
 
 def _identity_of(path: Path) -> dict[str, str | int]:
-    """What a file says that it was computed from."""
+    """Read what a file says that it was computed from."""
     try:
         with safe_open(path, framework="pt") as file:
             found = parse_metadata(path, file).get("identity")

@@ -219,37 +219,39 @@ class FeatureStore:
 
     @property
     def config(self) -> dict[str, Any]:
-        """A copy of the saved configuration."""
+        """Return a copy of the saved configuration."""
         return dict(self._config)
 
     @cached_property
     def config_hash(self) -> str:
-        """Hex digest of all keys that define the features."""
+        """Return the hex digest of all keys that define the features."""
         return config_hash(self._config)
 
     @property
     def train_size(self) -> int:
-        """Number of training rows."""
+        """Return the number of training rows."""
         return int(self._config["train_size"])
 
     @property
     def proj_dim(self) -> int:
-        """Number of columns of the features, k."""
+        """Return the number of columns of the features, k."""
         return int(self._config["proj_dim"])
 
     @property
     def feature_dtype(self) -> torch.dtype:
-        """Storage dtype of floating-point features, which those of targets are in a store with codes, too."""
+        """Return the storage dtype of floating-point features. In a store with codes it is that of the targets'
+        features, too."""
         return FEATURE_DTYPES.get(self._config["feature_dtype"], torch.float32)
 
     @property
     def code_format(self) -> CodeFormat | None:
-        """The form of the codes of training features; `None` for floating-point features."""
+        """Return the form of the codes of training features, or `None` for floating-point features."""
         bits = CODE_BITS.get(self._config["feature_dtype"])
         return None if bits is None else CodeFormat(bits, self.proj_dim)
 
     def rotation(self, model_id: int) -> Rotation | None:
-        """The rotation of all features of a checkpoint in a store with codes; `None` for floating-point features."""
+        """Return the rotation of all features of a checkpoint in a store with codes, or `None` for floating-point
+        features."""
         if self.code_format is None:
             return None
         return Rotation(self.proj_dim, self._config["seed"], checked_model_id(model_id))
@@ -261,7 +263,7 @@ class FeatureStore:
         return CheckpointRecords(self.output_dir, self.config_hash)
 
     def checkpoint_dir(self, model_id: int) -> Path:
-        """Directory of one checkpoint's train features."""
+        """Return the directory of one checkpoint's train features."""
         return self.output_dir / f"checkpoint-{checked_model_id(model_id)}"
 
     def register_checkpoint(self, model_id: int, fingerprint: str, source: str | None = None) -> None:
@@ -283,7 +285,7 @@ class FeatureStore:
 
     @property
     def model_ids(self) -> list[int]:
-        """Ids of all registered checkpoints, ascending.
+        """Return the ids of all registered checkpoints, ascending.
 
         Raises:
             StoreError: a checkpoint that belongs to the store has vanished in part or as a whole: leaving it out of
@@ -313,7 +315,7 @@ class FeatureStore:
                 Id of a registered checkpoint.
 
         Returns:
-            [`~hf_trak.store.shard_set.ShardSet`]: shards of the feature matrix `(train_size, proj_dim)`, of which some
+            [`~hf_trak.store.shard_set.ShardSet`]: shards of the feature matrix `(train_size, proj_dim)`. Some
             may not be written yet.
 
         Raises:
@@ -342,27 +344,28 @@ class FeatureStore:
         return ShardSet(directory, prefix, plan, self.proj_dim, self.feature_dtype, identity, rotation, code_format)
 
     def curvature_dir(self, model_id: int, identity: Mapping[str, Any]) -> Path:
-        """Directory of the curvature of one checkpoint that has this identity, or is to be fitted with it."""
+        """Return the directory of the curvature of one checkpoint that has this identity, or is to be fitted with
+        it."""
         return self.output_dir / "curvature" / str(checked_model_id(model_id))
 
     def solver_path(self, model_id: int, name: str) -> Path:
-        """Path of a file that a solver keeps for one checkpoint, see `hf_trak.store.solver_files`."""
+        """Return the path of a file that a solver keeps for one checkpoint, see `hf_trak.store.solver_files`."""
         return self.output_dir / f"checkpoint-{checked_model_id(model_id)}" / name
 
     # -- experiments -------------------------------------------------------------------------------------------------
 
     @property
     def experiment_records(self) -> ExperimentRecords:
-        """Records of the experiments."""
+        """Return the records of the experiments."""
         return ExperimentRecords(self.output_dir)
 
     @property
     def experiments(self) -> list[str]:
-        """Names of all experiments."""
+        """Return the names of all experiments."""
         return self.experiment_records.names()
 
     def experiment_dir(self, experiment: str) -> Path:
-        """Directory of one experiment."""
+        """Return the directory of one experiment."""
         return self.experiment_records.directory(experiment)
 
     def experiment_info(self, experiment: str) -> dict[str, Any]:

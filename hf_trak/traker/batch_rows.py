@@ -1,4 +1,4 @@
-"""What `TRAKer` checks before a step: the rows that a batch belongs to, and that the steps before it are done."""
+"""The checks of `TRAKer` before a step: which rows a batch belongs to, and whether the steps before it are done."""
 
 import operator
 from collections.abc import Iterable, Mapping

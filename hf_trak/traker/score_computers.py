@@ -318,7 +318,7 @@ class BasicScoreComputer(AbstractScoreComputer):
 def product_through_device(
     features: Tensor, target_grads: Tensor, device: torch.device, block_size: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Compute features · target_gradsᵀ on a device, block by block, for factors in host memory.
+    """Compute features · target_gradsᵀ on a device block by block, for factors in host memory.
 
     Blocks of rows go to the device, and blocks of the product come back, while other blocks are computed.
 
@@ -326,7 +326,7 @@ def product_through_device(
         features (`torch.Tensor` of shape `(n, k)`):
             Left factor.
         target_grads (`torch.Tensor` of shape `(m, k)`):
-            Right factor, of which the device holds all rows at once.
+            Right factor. The device holds all its rows at once.
         device (`torch.device`):
             Where the products are computed.
         block_size (`int`):

@@ -1,4 +1,4 @@
-"""What the controls of the page do: plain values in, documents and files out. Nothing here knows Gradio."""
+"""The actions behind the controls of the page: plain values in, documents and files out. Nothing here knows Gradio."""
 
 import csv
 import json
@@ -168,7 +168,7 @@ class Listing:
 
     @property
     def filter(self) -> RowFilter:
-        """What rows have to match."""
+        """Return what rows have to match."""
         return RowFilter(self.text, self.label)
 
 

@@ -93,8 +93,8 @@ class KeptSolvers:
         model, args = self._model, self._model.args
         if lambda_relative is None:
             return model.scorer
-        given = (model.store, model.processes, model.device, None, lambda_relative)
-        return Scorer(*given, args.solver_kind, args.solver_rank)
+        given = (model.store, model.processes, model.device)
+        return Scorer(*given, lambda_relative, args.solver_kind, args.solver_rank)
 
 
 logger = logging.getLogger(__name__)
@@ -321,7 +321,7 @@ class IndexSession(Session):
             self.features.args = args
 
     def _has_curvature(self) -> bool:
-        """Whether a curvature is fitted under every checkpoint, so that reranking need not fit one."""
+        """Tell whether a curvature is fitted under every checkpoint, so that reranking need not fit one."""
         exact = ExactScores(self.features)
         if self.features.args.curvature.kind == "hybrid":
             return False

@@ -84,7 +84,7 @@ class RowReader:
         return row if sound is None else _with_sound(row, sound)
 
     def _inside(self, path: str | None) -> bool:
-        """Whether a path lies below one of the roots, all links followed."""
+        """Tell whether a path lies below one of the roots, all links followed."""
         if not path or "://" in path or "\0" in path:
             return False
         return any(Path(path).resolve().is_relative_to(root) for root in self._roots)

@@ -34,7 +34,7 @@ class RunSession(Session):
         self._columns = Columns.find(self._scored)
 
     def __len__(self) -> int:
-        """Number of targets."""
+        """Return the number of targets."""
         return len(self.run.scored)
 
     def facts(self) -> list[tuple[str, str]]:

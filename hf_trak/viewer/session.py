@@ -1,4 +1,4 @@
-"""What every session of the viewer has: training rows, answers, facts and self-influence."""
+"""The common part of all sessions of the viewer. It has training rows, answers, facts and self-influence."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -80,7 +80,7 @@ def tokens_of(
     Args:
         row: the prepared row, with `input_ids`, and `offset_mapping` if its text was tokenized as a whole.
         text: the text that the offsets belong to.
-        tokenizer: decodes tokens where there are no offsets; `None` shows their numbers.
+        tokenizer: decodes tokens without offsets; `None` shows their numbers.
         positions: positions of tokens with a share.
         shares: their shares, in units of the score.
     """

@@ -1,4 +1,4 @@
-"""What a user types or uploads as a target, and the row that becomes of it."""
+"""The form of a target: what a user types or uploads, and the row that becomes of it."""
 
 import json
 from collections.abc import Mapping
@@ -87,12 +87,12 @@ class TargetForm:
 
     @property
     def as_json(self) -> bool:
-        """Whether a row is typed as JSON."""
+        """Tell whether a row is typed as JSON."""
         return not self.texts and self.upload is None
 
     @property
     def predicts(self) -> bool:
-        """Whether the label may be left to the model."""
+        """Tell whether the label may be left to the model."""
         return bool(self.label_names)
 
     def example(self) -> Dataset:
@@ -160,7 +160,7 @@ def _blank_image() -> Any:
 
 
 def _usual(task: str) -> Features:
-    """Columns that rows for a task usually have, where those of an index are not known."""
+    """Return the columns that rows for a task usually have, for an index whose own are not known."""
     if task in _IMAGE_TASKS:
         return Features({"image": Image(), "label": Value("int64")})
     kind = "float32" if task == "regression" else "int64"
@@ -175,7 +175,8 @@ def _texts(features: Features, label: str | None) -> list[str]:
 
 
 def _class_names(kind: Any, names: Mapping[int, str] | None) -> tuple[str, ...]:
-    """Names of classes: those of the rows where they have some, and those of the model's configuration otherwise."""
+    """Return the names of classes: those of the rows if they have some, and those of the model's configuration
+    otherwise."""
     if isinstance(kind, ClassLabel):
         return tuple(kind.names)
     return tuple(str(name) for _, name in sorted((names or {}).items()))

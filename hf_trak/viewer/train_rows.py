@@ -19,7 +19,7 @@ _MOST_GROUPS = 1000
 
 @dataclass(frozen=True)
 class RowFilter:
-    """What rows have to match.
+    """The conditions that rows have to match.
 
     Attributes:
         text: letters that occur in a text of the row, in either case; no pattern.
@@ -31,7 +31,7 @@ class RowFilter:
 
     @property
     def empty(self) -> bool:
-        """Whether all rows match."""
+        """Tell whether all rows match."""
         return not self.text and self.label is None
 
 
@@ -62,12 +62,12 @@ class TrainRows:
 
     @property
     def at_hand(self) -> bool:
-        """Whether rows can be shown, and not only their numbers."""
+        """Tell whether rows can be shown, and not only their numbers."""
         return self._rows is not None
 
     @property
     def columns(self) -> Columns:
-        """The columns that are shown, chosen when the first row is read."""
+        """Return the columns that are shown, chosen when the first row is read."""
         if self._columns is None:
             self._columns = Columns.find(self._read) if self.at_hand else Columns()
         return self._columns

@@ -16,7 +16,7 @@ from hf_trak.runtime.zero import can_gather, is_partitioned, without_engine
 
 
 def is_adapter(model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> bool:
-    """Whether these are the weights of an adapter for a `PeftModel`, rather than those of the whole model.
+    """Tell whether these are the weights of an adapter for a `PeftModel`, rather than those of the whole model.
 
     Raises:
         ValueError: the weights belong to an adapter, but the model is not a `PeftModel`.
@@ -123,10 +123,11 @@ def check_placement(model: torch.nn.Module) -> None:
 
 
 def without_wrappers(model: Any) -> Any:
-    """Take off `torch.compile`, `DataParallel`, `DistributedDataParallel` and DeepSpeed's engine, in whatever order.
+    """Take off wrappers in whatever order.
 
-    They prepend `_orig_mod.` and `module.` to the names of parameters, and split batches or compile code, of which
-    per-sample gradients have no use. The model inside is the one that was trained.
+    They are `torch.compile`, `DataParallel`, `DistributedDataParallel` and DeepSpeed's engine. They prepend
+    `_orig_mod.` and `module.` to the names of parameters, and split batches or compile code. That is no use to
+    per-sample gradients. The model inside is the one that was trained.
 
     Args:
         model (`torch.nn.Module`):

@@ -77,7 +77,7 @@ def check_plan(model: nn.Module, processes: Processes) -> None:
     """
     if is_sharded(model) and dist.is_initialized() and dist.get_world_size() > processes.num_processes:
         raise ValueError(
-            f"The model is divided over {dist.get_world_size()} processes, of which accelerate knows "
+            f"The model is divided over {dist.get_world_size()} processes, and accelerate knows "
             f"{processes.num_processes}. Expected all of them. On CPUs, set `use_cpu=True` in `TrakConfig`."
         )
     plans = processes.gather(_plan(model))
@@ -288,7 +288,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _read_metadata(directory: Path) -> Any:
-    """Read which part of which tensor is where.
+    """Read which part of each tensor is where.
 
     Raises:
         ValueError: it is damaged, names other objects, or files outside of the directory.

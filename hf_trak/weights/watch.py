@@ -59,7 +59,7 @@ class WeightsStamp:
         self._known = [_Versions(tensors)]
 
     def matches(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether these tensors have the stamped content. Safe to call under `torch.func` transforms."""
+        """Tell whether these tensors have the stamped content. Safe to call under `torch.func` transforms."""
         tensors = list(tensors)
         if any(known.match(tensors) for known in self._known):
             return True
@@ -70,12 +70,13 @@ class WeightsStamp:
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a model by name."""
+    """Return the parameters and buffers of a model by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _state_tensors(model: torch.nn.Module) -> list[Tensor]:
-    """The tensors of a model's state dict themselves; without `keep_vars` they would be new objects in each call."""
+    """Return the tensors of a model's state dict themselves. Without `keep_vars` they would be new objects in each
+    call."""
     return [value for value in model.state_dict(keep_vars=True).values() if isinstance(value, Tensor)]
 
 

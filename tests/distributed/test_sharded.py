@@ -14,6 +14,7 @@ import pytest
 import sharded_jobs
 import torch
 from datasets import Dataset
+from patience import patient
 from sharded_jobs import (
     attributor,
     check_checkpointed,
@@ -303,7 +304,7 @@ def launched(
     directory.mkdir(parents=True, exist_ok=True)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
     command = [sys.executable, *launch, script, job, str(directory)]
-    done = subprocess.run(command, timeout=timeout, capture_output=True, text=True)
+    done = subprocess.run(command, timeout=patient(timeout), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-8000:]
     found = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(count)]
     assert all("value" in one for one in found), found

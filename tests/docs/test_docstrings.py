@@ -1,4 +1,4 @@
-"""Public functions document the errors that they raise."""
+"""Docstrings: the errors that public functions raise, typed arguments, and sentences that begin with a verb."""
 
 import ast
 import inspect
@@ -89,3 +89,35 @@ def test_arguments_of_public_names_are_typed(one: Any) -> None:
     for text in texts:
         for entry in entries(inspect.cleandoc(text or "")):
             assert re.fullmatch(r"[\w*, ]+( \(.+\))?:", entry), entry
+
+
+NO_VERB = (
+    "An?|All|As|Each|Every|For|How|If|In|Its|No|Of|On|One|Some|That|The|Their|These|This|Two|What|When|Where|Whether|"
+    "Which|Who|Whose|With"
+)
+VERB = re.compile(rf"Args:|(?!({NO_VERB})\b|\S+ of\b)[A-Z][a-z]")
+"""Beginnings of docstrings of functions. A word before "of" is a noun, as in "Number of rows"."""
+
+PHRASES = re.compile(r"\b(of which|with which|where there (is|are))\b")
+
+
+def docstrings(kinds: tuple[type[ast.AST], ...]) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of the docstrings of such definitions, private and nested ones included."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place = path.relative_to(PACKAGE)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                yield f"{place}:{getattr(node, 'lineno', 1)}", " ".join(text.split())
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    """Those of constructors may begin with their arguments."""
+    found = list(docstrings((ast.FunctionDef, ast.AsyncFunctionDef)))
+    assert len(found) > 2000
+    assert not [f"{place}: {text[:80]}" for place, text in found if not VERB.match(text)]
+
+
+def test_docstrings_have_no_clause_in_place_of_a_sentence() -> None:
+    """A relative clause such as "of which" becomes a sentence with a subject and a verb."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    assert not [f"{place}: {match[0]}" for place, text in docstrings(kinds) if (match := PHRASES.search(text))]

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from datasets import Dataset, disable_progress_bars
+from patience import Deadline, patient
 from torch import Tensor, nn
 from trak_options import trak_config
 
@@ -150,8 +151,10 @@ class Job:
         self.process.start()
 
     def wait(self, seconds: float = 60.0) -> dict[str, Any] | None:
-        self.process.join(seconds)
-        assert self.process.exitcode is not None, "the process hangs"
+        deadline = Deadline(seconds)
+        while self.process.exitcode is None:
+            assert not deadline.passed(), "the process hangs"
+            self.process.join(0.5)
         return json.loads(self._path.read_text()) if self._path.exists() else None
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -170,16 +173,17 @@ def start_group(
     for rank in range(world):
         environment = {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TIMEOUT": str(timeout),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TIMEOUT": str(int(patient(timeout))),
         }  # fmt: skip
         jobs.append(Job(directory / f"report-{rank}.json", function, *arguments, environment=environment))
     return jobs
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+    deadline, checked = Deadline(seconds), 0
     while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
+        checked += 1
+        assert checked % 100 or not deadline.passed(), "nothing happened"
         time.sleep(0.005)
 
 

@@ -49,7 +49,7 @@ def job(tmp_path: Path, function: Callable[..., object], *arguments: object) -> 
 
 
 def clean(directory: Path) -> None:
-    """Remove leftovers as `hf-trak clean --remove` does."""
+    """Remove leftovers as `hf-trak inspect --clean` does."""
     for one in leftovers(directory):
         assert one.removable and one.remove()
 

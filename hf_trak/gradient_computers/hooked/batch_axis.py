@@ -66,7 +66,7 @@ class TensorTrace:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorTrace":
-        """Trace a tensor. Rows get a signature only where there are several, because only those may be folded."""
+        """Trace a tensor. Rows get a signature only if there are several, because only those may be folded."""
         signature = None
         if tensor.layout is torch.strided and tensor.ndim > 0 and tensor.shape[0] > 1 and tensor.numel() > 0:
             signature = _signature(tensor)
@@ -84,7 +84,7 @@ def _signature(tensor: Tensor) -> Tensor:
 
 @dataclass
 class RowOrders:
-    """What the tensors of a pass have shown about the order of folded rows.
+    """The facts that the tensors of a pass have shown about the order of folded rows.
 
     Attributes:
         shown: the values of [`BatchAxis.major`] of tensors whose rows differ, by fold.

@@ -85,17 +85,17 @@ class ParameterCall:
 
     @property
     def id(self) -> OpCallId:
-        """What the same call has in common in all passes."""
+        """Return what the same call has in common in all passes."""
         return self.key, self.index
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """Names of the parameters that the values come from."""
+        """Return the names of the parameters that the values come from."""
         return self.key[0]
 
     @property
     def name(self) -> str:
-        """Name of the torch function."""
+        """Return the name of the torch function."""
         return self.key[1]
 
     def run(self, replacement: Callable[[Tensor], Tensor]) -> Any:
@@ -150,12 +150,12 @@ class BatchedOp:
 
     @property
     def workspace(self) -> Workspace:
-        """Scratch memory for blocks of gradients."""
+        """Return the scratch memory for blocks of gradients."""
         return self.hooked_pass.blocks.workspace
 
     @property
     def takes_outer(self) -> TakesOuter | None:
-        """Tells which blocks to pass on as two factors, see [`LayerCall`]."""
+        """Return the predicate that tells which blocks to pass on as two factors, see [`LayerCall`]."""
         return self.hooked_pass.blocks.takes_outer
 
     def unsupported(self, reason: str) -> ParameterUnsupportedError:

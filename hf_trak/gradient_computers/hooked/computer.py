@@ -501,7 +501,7 @@ class HookedGradientComputer(AbstractGradientComputer):
 
 
 def _taken_steps(hooked_pass: HookedPass) -> Steps:
-    """Return the steps of a forward pass, of which no more are noted."""
+    """Return the steps of a forward pass, and stop noting any."""
     steps, hooked_pass.steps = hooked_pass.steps, None
     return tuple(steps or ())
 

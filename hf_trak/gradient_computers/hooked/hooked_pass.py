@@ -33,7 +33,7 @@ Emit = Callable[[str, int, Tensor | OuterBlock], None]
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """Where blocks of gradients are built, and where they go.
+    """The workspace and the receiver of blocks of gradients.
 
     Attributes:
         emit: receives them.
@@ -126,7 +126,7 @@ class HookedPass:
 
     @property
     def blocks(self) -> BlockOutput:
-        """Where gradients go. The pass of one sample has no backward pass, and never asks."""
+        """Return where gradients go. The pass of one sample has no backward pass, and never asks."""
         assert self._blocks is not None
         return self._blocks
 

@@ -1,5 +1,4 @@
-"""Module hooks of one pass: which calls of which layers are captured, and what a captured call gives in the backward
-pass."""
+"""Module hooks of one pass. They choose the calls to capture, and take the gradients of these in the backward pass."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -147,7 +146,7 @@ class LayerHooks:
 
 
 class _Handler:
-    """What happens before and after a call of one module."""
+    """The hooks before and after a call of one module."""
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         raise NotImplementedError

@@ -34,7 +34,7 @@ _BROADCASTING = [getattr(space, name) for space in (torch, _T) for name in _NAME
 
 @register_op_handler(*_BROADCASTING)
 def broadcasting(op: BatchedOp) -> Any:
-    """Elementwise operations: expand the parameter values along the batch dimension of the result.
+    """Run an elementwise operation: expand the parameter values along the batch dimension of the result.
 
     Register it for any other torch function that broadcasts its arguments.
 
@@ -58,7 +58,7 @@ def broadcasting(op: BatchedOp) -> Any:
 
 @register_op_handler(F.scaled_dot_product_attention)
 def attention(op: BatchedOp) -> Any:
-    """Attention with a parameter value as query, key, value or bias: all have the batch in dimension 0.
+    """Run attention on parameter values. As query, key, value or bias, all have the batch in dimension 0.
 
     Raises:
         ParameterUnsupportedError: one has it in another dimension.
@@ -82,7 +82,7 @@ def _with_values_expanded(op: BatchedOp, axis: BatchAxis, rank: int) -> Any:
 
 @register_op_handler(_T.expand, _T.expand_as, _T.broadcast_to, torch.broadcast_to, creates_batch=True)
 def expanding(op: BatchedOp) -> Any:
-    """The batch dimension comes into being: `cls_token.expand(batch_size, -1, -1)`.
+    """Make the batch dimension come into being: `cls_token.expand(batch_size, -1, -1)`.
 
     Raises:
         ParameterUnsupportedError: a parameter is not what is expanded, but gives the shape.
@@ -103,7 +103,8 @@ def expanding(op: BatchedOp) -> Any:
 
 @register_op_handler(_T.repeat, torch.tile, _T.tile, creates_batch=True)
 def repeating(op: BatchedOp) -> Any:
-    """`query.repeat(batch_size, 1, 1)`: whole copies one after the other, so that a sample's rows are neighbours.
+    """Handle `query.repeat(batch_size, 1, 1)`: whole copies one after the other, so that a sample's rows are
+    neighbours.
 
     Raises:
         ParameterUnsupportedError: the copies cannot be assigned to samples.
@@ -130,13 +131,13 @@ def repeating(op: BatchedOp) -> Any:
 
 @register_op_handler(F.linear)
 def linear(op: BatchedOp) -> Any:
-    """`F.linear(x, weight, bias)`: projections of attention modules, tied heads."""
+    """Handle `F.linear(x, weight, bias)`: projections of attention modules, tied heads."""
     return _linear_map(op, op.argument(0, "input"), op.argument(1, "weight"), op.argument(2, "bias"), False)
 
 
 @register_op_handler(torch.addmm, _T.addmm)
 def addmm(op: BatchedOp) -> Any:
-    """`addmm(bias, x, weight)`.
+    """Handle `addmm(bias, x, weight)`.
 
     Raises:
         ParameterUnsupportedError: with scaling factors, or with a matrix to add.
@@ -149,7 +150,7 @@ def addmm(op: BatchedOp) -> Any:
 
 @register_op_handler(torch.matmul, _T.matmul, _T.__matmul__, torch.mm, _T.mm, torch.bmm, _T.bmm, _T.__rmatmul__)
 def matmul(op: BatchedOp) -> Any:
-    """`x @ W` with a matrix W is a linear map; anything else is a broadcast over leading dimensions.
+    """Handle `x @ W`. With a matrix W this is a linear map; anything else is a broadcast over leading dimensions.
 
     Raises:
         ParameterUnsupportedError: the batch is in one of the last two dimensions.
@@ -182,7 +183,7 @@ def _linear_map(op: BatchedOp, x: Tensor, weight: Tensor, bias: Tensor | None, t
 
 @register_op_handler(F.embedding)
 def embedding(op: BatchedOp) -> Any:
-    """`F.embedding(ids, table)`.
+    """Handle `F.embedding(ids, table)`.
 
     Raises:
         ParameterUnsupportedError: with `max_norm` or `scale_grad_by_freq`.
@@ -233,7 +234,7 @@ for _dims, _function in enumerate((F.conv1d, F.conv2d, F.conv3d), 1):
 
 @register_op_handler(F.layer_norm, torch.layer_norm)
 def layer_norm(op: BatchedOp) -> Any:
-    """`layer_norm(x, shape, weight, bias, eps)`."""
+    """Handle `layer_norm(x, shape, weight, bias, eps)`."""
     x, shape = op.args[0], list(op.argument(1, "normalized_shape"))
     weight, bias, eps = op.argument(2, "weight"), op.argument(3, "bias"), op.argument(4, "eps", 1e-5)
 
@@ -245,7 +246,7 @@ def layer_norm(op: BatchedOp) -> Any:
 
 @register_op_handler(F.rms_norm, torch.rms_norm)
 def rms_norm(op: BatchedOp) -> Any:
-    """`rms_norm(x, shape, weight, eps)`."""
+    """Handle `rms_norm(x, shape, weight, eps)`."""
     x, shape = op.args[0], list(op.argument(1, "normalized_shape"))
     weight, eps = op.argument(2, "weight"), op.argument(3, "eps")
 
@@ -257,7 +258,7 @@ def rms_norm(op: BatchedOp) -> Any:
 
 @register_op_handler(F.group_norm, torch.group_norm)
 def group_norm(op: BatchedOp) -> Any:
-    """`group_norm(x, groups, weight, bias, eps)`."""
+    """Handle `group_norm(x, groups, weight, bias, eps)`."""
     x, groups = op.args[0], op.argument(1, "num_groups")
     weight, bias, eps = op.argument(2, "weight"), op.argument(3, "bias"), op.argument(4, "eps", 1e-5)
 
@@ -269,7 +270,7 @@ def group_norm(op: BatchedOp) -> Any:
 
 @register_op_handler(F.batch_norm)
 def batch_norm(op: BatchedOp) -> Any:
-    """`batch_norm(x, mean, variance, weight, bias, training, momentum, eps)` with running statistics.
+    """Handle `batch_norm(x, mean, variance, weight, bias, training, momentum, eps)` with running statistics.
 
     Raises:
         ParameterUnsupportedError: with the statistics of the batch, which mix samples.

@@ -41,7 +41,7 @@ class ReplayedCall:
 
     @property
     def batched(self) -> list[int]:
-        """Positions of the inputs with a batch dimension."""
+        """List the positions of the inputs with a batch dimension."""
         return [i for i, axis in enumerate(self.axes) if axis is not None]
 
     def input_rows(self, size: int) -> list[Tensor]:

@@ -114,7 +114,7 @@ class OpTrace:
 
 @dataclass
 class SampleTrace:
-    """What the pass of one sample saw.
+    """The record of the pass of one sample.
 
     Attributes:
         calls: the calls of hooked modules, by name of the module, in order.
@@ -145,7 +145,7 @@ class SampleTrace:
 
 @dataclass
 class ModelTrace:
-    """What the engine has found out about a model, kept over batches.
+    """The findings of the engine about a model, kept over batches.
 
     Attributes:
         batched_calls: calls of layers that do see the batch, although it was not apparent from one sample.

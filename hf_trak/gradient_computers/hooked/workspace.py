@@ -98,7 +98,7 @@ TakesOuter = Callable[[Tensor, Tensor], bool]
 
 
 def every_factor(left: Tensor, right: Tensor) -> bool:
-    """The predicate of sinks that need factors wherever a gradient has them, at any price.
+    """Return `True` for sinks that need factors wherever a gradient has them, at any price.
 
     Given as `takes_outer`, it makes convolutions unfold their inputs, too. Only convolutions that see one channel each
     still form their gradients: their factors say nothing.
@@ -120,7 +120,7 @@ class OuterBlock:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the dense block, `(B, I · J)`."""
+        """Return the shape of the dense block, `(B, I · J)`."""
         return self.left.shape[0], self.left.shape[2] * self.right.shape[2]
 
     def joined(self, fold: int) -> "OuterBlock":

@@ -256,7 +256,7 @@ class AbstractSaver(ABC):
         return torch.as_tensor(self.current_store["grads"])
 
     def finalized_with(self, model_id: int) -> Mapping[str, Any] | None:
-        """Return the settings with which the features of a model id were finalized, or `None` if they were not."""
+        """Return the settings that the features of a model id were finalized with, or `None` if they were not."""
         info = self.model_ids.get(model_id, {})
         return info.get("finalized_with", {}) if info.get("finalized") else None
 

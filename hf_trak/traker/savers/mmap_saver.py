@@ -218,7 +218,7 @@ class MmapSaver(AbstractSaver):
     # What TRAKer calls
 
     def featurized(self, rows: Sequence[int] | None = None) -> np.ndarray:
-        """See [`AbstractSaver.featurized`]. Rows whose gradients were deleted count as written."""
+        """Return what [`AbstractSaver.featurized`] says. Rows whose gradients were deleted count as written."""
         if self._info(self.require_model_id()).get("grads_deleted"):
             return np.ones(self.train_set_size if rows is None else len(rows), dtype=bool)
         return super().featurized(rows)
@@ -229,7 +229,7 @@ class MmapSaver(AbstractSaver):
         return super().read_grads()
 
     def finalized_with(self, model_id: int) -> Mapping[str, Any] | None:
-        """See [`AbstractSaver.finalized_with`].
+        """Return what [`AbstractSaver.finalized_with`] says.
 
         Raises:
             StoreError: the gradients are not those that the features were computed from.

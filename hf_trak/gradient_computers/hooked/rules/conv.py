@@ -171,7 +171,7 @@ def bias_pieces(grad: Tensor) -> Iterator[Piece]:
 
 @register_layer_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, rows=True)
 def conv(call: LayerCall) -> Iterator[Piece]:
-    """dW[b] = correlation of x[b] with grad[b]; other padding than zeros is applied to x first."""
+    """Compute dW[b], the correlation of x[b] with grad[b]. Other padding than zeros is applied to x first."""
     module = call.module
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     if "bias" in call.wanted:
@@ -206,7 +206,10 @@ def padded(x: Tensor, padding: Sizes | str, mode: str, sides: list[int]) -> tupl
 
 @register_layer_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, rows=True)
 def conv_transpose(call: LayerCall) -> Iterator[Piece]:
-    """A transposed convolution: input and output gradient change places, the weight is `(in, out / groups, *)`."""
+    """Treat a transposed convolution. Input and output gradient change places.
+
+    The weight is `(in, out / groups, *)`.
+    """
     module = call.module
     assert isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
     if "bias" in call.wanted:

@@ -72,7 +72,7 @@ def _plain(module: nn.Module) -> bool:
 
 @register_layer_rule(nn.Embedding, parameters=("weight",), applies=_plain)
 def embedding(call: LayerCall) -> Iterator[Piece]:
-    """dW[b, v] = Σ_t [x[b, t] = v] · grad[b, t, :]."""
+    """Compute dW[b, v] = Σ_t [x[b, t] = v] · grad[b, t, :]."""
     module = call.module
     assert isinstance(module, nn.Embedding)
     return embedding_pieces(call.x, call.grad, call.workspace, module.num_embeddings, module.padding_idx)

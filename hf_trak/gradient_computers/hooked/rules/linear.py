@@ -69,13 +69,13 @@ def linear_pieces(
 
 @register_layer_rule(nn.Linear)
 def linear(call: LayerCall) -> Iterator[Piece]:
-    """dW[b] = Σ_t grad[b, t, :] ⊗ x[b, t, :],  db[b] = Σ_t grad[b, t, :]."""
+    """Compute dW[b] = Σ_t grad[b, t, :] ⊗ x[b, t, :] and db[b] = Σ_t grad[b, t, :]."""
     return _linear_map(call, transposed=False)
 
 
 @register_layer_rule(Conv1D)
 def conv1d(call: LayerCall) -> Iterator[Piece]:
-    """dW[b] = Σ_t x[b, t, :] ⊗ grad[b, t, :],  db[b] = Σ_t grad[b, t, :]."""
+    """Compute dW[b] = Σ_t x[b, t, :] ⊗ grad[b, t, :] and db[b] = Σ_t grad[b, t, :]."""
     return _linear_map(call, transposed=True)
 
 

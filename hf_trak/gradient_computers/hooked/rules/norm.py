@@ -28,7 +28,7 @@ def only(wanted: frozenset[str], gradients: dict[str, Tensor]) -> dict[str, Tens
 
 @register_layer_rule(nn.LayerNorm)
 def layer_norm(call: LayerCall) -> dict[str, Tensor]:
-    """x̂ over the last dimensions."""
+    """Compute the gradients of scale and shift with x̂ over the last dimensions."""
     module = call.module
     assert isinstance(module, nn.LayerNorm)
     shape = list(module.normalized_shape)
@@ -38,7 +38,7 @@ def layer_norm(call: LayerCall) -> dict[str, Tensor]:
 
 @register_layer_rule(nn.RMSNorm, parameters=("weight",))
 def rms_norm(call: LayerCall) -> dict[str, Tensor]:
-    """x̂ = x / rms(x) over the last dimensions."""
+    """Compute the gradients of scale and shift with x̂ = x / rms(x) over the last dimensions."""
     module = call.module
     assert isinstance(module, nn.RMSNorm)
     shape = list(module.normalized_shape)
@@ -48,7 +48,7 @@ def rms_norm(call: LayerCall) -> dict[str, Tensor]:
 
 @register_layer_rule(nn.GroupNorm, rows=True)
 def group_norm(call: LayerCall) -> dict[str, Tensor]:
-    """x̂ over groups of channels."""
+    """Compute the gradients of scale and shift with x̂ over groups of channels."""
     module = call.module
     assert isinstance(module, nn.GroupNorm)
     normalized = F.group_norm(call.x, module.num_groups, None, None, module.eps)
@@ -61,7 +61,7 @@ def _evaluating(module: nn.Module) -> bool:
 
 @register_layer_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, rows=True, applies=_evaluating)
 def batch_norm(call: LayerCall) -> dict[str, Tensor]:
-    """x̂ with the running statistics, so that samples do not mix."""
+    """Compute the gradients of scale and shift with x̂ from the running statistics, so that samples do not mix."""
     module = call.module
     assert isinstance(module, BatchNormBase)
     mean, variance = module.running_mean, module.running_var
@@ -83,7 +83,7 @@ def running_scale_and_shift(x: Tensor, grad: Tensor, mean: Tensor, variance: Ten
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, rows=True, applies=lambda m: not m.track_running_stats
 )
 def instance_norm(call: LayerCall) -> dict[str, Tensor]:
-    """x̂ over the positions of each channel."""
+    """Compute the gradients of scale and shift with x̂ over the positions of each channel."""
     module = call.module
     assert isinstance(module, InstanceNormBase)
     return only(call.wanted, channel_scale_and_shift(F.instance_norm(call.x, eps=module.eps), call.grad))
