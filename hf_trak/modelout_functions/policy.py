@@ -82,11 +82,10 @@ def _padded_rollouts(rows: Sequence[Any], fill: int) -> dict[str, Tensor]:
         if not _is_list(values[0]):
             batch[name] = torch.tensor([float(value) for value in values])
             continue
-        lists = [
-            torch.tensor([0.0] * len(prompt) + [float(entry) for entry in value])
-            for prompt, value in zip(prompts, values, strict=True)
-        ]
-        made = pad_sequence(lists, True, 0.0)
+        pairs = zip(prompts, values, strict=True)
+        made = pad_sequence(
+            [torch.tensor([0.0] * len(before) + list(map(float, value))) for before, value in pairs], True
+        )
         batch[name] = torch.nn.functional.pad(made, (0, width - made.shape[1]))
     return batch
 
