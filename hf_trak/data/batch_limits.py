@@ -15,9 +15,6 @@ from torch import Tensor
 
 from hf_trak.data.model_inputs import check_inputs, input_names
 
-TOKEN_NAMES = ("input_ids", "decoder_input_ids", "text")
-IMAGE_NAMES = ("pixel_values", "image")
-
 
 @dataclass(frozen=True)
 class BatchLimits:
@@ -59,13 +56,13 @@ class BatchLimits:
         items = batch if isinstance(batch, Mapping) else {}
         if not isinstance(batch, Mapping) and isinstance(batch, list | tuple) and len(batch) == 2:
             items = {"image": batch[0], "text": batch[1]}
-        for name in TOKEN_NAMES:
+        for name in ("input_ids", "decoder_input_ids", "text"):
             tokens = items.get(name)
             if not isinstance(tokens, Tensor) or tokens.is_floating_point() or not tokens.numel():
                 continue
             if tokens.ndim in (2, 3):  # pairs have two sequences each, `(B, 2, T)`
                 self._check_tokens(name, tokens, items.get("position_ids"))
-        for name in IMAGE_NAMES:
+        for name in ("pixel_values", "image"):
             images = items.get(name)
             if isinstance(images, Tensor) and images.ndim == 4:
                 self._check_images(name, images, bool(items.get("interpolate_pos_encoding", False)))

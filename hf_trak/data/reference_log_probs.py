@@ -131,10 +131,8 @@ def _log_probs(
         log_probs, mask = task.token_log_probs(call_model(model, None, None, args, kwargs), given)
         return torch.where(mask, log_probs, 0.0).sum(dim=-1)
 
-    if isinstance(task, DPOModelOutput):
-        return dict(zip(names, sums(batch).unbind(1), strict=True))
-    found = [sums(batch)]
-    if len(names) > 1:
+    found = list(sums(batch).unbind(1)) if isinstance(task, DPOModelOutput) else [sums(batch)]
+    if len(found) < len(names):
         found.append(sums({k.removeprefix("KL_"): v for k, v in batch.items() if k.startswith("KL_")}))
     return dict(zip(names, found, strict=True))
 

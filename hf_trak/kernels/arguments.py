@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 
-def _of(kind: Any, *names: str) -> list[tuple[str, Any]]:
+def fields_of(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    """List fields of one type, for a struct of ctypes."""
     return [(name, kind) for name in names]
 
 
@@ -16,8 +17,8 @@ class Destination(ctypes.Structure):
     """The struct `Destination` of `common.cu`."""
 
     _fields_ = (
-        *_of(ctypes.c_void_p, "out", "partials"),
-        *_of(ctypes.c_int64, "out_stride", "rows", "columns"),
+        *fields_of(ctypes.c_void_p, "out", "partials"),
+        *fields_of(ctypes.c_int64, "out_stride", "rows", "columns"),
     )
 
     @classmethod
@@ -45,9 +46,9 @@ class SjltArguments(ctypes.Structure):
     _fields_ = (
         ("to", Destination),
         ("block", ctypes.c_void_p),
-        *_of(ctypes.c_int64, "stride", "columns", "start", "chunks_per_split"),
+        *fields_of(ctypes.c_int64, "stride", "columns", "start", "chunks_per_split"),
         ("generator", Generator),
-        *_of(ctypes.c_uint32, "copy", "groups", "tile"),
+        *fields_of(ctypes.c_uint32, "copy", "groups", "tile"),
     )
 
 
@@ -56,11 +57,11 @@ class OuterArguments(ctypes.Structure):
 
     _fields_ = (
         ("to", Destination),
-        *_of(ctypes.c_void_p, "left", "right"),
-        *_of(ctypes.c_int64 * 3, "left_strides", "right_strides"),
-        *_of(ctypes.c_int64, "height", "width", "start", "rows_per_split"),
+        *fields_of(ctypes.c_void_p, "left", "right"),
+        *fields_of(ctypes.c_int64 * 3, "left_strides", "right_strides"),
+        *fields_of(ctypes.c_int64, "height", "width", "start", "rows_per_split"),
         ("generator", Generator),
-        *_of(ctypes.c_uint32, "copy", "groups", "tile", "tokens", "strips", "rows_per_step"),
+        *fields_of(ctypes.c_uint32, "copy", "groups", "tile", "tokens", "strips", "rows_per_step"),
     )
 
 
@@ -70,7 +71,7 @@ class DenseArguments(ctypes.Structure):
     _fields_ = (
         ("to", Destination),
         ("block", ctypes.c_void_p),
-        *_of(ctypes.c_int64, "stride", "columns", "start", "positions_per_split"),
+        *fields_of(ctypes.c_int64, "stride", "columns", "start", "positions_per_split"),
         ("generator", Generator),
     )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import KernelError
+from hf_trak.kernels.arguments import fields_of
 from hf_trak.kernels.runtime import Launch, Runtime
 from hf_trak.kernels.sources import HADAMARD
 
@@ -26,17 +27,10 @@ class HadamardArguments(ctypes.Structure):
     """Arguments of `hadamard.cu`."""
 
     _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("signs", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("words", ctypes.c_uint32),
-        ("size_bits", ctypes.c_uint32),
-        ("high_bits", ctypes.c_uint32),
-        ("first_bit", ctypes.c_uint32),
-        ("first_round", ctypes.c_uint32),
-        ("rounds", ctypes.c_uint32),
-        ("low_bits", ctypes.c_uint32),
+        *fields_of(ctypes.c_void_p, "rows", "signs"),
+        *fields_of(ctypes.c_int64, "count", "stride"),
+        *fields_of(ctypes.c_uint32, "words", "size_bits", "high_bits", "first_bit"),
+        *fields_of(ctypes.c_uint32, "first_round", "rounds", "low_bits"),
         ("scale", ctypes.c_float),
     )
 

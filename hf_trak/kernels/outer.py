@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_trak.kernels.arguments import Destination, Generator, OuterArguments
 from hf_trak.kernels.runtime import Launch, Runtime, reduce, workspace
 from hf_trak.kernels.sources import TOKENS, outer_kernel
-from hf_trak.kernels.sparse import TILE, Tiling, plan_tiles
+from hf_trak.kernels.sparse import TILE, Spans, Tiling, plan_tiles
 
 STRIP = 2048
 """Number of columns of a block of threads, as in `outer.cu`."""
@@ -55,7 +55,7 @@ def plan_outer(height: int, width: int, outputs: int) -> OuterPlan:
     return OuterPlan(plan_tiles(outputs), strips, rows_per_step, rows_per_split, -(-height // rows_per_split))
 
 
-def worthwhile(left: Tensor, right: Tensor, segments: list[tuple[int, int]]) -> bool:
+def worthwhile(left: Tensor, right: Tensor, segments: Spans) -> bool:
     """Tell whether projecting a sum of outer products from its factors is faster than forming it.
 
     Args:
@@ -85,14 +85,7 @@ def shared_bytes(tokens: int) -> int:
 
 
 def accumulate_outer(
-    runtime: Runtime,
-    out: Tensor,
-    left: Tensor,
-    right: Tensor,
-    start: int,
-    seed: int,
-    model_id: int,
-    segments: list[tuple[int, int]],
+    runtime: Runtime, out: Tensor, left: Tensor, right: Tensor, start: int, seed: int, model_id: int, segments: Spans
 ) -> None:
     """Add a projection by the sparse map, `out[b] += vec(Σ_t left[b, t] ⊗ right[b, t]) @ R[start : start + I · J]`.
 

@@ -15,8 +15,6 @@ from hf_trak.kernels.arguments import Destination, ReduceArguments
 from hf_trak.kernels.compiler import architecture, cubin
 from hf_trak.kernels.sources import REDUCE, Kernel
 
-Grid = tuple[int, int, int]
-
 _MAX_GRID_Y = 65535
 
 
@@ -25,7 +23,7 @@ class Launch:
     """One launch of a kernel."""
 
     kernel: Kernel
-    grid: Grid
+    grid: tuple[int, int, int]
     shared_bytes: int
     arguments: ctypes.Structure
 
@@ -64,17 +62,8 @@ class CudaRuntime:
             function = self._functions.get((launch.kernel, index)) or self._load(launch, index)
             arguments = (ctypes.c_void_p * 1)(ctypes.addressof(launch.arguments))  # copied by the driver
             stream = driver.CUstream(torch.cuda.current_stream(index).cuda_stream)
-            (result,) = driver.cuLaunchKernel(
-                function,
-                *launch.grid,
-                launch.kernel.threads,
-                1,
-                1,
-                launch.shared_bytes,
-                stream,
-                ctypes.addressof(arguments),
-                0,
-            )
+            sizes = (*launch.grid, launch.kernel.threads, 1, 1, launch.shared_bytes)
+            (result,) = driver.cuLaunchKernel(function, *sizes, stream, ctypes.addressof(arguments), 0)
         _check(result, f"The launch of `{launch.kernel.expression}` with grid {launch.grid} on cuda:{index}")
 
     def _load(self, launch: Launch, index: int) -> Any:

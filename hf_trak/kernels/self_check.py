@@ -25,9 +25,8 @@ from hf_trak.kernels.torch_sparse import SparseMap, sum_of_outer_products
 logger = logging.getLogger(__name__)
 
 _SEED, _MODEL_ID = 2**40 + 12345, 77
-_NORMAL_TOLERANCE = (
-    1e-3  # of sums of 300 products of up to 8 · 5.8, whose sines and logarithms differ in the last place
-)
+# of sums of 300 products of up to 8 · 5.8, whose sines and logarithms differ in the last place
+_NORMAL_TOLERANCE = 1e-3
 
 _done: set[tuple[object, ...]] = set()
 _without_wgmma: set[torch.device] = set()
@@ -131,18 +130,8 @@ def require_right_dense(
     # More than a chain of float32 products in two terms. Other chains end in longer splits than a check in passing
     # has; tests on a GPU have them.
     columns = 301 if distribution == "normal" else 1101
-    key = (distribution, dtype, samples, terms, instruction, device)
-    _require(
-        f"{distribution}, {instruction}",
-        key,
-        (samples - 1, columns),
-        outputs,
-        dtype,
-        device,
-        run,
-        reference,
-        tolerance,
-    )
+    name, key = f"{distribution}, {instruction}", (distribution, dtype, samples, terms, instruction, device)
+    _require(name, key, (samples - 1, columns), outputs, dtype, device, run, reference, tolerance)
 
 
 def checked_instruction(

@@ -13,6 +13,9 @@ from hf_trak.kernels.runtime import Launch, Runtime, reduce, workspace
 from hf_trak.kernels.sources import sjlt_kernel
 from hf_trak.kernels.torch_sparse import ACCUMULATORS, CHUNK, RUN
 
+Spans = list[tuple[int, int]]
+"""First and last output (exclusive) of each copy of a sparse map."""
+
 TILE = 12288
 """Number of accumulators that a block of threads holds, as in `accumulators.cu`."""
 
@@ -90,7 +93,7 @@ def shared_bytes(element_size: int) -> int:
 
 
 def accumulate_sjlt(
-    runtime: Runtime, out: Tensor, block: Tensor, start: int, seed: int, model_id: int, segments: list[tuple[int, int]]
+    runtime: Runtime, out: Tensor, block: Tensor, start: int, seed: int, model_id: int, segments: Spans
 ) -> None:
     """Add a block's projection by the sparse map, `out += block @ R[start : start + n]`.
 

@@ -89,11 +89,8 @@ def stacked_texts(batch: Mapping[str, Any], fill: int = 0) -> dict[str, Any]:
 def _entries(batch: Mapping[str, Any], column: str, columns: list[str]) -> dict[str, Any]:
     """Return the entries of one column by their names without that of the column."""
     longer = tuple(f"{other}_" for other in columns if other.startswith(f"{column}_"))
-    found = {
-        name[len(column) + 1 :]: value
-        for name, value in batch.items()
-        if name.startswith(f"{column}_") and not name.startswith(longer)
-    }
+    its = [name for name in batch if name.startswith(f"{column}_") and not name.startswith(longer)]
+    found = {name[len(column) + 1 :]: batch[name] for name in its}
     if found.get("modality", "text") != "text" or "task" in found:
         named = "task" if "task" in found else "modality"
         raise ValueError(

@@ -128,11 +128,8 @@ class KTOModelOutput(CompletionModelOutput):
                         f"The rows have the keys {list(entries)}, and no `{KL_PREFIX}completion_ids`, from which z₀ "
                         "is estimated. Expected the rows of the trainer. Or give z₀ as `KTOModelOutput(kl=…)`."
                     )
-                others = {
-                    name.removeprefix(KL_PREFIX): value
-                    for name, value in entries.items()
-                    if name.startswith(KL_PREFIX)
-                }
+                its = [name for name in entries if name.startswith(KL_PREFIX)]
+                others = {name.removeprefix(KL_PREFIX): entries[name] for name in its}
                 sums = self._sums(call_model(model, None, None, *self.model_inputs(others)), others)
                 ratios.append(sums - column_of(batch, KL_REFERENCE, sums, REFERENCE_REMEDY))
         self._estimated = torch.cat(ratios).mean().clamp(min=0).double().cpu()

@@ -40,7 +40,6 @@ from hf_trak.modelout_functions.pairs import RowPadding, is_default, padded_comp
 TokenWeights = Literal["sum", "mean"]
 
 ADVANTAGE, OLD, REFERENCE = "advantage", "old_logps", "ref_logps"
-ROLLOUT_COLUMNS = ("prompt_ids", "completion_ids", ADVANTAGE, OLD, REFERENCE)
 _PER_TOKEN = (ADVANTAGE, OLD, REFERENCE)
 
 
@@ -83,11 +82,10 @@ def _padded_rollouts(rows: Sequence[Any], fill: int) -> dict[str, Tensor]:
         if not _is_list(values[0]):
             batch[name] = torch.tensor([float(value) for value in values])
             continue
-        lists = [
-            torch.tensor([0.0] * len(prompt) + [float(entry) for entry in value])
-            for prompt, value in zip(prompts, values, strict=True)
-        ]
-        made = pad_sequence(lists, True, 0.0)
+        pairs = zip(prompts, values, strict=True)
+        made = pad_sequence(
+            [torch.tensor([0.0] * len(before) + list(map(float, value))) for before, value in pairs], True
+        )
         batch[name] = torch.nn.functional.pad(made, (0, width - made.shape[1]))
     return batch
 
@@ -117,8 +115,8 @@ def _check_row(row: Any, place: int) -> None:
 class PolicyModelOutput(CompletionModelOutput):
     """Base class of tasks of rollouts."""
 
-    batch_columns = ROLLOUT_COLUMNS
-    own_columns: ClassVar[tuple[str, ...]] = (COMPLETION_MASK, ADVANTAGE, OLD, REFERENCE)
+    batch_columns = ("prompt_ids", "completion_ids", *_PER_TOKEN)
+    own_columns: ClassVar[tuple[str, ...]] = (COMPLETION_MASK, *_PER_TOKEN)
 
     def __init__(self, aggregation: TokenWeights = "mean", temperature: float = 1.0) -> None:
         """

@@ -133,15 +133,8 @@ class _CTCLoss:
         counts = counted.sum(dim=1)
         log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
         with torch.backends.cudnn.flags(enabled=False):  # cuDNN's gives no reproducible gradients
-            losses = functional.ctc_loss(
-                log_probs.transpose(0, 1),
-                labels[counted],
-                self._frames(logits, batch),
-                counts,
-                blank=blank,
-                reduction="none",
-                zero_infinity=self.config.ctc_zero_infinity,
-            )
+            given = (log_probs.transpose(0, 1), labels[counted], self._frames(logits, batch), counts, blank)
+            losses = functional.ctc_loss(*given, reduction="none", zero_infinity=self.config.ctc_zero_infinity)
         return losses / counts.clamp(min=1) if self.config.ctc_loss_reduction == "mean" else losses
 
     def _frames(self, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:

@@ -207,6 +207,11 @@ class BlockProjector(AbstractProjector):
         """
         return ProjectionSink(self, batch_size, model_id, device)
 
+    def _accumulates_its_own_way(self, kind: type["BlockProjector"]) -> bool:
+        """Tell whether a subclass of `kind`, or whoever set an attribute of this object, replaced a method."""
+        methods = ((self.accumulate, BlockProjector.accumulate), (self._accumulate, kind._accumulate))
+        return any(getattr(given, "__func__", None) is not own for given, own in methods)
+
     def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
         """Do the work of [`~BlockProjector.accumulate`] on checked arguments and a block of at least one element."""
         raise NotImplementedError(f"{type(self).__name__} implements neither `accumulate` nor `_accumulate`.")

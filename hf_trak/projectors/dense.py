@@ -290,14 +290,9 @@ class SparseProjector(BlockProjector):
         With torch operators it folds the accumulators once per batch instead of once per block. A subclass that
         overrides `accumulate` gets a sink that calls it for every block.
         """
-        if kernels_wanted(torch.device(device)) or self._accumulates_its_own_way():
+        if kernels_wanted(torch.device(device)) or self._accumulates_its_own_way(SparseProjector):
             return ProjectionSink(self, batch_size, model_id, device)
         return _SparseSink(self, self._map, batch_size, model_id, device)
-
-    def _accumulates_its_own_way(self) -> bool:
-        """Tell whether a subclass, or whoever set an attribute of this object, replaced a method of the map."""
-        methods = ((self.accumulate, BlockProjector.accumulate), (self._accumulate, SparseProjector._accumulate))
-        return any(getattr(given, "__func__", None) is not own for given, own in methods)
 
     def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
         self._map.accumulate(out, block, start, model_id)
@@ -310,7 +305,7 @@ class SparseProjector(BlockProjector):
 
         It is for sums of few outer products. A subclass that overrides `accumulate` gets blocks, never factors.
         """
-        if not kernels_wanted(left.device) or self._accumulates_its_own_way():
+        if not kernels_wanted(left.device) or self._accumulates_its_own_way(SparseProjector):
             return False
         return worthwhile(left, right, self.segments)
 

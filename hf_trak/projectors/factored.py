@@ -177,7 +177,7 @@ class FactoredProjector(BlockProjector):
         It adds up the p × p numbers of a matrix while parts of it follow each other. A subclass that overrides
         `accumulate` gets a sink that calls it for every block.
         """
-        if self._accumulates_its_own_way():
+        if self._accumulates_its_own_way(FactoredProjector):
             return ProjectionSink(self, batch_size, model_id, device)
         return _FactoredSink(self, batch_size, model_id, device)
 
@@ -186,7 +186,7 @@ class FactoredProjector(BlockProjector):
 
         They may be those of some rows of a matrix. Both ways give the same features, to rounding.
         """
-        if self._accumulates_its_own_way():
+        if self._accumulates_its_own_way(FactoredProjector):
             return False
         tokens, height, width, p = left.shape[1], left.shape[2], right.shape[2], self.factored_dim
         if height > self._tallest.get(width, 0):
@@ -255,7 +255,7 @@ class FactoredProjector(BlockProjector):
 
     def _accumulate_outer(self, out: Tensor, left: Tensor, right: Tensor, start: int, model_id: int) -> None:
         matrix = self.matrix_of(start, left.shape[2], right.shape[2])
-        if matrix is None or self._accumulates_its_own_way():
+        if matrix is None or self._accumulates_its_own_way(FactoredProjector):
             super()._accumulate_outer(out, left, right, start, model_id)
             return
         sums = self.empty_sums(len(left), left.device)
@@ -268,11 +268,6 @@ class FactoredProjector(BlockProjector):
         """Add whole rows of a matrix, given as factors `(B, T, n)` and `(B, T, J)`; see [`add_block`]."""
         shape, row = (matrix.height, matrix.width), (start - matrix.start) // matrix.width
         self.two_sided.add_outer(sums, left, right, matrix.start, shape, row, model_id)
-
-    def _accumulates_its_own_way(self) -> bool:
-        """Tell whether a subclass, or whoever set an attribute of this object, replaced a method of the map."""
-        methods = ((self.accumulate, BlockProjector.accumulate), (self._accumulate, FactoredProjector._accumulate))
-        return any(getattr(given, "__func__", None) is not own for given, own in methods)
 
 
 class _FactoredSink(ProjectionSink):

@@ -24,7 +24,6 @@ _IMAGE_TASKS = ("image_classification", "iterative_image_classification")
 _CLASSES = (*_IMAGE_TASKS, "text_classification")
 _TEXT_TASKS = ("causal_lm", "masked_lm", "text_classification", "regression")
 _LABELS = ("labels", "label")
-_STRINGS = ("string", "large_string")
 _EXAMPLE = "a few words that stand for a target"
 _MODEL_PIXELS = 4 << 20
 
@@ -171,7 +170,7 @@ def _usual(task: str) -> Features:
 
 def _texts(features: Features, label: str | None) -> list[str]:
     skipped = {"id", "idx", label, *_LABELS}
-    strings = [name for name, kind in features.items() if getattr(kind, "dtype", None) in _STRINGS]
+    strings = [name for name, kind in features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
     return [name for name in strings if name not in skipped]
 
 
