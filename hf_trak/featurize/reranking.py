@@ -129,7 +129,7 @@ class SavedShortlist:
             name: torch.from_numpy(np.ascontiguousarray(np.stack(listed[name][:]))).to(dtype)
             for name, dtype in zip(TOP_K_COLUMNS, _DTYPES, strict=True)
         }
-        write_tensors(self.path, tensors, self._identity, self._version)
+        write_tensors(self.path, tensors, self._identity)
 
 
 LEAST_CANDIDATES, CANDIDATES_PER_ROW = 1000, 50
