@@ -115,7 +115,9 @@ class Rerank:
         return checked_refinement(self.refine)
 
 
-Method = Literal["auto", "index", "exact", "rerank"] | Index | Exact | Rerank
+MethodName = Literal["auto", "index", "exact", "rerank"]
+
+Method = MethodName | Index | Exact | Rerank
 """How scores are computed: a name, or a dataclass with options. `"auto"` is `"index"`."""
 
 _NAMED: dict[str, Index | Exact | Rerank] = {

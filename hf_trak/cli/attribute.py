@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from hf_trak.attributor import last_result
-from hf_trak.cli.build import build, build_from_index, quiet, remember, remembered, require_run, target_rows
+from hf_trak.cli.build import (
+    MethodArguments,
+    build,
+    build_from_index,
+    quiet,
+    remember,
+    require_run,
+    target_rows,
+)
 from hf_trak.cli.parser import (
     DataArguments,
     ModelArguments,
@@ -16,8 +24,9 @@ from hf_trak.cli.parser import (
     answer,
     parse_yaml_and_args,
 )
+from hf_trak.cli.record import remembered
 from hf_trak.config import TrakConfig
-from hf_trak.methods import Exact, Index, Rerank, check_best_rows
+from hf_trak.methods import Exact, Rerank, check_best_rows
 from hf_trak.report.run import AttributionRun
 from hf_trak.report.views import RunViews
 from hf_trak.scores.score_files import SCORE_FILES, score_file_digests
@@ -25,25 +34,17 @@ from hf_trak.store.atomic import safe_name
 
 
 @dataclass
-class RunArguments:
+class RunArguments(MethodArguments):
     """The scores to compute, and what is saved of them."""
 
     index: str | None = field(
         default=None, metadata={"help": "Published index, a repo or a directory, to use instead of training rows."}
     )
     top_k: int = field(default=20, metadata={"help": "Training rows to keep per target, from either end."})
-    exact: bool = field(
-        default=False,
-        metadata={"help": "Score with whole gradients under a curvature, fitted first if missing."},
+    group_by: str | None = field(
+        default=None,
+        metadata={"help": "Score the mean of each group of targets: a column, or `all` for one group of all targets."},
     )
-    refine: str | None = field(
-        default=None, metadata={"help": "Refine targets of `--exact`: `cg`, or `cg,steps=5,rows=512`."}
-    )
-    first_pass_bytes: int | None = field(
-        default=None, metadata={"help": "Look at so many bytes of every row first (codes only)."}
-    )
-    candidates: int | None = field(default=None, metadata={"help": "Rows that are then read whole."})
-    rerank: int | None = field(default=None, metadata={"help": "Score so many of the best rows exactly."})
     all_scores: bool = field(default=False, metadata={"help": "Keep every score, which `hf-trak evaluate` needs."})
     name: str = field(
         default="targets", metadata={"help": "Name of the run, which is saved in `output_dir/scores/NAME`."}
@@ -51,38 +52,16 @@ class RunArguments:
     distributions: bool = field(default=True, metadata={"help": "Count all scores of each target, in a second pass."})
     self_influence: bool = field(
         default=True,
-        metadata={"help": "Rank training rows by self-influence. With `--exact`, one more pass over them."},
+        metadata={"help": "Rank training rows by self-influence. With exact scores, one more pass over them."},
     )
     save_train_dataset: bool = field(default=False, metadata={"help": "Save all training rows in the run."})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         safe_name(self.name, "name")
         if self.top_k < 1:
             raise ValueError(f"`top_k` is {self.top_k}. Expected at least 1.")
-        if self.refine is not None and not self.exact and self.rerank is None:
-            raise ValueError(
-                f"`refine` is {self.refine!r}, for scores from features, whose targets are not refined. Expected "
-                "exact scores. Set `exact` or `rerank`, or leave `refine` out."
-            )
-        if self.rerank is not None and self.exact:
-            raise ValueError(
-                f"`rerank` is {self.rerank}, with `exact`, which scores all rows exactly. Expected one of the two. "
-                "Leave `exact` out to score the shortlist of the index alone, or leave `rerank` out."
-            )
-        check_best_rows(self.method, None if self.all_scores else self.top_k, "target")
-        if self.first_pass_bytes is not None and (self.exact or self.all_scores):
-            raise ValueError(
-                f"`first_pass_bytes` is {self.first_pass_bytes}, together with `exact` or `all_scores`. A first pass "
-                "finds the best rows of each target from stored features. Leave it out for other scores."
-            )
-
-    @property
-    def method(self) -> Index | Exact | Rerank:
-        """Return how scores are computed."""
-        index = Index(self.first_pass_bytes, self.candidates)
-        if self.rerank is not None:
-            return Rerank(self.rerank, refine=self.refine, index=index)
-        return Exact(refine=self.refine) if self.exact else index
+        check_best_rows(self.chosen(), None if self.all_scores else self.top_k, "target")
 
 
 def run(argv: Sequence[str]) -> None:
@@ -106,17 +85,18 @@ def run(argv: Sequence[str]) -> None:
         saved = {}  # an index brings its settings itself; the directory may hold another run
     targets, wanted, model_args, data, trak, output = parse(defaults=saved)
     quiet()
+    method = wanted.chosen()
+    exact = isinstance(method, Exact)
     if wanted.index is None:
         require_run(trak.output_dir, model_args, data)
-    elif wanted.exact and data.dataset_name is None:
+    elif exact and data.dataset_name is None:
         raise ValueError(
-            "`exact` is set for an index, and `--train_dataset` is missing. Expected the training rows of the index, "
-            "whose gradients exact scores need. Give them, or leave `--exact` out."
+            "`method` is 'exact', for an index, and `--train_dataset` is missing. Expected the training rows of the "
+            "index, whose gradients exact scores need. Give them, or set `--method index`."
         )
     stored = target_rows(data, targets)
     if wanted.index is not None:
-        reranked = wanted.rerank is not None
-        built = build_from_index(wanted.index, model_args, data, trak, stored, wanted.exact, reranked)
+        built = build_from_index(wanted.index, model_args, data, trak, stored, exact, isinstance(method, Rerank))
     else:
         built = build(model_args, data, trak)
         if saved:
@@ -129,12 +109,13 @@ def run(argv: Sequence[str]) -> None:
         top_k=top_k,
         name=wanted.name,
         checkpoints=model_args.checkpoints,
-        method=wanted.method,
+        method=method,
+        group_by=wanted.group_by,
     )
     last, features = last_result(attributor), attributor.features
     # With all scores at hand, collecting the run counts them; of a reranked run only some scores are exact.
     counts = last.counted() if wanted.distributions and last.answer.rows is None else None
-    influence = attributor.self_influence("exact" if wanted.exact else "index") if wanted.self_influence else None
+    influence = attributor.self_influence("exact" if exact else "index") if wanted.self_influence else None
     directory = Path(attributor.args.output_dir) / "scores" / wanted.name
     facts: dict[str, Any] = {
         "dataset": data.dataset_name,

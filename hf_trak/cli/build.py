@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,61 @@ from datasets import Dataset
 from hf_trak.attributor import TrakAttributor
 from hf_trak.cli.parser import DataArguments, ModelArguments, TargetArguments
 from hf_trak.cli.preparation import Preparation, load_model, load_rows, preparation
+from hf_trak.cli.record import RECORD, read_record
 from hf_trak.config import TrakConfig
 from hf_trak.data.rows import default_collator
-from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
-from hf_trak.hub.manifest import MANIFEST_FILE
-from hf_trak.hub.names import shown
+from hf_trak.errors import ConfigMismatchError, IncompleteStoreError
 from hf_trak.hub.remote_rows import RemoteRows
+from hf_trak.methods import Exact, Index, MethodName, Rerank
 from hf_trak.modelout_functions import infer_task
 from hf_trak.store.atomic import differing
-from hf_trak.store.sealed import read_sealed, write_sealed
+from hf_trak.store.sealed import write_sealed
 
-RECORD = "featurize.json"
-"""File beside the store's configuration with the arguments of `hf-trak featurize`, for later commands. It is sealed,
-see `hf_trak.store.sealed`; records of earlier versions have no checksum."""
 
-_REMEDY = "Restore it from a copy, or run `hf-trak featurize` again with all arguments after deleting it."
+@dataclass
+class MethodArguments:
+    """How scores are computed, as `method` of `TrakAttributor.attribute`."""
+
+    method: MethodName = field(
+        default="auto",
+        metadata={
+            "help": "Score with the features (`index`), with whole gradients under a curvature (`exact`), or with "
+            "those of the rows that the features rank first (`rerank`). `auto` is `index`."
+        },
+    )
+    rerank_rows: int | None = field(
+        default=None, metadata={"help": "Rows to rerank, for each target and end. By default 2,000."}
+    )
+    first_pass_bytes: int | None = field(
+        default=None, metadata={"help": "Look at so many bytes of every row first (codes only)."}
+    )
+    candidates: int | None = field(default=None, metadata={"help": "Rows that are then read whole."})
+    refine: str | None = field(
+        default=None, metadata={"help": "Refine the targets of exact scores: `cg`, or `cg,steps=5,rows=512`."}
+    )
+
+    def __post_init__(self) -> None:
+        of_index, of_exact = ("auto", "index", "rerank"), ("exact", "rerank")
+        for name, methods in (
+            ("rerank_rows", ("rerank",)),
+            ("first_pass_bytes", of_index),
+            ("candidates", of_index),
+            ("refine", of_exact),
+        ):
+            if (value := getattr(self, name)) is not None and self.method not in methods:
+                raise ValueError(
+                    f"`{name}` is {value!r}, and `method` is {self.method!r}, which has no such option. Expected the "
+                    f"method {' or '.join(methods)}. Set `method`, or leave `{name}` out."
+                )
+        self.chosen()  # which refuses values
+
+    def chosen(self) -> Index | Exact | Rerank:
+        """Return the method with its options."""
+        index = Index(self.first_pass_bytes, self.candidates)
+        if self.method == "rerank":
+            rows = Rerank.rows if self.rerank_rows is None else self.rerank_rows
+            return Rerank(rows, refine=self.refine, index=index)
+        return Exact(refine=self.refine) if self.method == "exact" else index
 
 
 @dataclass
@@ -219,7 +259,7 @@ def remember(built: Built, model_args: ModelArguments, data: DataArguments, writ
         "trak": attributor.args.to_dict(),
     }
     path = Path(attributor.args.output_dir) / RECORD
-    saved = attributor.features.processes.broadcast_from_main(lambda: _read_record(path) if path.is_file() else None)
+    saved = attributor.features.processes.broadcast_from_main(lambda: read_record(path) if path.is_file() else None)
     # Rows and weights have fingerprints of their own; the conversion of images to pixels has none.
     if saved is not None and (changes := differing(saved["processing"], given["processing"] or {})):
         raise ConfigMismatchError(
@@ -233,51 +273,6 @@ def remember(built: Built, model_args: ModelArguments, data: DataArguments, writ
     if attributor.features.processes.is_main_process:
         write_sealed(path, given)
     attributor.features.processes.wait_for_everyone()
-
-
-def remembered(output_dir: str) -> dict[str, Any]:
-    """Read the arguments of `hf-trak featurize`; empty if that command has not written this directory.
-
-    Raises:
-        IncompleteStoreError: the directory is a copy of an index that somebody else made.
-        StoreError: the record is damaged.
-    """
-    require_own(output_dir)
-    path = Path(output_dir) / RECORD
-    if not path.is_file():
-        return {}
-    saved = _read_record(path)
-    return {**saved["arguments"], **{name: value for name, value in saved["trak"].items() if name != "output_dir"}}
-
-
-def is_copy(output_dir: str) -> bool:
-    """Tell whether a directory is a copy of a published index."""
-    return (Path(output_dir) / MANIFEST_FILE).exists()
-
-
-def require_own(output_dir: str) -> None:
-    """Refuse a copy of a published index as an output directory.
-
-    Raises:
-        IncompleteStoreError: the directory is such a copy.
-    """
-    if is_copy(output_dir):
-        raise IncompleteStoreError(
-            f"`output_dir` is {output_dir!r}, which is a copy of a published index (it holds {MANIFEST_FILE}). "
-            "Expected a directory of your own for new results. Pass the copy as `--index`, and leave `--output_dir` "
-            "out or name another directory."
-        )
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    """Read the record of a directory. Raises `StoreError` if it is damaged."""
-    saved = read_sealed(path, _REMEDY)
-    for name in ("arguments", "trak", "processing"):
-        value = saved.setdefault(name, {}) or {}
-        if not isinstance(value, dict):
-            raise StoreError(f"{path} has {shown(value)} as `{name}`. Expected an object. {_REMEDY}")
-        saved[name] = value
-    return saved
 
 
 def require_run(output_dir: str, model_args: ModelArguments, data: DataArguments) -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_trak.cli.build import RECORD, is_copy, remembered
 from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args
+from hf_trak.cli.record import RECORD, is_copy, remembered
 from hf_trak.config import FeatureDtype, TrakConfig
 from hf_trak.runtime.checks import checked_int
 from hf_trak.store.sealed import read_sealed, unsealed, write_sealed

@@ -4,29 +4,21 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hf_trak.cli.build import load_training
+from hf_trak.cli.build import MethodArguments, load_training
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, parse_yaml_and_args
 from hf_trak.cli.preparation import load_model
 from hf_trak.config import TrakConfig
 from hf_trak.featurize.estimate import estimate
-from hf_trak.methods import Exact, Method, Rerank
 
 
 @dataclass
-class EstimateArguments:
+class EstimateArguments(MethodArguments):
     """The amount of work."""
 
     train_size: int | None = field(
         default=None, metadata={"help": "Number of training rows, if `dataset_name` is not given."}
     )
     eval_size: int = field(default=0, metadata={"help": "Number of targets."})
-    exact: bool = field(default=False, metadata={"help": "Score all rows exactly, under a curvature."})
-    rerank: int | None = field(
-        default=None, metadata={"help": "Rows to score exactly, for each target and end, after a shortlist."}
-    )
-    refine: str | None = field(
-        default=None, metadata={"help": "Refine targets of exact scores: `cg`, or with options: `cg,steps=3`."}
-    )
     num_checkpoints: int = field(
         default=1, metadata={"help": "Number of checkpoints, if `checkpoints` are not given."}
     )
@@ -52,7 +44,7 @@ def run(argv: Sequence[str]) -> None:
         "checkpoints": len(model_args.checkpoints) if model_args.checkpoints else amounts.num_checkpoints,
         "eval_dataset": amounts.eval_size,
         "processes": amounts.num_processes,
-        "method": _method(amounts),
+        "method": amounts.chosen(),
     }
     if data.dataset_name is not None:
         found = load_training(model_args, data)
@@ -77,10 +69,3 @@ def run(argv: Sequence[str]) -> None:
         result = estimate(model, amounts.train_size, trak, **options)
     content = {**dataclasses.asdict(result), "disk_bytes": result.disk_bytes, "seconds": result.seconds}
     answer(content, str(result).splitlines(), output.json)
-
-
-def _method(amounts: EstimateArguments) -> Method:
-    """Say how scores are to be computed."""
-    if amounts.rerank is not None:
-        return Rerank(amounts.rerank, refine=amounts.refine)
-    return "index" if amounts.refine is None else Exact(refine=amounts.refine)

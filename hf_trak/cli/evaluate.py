@@ -12,7 +12,6 @@ import numpy as np
 from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args, table
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError
 from hf_trak.evaluation import Bank, BankScore, evaluate_bank, evaluate_lds
-from hf_trak.hub import load_bank
 from hf_trak.report.run import AttributionRun
 from hf_trak.report.run_record import find_run
 from hf_trak.scores.score_files import SCORE_FILES, read_score_files
@@ -119,6 +118,8 @@ def _with_arrays(run: str, masks: str, outputs: str) -> dict[str, Any]:
 
 
 def _with_bank(place: str, args: EvaluateArguments) -> tuple[dict[str, Any], list[str]]:
+    from hf_trak.hub import load_bank  # slow to import
+
     bank = load_bank(place, revision=args.revision)
     pairs = [text.partition("=") for text in args.scores or ()]
     scores = {name: _scores(Path(path), bank) for name, _, path in pairs}

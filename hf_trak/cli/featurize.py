@@ -1,12 +1,14 @@
-"""`hf-trak featurize`: compute the features of a training set, or finish computing them."""
+"""`hf-trak featurize` and `hf-trak curvature`: compute what scores need of a training set, or finish computing it."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from hf_trak.cli.build import build, quiet, remember, require_own
+from hf_trak.cli.build import build, quiet, remember, require_run
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, parse_yaml_and_args, table
+from hf_trak.cli.record import remembered, require_own
 from hf_trak.config import TrakConfig
 from hf_trak.featurize.fidelity import measure_fidelity
 from hf_trak.hub.index_files import write_train_rows
@@ -79,3 +81,46 @@ def run(argv: Sequence[str]) -> None:
         content["fidelity"] = [one.to_dict() for one in found]
         lines += [line for one in found for line in str(one).splitlines()]
     answer(content, lines, output.json)
+
+
+def run_curvature(argv: Sequence[str]) -> None:
+    """Fit curvatures, or take those that are there, and print reports on them.
+
+    Raises:
+        ValueError: the curvature is the identity, which is fitted to nothing.
+    """
+    parse = partial(
+        parse_yaml_and_args,
+        (ModelArguments, DataArguments, TrakConfig, OutputArguments),
+        argv,
+        prog="hf-trak curvature",
+        description="Fit the curvature of exact scores to a random sample of the training rows, and report on it: the "
+        "layers, their spectra, and what to mistrust. Model, training rows and settings are by default those that "
+        "`hf-trak featurize` has recorded in output_dir. `hf-trak attribute --method exact` scores with it.",
+    )
+    _, _, where, _ = parse()
+    model_args, data, trak, output = parse(defaults=remembered(where.output_dir))
+    if trak.curvature.kind == "identity":
+        raise ValueError(
+            "`curvature` is 'identity', which is fitted to nothing. Expected another one. Call `hf-trak attribute "
+            "--method exact --curvature identity` at once, or set `--curvature ekfac`."
+        )
+    quiet()
+    require_run(trak.output_dir, model_args, data)
+    start = time.perf_counter()
+    built = build(model_args, data, trak)
+    remember(built, model_args, data)
+    attributor = built.attributor.fit_curvature(checkpoints=model_args.checkpoints)
+    seconds = round(time.perf_counter() - start, 1)
+    count = 1 if model_args.checkpoints is None else len(model_args.checkpoints)
+    reports = {model_id: attributor.curvature_report(model_id) for model_id in range(count)}
+    content = {
+        "output_dir": trak.output_dir,
+        "train_rows": len(attributor.train_dataset),
+        "seconds": seconds,
+        "reports": [{"model_id": model_id, **report.to_dict()} for model_id, report in reports.items()],
+    }
+    lines = []
+    for model_id, report in reports.items():
+        lines += [f"Checkpoint {model_id}", *str(report).splitlines(), ""]
+    answer(content, [*lines, f"Fitted in {seconds} s: {trak.output_dir}/curvature"], output.json)

@@ -9,7 +9,6 @@ from typing import Any
 from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args, size, table
 from hf_trak.curvature.files import curvature_records, described_curvature, verify_curvature
 from hf_trak.errors import StoreError
-from hf_trak.runtime.progress import duration
 from hf_trak.store.atomic import Leftover, leftovers
 from hf_trak.store.shards import Finding
 from hf_trak.store.solver_files import SolverFiles
@@ -120,6 +119,8 @@ def _told(findings: list[Finding], counts: Counter[Any], every: bool) -> list[st
 
 def _clean(directory: Path, everything: bool, content: dict[str, Any]) -> list[str]:
     """Remove leftovers, and return lines about them."""
+    from hf_trak.runtime.progress import duration  # slow to import
+
     found = leftovers(directory)
     gone = [one for one in found if (everything or one.removable) and one.remove()]
     content |= {

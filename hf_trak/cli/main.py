@@ -16,32 +16,46 @@ TRACEBACK = "HF_TRAK_TRACEBACK"
 
 @dataclass(frozen=True)
 class Command:
-    """One command. Its module has a function `run(argv)`."""
+    """One command: a function of the command line in a module."""
 
     module: str
     summary: str
     positional: str | None = None
     """The argument that may be given first, without its name."""
+    function: str = "run"
 
 
-COMMANDS = {
-    "featurize": Command("featurize", "compute the features of a training set, or finish computing them"),
-    "curvature": Command("curvature", "fit the curvature of exact scores, and report on it"),
-    "attribute": Command("attribute", "score the training set against targets and save the run"),
-    "verify": Command("verify", "take a training step on the rows found for a target, and see what it does"),
-    "report": Command("report", "write a run as one HTML file", "run"),
-    "serve": Command("serve", "answer questions about an index or a run on a page in the browser", "index"),
-    "evaluate": Command(
-        "evaluate", "compute linear datamodeling scores, of one run or of several methods on a bank", "run"
-    ),
-    "push": Command("push", "publish an index, and scores, on the Hub", "output_dir"),
-    "pull": Command("pull", "copy a published index into a directory", "repo_id"),
-    "convert": Command("convert", "keep features with fewer bits per number", "output_dir"),
-    "estimate": Command("estimate", "estimate time, memory and disk space before anything runs"),
-    "inspect": Command("inspect", "show what a directory holds; check every byte of it; clean it up", "output_dir"),
-    "env": Command("env", "print versions, for a bug report"),
-    "selftest": Command("selftest", "check kernels, engines and a tiny run on this machine"),
+GROUPS = {
+    "Which rows did this?": {
+        "featurize": Command("featurize", "compute the features of a training set, or finish computing them"),
+        "attribute": Command("attribute", "score the training set against targets and save the run"),
+        "report": Command("report", "write a run as one HTML file", "run"),
+        "serve": Command("serve", "answer questions about an index or a run on a page in the browser", "index"),
+    },
+    "How good is the answer?": {
+        "verify": Command("verify", "take a training step on the rows found for a target, and see what it does"),
+        "evaluate": Command(
+            "evaluate", "compute linear datamodeling scores, of one run or of several methods on a bank", "run"
+        ),
+        "curvature": Command(
+            "featurize", "fit the curvature of exact scores, and report on it", function="run_curvature"
+        ),
+    },
+    "Keep and share": {
+        "push": Command("push", "publish an index, and scores, on the Hub", "output_dir"),
+        "pull": Command("push", "copy a published index into a directory", "repo_id", "run_pull"),
+        "convert": Command("convert", "keep features with fewer bits per number", "output_dir"),
+        "inspect": Command(
+            "inspect", "show what a directory holds; check every byte of it; clean it up", "output_dir"
+        ),
+    },
+    "This machine": {
+        "estimate": Command("estimate", "estimate time, memory and disk space before anything runs"),
+        "selftest": Command("selftest", "check kernels, engines and a tiny run on this machine"),
+        "env": Command("selftest", "print versions, for a bug report", function="run_env"),
+    },
 }
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command.positional is not None and rest and not rest[0].startswith("-"):
         rest = [f"--{command.positional}", *rest]
     try:
-        return int(importlib.import_module(f"hf_trak.cli.{command.module}").run(rest) or 0)
+        module = importlib.import_module(f"hf_trak.cli.{command.module}")
+        return int(getattr(module, command.function)(rest) or 0)
     except KeyboardInterrupt:
         print(f"hf-trak {name}: interrupted", file=sys.stderr)
         return 130
@@ -88,17 +103,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def usage() -> str:
     """Return the text of `hf-trak --help`."""
     width = max(len(name) for name in COMMANDS)
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    lines = list[str]()
+    for title, commands in GROUPS.items():
+        lines += [title, *(f"  {name:<{width}}  {command.summary}" for name, command in commands.items())]
     return "\n".join(
         [
             "Which training examples made your model do this?",
-            "",
             "usage: hf-trak COMMAND [--config FILE.yaml] [options]",
             "",
             *lines,
             "",
-            "`hf-trak COMMAND --help` lists the options of a command. On several processes:",
-            "`accelerate launch -m hf_trak COMMAND …`.",
+            "`hf-trak COMMAND --help` lists the options of a command that one needs first, `--help all` the others,",
+            "too. On several processes: `accelerate launch -m hf_trak COMMAND …`.",
         ]
     )
 

@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import re
-from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +38,18 @@ _NULL = "tag:yaml.org,2002:null"
 _DOCUMENTED = re.compile(r"^ {4}(\w+) \(`.*\):\n((?: {8}.*\n?)+)", re.M)
 
 """Names of fields with their texts, in the docstring of a dataclass."""
+
+_SETTINGS = ("output_dir", "proj_dim", "feature_dtype", "curvature", "per_device_batch_size", "use_cpu")
+
+"""Fields of `TrakConfig` that `--help` prints."""
+
+_RARE = (
+    "model_revision", "dataset_config_name", "train_split", "max_train_samples", "max_length", "text_columns",
+    "image_column", "label_column", "eval_dataset_config_name", "eval_split", "max_eval_samples", "first_pass_bytes",
+    "candidates", "distributions", "self_influence", "save_train_dataset", "draws", "count", "part", "num_processes",
+)  # fmt: skip
+
+"""Other arguments that `--help all` alone prints."""
 
 _PERCENT = re.compile(r"%%|%\(\w+\)[a-z]|%")
 
@@ -94,6 +106,32 @@ def parse_yaml_and_args(
         parser.error(_unrecognized(unknown, parser))
     given.update((name, value) for name in arguments if (value := getattr(namespace, name)) is not _UNSET)
     return tuple(_filled(kind, given) for kind in types)
+
+
+class _Help(Action):
+    """`--help` prints the options that one needs first, and `--help all` prints all of them."""
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
+        parser.usage = f"{parser.prog} [options]"
+        from hf_trak.config import TrakConfig  # imports torch
+
+        later = set[str]()
+        if values != "all":
+            later = {option.name for option in _options(TrakConfig)}.difference(_SETTINGS).union(_RARE)
+        for action in parser._actions:
+            names = [text for text in action.option_strings if "-" not in text.lstrip("-")]
+            action.option_strings = names if values == "all" else names[-1:]
+            if action.choices is None and action.metavar is None:
+                action.metavar = names[-1].rpartition("_")[2].lstrip("-").upper()
+            if action.const is True:  # a switch
+                action.nargs = 0
+            if action.default is None:
+                action.default = SUPPRESS
+            if action.dest in later:
+                action.help = SUPPRESS
+                parser.epilog = f"`{parser.prog} --help all` prints all options."
+        parser.print_help()
+        parser.exit()
 
 
 class _Parser(HfArgumentParser):
@@ -201,7 +239,16 @@ def _build(types: Iterable[type], prog: str | None, description: str | None) -> 
             specs.append((option.name, _as_text(option.hint), copied))
         copies.append(dataclasses.make_dataclass(kind.__name__, specs, kw_only=True))
         copies[-1]._argument_group_name = kind.__name__
-    parser = _Parser(copies, prog=prog, description=description, allow_abbrev=False)
+    parser = _Parser(copies, prog=prog, description=description, allow_abbrev=False, add_help=False)
+    parser.add_argument(
+        "-h",
+        "--help",
+        action=_Help,
+        nargs="?",
+        choices=["all"],
+        default=SUPPRESS,
+        help="Print options, or all of them.",
+    )
     parser.add_argument(f"--{_CONFIG}", metavar="FILE", help="YAML file of defaults for all of these arguments.")
     return parser
 

@@ -1,13 +1,12 @@
-"""`hf-trak push`: publish an index, and scores, on the Hub."""
+"""`hf-trak push` and `hf-trak pull`: publish an index, and scores, on the Hub; copy a published index."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_trak.cli.build import is_copy, remembered
 from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args
+from hf_trak.cli.record import is_copy, remembered
 from hf_trak.config import TrakConfig
-from hf_trak.report.run import AttributionRun
 
 
 @dataclass
@@ -45,8 +44,7 @@ def run(argv: Sequence[str]) -> None:
         prog="hf-trak push",
         description="Publish an attribution index as a dataset repo. The same command again resumes.",
     )
-    from hf_trak.hub import push_index, push_scores
-    from hf_trak.hub.space import push_space
+    from hf_trak.hub import push_index
     from hf_trak.store.store import FeatureStore
 
     store = FeatureStore.load(args.output_dir)
@@ -74,6 +72,9 @@ def run(argv: Sequence[str]) -> None:
     )
     content = {"repo_id": args.repo_id, "commit": commit.oid, "url": commit.commit_url}
     if args.scores is not None:
+        from hf_trak.hub import push_scores
+        from hf_trak.report.run import AttributionRun
+
         scored = AttributionRun.load(args.scores).scored
         pushed = push_scores(
             scored, args.repo_id, private=args.private or None, revision=args.revision, index=args.repo_id,
@@ -82,8 +83,37 @@ def run(argv: Sequence[str]) -> None:
         content["scores_commit"] = pushed.oid
     lines = [f"Published: {commit.commit_url}"]
     if args.space:
+        from hf_trak.hub.space import push_space
+
         columns = {name: saved.get(name) for name in ("text_columns", "image_column", "label_column", "max_length")}
         viewer = push_space(args.repo_id, private=args.private or None, task=saved.get("task"), **columns)
         content["space_url"] = viewer.repo_url.url
         lines.append(f"Viewer: {viewer.repo_url.url}")
     answer(content, lines, output.json)
+
+
+@dataclass
+class PullArguments:
+    """The index and the directory. The token is that of `hf auth login`, or that in HF_TOKEN."""
+
+    repo_id: str = field(metadata={"help": "Dataset repo of the index; may stand first."})
+    output_dir: str = field(default="trak", metadata={"help": "Directory into which the index is copied."})
+    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit."})
+    local_files_only: bool = field(default=False, metadata={"help": "Use only the cache."})
+
+
+def run_pull(argv: Sequence[str]) -> None:
+    """Copy a published index."""
+    args, output = parse_yaml_and_args(
+        (PullArguments, OutputArguments),
+        argv,
+        prog="hf-trak pull",
+        description="Copy a published attribution index into a directory, checking every file.",
+    )
+    from hf_trak.hub import pull_index
+
+    store = pull_index(
+        args.repo_id, args.output_dir, revision=args.revision, local_files_only=args.local_files_only
+    )  # fmt: skip
+    content = {"output_dir": str(args.output_dir), "checkpoints": store.model_ids, "config": store.config}
+    answer(content, [f"Index: {args.output_dir}, checkpoints {store.model_ids}"], output.json)

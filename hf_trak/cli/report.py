@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hf_trak.cli.parser import ColumnArguments, OutputArguments, answer, parse_yaml_and_args
-from hf_trak.cli.preparation import load_rows
 from hf_trak.report import AttributionRun, ReportOptions, write_report
 from hf_trak.report.run_record import find_run
 
@@ -41,6 +40,8 @@ def run(argv: Sequence[str]) -> None:
     )
     train = None
     if args.train_dataset is not None:
+        from hf_trak.cli.preparation import load_rows  # slow to import
+
         train = load_rows(args.train_dataset, None, args.train_split, ("train",), None)
     found = AttributionRun.load(args.run, train)
     options = ReportOptions(

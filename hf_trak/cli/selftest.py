@@ -1,5 +1,9 @@
-"""`hf-trak selftest`: check kernels, engines and a tiny run on this machine."""
+"""`hf-trak selftest` and `hf-trak env`: check kernels, engines and a tiny run on this machine, and print versions."""
 
+import importlib.metadata
+import os
+import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -8,18 +12,24 @@ from functools import partial
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 
-from hf_trak import TrakAttributor, TrakConfig, per_sample_gradients
-from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args
+import hf_trak
+from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args, table
 from hf_trak.errors import HfTrakError
+from hf_trak.hub.access import address_without_secrets
 from hf_trak.projectors.factory import MapName, make_projector
 from hf_trak.projectors.reference import matrix
+from hf_trak.version import __version__
 
 _ROWS, _TARGETS, _CLASSES, _WIDTH = 24, 3, 4, 12
 _ENGINES = ("hooked", "functional", "iterative")
 _MAPS: tuple[MapName, ...] = ("sjlt", "rademacher", "normal")
+_PACKAGES = (
+    "torch", "transformers", "datasets", "accelerate", "huggingface_hub", "safetensors", "peft", "open_clip_torch",
+    "numpy", "pyarrow", "scipy", "jinja2", "pillow", "matplotlib",
+)  # fmt: skip
+_VARIABLES = ("HF_HUB_OFFLINE", "HF_ENDPOINT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE")
 
 
 @dataclass
@@ -107,7 +117,7 @@ def _reference(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def _engine(engine: str) -> tuple[bool, str]:
     model, batch = TinyModel().eval(), _rows(5)
-    found = per_sample_gradients(model, batch, margins, engine=engine)
+    found = hf_trak.per_sample_gradients(model, batch, margins, engine=engine)
     ours = torch.cat([found[name].flatten(1) for name, _ in model.named_parameters()], dim=1)
     error = _relative(ours, _reference(model, batch))
     return error < 1e-4, f"differs from autograd by {error:.1e}"
@@ -135,11 +145,13 @@ def _kernel(name: MapName) -> tuple[bool | None, str]:
 
 def _end_to_end() -> tuple[bool, str]:
     """Compare unprojected scores with the paper's formula in float64."""
+    from datasets import Dataset  # slow to import, and not for `env`
+
     model, train, targets = TinyModel().eval(), _rows(_ROWS), {k: v[:_TARGETS] for k, v in _rows(_ROWS).items()}
     with tempfile.TemporaryDirectory() as directory:
-        config = TrakConfig(output_dir=directory, proj_type="none", use_cpu=True)
+        config = hf_trak.TrakConfig(output_dir=directory, proj_type="none", use_cpu=True)
         rows = Dataset.from_dict({name: value.numpy() for name, value in train.items()})
-        attributor = TrakAttributor(model, config, train_dataset=rows, task="image_classification")
+        attributor = hf_trak.TrakAttributor(model, config, train_dataset=rows, task="image_classification")
         scored = attributor.featurize().attribute(rows.select(range(_TARGETS)), top_k=None, name="selftest")
         ours = torch.tensor(scored["trak_scores"][:]).T.clone()
     features, goals = _reference(model, train).double(), _reference(model, targets).double()
@@ -155,3 +167,22 @@ def _end_to_end() -> tuple[bool, str]:
 
 def _relative(ours: Tensor, expected: Tensor) -> float:
     return float((ours.double() - expected.double()).norm() / expected.double().norm())
+
+
+def run_env(argv: Sequence[str]) -> None:
+    """Print versions, without paths, tokens, or passwords in addresses."""
+    (output,) = parse_yaml_and_args(
+        OutputArguments, argv, prog="hf-trak env", description="Print versions, to be pasted into a bug report."
+    )
+    content = {"hf_trak": __version__, "python": sys.version.split()[0], "platform": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            content[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            content[name] = "not installed"
+    content["cpus"] = str(os.cpu_count())
+    content["cuda"] = str(torch.version.cuda)
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    content["gpus"] = ", ".join(devices) or "none"
+    content |= {name: address_without_secrets(os.environ[name]) for name in _VARIABLES if name in os.environ}
+    answer(content, table(content), output.json)

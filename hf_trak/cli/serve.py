@@ -10,9 +10,10 @@ from typing import Any
 from datasets import Dataset, Features
 
 from hf_trak.attributor import TrakAttributor
-from hf_trak.cli.build import RECORD, Built, build, build_from_index, is_copy, quiet, remembered
+from hf_trak.cli.build import Built, build, build_from_index, quiet
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, parse_yaml_and_args
 from hf_trak.cli.preparation import load_rows
+from hf_trak.cli.record import RECORD, is_copy, remembered
 from hf_trak.config import TrakConfig
 from hf_trak.errors import HubAccessError
 from hf_trak.featurize.reranking import row_source

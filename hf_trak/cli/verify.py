@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_trak.cli.build import build, build_from_index, quiet, remember, remembered, require_run, target_rows
+from hf_trak.cli.build import build, build_from_index, quiet, remember, require_run, target_rows
 from hf_trak.cli.parser import (
     DataArguments,
     ModelArguments,
@@ -15,6 +15,7 @@ from hf_trak.cli.parser import (
     answer,
     parse_yaml_and_args,
 )
+from hf_trak.cli.record import remembered
 from hf_trak.config import TrakConfig
 from hf_trak.report.run import AttributionRun
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS

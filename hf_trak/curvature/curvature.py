@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
-from hf_trak.gradient_computers.layout import ParameterLayout
+
+if TYPE_CHECKING:  # slow to import, and not needed for curvatures that are described
+    from hf_trak.gradient_computers.layout import ParameterLayout
 
 CurvatureKind = Literal["ekfac", "shampoo", "kfac", "diagonal", "identity"]
 
@@ -194,7 +196,7 @@ def inverse(eigenvalues: Tensor, damping: float) -> Tensor:
     return 1 / (values + damping * values.mean())
 
 
-def identity_curvature(layout: ParameterLayout) -> Curvature:
+def identity_curvature(layout: "ParameterLayout") -> Curvature:
     """Make the curvature that changes nothing: scores under it are inner products of gradients."""
     whole = CurvatureBlocks((), tuple(DiagonalBlock(slot.name, slot.offset, slot.numel) for slot in layout.slots))
     return Curvature("identity", whole, (), tuple(torch.ones(slot.numel) for slot in layout.slots), 0, "identity")

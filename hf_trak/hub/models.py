@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import constants, snapshot_download
-from transformers import PreTrainedModel
 
 from hf_trak.errors import HubAccessError, RefusedIndexError
 from hf_trak.hub import safe_loading
@@ -75,7 +74,7 @@ def load_model(
     token: str | bool | None = None,
     local_files_only: bool = False,
     repo_only: bool = False,
-) -> PreTrainedModel:
+) -> "transformers.PreTrainedModel":
     """Load a `transformers` model from a directory or a model repo, without running its code or unpickling anything.
 
     Args:
@@ -107,7 +106,9 @@ def load_model(
     )
     options = {"dtype": "auto" if dtype is None else getattr(torch, dtype), "local_files_only": True}
     try:
-        model: PreTrainedModel = safe_loading.load_model(path, None, kind, use_safetensors=True, **options)
+        model: transformers.PreTrainedModel = safe_loading.load_model(
+            path, None, kind, use_safetensors=True, **options
+        )
     except ValueError as error:
         if repo_only:
             raise RefusedIndexError(

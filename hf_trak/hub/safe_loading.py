@@ -26,14 +26,7 @@ import transformers.utils
 import yaml
 from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    AutoProcessor,
-    AutoTokenizer,
-    PreTrainedModel,
-    dynamic_module_utils,
-)
+from transformers import dynamic_module_utils
 from transformers.utils import cached_file
 
 from hf_trak.hub.names import MAX_CARD_BYTES, check_card, read_foreign_object, shown, too_large
@@ -249,17 +242,19 @@ def load_model(name: str, revision: str | None, kind: Any, **options: Any) -> An
         )
 
 
-def model_class(name: Any) -> type[PreTrainedModel] | None:
+def model_class(name: Any) -> "type[transformers.PreTrainedModel] | None":
     """Return the model class of this name in `transformers`, or `None` if there is none."""
     kind = getattr(transformers, name, None) if isinstance(name, str) and _NAME.fullmatch(name) else None
-    return kind if isinstance(kind, type) and issubclass(kind, PreTrainedModel) else None
+    return kind if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) else None
 
 
 def architectures(name: str, revision: str | None) -> Any:
     """Return the names of classes in the config of a model. Raises as [`load_model`]."""
     revision = _check_configs(name, revision, (CONFIG_FILE,), required=True)
     with _part_errors(name, "configuration"):
-        return AutoConfig.from_pretrained(name, **_revision_option(revision), trust_remote_code=False).architectures
+        return transformers.AutoConfig.from_pretrained(
+            name, **_revision_option(revision), trust_remote_code=False
+        ).architectures
 
 
 def load_adapter(name: str, revision: str | None, load_base: Callable[[str, str | None], torch.nn.Module]) -> Any:
@@ -294,17 +289,17 @@ def load_adapter(name: str, revision: str | None, load_base: Callable[[str, str 
 
 def load_tokenizer(name: str, revision: str | None) -> Any:
     """Load the tokenizer of a model. Raises as [`load_model`]."""
-    return _load_processing(AutoTokenizer, "tokenizer", name, revision)
+    return _load_processing(transformers.AutoTokenizer, "tokenizer", name, revision)
 
 
 def load_image_processor(name: str, revision: str | None) -> Any:
     """Load the image processor of a model. Raises as [`load_model`]."""
-    return _load_processing(AutoImageProcessor, "image processor", name, revision)
+    return _load_processing(transformers.AutoImageProcessor, "image processor", name, revision)
 
 
 def load_processor(name: str, revision: str | None) -> Any:
     """Load the processor of images and texts of a model. Raises as [`load_model`]."""
-    return _load_processing(AutoProcessor, "processor", name, revision)
+    return _load_processing(transformers.AutoProcessor, "processor", name, revision)
 
 
 def load_dataset(name: str, config_name: str | None = None, **options: Any) -> Any:

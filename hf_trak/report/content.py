@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from datasets import Audio, ClassLabel, Dataset, Features, Image, LargeList, List, Value, Video
 
-from hf_trak.scores.scored_dataset import RERANK_COLUMNS, TOP_K_COLUMNS
-from hf_trak.scores.spans import TOKEN_POSITIONS, TOKEN_SCORES
+from hf_trak.scores.scored_dataset import RERANK_COLUMNS, TOKEN_POSITIONS, TOKEN_SCORES, TOP_K_COLUMNS
 
 _MEDIA = (Audio, Image, Video)
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +26,6 @@ import torch
 from datasets import Dataset
 
 from hf_trak.errors import StoreError
-from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.report.content import as_row, raw
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.run_record import (
@@ -44,10 +43,13 @@ from hf_trak.report.run_record import (
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 from hf_trak.version import __version__
 
+if TYPE_CHECKING:  # slow to import, and not needed for runs that are read
+    from hf_trak.featurize.featurized import FeaturizedModel
+
 _SPARE_DEPTH = 50  # a margin, since a value that can just be written here cannot be read from a deeper call stack
 
 
-def known_facts(attributor: FeaturizedModel) -> dict[str, Any]:
+def known_facts(attributor: "FeaturizedModel") -> dict[str, Any]:
     """Collect the facts that are known from the store and the configuration."""
     config = attributor.store.config
     args = attributor.args
@@ -221,7 +223,7 @@ class AttributionRun:
     @classmethod
     def collect(
         cls,
-        attributor: FeaturizedModel,
+        attributor: "FeaturizedModel",
         scored: Dataset,
         eval_dataset: Any = None,
         *,

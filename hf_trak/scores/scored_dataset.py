@@ -14,6 +14,10 @@ ScoreBlock = tuple[int, int, Tensor]
 for m targets."""
 
 
+TOKEN_POSITIONS = "trak_token_positions"
+TOKEN_SCORES = "trak_token_scores"
+HARMFUL_TOKEN_SCORES = "trak_harmful_token_scores"
+
 TOP_K_COLUMNS = ("trak_indices", "trak_scores", "trak_harmful_indices", "trak_harmful_scores")
 
 """Columns of a top-k result. A result with all scores has `trak_scores` alone."""

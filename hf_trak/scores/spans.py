@@ -24,10 +24,7 @@ from torch import Tensor
 from hf_trak.data.rows import RowBatches
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput
-
-TOKEN_POSITIONS = "trak_token_positions"
-TOKEN_SCORES = "trak_token_scores"
-HARMFUL_TOKEN_SCORES = "trak_harmful_token_scores"
+from hf_trak.scores.scored_dataset import HARMFUL_TOKEN_SCORES, TOKEN_POSITIONS, TOKEN_SCORES
 
 Range = tuple[int, int]
 """`(start, stop)`, `stop` not included. Negative numbers count from the end."""

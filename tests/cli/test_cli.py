@@ -29,6 +29,7 @@ from transformers import (
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.main import COMMANDS, main
 from hf_trak.evaluation import linear_datamodeling_score
+from hf_trak.store.sealed import write_sealed
 
 __all__ = ["client", "hub"]  # fixtures
 
@@ -121,7 +122,10 @@ def test_every_command_has_help_and_takes_a_config_file(name, capsys):
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert f"hf-trak {name}" in text and "--config FILE" in text and "--json" in text
-    assert len(text.splitlines()) < 240
+    assert len(text.splitlines()) < 80
+    with pytest.raises(SystemExit):
+        main([name, "--help", "all"])
+    assert len(text.splitlines()) <= len(capsys.readouterr().out.splitlines()) < 240
 
 
 def test_unknown_commands_options_and_keys(capsys, tmp_path):
@@ -230,6 +234,21 @@ def test_estimate_foretells_what_featurize_writes(featurized, home, answer, caps
     assert answer("estimate", *model)["stages"]["features"]["disk"] < 1_000_000 * 8192 * 0.51
     assert main(["estimate", "--model", str(home / "model")]) == 1
     assert "--train_size" in capsys.readouterr().err
+
+
+def test_the_mean_of_all_targets(featurized, answer):
+    common = ["--output_dir", str(featurized), "--top_k", str(N_TRAIN)]
+    each = load_from_disk(answer("attribute", *common, "--name", "each")["run"] + "/run/scored")
+    run = answer("attribute", *common, "--name", "together", "--group_by", "all")["run"]
+    (mean,) = load_from_disk(run + "/run/scored")
+    assert mean["n_targets"] == N_EVAL
+    expected = np.zeros(N_TRAIN)
+    for row in each:
+        expected[row["trak_indices"]] += np.array(row["trak_scores"]) / N_EVAL
+    found = np.zeros(N_TRAIN)
+    found[mean["trak_indices"]] = mean["trak_scores"]
+    assert np.allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+    assert Path(answer("report", run)["report"]).is_file()
 
 
 def test_inspect_finds_what_is_missing_and_what_is_damaged(featurized, answer, capsys, tmp_path):
@@ -373,7 +392,7 @@ def test_images(answer, tmp_path):
     answer("featurize", "--model", str(tmp_path / "model"), "--train_dataset", str(tmp_path / "data"), *common)
     run = answer("attribute", "--output_dir", str(tmp_path / "trak"), "--top_k", "2")["run"]
     page = Path(answer("report", run)["report"]).read_text()
-    assert page.count('aria-label="Target, row') == 2
+    assert page.count('aria-label="Target ') == 2
     assert "data:image/png;base64," in page and "<bdi>cat</bdi>" in page
     # Another way from images to pixels is another set of features.
     ViTImageProcessor(size={"height": 16, "width": 16}, image_mean=[0.1] * 3).save_pretrained(tmp_path / "model")
@@ -403,7 +422,7 @@ def test_a_language_model(home, answer, tmp_path):
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "./nowhere", "/nowhere/rows"])
 def test_a_file_that_is_not_there_is_no_repo(name, home, capsys):
     (home / "holds").mkdir(exist_ok=True)
-    (home / "holds" / "featurize.json").write_text('{"arguments": {}, "trak": {}}')
+    write_sealed(home / "holds" / "featurize.json", {"arguments": {}, "trak": {}})
     assert main(["attribute", "--output_dir", str(home / "holds"), "--eval_dataset", name]) == 1
     assert f"There is no such file or directory: {name!r}" in capsys.readouterr().err
 

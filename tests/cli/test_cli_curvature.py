@@ -61,7 +61,9 @@ def test_a_fitted_curvature_is_what_exact_scores_use(place: Path, answer: Answer
     assert (report["rows"], report["damping"]) == (30, 0.5)
     files = {path: path.stat().st_mtime_ns for path in (place / "trak/curvature").rglob("*.*")}
     assert answer("curvature")["reports"] == printed["reports"], "the settings are remembered"
-    run = answer("attribute", "--exact", "--eval_dataset", "mine.jsonl", "--top_k", "5", "--name", "mine")["run"]
+    run = answer("attribute", "--method", "exact", "--eval_dataset", "mine.jsonl", "--top_k", "5", "--name", "mine")[
+        "run"
+    ]
     assert {path: path.stat().st_mtime_ns for path in files} == files, "nothing is fitted again"
     assert not list(place.glob("trak/checkpoint-*/train-*")), "no features are needed"
 
@@ -83,7 +85,7 @@ def test_a_fitted_curvature_is_what_exact_scores_use(place: Path, answer: Answer
 
 def test_exact_scores_need_no_other_command(place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("--curvature", "hybrid", "--eval_dataset", "mine.jsonl", "--all_scores", "--no_self_influence")
-    run = answer("attribute", "--exact", *MODEL, *QUICK, *settings)["run"]
+    run = answer("attribute", "--method", "exact", *MODEL, *QUICK, *settings)["run"]
     attributor, targets = library(curvature="hybrid")
     (file,) = Path(run).glob("per-target-*.arrow")
     whole = np.array(attributor.attribute(targets, top_k=None, method="exact")["trak_scores"][:])
@@ -103,7 +105,7 @@ def test_an_index_scores_exactly_with_its_rows(
     settings = ("--curvature", "kfac", "--curvature_damping", "0.5", "--curvature_rows", "30")
     answer("featurize", *MODEL, *QUICK)
     answer("curvature", *settings)
-    wanted = ("--exact", "--eval_dataset", "mine.jsonl", "--top_k", "5", "--no_self_influence")
+    wanted = ("--method", "exact", "--eval_dataset", "mine.jsonl", "--top_k", "5", "--no_self_influence")
     expected = load_from_disk(answer("attribute", *wanted, *settings, "--name", "own")["run"] + "/run/scored")
     fitted = {path: path.stat().st_mtime_ns for path in (place / "trak/curvature").rglob("*.*")}
     index = ("attribute", "--index", "trak", "--model", "model", *wanted, *settings, "--use_cpu", "--name", "other")
@@ -120,7 +122,9 @@ def test_several_checkpoints(place: Path, answer: Answer) -> None:
     assert [report["model_id"] for report in printed["reports"]] == [0, 1]
     first, second = ({**report, "model_id": None} for report in printed["reports"])
     assert first == second
-    run = answer("attribute", "--exact", "--eval_dataset", "mine.jsonl", "--top_k", "3", "--no_self_influence")["run"]
+    run = answer(
+        "attribute", "--method", "exact", "--eval_dataset", "mine.jsonl", "--top_k", "3", "--no_self_influence"
+    )["run"]
     assert len(load_from_disk(f"{run}/run/scored")) == 4
 
 
@@ -131,11 +135,11 @@ def test_what_cannot_be_is_refused(place: Path, capsys: pytest.CaptureFixture[st
 
     assert "'trak' holds no run" in refused("curvature")
     assert "'identity', which is fitted to nothing" in refused("curvature", *MODEL, "--curvature", "identity")
-    assert "`exact` is set for an index, and `--train_dataset` is missing" in refused(
-        "attribute", "--exact", "--index", "me/index", "--eval_dataset", "mine.jsonl"
+    assert "`method` is 'exact', for an index, and `--train_dataset` is missing" in refused(
+        "attribute", "--method", "exact", "--index", "me/index", "--eval_dataset", "mine.jsonl"
     )
     assert main(["curvature", *MODEL, *QUICK]) == 0
-    other = ("--eval_dataset", "mine.jsonl", "--exact", "--curvature", "shampoo")
+    other = ("--eval_dataset", "mine.jsonl", "--method", "exact", "--curvature", "shampoo")
     assert 'kind: saved "ekfac", given "shampoo"' in refused("attribute", *other)
 
 

@@ -13,9 +13,9 @@ from kit.files import write_json
 from kit.training import RECORD as TRAINING_RECORD
 from kit.training import saved_checkpoints, train_once
 
-from hf_trak.cli.build import RECORD, remembered
 from hf_trak.cli.evaluate import _array
 from hf_trak.cli.main import main
+from hf_trak.cli.record import RECORD, remembered
 from hf_trak.errors import StoreError
 from hf_trak.store.sealed import read_sealed, write_sealed
 
@@ -42,11 +42,6 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     record(tmp_path)
     assert remembered(str(tmp_path)) == {"dataset_name": "rows", "lambda_relative": 0.25, "seed": 3}
     assert remembered(str(tmp_path / "nowhere")) == {}
-
-
-def test_records_of_the_version_before_are_read(tmp_path: Path) -> None:
-    (tmp_path / RECORD).write_text('{"arguments": {"dataset_name": "rows"}, "processing": null, "trak": {"seed": 3}}')
-    assert remembered(str(tmp_path)) == {"dataset_name": "rows", "seed": 3}
 
 
 def test_every_changed_byte_of_a_record_is_noticed(tmp_path: Path) -> None:
@@ -119,8 +114,6 @@ def test_a_training_is_done_once(tmp_path: Path) -> None:
     assert torch.equal(first.model.weight, second.model.weight)
     with pytest.raises(ValueError, match="seed: 0 there, 1 given"):
         train_once(second, {**SETTINGS, "seed": 1})
-    (tmp_path / TRAINING_RECORD).write_text(json.dumps({"settings": SETTINGS, "finished": True}))  # as it once was
-    train_once(second, SETTINGS)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_refined_scores_are_those_of_the_library(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("attribute", *MODEL, *QUICK, "--eval_dataset", "mine.jsonl", "--top_k", "5", "--exact")
+    asked = ("attribute", *MODEL, QUICK, "--eval_dataset", "mine.jsonl", "--top_k", "5", "--method", "exact")
     assert main([*asked, "--refine", "cg,steps=2,rows=24", "--json"]) == 0, capsys.readouterr().err
     run = json.loads(capsys.readouterr().out)["run"]
 
@@ -55,9 +55,14 @@ def test_refined_scores_are_those_of_the_library(place: Path, capsys: pytest.Cap
 
 
 def test_a_refinement_needs_exact_scores(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["attribute", *MODEL, *QUICK, "--eval_dataset", "mine.jsonl", "--refine", "cg"]) != 0
-    assert "`refine` is 'cg', for scores from features" in capsys.readouterr().err
-    assert main(["attribute", *MODEL, *QUICK, "--eval_dataset", "mine.jsonl", "--exact", "--refine", "cg,step=2"]) != 0
+    assert main(["attribute", *MODEL, QUICK, "--eval_dataset", "mine.jsonl", "--refine", "cg"]) != 0
+    assert "`refine` is 'cg', and `method` is 'auto', which has no such option" in capsys.readouterr().err
+    assert (
+        main(
+            ["attribute", *MODEL, QUICK, "--eval_dataset", "mine.jsonl", "--method", "exact", "--refine", "cg,step=2"]
+        )
+        != 0
+    )
     assert "`refine` has the option 'step=2'" in capsys.readouterr().err
 
 
@@ -73,7 +78,17 @@ def test_the_estimate_counts_the_passes(place: Path, capsys: pytest.CaptureFixtu
         == 2 * 100
     )
     assert estimate(model, 100, TrakConfig(proj_dim=64)).stages.get("refine") is None
-    printed = ("estimate", *MODEL, "--eval_size", "4", "--refine", "cg,steps=2,rows=24", "--measure")
+    printed = (
+        "estimate",
+        *MODEL,
+        "--eval_size",
+        "4",
+        "--method",
+        "exact",
+        "--refine",
+        "cg,steps=2,rows=24",
+        "--measure",
+    )
     assert main([*printed, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["stages"]["refine"]["seconds"] == pytest.approx(2 * 2 * 24 * 4 / answer["rows_per_second"])

@@ -13,10 +13,13 @@ from hub_server import TOKEN, Hub, client, hub
 from test_cli_curvature import MODEL, QUICK, library
 from torch import nn
 
-from hf_trak import Rerank, TrakConfig
+from hf_trak import Exact, Index, Rerank, TrakConfig
 from hf_trak.attributor import last_result
+from hf_trak.cli.build import MethodArguments
 from hf_trak.cli.main import main
+from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.featurize.estimate import estimate
+from hf_trak.methods import Method
 from hf_trak.report.run import AttributionRun
 from hf_trak.scores.scored_dataset import RANK_COLUMNS, STAGE_COLUMN, TOP_K_COLUMNS
 
@@ -50,7 +53,7 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Answer:
 @pytest.mark.slow
 def test_a_run_has_both_ranks(place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
     answer("featurize", *MODEL, *QUICK, *SETTINGS)
-    run = answer("attribute", *WANTED, "--rerank", "5", "--name", "mine")["run"]
+    run = answer("attribute", *WANTED, "--method", "rerank", "--rerank_rows", "5", "--name", "mine")["run"]
     attributor, targets = library(curvature="ekfac", curvature_rows=30)
     expected = attributor.featurize().attribute(targets, top_k=5, method=Rerank(5))
     found = load_from_disk(f"{run}/run/scored")
@@ -64,9 +67,9 @@ def test_a_run_has_both_ranks(place: Path, answer: Answer, capsys: pytest.Captur
     assert saved.distributions is None  # exact scores of these rows, of which a run expects those of all
     assert main(["report", run]) == 0
     assert "index rank" in Path(run, "report.html").read_text(encoding="utf-8")
-    assert main(["attribute", *WANTED, "--rerank", "4"]) != 0
-    assert "`rerank` is 4, less than `top_k`, which is 5" in capsys.readouterr().err
-    assert main(["attribute", *WANTED, "--rerank", "9", "--all_scores"]) != 0
+    assert main(["attribute", *WANTED, "--method", "rerank", "--rerank_rows", "4"]) != 0
+    assert "`rows` of `Rerank` is 4, less than `top_k`, which is 5" in capsys.readouterr().err
+    assert main(["attribute", *WANTED, "--method", "rerank", "--rerank_rows", "9", "--all_scores"]) != 0
 
 
 @pytest.mark.slow
@@ -80,7 +83,7 @@ def test_an_index_from_the_hub_is_reranked_with_single_rows(
     model = ("--model", "model", *QUICK)
     answer("featurize", *model, "--train_dataset", "tester/reviews", *SETTINGS)
     answer("curvature", *SETTINGS)
-    options = ("--top_k", "3", "--rerank", "5")
+    options = ("--top_k", "3", "--method", "rerank", "--rerank_rows", "5")
     own = load_from_disk(answer("attribute", *WANTED, *options, *SETTINGS, "--name", "own")["run"] + "/run/scored")
     answer("push", "trak", "--repo_id", "tester/index")
     index = ("attribute", "--index", "tester/index", *model[:2], *QUICK[2:], *WANTED, *options, "--output_dir")
@@ -106,16 +109,48 @@ def test_the_estimate_names_the_stages(place: Path, answer: Answer, capsys: pyte
     assert found["rerank"].seconds is None
     few = estimate(model, 100, TrakConfig(proj_dim=64), eval_dataset=10, method=Rerank(200)).stages
     assert few["rerank"].passes == 100
-    printed = answer("estimate", *MODEL, "--eval_size", "4", "--rerank", "7", "--measure")
+    printed = answer("estimate", *MODEL, "--eval_size", "4", "--method", "rerank", "--rerank_rows", "7", "--measure")
     assert printed["stages"]["rerank"]["passes"] == 40
     assert printed["stages"]["rerank"]["seconds"] == pytest.approx(40 / printed["rows_per_second"])
-    assert main(["estimate", *MODEL, "--eval_size", "4", "--rerank", "7"]) == 0
+    assert main(["estimate", *MODEL, "--eval_size", "4", "--method", "rerank", "--rerank_rows", "7"]) == 0
     assert "\nrerank " in capsys.readouterr().out
-    with pytest.raises(ValueError, match="`rerank` is 0"):
+    with pytest.raises(ValueError, match="`rows` is 0"):
         estimate(model, 100, TrakConfig(), method=Rerank(0))
+
+
+@pytest.mark.parametrize(
+    ("argv", "method"),
+    [
+        ("", Index()),
+        ("--method auto", Index()),
+        ("--method index --first_pass_bytes 512 --candidates 2000", Index(512, 2000)),
+        ("--method exact --refine cg", Exact(refine="cg")),
+        ("--method rerank", Rerank()),
+        ("--method rerank --rerank_rows 50 --refine cg,steps=2 --first_pass_bytes 512",
+         Rerank(50, refine="cg,steps=2", index=Index(512))),
+    ],
+)  # fmt: skip
+def test_options_are_those_of_the_library(argv: str, method: Method) -> None:
+    (given,) = parse_yaml_and_args(MethodArguments, argv.split())
+    assert given.chosen() == method
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--rerank_rows 5", "`rerank_rows` is 5, and `method` is 'auto', which has no such option"),
+        ("--method exact --first_pass_bytes 512", "`first_pass_bytes` is 512, and `method` is 'exact'"),
+        ("--method index --refine cg", "`refine` is 'cg', and `method` is 'index'"),
+        ("--method rerank --rerank_rows 0", "`rows` is 0"),
+        ("--candidates 7", "`candidates` is 7, without `first_pass_bytes`"),
+    ],
+)
+def test_options_of_other_methods_are_refused(argv: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_yaml_and_args(MethodArguments, argv.split())
 
 
 def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["attribute", "--help"])
-    assert "--rerank RERANK" in capsys.readouterr().out
+    assert "--rerank_rows ROWS" in capsys.readouterr().out

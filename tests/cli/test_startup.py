@@ -49,6 +49,42 @@ print(); print(*sys.modules)
     }
 
 
+SLOW = {
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torchvision",
+    "transformers.modeling_utils",
+}
+"""Modules that take a second or more to import. Commands that load a model import some of them with it."""
+
+NO_MODEL = SLOW | {
+    "accelerate",
+    "hf_trak.featurize.featurized",
+    "hf_trak.gradient_computers",
+    "transformers.generation",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("parser", NO_MODEL | {"torch", "datasets"}),
+        ("inspect", NO_MODEL | {"datasets"}),
+        ("push", NO_MODEL | {"datasets"}),
+        ("selftest", NO_MODEL | {"datasets"}),
+        ("convert", NO_MODEL | {"datasets"}),
+        ("report", NO_MODEL),
+        ("evaluate", NO_MODEL - {"accelerate"}),
+        *((name, SLOW) for name in ("attribute", "estimate", "featurize", "serve", "verify")),
+    ],
+)
+def test_commands_import_what_they_need(module: str, absent: set[str]) -> None:
+    code = f"import sys, hf_trak.cli.{module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not absent & {*done.stdout.split()}
+
+
 def test_all_public_names_are_listed_and_there() -> None:
     assert dir(hf_trak) == sorted(hf_trak.__all__)
     assert all(getattr(hf_trak, name) is not None for name in hf_trak.__all__)
