@@ -197,9 +197,7 @@ def test_versions_that_cannot_read_an_index_say_so(
     version = json.loads(files["trak_config.json"])["format_version"]
     newer = {**files, "trak_config.json": edited(files, "trak_config.json", lambda c: c.update(format_version=4))}
     hub.put("dataset", "tester/index", newer)
-    with pytest.raises(
-        RefusedIndexError, match=rf"has format version 4, and this version of hf_trak reads .*{version}"
-    ):
+    with pytest.raises(RefusedIndexError, match=rf"has format version 4, and this version .* reads .*{version}"):
         opened()
 
 

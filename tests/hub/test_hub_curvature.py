@@ -398,7 +398,7 @@ def bomb(data: bytes) -> bytes:
 
 BAD: dict[str, tuple[Callable[[Files], Files], str]] = {
     # the manifest
-    "entry that is a list": (manifest(lambda f: f.update({BLOCK: []})), "a list of 0 of .*, not its bytes and its dig"),
+    "entry that is a list": (manifest(lambda f: f.update({BLOCK: []})), "a list of 0 of .*, not its bytes"),
     "entry that is null": (manifest(lambda f: f.update({RECORD: None})), "None of .*, not its bytes and its digest"),
     "another file": (manifest(lambda f: f.update({"curvature/0/../x": [8, "0" * 32]})), "shards, not the"),
     "curvature of no checkpoint": (
@@ -427,7 +427,7 @@ BAD: dict[str, tuple[Callable[[Files], Files], str]] = {
         lambda files: with_record(files, lambda r: r.update(counts=[]), consistent=False), "the manifest says"
     ),
     "record of another checkpoint": (
-        lambda files: listed({**files, RECORD: files[RECORD.replace("/0/", "/1/")]}), r"checkpoint or index \(checkpoint: "
+        lambda files: listed({**files, RECORD: files[RECORD.replace("/0/", "/1/")]}), r"or index \(checkpoint: "
     ),
     "other weights": (record(lambda r: r["identity"].update(checkpoint="0" * 32)), "another checkpoint or index"),
     "identity that is nested": (record(lambda r: r["identity"].update(seed=[0])), "object of texts and integers"),
