@@ -86,7 +86,7 @@ def recorded(data: bytes) -> str | None:
             (length,) = struct.unpack("<Q", data[:8])
             data = json.loads(data[8 : 8 + length])["__metadata__"]["hf_trak"]
         found = json.loads(data)["checksum"]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return None
     return found if isinstance(found, str) and len(found) == 32 else None
 
