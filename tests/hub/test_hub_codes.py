@@ -190,9 +190,7 @@ def test_the_card_says_what_is_stored(hub: Hub, client: Path, tmp_path: Path) ->
     assert "| 12 bytes of bfloat16 |" in hub.dataset("tester/plain")["README.md"].decode()
 
 
-def test_versions_that_cannot_read_an_index_say_so(
-    hub: Hub, client: Path, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_that_cannot_read_an_index_say_so(hub: Hub, client: Path, files: Files) -> None:
     """An index names the version of its format, and readers name those that they know."""
     version = json.loads(files["trak_config.json"])["format_version"]
     newer = {**files, "trak_config.json": edited(files, "trak_config.json", lambda c: c.update(format_version=4))}
@@ -610,7 +608,7 @@ def header_with(change: Callable[[dict[str, Any]], Any]) -> Callable[[Files], Fi
         header = json.loads(files[LAST][8 : 8 + length])
         change(header)
         body = json.dumps(header, separators=(",", ":")).encode().ljust(length)
-        return {**files, LAST: struct.pack("<Q", len(body)) + body + files[LAST][8 + length :]}
+        return listed({**files, LAST: struct.pack("<Q", len(body)) + body + files[LAST][8 + length :]})
 
     return act
 
