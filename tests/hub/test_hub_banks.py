@@ -517,7 +517,7 @@ def test_a_bad_bank_is_refused(hub: Hub, client: Path, tmp_path: Path, published
     before = below(tmp_path)
     with pytest.raises(RefusedIndexError, match=f"was refused: .*({reason})") as caught:
         load_bank("tester/bank")
-    assert "Expected a bank that `push_bank` has published. Use another revision" in str(caught.value)
+    assert "Expected a bank that `push_bank` has published: use another revision" in str(caught.value)
     assert "\x1b" not in str(caught.value)
     assert all(Path(path).is_relative_to(client) for path in below(tmp_path) - before)
     assert set(hub.downloads()) <= set(published) | files_of("again"), "nothing else is asked for"
