@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.config import CurvatureConfig
 from hf_trak.curvature.blocks import CurvatureBlocks, KroneckerBlock
 from hf_trak.curvature.curvature import FitPlan
 from hf_trak.featurize.exact import ExactScores
@@ -81,20 +82,18 @@ def examine(model: nn.Module, batch: dict[str, Tensor], output_fn: Any) -> Row:
     with tempfile.TemporaryDirectory() as directory:
         args = TrakConfig(
             output_dir=directory,
-            curvature="ekfac",
-            curvature_labels="empirical",
+            curvature=CurvatureConfig(labels="empirical"),
             per_device_batch_size=size,
             remove_unused_columns=False,
             use_cpu=True,
-            disable_tqdm=True,
         )
         task = function_task(output_fn, model)
         attributor = TrakAttributor(model, args, rows, data_collator=_stacked, task=task)
         # Some models have a long layer that no setting shrinks, whose eigendecomposition alone would take minutes.
         with patch("hf_trak.featurize.exact.FitPlan", partial(FitPlan, largest_side=LARGEST_SIDE)):
             attributor.fit_curvature()
-            curvature = ExactScores(attributor).fitted(0)
-        scores = attributor.attribute(rows[:TARGETS], exact=True, top_k=None)["trak_scores"]
+            curvature = ExactScores(attributor.features).fitted(0)
+        scores = attributor.attribute(rows[:TARGETS], method="exact", top_k=None)["trak_scores"]
         if not bool(torch.isfinite(torch.tensor(scores)).all()):
             raise ValueError("An exact score is not finite.")
         _check_covered(curvature.blocks, ParameterLayout.from_model(model))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STORED = Path(__file__).with_name("architectures.jsonl")
-"""What was found with the release that `docs/engines.md` names."""
+"""What was found with the release that `docs/works_with.md` names."""
 
 TOLERANCE = 1e-4
 """Relative error from which on gradients are wrong. Models are tiny, and in float32."""

@@ -110,19 +110,19 @@ def scores_of(
     for place, model in enumerate(models):
         config = TrakConfig(
             output_dir=str(directory / f"{function}-{place}"), proj_dim=options.proj_dim, num_draws=options.draws,
-            use_cpu=True, disable_tqdm=True, per_device_batch_size=32, lambda_relative=options.lambda_relative,
+            use_cpu=True, per_device_batch_size=32, lambda_relative=options.lambda_relative,
             feature_dtype="float32",
         )  # fmt: skip
         task = DiffusionModelOutput(scheduler, function, timesteps=STEPS)
         made = TrakAttributor(model, config, train, task=task).featurize()
         found = made.attribute(targets, top_k=None).with_format("numpy")["trak_scores"][:]
         total["TRAK"] = total["TRAK"] + np.asarray(found).T
-        features = torch.cat([shard.grads for shard in made.store.train(0)]).double()
+        features = torch.cat([shard.grads for shard in made.features.store.train(0)]).double()
         wanted = TrakAttributor(
             model, TrakConfig(**{**config.to_dict(), "output_dir": f"{config.output_dir}-targets", "seed": 1}),
             targets, task=task,
         ).featurize()  # fmt: skip
-        of_targets = torch.cat([shard.grads for shard in wanted.store.train(0)]).double()
+        of_targets = torch.cat([shard.grads for shard in wanted.features.store.train(0)]).double()
         normalized = [nn.functional.normalize(each, dim=1) for each in (features, of_targets)]
         total["cosine"] = total["cosine"] + (normalized[0] @ normalized[1].T).numpy()
     return {f"{name}, {function}": value / len(models) for name, value in total.items()}

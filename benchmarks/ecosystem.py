@@ -47,11 +47,11 @@ class _Announcements(logging.Handler):
 
 def by_autograd(own: TrakAttributor, together: bool = False) -> torch.Tensor:
     """The gradient of every row, collated alone or within the batch of all: `(n, P)`."""
-    featurizer = own.featurizer()
+    featurizer = own.features.featurizer()
     featurizer.prepare_task(0, own.args.per_device_batch_size)
     batches, task, model = featurizer.batches(own.train_dataset), featurizer.task, own.model
     parameters = dict(model.named_parameters())
-    wanted = [parameters[name] for name in own.layout.names]
+    wanted = [parameters[name] for name in own.features.layout.names]
     found = []
     every = range(len(own.train_dataset))
     for row in every:
@@ -72,7 +72,7 @@ def outcome(case: EcosystemCase) -> tuple[bool, str]:
     """Whether a case is as it should be, and its line of the table."""
     with tempfile.TemporaryDirectory() as directory:
         args = TrakConfig(
-            str(Path(directory) / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True, disable_tqdm=True,
+            str(Path(directory) / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True,
             per_device_batch_size=8,
         )  # fmt: skip
         started = time.perf_counter()
@@ -84,7 +84,7 @@ def outcome(case: EcosystemCase) -> tuple[bool, str]:
             message = str(error).splitlines()[0].replace("|", "¦")
             return False, f"| {case.title} | **refused**: {type(error).__name__}: {message} | | | |"
         seconds = time.perf_counter() - started
-        features = torch.cat([shard.grads for shard in own.store.train(0)])
+        features = torch.cat([shard.grads for shard in own.features.store.train(0)])
         alone = error = largest(features, by_autograd(own))
         if alone > BOUND:
             error = largest(features, by_autograd(own, together=True))

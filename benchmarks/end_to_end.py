@@ -80,7 +80,7 @@ def with_hf_trak(directory: str, projection: str, args: argparse.Namespace) -> N
     rows = TensorDataset(images, labels)
     config = TrakConfig(
         output_dir=directory, proj_type=projection, proj_dim=args.proj_dim, per_device_batch_size=args.batch_size,
-        use_cpu=True, disable_tqdm=True,
+        use_cpu=True,
     )  # fmt: skip
     TrakAttributor(Cnn(), config, train_dataset=rows, task="image_classification").featurize(checkpoints(args))
 

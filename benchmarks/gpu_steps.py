@@ -19,7 +19,7 @@ from hf_trak.gradient_computers.hooked.workspace import OuterBlock, default_bloc
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.gradient_computers.per_sample import function_task
 from hf_trak.projectors import make_projector
-from hf_trak.traker.score_computers.basic import product_through_device
+from hf_trak.traker.score_computers import product_through_device
 
 Step = Callable[[], object]
 

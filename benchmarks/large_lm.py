@@ -187,7 +187,6 @@ def featurize_billion(case: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="hf_trak-large-") as directory:
         config = TrakConfig(
             output_dir=directory, per_device_batch_size=case["rows"], shard_size=case["rows"], use_cpu=True,
-            disable_tqdm=True,
         )  # fmt: skip
         attributor = TrakAttributor(model, config, train_dataset=rows, task="causal_lm")
         estimate = attributor.estimate()
@@ -203,8 +202,8 @@ def featurize_billion(case: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "stored": stored,
         "estimated parameters": estimate.parameters,
-        "estimated feature_bytes": estimate.feature_bytes,
-        "estimated featurize_memory": estimate.featurize_memory,
+        "estimated feature_bytes": estimate.stages["features"].disk,
+        "estimated featurize_memory": estimate.stages["features"].memory,
     }
 
 

@@ -112,9 +112,7 @@ def rows(start: int, stop: int) -> Dataset:
 def attribute(checkpoints: list[nn.Module], **options: Any) -> np.ndarray:
     """All TRAK scores `(1000, 200)`."""
     with tempfile.TemporaryDirectory() as directory:
-        config = TrakConfig(
-            output_dir=directory, per_device_batch_size=100, use_cpu=True, disable_tqdm=True, **options
-        )
+        config = TrakConfig(output_dir=directory, per_device_batch_size=100, use_cpu=True, **options)
         models = [WithNames(network) for network in checkpoints]
         attributor = TrakAttributor(models[0], config, train_dataset=rows(0, N_TRAIN), task="image_classification")
         attributor.featurize(models)

@@ -72,12 +72,12 @@ def feature_seconds(model: Any, rows: Dataset, collator: Callable[[list[Any]], A
     rows = concatenate_datasets([rows.select([longest] * size), rows])
     with tempfile.TemporaryDirectory() as directory:
         config = TrakConfig(
-            output_dir=directory, proj_dim=512, use_cpu=True, disable_tqdm=True, per_device_batch_size=size,
+            output_dir=directory, proj_dim=512, use_cpu=True, per_device_batch_size=size,
             remove_unused_columns=False,
         )  # fmt: skip
         attributor = TrakAttributor(model, config, rows, collator, task="causal_lm")
         done: list[float] = []
-        attributor.batch_done = lambda: done.append(time.process_time())
+        attributor.features.batch_done = lambda: done.append(time.process_time())
         attributor.featurize()
         return done[-1] - done[0]
 

@@ -21,15 +21,16 @@ import torch
 from datasets import Dataset, disable_progress_bars
 from transformers import LlamaConfig, LlamaForCausalLM, default_data_collator
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes" / "dpo"))
+from kit.text_models import train_tokenizer
 from preference_data import python_preferences
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.cli.preparation import evenly_spaced
 from hf_trak.evaluation import evaluate_removal, masks_and_outputs, removal_plan, retrain_on_subsets
 from hf_trak.gradient_computers import per_sample_gradients
 from hf_trak.modelout_functions import DPOModelOutput
-from hf_trak.recipe_kit.splits import evenly_spaced
-from hf_trak.recipe_kit.text_models import train_tokenizer
 
 BETA, BATCH, EPOCHS, LEARNING_RATE, CHECKPOINTS = 0.5, 16, 2, 1e-3, 3
 
@@ -37,7 +38,7 @@ BETA, BATCH, EPOCHS, LEARNING_RATE, CHECKPOINTS = 0.5, 16, 2, 1e-3, 3
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "TRAK, λ = 0.3": ("trak", {"lambda_relative": 0.3}),
     "TRAK, λ = 10": ("trak-10", {"lambda_relative": 10.0}),
-    "EK-FAC": ("ekfac", {"curvature": "ekfac"}),
+    "EK-FAC": ("ekfac", {}),
 }
 """Directories and settings of the methods; λ is relative to the mean eigenvalue of the Gram matrix."""
 
@@ -46,11 +47,11 @@ def scored(
     model: Any, rows: Dataset, targets: Dataset, checkpoints: list[Any], directory: Path, **settings: Any
 ) -> np.ndarray:
     """Score rows for targets, `(n, m)`."""
-    config = TrakConfig(output_dir=str(directory), proj_dim=1024, use_cpu=True, disable_tqdm=True, **settings)
+    config = TrakConfig(output_dir=str(directory), proj_dim=1024, use_cpu=True, **settings)
     attributor = TrakAttributor(model, config, rows, task=DPOModelOutput(BETA))
-    exact = config.curvature is not None
+    exact = directory.name == "ekfac"
     (attributor.fit_curvature if exact else attributor.featurize)(checkpoints=checkpoints)
-    found = attributor.attribute(targets, top_k=None, checkpoints=checkpoints, exact=exact)
+    found = attributor.attribute(targets, top_k=None, checkpoints=checkpoints, method="exact" if exact else "index")
     return np.array(found["trak_scores"][:]).T
 
 

@@ -80,11 +80,11 @@ def feature_seconds(model: Any, rows: Dataset, collator: Any, size: int) -> floa
     """Return the CPU seconds of the features of all rows but those of the first batch, collation included."""
     with tempfile.TemporaryDirectory() as directory:
         config = TrakConfig(
-            output_dir=directory, proj_dim=512, use_cpu=True, disable_tqdm=True, per_device_batch_size=size,
+            output_dir=directory, proj_dim=512, use_cpu=True, per_device_batch_size=size,
         )  # fmt: skip
         attributor = TrakAttributor(model, config, rows, collator, task=DPOModelOutput(BETA))
         done: list[float] = []
-        attributor.batch_done = lambda: done.append(time.process_time())
+        attributor.features.batch_done = lambda: done.append(time.process_time())
         attributor.featurize()
         return done[-1] - done[0]
 

@@ -35,12 +35,11 @@ from quality_bench.removals import DRAWS, SUBSET_SEED, TARGETS, reusing
 from quality_bench.scored import judging_targets
 from torch import Tensor
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import Exact, TrakAttributor, TrakConfig
 from hf_trak.curvature.conjugate_gradients import Refinement, Solutions
 from hf_trak.evaluation import Bank, linear_datamodeling_score
-from hf_trak.evaluation.bank_scores import judged_parts
-from hf_trak.evaluation.removal_effects import evaluate_removal
-from hf_trak.evaluation.tail_removal import removal_plan
+from hf_trak.evaluation.bank import judged_parts
+from hf_trak.evaluation.removal import evaluate_removal, removal_plan
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.fidelity import Agreement, fitted_curvature
 from hf_trak.modelout_functions import get_task
@@ -71,25 +70,24 @@ class Question:
 
     def attributor(self, name: str, **options: Any) -> TrakAttributor:
         """Attribute in a directory of its own; the curvature is that of all."""
-        defaults = {"per_device_batch_size": BATCH, "disable_tqdm": True, "curvature": "ekfac"}
+        defaults = {"per_device_batch_size": BATCH, "curvature": "ekfac"}
         args = TrakConfig(str(self.directory / name), **{**defaults, **options})
         return TrakAttributor(self.job.model, args, self.job.case.train, task=self.task)
 
     def scores(self, damping: float | None = None, refine: Refinement | None = None) -> np.ndarray:
         """Exact scores `(n, m)`."""
-        own = self.attributor("exact", damping=damping)
-        scored = own.attribute(self.targets, top_k=None, exact=True, refine=refine).with_format("numpy")
+        own = self.attributor("exact", curvature={"damping": damping})
+        scored = own.attribute(self.targets, top_k=None, method=Exact(refine=refine)).with_format("numpy")
         return np.stack(scored["trak_scores"][:]).T.astype(np.float64)
 
     def gradients(self, task: LossModelOutput | None = None) -> Tensor:
         """Gradients of minus the loss of all training rows, or of another task, `(n, P)`."""
         loss = TrakConfig(
             str(self.directory / "gradients"), proj_type="none", feature_dtype="float32", per_device_batch_size=BATCH,
-            disable_tqdm=True,
         )  # fmt: skip
         task = LossModelOutput(of=self.task) if task is None else task
         own = TrakAttributor(self.job.model, loss, self.job.case.train, task=task)
-        shards = list(own.featurize().store.train(0))
+        shards = list(own.featurize().features.store.train(0))
         self.weights = torch.cat([shard.out_to_loss for shard in shards]).numpy()
         return torch.cat([shard.grads for shard in shards])
 
@@ -166,7 +164,7 @@ def woodbury(case: Case, bank: Bank, job: Job, directory: Path, args: argparse.N
     """Print a table as it grows."""
     question = Question(job, directory, args.targets)
     own = question.attributor("exact").fit_curvature()
-    curvature = fitted_curvature(ExactScores(own), 0)
+    curvature = fitted_curvature(ExactScores(own.features), 0)
     roots = GaussNewtonModelOutput(of=question.task)
     gradients = question.gradients(roots)
     weights = torch.from_numpy(question.weights).float()

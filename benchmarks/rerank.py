@@ -22,7 +22,8 @@ from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import CurvatureConfig, Rerank, TrakAttributor, TrakConfig
+from hf_trak.attributor import last_result
 from hf_trak.store.shards import write_tensors
 
 TOKENS = 64
@@ -78,16 +79,16 @@ def measured(directory: Path, model: GPT2LMHeadModel, rows: int, args: argparse.
     """Make an index, ask it twice, and describe the answers as a row of a table."""
     config = TrakConfig(
         output_dir=str(directory), proj_dim=args.proj_dim, feature_dtype="int8", shard_size=512, solver="primal",
-        curvature="ekfac", curvature_rows=256, per_device_batch_size=16, use_cpu=True, disable_tqdm=True,
+        curvature=CurvatureConfig(rows=256), per_device_batch_size=16, use_cpu=True,
     )  # fmt: skip
     attributor = TrakAttributor(model, config, train_dataset=Texts(rows), task="causal_lm")
     write_index(attributor)
     attributor.fit_curvature()
     targets = Dataset.from_list([Texts(rows)[rows + number] for number in range(args.targets)])
     index_seconds = timed(attributor, targets, {})
-    seconds = timed(attributor, targets, {"rerank": args.rerank})
-    reranked = len(attributor._last_rows)
-    again = timed(attributor, targets, {"rerank": args.rerank})  # all gradients are there
+    seconds = timed(attributor, targets, {"method": Rerank(args.rerank)})
+    reranked = len(last_result(attributor).answer.rows)
+    again = timed(attributor, targets, {"method": Rerank(args.rerank)})  # all gradients are there
     projected = rows * (seconds - again) / reranked
     size = sum(path.stat().st_size for path in directory.glob("checkpoint-0/train-*"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -105,9 +106,9 @@ def timed(attributor: TrakAttributor, targets: Dataset, options: dict[str, Any])
 
 def write_index(attributor: TrakAttributor) -> None:
     """Featurize one shard, of which rows are compared later, and write random codes in the place of all others."""
-    store, generator = attributor.store, torch.Generator().manual_seed(0)
+    store, generator = attributor.features.store, torch.Generator().manual_seed(0)
     attributor.featurize(part=(0, -(-len(attributor.train_dataset) // attributor.args.shard_size)))
-    store, generator = attributor.store, torch.Generator().manual_seed(0)
+    store, generator = attributor.features.store, torch.Generator().manual_seed(0)
     shards = store.train(0)
     assert shards.code_format is not None
     for index in shards.unwritten():
@@ -117,8 +118,8 @@ def write_index(attributor: TrakAttributor) -> None:
             for name, count in zip(shards.code_format.names, shards.code_format.block_bytes, strict=True)
         }
         tensors = {"scale": torch.rand(len(rows)), "out_to_loss": torch.rand(len(rows)), **codes}
-        write_tensors(shards.path(index), tensors, shards.identity, shards.version, start=rows.start, stop=rows.stop)
-    attributor.scorer.prepare(0)
+        write_tensors(shards.path(index), tensors, shards.identity, start=rows.start, stop=rows.stop)
+    attributor.features.scorer.prepare(0)
 
 
 if __name__ == "__main__":

@@ -58,15 +58,15 @@ def featurize(directory: str, rows: int, args: argparse.Namespace) -> float:
     ).with_format("torch")
     torch.manual_seed(0)
     config = TrakConfig(
-        output_dir=directory, proj_dim=args.proj_dim, shard_size=args.shard_size, use_cpu=True, disable_tqdm=True,
+        output_dir=directory, proj_dim=args.proj_dim, shard_size=args.shard_size, use_cpu=True,
         per_device_batch_size=args.batch_size,
     )  # fmt: skip
     attributor = TrakAttributor(Cnn(), config, train_dataset=data, task="image_classification")
-    store = attributor.store
-    attributor.processes.wait_for_everyone()
+    store = attributor.features.store
+    attributor.features.processes.wait_for_everyone()
     begun = time.perf_counter()
     attributor.featurize()
-    attributor.processes.wait_for_everyone()
+    attributor.features.processes.wait_for_everyone()
     assert store.train(0).complete
     return time.perf_counter() - begun
 

@@ -169,7 +169,7 @@ def counted_index(shape: Llama, rows: int) -> int:
 
     ids = batch_of(shape, rows, 4)["input_ids"].tolist()
     with tempfile.TemporaryDirectory(prefix="hf_trak-scaling-") as directory:
-        config = TrakConfig(output_dir=directory, shard_size=rows, use_cpu=True, disable_tqdm=True)
+        config = TrakConfig(output_dir=directory, shard_size=rows, use_cpu=True)
         data = Dataset.from_dict({"input_ids": ids, "labels": ids})
         TrakAttributor(built(shape), config, train_dataset=data, task="causal_lm").featurize()
         return sum(path.stat().st_size for path in Path(directory).glob("checkpoint-*/train-*"))

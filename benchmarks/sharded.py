@@ -80,14 +80,13 @@ def measure(layers: int, width: int, directory: Path, what: str) -> dict[str, An
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 4096, (ROWS * processes.num_processes, TOKENS), generator=generator).tolist()
     config = TrakConfig(
-        output_dir=str(directory / "store"), per_device_batch_size=2, shard_size=ROWS, use_cpu=True, disable_tqdm=True,
-        curvature=None if what == "features" else "ekfac",
+        output_dir=str(directory / "store"), per_device_batch_size=2, shard_size=ROWS, use_cpu=True,
     )  # fmt: skip
     attributor = TrakAttributor(model, config, train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}))
     targets = torch.randint(0, 4096, (TARGETS, TOKENS), generator=generator).tolist()
     start = time.perf_counter()
     if what == "exact":
-        attributor.attribute(Dataset.from_dict({"input_ids": targets, "labels": targets}), top_k=None, exact=True)
+        attributor.attribute(Dataset.from_dict({"input_ids": targets, "labels": targets}), top_k=None, method="exact")
     elif what == "curvature":
         attributor.fit_curvature()
     else:

@@ -88,9 +88,7 @@ def run(case: str) -> dict[str, float]:
     torch.manual_seed(0)
     model, rows, targets, collator, task = digits() if case == "digits" else gpt2(64 if case == "gpt2" else 8)
     with tempfile.TemporaryDirectory() as directory:
-        config = TrakConfig(
-            output_dir=directory, proj_dim=512, use_cpu=True, disable_tqdm=True, per_device_batch_size=32
-        )
+        config = TrakConfig(output_dir=directory, proj_dim=512, use_cpu=True, per_device_batch_size=32)
         clock = time.perf_counter(), time.process_time()
         attributor = TrakAttributor(model, config, rows, collator, task=task)
         attributor.featurize()

@@ -47,7 +47,7 @@ def table(case: Case, work: Path, targets: int) -> None:
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         job = Job(case, Path(scratch), work)
-        args = TrakConfig(scratch, per_device_batch_size=BATCH, disable_tqdm=True)
+        args = TrakConfig(scratch, per_device_batch_size=BATCH)
         own = TrakAttributor(job.model, args, case.train, task=get_task(case.task))
         for name, values in rows.items():
             started = time.perf_counter()

@@ -71,7 +71,7 @@ def measure(
     """Featurize an index, serve it, and print the seconds of every step."""
     model, rows, parameters = made
     index = str(rows.parent / f"{name}-index")
-    more = ["--use_cpu", "--disable_tqdm", "--per_device_batch_size", "32", "--json"]
+    more = ["--use_cpu", "--per_device_batch_size", "32", "--json"]
     more += [] if args.proj_dim is None else ["--proj_dim", str(args.proj_dim)]
     printed = io.StringIO()
     begun = time.perf_counter()
@@ -84,7 +84,7 @@ def measure(
     title = f"{name}: {parameters:,} parameters, k = {json.loads(printed.getvalue())['features']:,}"
     show(title, "featurize", time.perf_counter() - begun)
     begun = time.perf_counter()
-    session = opened(["--index", index, "--disable_tqdm"])[0]
+    session = opened(["--index", index])[0]
     if not isinstance(session, IndexSession):
         raise SystemExit("The directory holds no index.")
     app = serve(session, port=None, block=False)

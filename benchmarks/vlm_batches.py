@@ -73,7 +73,7 @@ def feature_seconds(own: Any, rows: Rows, collator: Any) -> float:
     """Return the CPU seconds of the features of all rows, without the choice of an engine, its check and collation."""
     with tempfile.TemporaryDirectory() as directory:
         config = TrakConfig(
-            directory, proj_dim=512, use_cpu=True, disable_tqdm=True, per_device_batch_size=BATCH,
+            directory, proj_dim=512, use_cpu=True, per_device_batch_size=BATCH,
             remove_unused_columns=False,
         )  # fmt: skip
         collating = [0.0]
@@ -86,7 +86,7 @@ def feature_seconds(own: Any, rows: Rows, collator: Any) -> float:
 
         attributor = TrakAttributor(own, config, rows, timed, task="causal_lm")
         done: list[float] = []
-        attributor.batch_done = lambda: done.append(time.process_time() - collating[0])
+        attributor.features.batch_done = lambda: done.append(time.process_time() - collating[0])
         attributor.featurize()
         return (done[-1] - done[0]) * len(done) / (len(done) - 1)
 

@@ -7,65 +7,47 @@ paths `savers`, `score_computers` and `utils`, is the `trak` API. `.importlinter
 which.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_EXPORTS = {
-    "HubCheckpoint": "hf_trak.hub",
-    "ImageTextCollator": "hf_trak.data.image_text",
-    "Refinement": "hf_trak.curvature.conjugate_gradients",
-    "StreamedRows": "hf_trak.data.streams",
-    "TRAKer": "hf_trak.traker.traker",
-    "TrakAttributor": "hf_trak.attributor",
-    "TrakCallback": "hf_trak.callbacks",
-    "TrakConfig": "hf_trak.config",
-    "__version__": "hf_trak.version",
-    "estimate": "hf_trak.featurize.estimate",
-    "load_scores": "hf_trak.hub",
-    "per_sample_gradients": "hf_trak.gradient_computers",
-    "pull_index": "hf_trak.hub",
-    "push_scores": "hf_trak.hub",
-    "with_training_rows": "hf_trak.hub",
-}
-
-__all__ = [
-    "HubCheckpoint",
-    "ImageTextCollator",
-    "Refinement",
-    "StreamedRows",
-    "TRAKer",
-    "TrakAttributor",
-    "TrakCallback",
-    "TrakConfig",
-    "__version__",
-    "estimate",
-    "load_scores",
-    "per_sample_gradients",
-    "pull_index",
-    "push_scores",
-    "with_training_rows",
-]
+from hf_trak._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from hf_trak.attributor import TrakAttributor
-    from hf_trak.callbacks import TrakCallback
-    from hf_trak.config import TrakConfig
-    from hf_trak.curvature.conjugate_gradients import Refinement
-    from hf_trak.data.image_text import ImageTextCollator
-    from hf_trak.data.streams import StreamedRows
-    from hf_trak.featurize.estimate import estimate
-    from hf_trak.gradient_computers import per_sample_gradients
-    from hf_trak.hub import HubCheckpoint, load_scores, pull_index, push_scores, with_training_rows
-    from hf_trak.traker.traker import TRAKer
-    from hf_trak.version import __version__
+    from hf_trak.attributor import TrakAttributor as TrakAttributor
+    from hf_trak.callbacks import TrakCallback as TrakCallback
+    from hf_trak.config import CurvatureConfig as CurvatureConfig
+    from hf_trak.config import TrakConfig as TrakConfig
+    from hf_trak.curvature.conjugate_gradients import Refinement as Refinement
+    from hf_trak.data.image_text import ImageTextCollator as ImageTextCollator
+    from hf_trak.data.streams import StreamedRows as StreamedRows
+    from hf_trak.featurize.estimate import estimate as estimate
+    from hf_trak.gradient_computers import per_sample_gradients as per_sample_gradients
+    from hf_trak.hub import HubCheckpoint as HubCheckpoint
+    from hf_trak.hub import load_scores as load_scores
+    from hf_trak.hub import pull_index as pull_index
+    from hf_trak.hub import push_scores as push_scores
+    from hf_trak.hub import with_training_rows as with_training_rows
+    from hf_trak.methods import Exact as Exact
+    from hf_trak.methods import Index as Index
+    from hf_trak.methods import Rerank as Rerank
+    from hf_trak.scores.spans import Span as Span
+    from hf_trak.traker.traker import TRAKer as TRAKer
+    from hf_trak.version import __version__ as __version__
 
-
-def __getattr__(name: str) -> Any:
-    """Import public names on first use, so that `import hf_trak` is quick."""
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'hf_trak' has no attribute {name!r}")
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "hf_trak.attributor": "TrakAttributor",
+        "hf_trak.callbacks": "TrakCallback",
+        "hf_trak.config": "CurvatureConfig TrakConfig",
+        "hf_trak.curvature.conjugate_gradients": "Refinement",
+        "hf_trak.data.image_text": "ImageTextCollator",
+        "hf_trak.data.streams": "StreamedRows",
+        "hf_trak.featurize.estimate": "estimate",
+        "hf_trak.gradient_computers": "per_sample_gradients",
+        "hf_trak.hub": "HubCheckpoint load_scores pull_index push_scores with_training_rows",
+        "hf_trak.methods": "Exact Index Rerank",
+        "hf_trak.scores.spans": "Span",
+        "hf_trak.traker.traker": "TRAKer",
+        "hf_trak.version": "__version__",
+    },
+)

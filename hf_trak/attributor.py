@@ -1,7 +1,8 @@
 """`TrakAttributor`: from a `Trainer`, or from what a `Trainer` takes, to scores as columns of a dataset."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,44 +10,39 @@ import torch
 from datasets import Dataset as HFDataset
 from huggingface_hub import CommitInfo
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from hf_trak.config import TrakConfig, checked_args
-from hf_trak.curvature.conjugate_gradients import Refinement, checked_refinement
-from hf_trak.curvature.maps import GradientMap
 from hf_trak.curvature.report import CurvatureReport
 from hf_trak.data.preferences import PreparingCollator, kind_of, trainer_task, training_rows
 from hf_trak.data.reference_log_probs import with_references
-from hf_trak.data.rows import Collator, RowPart, row_count
+from hf_trak.data.rows import Collator
 from hf_trak.data.text_columns import collator_of
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
 from hf_trak.evaluation.trial_steps import Similarity
+from hf_trak.featurize.answering import answer, planned
 from hf_trak.featurize.converting import converted
-from hf_trak.featurize.definition import as_list, checked_ids, sources_of
+from hf_trak.featurize.definition import Checkpoints, sources_of
+from hf_trak.featurize.estimation import Estimate
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fidelity import (
-    ConversionFidelity,
     Fidelity,
-    check_sketch,
-    compare_stores,
     curvature_report,
     log_reports,
     measure_fidelity,
-    whitened_map,
 )
 from hf_trak.featurize.predictions import predicted_rows
-from hf_trak.featurize.reranking import RerankRequest, check_breakdown, check_rerank, rerank_result, two_passes
 from hf_trak.featurize.revising import revise
 from hf_trak.featurize.search import SearchIndex, build_search
-from hf_trak.featurize.upgrading import upgrade_store
+from hf_trak.featurize.whitening import featurized_model
+from hf_trak.methods import Exact, Index, Method, Rerank, check_best_rows, checked_method, method_of_all_rows
 from hf_trak.modelout_functions import AbstractModelOutput
-from hf_trak.projectors import BlockProjector
 from hf_trak.report.notebook import LastResult
+from hf_trak.runtime.checks import is_int
 from hf_trak.runtime.progress import log_on_interrupt
-from hf_trak.scores.groups import GroupBy, RowGroups, target_groups
-from hf_trak.scores.score_files import ScoreFiles
-from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, attach_columns, without_rerank_columns
-from hf_trak.scores.scorer import PlannedScores
+from hf_trak.scores.groups import ALL, GroupBy, RowGroups
+from hf_trak.scores.scored_dataset import attach_columns, without_rerank_columns
 from hf_trak.scores.selection import (
     Criterion,
     best_rows,
@@ -57,17 +53,13 @@ from hf_trak.scores.selection import (
     selected,
     selection_size,
 )
-from hf_trak.scores.spans import single_labels, span_targets, with_token_scores
-from hf_trak.store.atomic import safe_name
-from hf_trak.store.revised import PrefixStore
-from hf_trak.store.sealed import content_digest
-from hf_trak.weights.checkpoints import Checkpoint
+from hf_trak.scores.spans import Span, single_labels, with_token_scores
 
 if TYPE_CHECKING:
     from hf_trak.report.notebook import TargetDisplay
 
 
-class TrakAttributor(FeaturizedModel):
+class TrakAttributor:
     """Find the training examples that made a model do what it did, with TRAK (arXiv 2303.14186).
 
     ```python
@@ -81,13 +73,79 @@ class TrakAttributor(FeaturizedModel):
     `trak_harmful_scores` are the most harmful rows: those with the lowest scores, which may be positive. A positive
     score says that training on the example raised the model output of the target.
 
-    The constructor takes what `Trainer` takes; see [`~hf_trak.featurize.featurized.FeaturizedModel`].
+    Attributes:
+        features ([`~hf_trak.featurize.featurized.FeaturizedModel`]):
+            The model, its training rows and their features: the store, and what computes features and scores.
     """
 
-    _last: LastResult | None = None
-    _last_exact = False
-    _last_rows: RowPart | None = None
-    _last_refinement: Refinement | None = None
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: TrakConfig | None = None,
+        train_dataset: Any = None,
+        data_collator: Collator | None = None,
+        processing_class: Any = None,
+        task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
+        *,
+        dataloader: DataLoader[Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            model (`torch.nn.Module`):
+                The trained model, as `Trainer` takes it. Every call leaves it as it was. `torch.compile` and data
+                parallelism are taken off.
+            args (`TrakConfig`, *optional*):
+                The configuration. The default configuration is used if it is left out.
+            train_dataset (`Dataset`):
+                The training rows, by index. Indices in results count its rows from 0.
+            data_collator (`Callable`, *optional*):
+                Turns a list of rows into a batch. The default is the one that `Trainer` would choose.
+            processing_class (`PreTrainedTokenizerBase` or another processor, *optional*):
+                Tokenizer, image processor, feature extractor or processor, for that choice.
+            task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
+                The model output function: a name, an `AbstractModelOutput`, or a function
+                `output_fn(model_output, batch) -> (B,)`. By default it follows from the class of the model.
+            dataloader (`torch.utils.data.DataLoader`, *optional*):
+                The loader of a training loop, whose rows and `collate_fn` are taken in place of `train_dataset` and
+                `data_collator`.
+
+        Raises:
+            ValueError: unknown task or parameter name, empty dataset, a model whose task cannot be inferred, or one
+                whose parameters are sharded over processes or offloaded.
+            TypeError: `model` is no module, `args` no `TrakConfig`, or `train_dataset` or the dataset of `dataloader`
+                has no rows by index.
+        """
+        self.features = featurized_model(
+            model, args, train_dataset, data_collator, processing_class, task, dataloader=dataloader
+        )
+        self._last: LastResult | None = None
+
+    @classmethod
+    def _of(cls, features: FeaturizedModel) -> "TrakAttributor":
+        """Make the attributor of a featurized model."""
+        made = cls.__new__(cls)
+        made.features, made._last = features, None
+        return made
+
+    @property
+    def args(self) -> TrakConfig:
+        """The configuration."""
+        return self.features.args
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model."""
+        return self.features.model
+
+    @property
+    def task(self) -> AbstractModelOutput:
+        """The model output function."""
+        return self.features.task
+
+    @property
+    def train_dataset(self) -> Any:
+        """The training rows. Indices in results count them from 0."""
+        return self.features.train_dataset
 
     @classmethod
     def from_trainer(
@@ -141,13 +199,11 @@ class TrakAttributor(FeaturizedModel):
                 "directories, and the trainer may delete them. Expected another one, for example "
                 f"{os.path.join(args.output_dir, 'trak')!r}."
             )
-        args = TrakConfig(
-            **{
-                **args.to_dict(),
-                "remove_unused_columns": args.remove_unused_columns and trainer.args.remove_unused_columns,
-                "label_names": trainer.args.label_names if args.label_names is None else args.label_names,
-                "use_cpu": args.use_cpu or trainer.args.device.type == "cpu",
-            }
+        args = replace(
+            args,
+            remove_unused_columns=args.remove_unused_columns and trainer.args.remove_unused_columns,
+            label_names=trainer.args.label_names if args.label_names is None else args.label_names,
+            use_cpu=args.use_cpu or trainer.args.device.type == "cpu",
         )
         rows = training_rows(trainer, train_dataset)
         return cls(
@@ -157,6 +213,7 @@ class TrakAttributor(FeaturizedModel):
             data_collator=collator_of(trainer) if kind_of(trainer) is None else PreparingCollator(trainer),
             processing_class=trainer.processing_class,
             task=trainer_task(trainer, rows) if task is None else task,
+            num_workers=trainer.args.dataloader_num_workers,
         )
 
     @classmethod
@@ -172,7 +229,7 @@ class TrakAttributor(FeaturizedModel):
         data_collator: Collator | None = None,
         processing_class: Any = None,
         task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
-        checkpoints: Checkpoint | Sequence[Checkpoint] | Mapping[int, Checkpoint] | None = None,
+        checkpoints: Checkpoints = None,
         **options: Any,
     ) -> "TrakAttributor":
         """Load a published index, and attribute new targets without the training data.
@@ -216,8 +273,8 @@ class TrakAttributor(FeaturizedModel):
         """
         from hf_trak.hub.loading import load_attributor  # loaded by those who publish or use indexes
 
-        return load_attributor(
-            cls,
+        loaded = load_attributor(
+            featurized_model,
             repo_or_path,
             model,
             revision=revision,
@@ -230,51 +287,79 @@ class TrakAttributor(FeaturizedModel):
             checkpoints=checkpoints,
             **options,
         )
+        return cls._of(loaded)
 
-    def feature_map(self, model_id: int) -> BlockProjector | GradientMap:
-        """Return the map from gradients to features under the weights that the model has now.
+    def save_pretrained(self, directory: str | Path, **facts: Any) -> None:
+        """Write the index into a local directory: what [`~TrakAttributor.push_to_hub`] uploads.
+
+        [`~TrakAttributor.from_pretrained`] loads it.
 
         Args:
-            model_id (`int`):
-                The checkpoint that they are.
+            directory (`str` or `Path`):
+                The directory, new or empty.
+            facts:
+                As for [`~TrakAttributor.push_to_hub`].
+
+        Raises:
+            HfTrakError: the attributor came from `exclude` or `extend`.
+            IncompleteStoreError: features are missing.
+            StoreError: a file cannot be written.
         """
-        return whitened_map(self, model_id) if self.args.whitened else super().feature_map(model_id)
+        from hf_trak.hub.push import save_index  # loaded by those who publish indexes
 
-    def check_features(self, model_id: int) -> None:
-        """Warn if whitened features do not hold the inner products of whitened gradients."""
-        if self.args.whitened:
-            check_sketch(self, model_id)
+        save_index(self.features, directory, **facts)
 
-    def fit_curvature(
-        self,
-        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
-        model_ids: Sequence[int] | None = None,
-    ) -> "TrakAttributor":
-        """Fit the curvature of exact scores to a random sample of the training rows.
+    def featurize(self, checkpoints: Checkpoints = None, part: tuple[int, int] = (0, 1)) -> "TrakAttributor":
+        """Compute the features of the training rows for one or several checkpoints, and their Gram matrices.
 
-        Which one, and its damping, is set in the configuration (`curvature`, `curvature_rows`, `curvature_labels`,
-        `damping`). It is kept in `<output_dir>/curvature/<model_id>/`; the same call after an interruption goes on,
-        with any number of processes. The weights of the model are the same afterwards as before. A short report is
-        logged; [`~TrakAttributor.curvature_report`] gives all of it.
+        Shards that are on disk already are left alone, so the same call after an interruption finishes the work.
+        The weights of the model are the same afterwards as before.
 
         Args:
             checkpoints (*optional*):
-                One checkpoint or a list, as in `featurize`. By default the model's current weights.
-            model_ids (`Sequence[int]`, *optional*):
-                The ids under which they are kept, 0, 1, … by default.
+                One checkpoint or a list: modules, state dicts, `checkpoint-N` directories, `.safetensors`, or `.pt`
+                files of tensors. They have the ids 0, 1, …, or those of a mapping `{id: checkpoint}`. By default the
+                model's current weights.
+            part (`tuple[int, int]`, *optional*, defaults to `(0, 1)`):
+                `(index, count)` computes part `index` of `count` of the shards, for independent jobs that share
+                `output_dir`, such as a job array. The job that finishes last computes the Gram matrices.
+
+        Returns:
+            `TrakAttributor`: the attributor itself.
+
+        Raises:
+            ConfigMismatchError: `output_dir` holds features made with another configuration.
+            CheckpointMismatchError: a model id is taken by other weights.
+            NonFiniteError: a gradient is NaN or infinite; names the row.
+            StoreError: a shard on disk is damaged, or a file cannot be written.
+            PeerProcessError: another process of this run failed or died.
+        """
+        self.features.featurize(checkpoints, part)
+        return self
+
+    def fit_curvature(self, checkpoints: Checkpoints = None) -> "TrakAttributor":
+        """Fit the curvature of exact scores to a random sample of the training rows.
+
+        Which one, and its damping, is set in the configuration (`curvature`). It is kept in
+        `<output_dir>/curvature/<model_id>/`; the same call after an interruption goes on, with any number of
+        processes. The weights of the model are the same afterwards as before. A short report is logged;
+        [`~TrakAttributor.curvature_report`] gives all of it.
+
+        Args:
+            checkpoints (*optional*):
+                One checkpoint, a list or a mapping, as in `featurize`. By default the model's current weights.
 
         Returns:
             `TrakAttributor`: the attributor itself.
 
         Raises:
             ConfigMismatchError: the curvature that is there was fitted to other parameters or with other settings.
-            CheckpointMismatchError: a `model_id` is taken by other weights.
+            CheckpointMismatchError: a model id is taken by other weights.
             NonFiniteError: a gradient is NaN or infinite; names the parameter and the rows.
-            TypeError: labels cannot be drawn for the task: use `curvature_labels="empirical"`.
+            TypeError: labels cannot be drawn for the task: use `CurvatureConfig(labels="empirical")`.
         """
-        exact = ExactScores(self)
-        exact.fit(checkpoints, model_ids)
-        log_reports(exact, checked_ids(as_list(checkpoints), model_ids))
+        exact = ExactScores(self.features)
+        log_reports(exact, exact.fit(checkpoints))
         return self
 
     def curvature_report(self, model_id: int = 0) -> CurvatureReport:
@@ -293,77 +378,65 @@ class TrakAttributor(FeaturizedModel):
             ConfigMismatchError: the curvature that is there is of another kind, or of other parameters.
             ValueError: `curvature="identity"`, of which there is nothing to report.
         """
-        return curvature_report(ExactScores(self), model_id)
+        return curvature_report(ExactScores(self.features), model_id)
 
-    def fidelity(self, rows: int = 64, targets: int = 16, seed: int = 0, model_id: int | None = None) -> Fidelity:
-        """Compare scores from the stored features with exact ones, on a random sample.
+    def fidelity(
+        self,
+        of: "Literal['index'] | Index | TrakAttributor" = "index",
+        rows: int = 64,
+        targets: int = 16,
+        seed: int = 0,
+    ) -> Fidelity:
+        """Compare scores that cost little with better ones, on a random sample of the training rows.
 
-        Targets are training rows, too, other ones than those that are scored. The features are compared with whole
-        gradients, and the scores of the index with exact ones under the curvature, which is fitted first where it is
-        missing. The rest costs a pass over `rows + targets` rows, and disk space for the gradients of the targets.
+        Targets and scored rows are disjoint samples of the training rows.
 
         Args:
+            of (*optional*, defaults to `"index"`):
+                `"index"` compares the features with whole gradients, and the scores of the index with exact ones under
+                the curvature, which is fitted first where it is missing. The rest costs a pass over `rows + targets`
+                rows, and disk space for the gradients of the targets. The first checkpoint is compared.
+                `Index(first_pass_bytes=512)` compares the first bytes of every row with whole rows, and another
+                attributor, such as a conversion, its features with these. Neither takes the model; all rows that are
+                no targets are scored.
             rows (`int`, *optional*, defaults to 64):
-                Number of training rows to score; fewer where there are no more.
+                Number of training rows to score with the index; fewer where there are no more.
             targets (`int`, *optional*, defaults to 16):
                 Number of targets; half of the training rows at most.
             seed (`int`, *optional*, defaults to 0):
                 Seed of the sample.
-            model_id (`int`, *optional*):
-                The checkpoint. By default the first.
 
         Returns:
             [`~hf_trak.featurize.fidelity.Fidelity`]: rank correlations and overlaps of the highest rows.
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or only in part, or the training rows are not at hand.
-            ValueError: a number is out of range, or there are fewer than 4 training rows.
+            ValueError: `of` is something else, a number is out of range, there are fewer than 4 training rows, or the
+                features are no codes, of which there are first bytes.
             All that `fit_curvature` raises.
         """
-        return measure_fidelity(self, rows, targets, seed, model_id)
-
-    def first_pass_fidelity(self, first_pass_bytes: int = 512, targets: int = 16, seed: int = 0) -> ConversionFidelity:
-        """Measure what a first pass over the first bytes of every row misses, on a sample.
-
-        Training rows are drawn as targets, and all others are scored for them from whole rows and from their first
-        bytes. This takes no model.
-
-        Args:
-            first_pass_bytes (`int`, *optional*, defaults to 512):
-                See [`~TrakAttributor.attribute`].
-            targets (`int`, *optional*, defaults to 16):
-                Number of training rows that are drawn as targets.
-            seed (`int`, *optional*, defaults to 0):
-                Seed of the draw.
-
-        Returns:
-            [`~hf_trak.featurize.fidelity.ConversionFidelity`]: rank correlation of the scores, and overlap
-            of the rows with the highest ones.
-
-        Raises:
-            IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
-            ValueError: the features are not codes, or a number is out of range.
-        """
-        for model_id in self.scorer.ensemble(None):
-            self.store.train(model_id).names_within(first_pass_bytes)
-        prefix = PrefixStore(self.store, first_pass_bytes)
-        return compare_stores(self.store, prefix, self.args, self.processes, targets, seed)
+        if isinstance(of, TrakAttributor):
+            return measure_fidelity(self.features, of.features.store, rows, targets, seed)
+        if isinstance(of, Index) and of.first_pass_bytes is not None:
+            return measure_fidelity(self.features, of.first_pass_bytes, rows, targets, seed)
+        if of not in ("index", Index()):
+            raise ValueError(
+                f"`of` is {of!r}. Expected 'index', `Index(first_pass_bytes=...)`, or an attributor of the same rows."
+            )
+        return measure_fidelity(self.features, "index", rows, targets, seed)
 
     def attribute(
         self,
         eval_dataset: Any,
         top_k: int | None = 20,
-        name: str | None = None,
+        *,
+        method: Method = "auto",
         per: Literal["target", "train"] = "target",
-        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
-        model_ids: Sequence[int] | None = None,
-        aggregate: Literal["mean"] | None = None,
         group_by: GroupBy | None = None,
-        exact: bool = False,
-        first_pass_bytes: int | None = None,
-        candidates: int | None = None,
-        rerank: int | None = None,
-        refine: str | Refinement | None = None,
+        name: str | None = None,
+        checkpoints: Checkpoints = None,
+        part: Span | None = None,
+        per_token: bool = False,
     ) -> HFDataset:
         """Score every training row against every target, over the ensemble of featurized checkpoints.
 
@@ -372,165 +445,104 @@ class TrakAttributor(FeaturizedModel):
                 The targets, with the columns of the training dataset.
             top_k (`int` or `None`, *optional*, defaults to 20):
                 Number of training rows to return per target, from either end. `None` returns every score.
-            name (`str`, *optional*):
-                Name of the experiment, under which target features are kept. The default identifies the dataset.
+            method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"auto"`):
+                `"index"` scores with the stored features, `"exact"` with whole gradients under a fitted curvature, and
+                `"rerank"` with whole gradients those rows that the features rank first. [`~hf_trak.Index`],
+                [`~hf_trak.Exact`] and [`~hf_trak.Rerank`] have options. `"auto"` is `"index"`.
             per (`str`, *optional*, defaults to `"target"`):
                 `"target"` for one row per target, or `"train"` for one row per training row, whose indices and scores
                 then refer to targets.
-            checkpoints (*optional*):
-                The featurized weights, in the order of `model_ids`. They are needed where they cannot be found again:
-                state dicts or modules of another process.
-            model_ids (`Sequence[int]`, *optional*):
-                The checkpoints to average over. By default all in the store.
-            aggregate (`str`, *optional*):
-                `"mean"` scores the mean output over all targets, which is the mean of their scores, at the cost of
-                one target.
             group_by (`str` or a sequence, *optional*):
-                Scores the mean output of each group of targets: the name of a column, or one value per target.
-            exact (`bool`, *optional*, defaults to `False`):
-                Score with whole gradients under the curvature that [`~TrakAttributor.fit_curvature`] fits, instead of
-                with features: one pass over the training rows, of which nothing is stored but scores. A curvature that
-                is missing is fitted first.
-            first_pass_bytes (`int`, *optional*):
-                Look at the first so many bytes of every row, and at the whole rows of the best of these alone. For
-                stores with codes; 512, 1024, 2048, … are whole blocks. The rows that it misses are those that the
-                first bytes rank low; [`~TrakAttributor.first_pass_fidelity`] measures them.
-            candidates (`int`, *optional*):
-                Rows of the first pass whose whole features are read, for each target and end. By default 50 times
-                `top_k`, and 1,000 at least.
-            rerank (`int`, *optional*):
-                Take so many rows from the features, for each target and end, and score these rows with whole gradients
-                under the fitted curvature, as `exact=True` scores all rows. The cost does not grow with the training
-                dataset. `curvature="auto"` is EK-FAC here.
-            refine (`str` or `Refinement`, *optional*):
-                `"cg"` refines the targets of exact scores by conjugate gradients on the Gauss-Newton matrix of some
-                training rows, which knows all parameters together, where the fitted curvature knows layers. Options
-                are in [`~hf_trak.curvature.conjugate_gradients.Refinement`].
+                Scores the mean output of each group of targets, at the cost of one target: the name of a column, one
+                value per target, or `"all"` for one group of all targets. This is the mean of their scores.
+            name (`str`, *optional*):
+                Name of the experiment, under which target features are kept. The default identifies the dataset.
+            checkpoints (*optional*):
+                The checkpoints to average over. By default all in the store. `[0, 2]` are ids of featurized
+                checkpoints. Weights are needed where they cannot be found again, as state dicts or modules of another
+                process: a list in the order of the ids, or a mapping `{id: checkpoint}`.
+            part ([`~hf_trak.Span`], *optional*):
+                Scores one part of each target, such as one word of an answer.
+            per_token (`bool`, *optional*, defaults to `False`):
+                Break every score down by the label tokens of its target. This costs one gradient per label token, and
+                a file of all their scores.
 
         Returns:
             The rows (as stored, without a transform set on them, if they are a `datasets.Dataset`) with the columns
             `trak_indices`, `trak_scores`, `trak_harmful_indices`, `trak_harmful_scores`, or with `trak_scores`
             alone: a fixed-size list with one score per training row (`per="target"`) or per target (`per="train"`).
-            With `aggregate` or `group_by`, targets are groups, in ascending order of their values: one row for each,
-            with its value and `n_targets`, the number of its members.
-            With `rerank`, `trak_index_ranks` and `trak_harmful_index_ranks` are the ranks that the features gave to
-            the rows, from 1, and null for rows that they have behind the first `rerank` of the target; `trak_stage` is
+            With `group_by`, targets are groups, in ascending order of their values: one row for each, with its value
+            and `n_targets`, the number of its members.
+            With `"rerank"`, `trak_index_ranks` and `trak_harmful_index_ranks` are the ranks that the features gave to
+            the rows, from 1, and null for rows that they have behind the shortlist of the target; `trak_stage` is
             `"exact"`, or `"refined"`, or `"index"` where the training rows are not at hand and nothing was reranked.
+            With `part`, there is the column `target_mask` of the part.
+            With `per_token`, there are `trak_token_positions`, `trak_token_scores` and `trak_harmful_token_scores`:
+            `scored[j]["trak_token_scores"][r][t]` is the part of `scored[j]["trak_scores"][r]` that comes from the
+            label at `scored[j]["trak_token_positions"][t]`. The parts add up to the score.
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             CheckpointMismatchError: the weights at hand are not those of the features.
-            ValueError: `top_k`, `name` or `per` is out of range, the dataset is empty, or `checkpoints` are not as
-                many as the model ids.
+            ValueError: `top_k`, `name`, `per` or `method` is out of range, they do not go together, the dataset is
+                empty, or `checkpoints` are not as many as the model ids.
+            TypeError: `per_token` is set, and the task has one label per sample.
             SingularGramError: the ridge is too small for these features.
         """
         if per not in ("target", "train"):
             raise ValueError(f"`per` is {per!r}. Expected 'target' or 'train'.")
-        row_count(eval_dataset, "eval_dataset")
-        groups = target_groups(eval_dataset, aggregate, group_by)
-        if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1):
+        if top_k is not None and not is_int(top_k, 1):
             raise ValueError(f"`top_k` is {top_k!r}. Expected an integer of at least 1, or `None` for every score.")
-        refinement = checked_refinement(refine, exact or rerank is not None)
+        chosen = checked_method(method)
+        check_best_rows(chosen, top_k, per)
+        if part is not None:
+            eval_dataset = part.of(eval_dataset, self.features.processing_class)
         with log_on_interrupt(
             lambda: "Nothing half-written was left. Run the same call again; target features are kept."
         ):
-            if rerank is not None:
-                count = check_rerank(rerank, top_k, per, exact)
-                assert top_k is not None  # `check_rerank` has looked
-                given = (eval_dataset, name, checkpoints, model_ids, groups, top_k, count)
-                return self._reranked(RerankRequest(*given, first_pass_bytes, candidates, refinement))
-            if first_pass_bytes is not None:
-                return self._attributed_in_two_passes(
-                    eval_dataset, top_k, name, per, checkpoints, model_ids, groups, exact, first_pass_bytes, candidates
-                )
-            plan = self._planned(exact, eval_dataset, name, checkpoints, model_ids, groups, False, refinement)
-            return self._attributed(plan, eval_dataset, top_k, per, model_ids, groups, exact, refinement)
-
-    def _attributed_in_two_passes(
-        self,
-        eval_dataset: Any,
-        top_k: int | None,
-        name: str | None,
-        per: str,
-        checkpoints: Checkpoint | Sequence[Checkpoint] | None,
-        model_ids: Sequence[int] | None,
-        groups: RowGroups | None,
-        exact: bool,
-        first_pass_bytes: int,
-        candidates: int | None,
-    ) -> HFDataset:
-        if top_k is None or per != "target" or exact:
-            raise ValueError(
-                f"`first_pass_bytes` is {first_pass_bytes}, with `top_k={top_k}`, `per={per!r}` and `exact={exact}`. "
-                "A first pass finds the best rows of each target from stored features. Leave it out for other scores."
-            )
-        name, columns = two_passes(
-            self, eval_dataset, name, checkpoints, model_ids, groups, top_k, first_pass_bytes, candidates
-        )
-        rows = without_rerank_columns(eval_dataset if groups is None else groups.table())
-        scored = attach_columns(rows, columns)
-        if groups is None:
-            self._last, self._last_exact = LastResult(scored, eval_dataset, name, model_ids), False
-            self._last_rows, self._last_refinement = None, None
-        return scored
-
-    @property
-    def reranked_rows(self) -> RowPart | None:
-        """The training rows that the last `attribute(..., rerank=...)` has scored with whole gradients, if it did."""
-        return self._last_rows
-
-    def _reranked(self, request: RerankRequest) -> HFDataset:
-        result = rerank_result(self, request)
-        rows = request.eval_dataset if request.groups is None else request.groups.table()
-        scored = attach_columns(without_rerank_columns(rows), result.columns)
-        if request.groups is None:
-            self._last = LastResult(scored, request.eval_dataset, result.name, request.model_ids)
-            self._last_exact, self._last_rows = result.rows is not None, result.rows
-            self._last_refinement = None if result.rows is None else request.refinement
-        return scored
-
-    def _planned(
-        self,
-        exact: bool,
-        eval_dataset: Any,
-        name: str | None,
-        checkpoints: Checkpoint | Sequence[Checkpoint] | None,
-        model_ids: Sequence[int] | None,
-        groups: RowGroups | None,
-        everywhere: bool,
-        refinement: Refinement | None = None,
-    ) -> PlannedScores:
-        """Plan scores from features or from whole gradients, of all rows or of those that fall to this process."""
-        plan = ExactScores(self, refinement=refinement).plan if exact else self.plan_scores
-        return plan(eval_dataset, name, checkpoints, model_ids, groups, everywhere)
+            if not per_token:
+                return self._attributed(eval_dataset, top_k, chosen, per, group_by, name, checkpoints)
+            self._check_breakdown(eval_dataset, top_k, chosen, per, group_by)
+            batches = self.features.featurizer().batches(eval_dataset, "target")
+            singles = single_labels(self.task, batches, eval_dataset)
+            scored = self._attributed(eval_dataset, top_k, chosen, per, None, name, checkpoints)
+            last, alone = self._last, None if name is None else f"{name}-tokens"
+            parts = self._attributed(singles, None, chosen, per, None, alone, checkpoints)
+            self._last = last
+            return with_token_scores(scored, parts)
 
     def _attributed(
         self,
-        plan: PlannedScores,
         eval_dataset: Any,
         top_k: int | None,
+        method: Index | Exact | Rerank,
         per: Literal["target", "train"],
-        model_ids: Sequence[int] | None,
-        groups: RowGroups | None,
-        exact: bool,
-        refinement: Refinement | None = None,
+        group_by: GroupBy | None,
+        name: str | None,
+        checkpoints: Checkpoints,
     ) -> HFDataset:
-        """Write planned scores as columns, see [`~TrakAttributor.attribute`]."""
-        n_targets = len(eval_dataset)
-        rows = self.train_dataset if per == "train" else eval_dataset if groups is None else groups.table()
-        n_targets = n_targets if groups is None else len(groups)
-        length = self._train_size if per == "target" else n_targets
-        # A name for each result: another one never comes to lie beneath a dataset that is still in use.
-        digest = content_digest({**plan.identity, "experiment": plan.name, "per": per, "top_k": top_k})
-        stem = f"per-{per}-{digest}" if top_k is None else f"per-{per}-top-{top_k}-{digest}"
-        directory = self.store.output_dir / "scores" / safe_name(plan.name, "name")
-        files = ScoreFiles(directory, stem, self.processes, self._train_size, n_targets)
-        rows = without_rerank_columns(rows)
-        scored = attach_columns(rows, files.columns(plan.blocks, None if top_k is None else min(top_k, length), per))
-        if per == "target" and groups is None:
-            self._last, self._last_exact = LastResult(scored, eval_dataset, plan.name, model_ids), exact
-            self._last_rows, self._last_refinement = None, refinement
+        """Ask, attach the columns of the answer, and remember the result."""
+        question = self.features.question(
+            eval_dataset, name, checkpoints, group_by, featurized=not isinstance(method, Exact)
+        )
+        found = answer(self.features, question, method, top_k, per)
+        rows = self.train_dataset if per == "train" else question.rows
+        scored = attach_columns(without_rerank_columns(rows), found.columns)
+        if per == "target" and question.groups is None:
+            self._last = LastResult(scored, question, found)
         return scored
+
+    def _check_breakdown(
+        self, eval_dataset: Any, top_k: int | None, method: Index | Exact | Rerank, per: str, group_by: GroupBy | None
+    ) -> None:
+        """Refuse to break scores down by tokens that are no top-k result from scores of all rows."""
+        method_of_all_rows(method)
+        if top_k is None or per != "target" or group_by is not None:
+            raise ValueError(
+                f"`per_token` is set, with `top_k={top_k}`, `per={per!r}` and `group_by={group_by!r}`. Expected the "
+                "best rows of each target, whose scores are broken down. Leave the others out."
+            )
+        self.features.require_one_draw(eval_dataset, "Each draw may have other labels.")
 
     def show(self, target: int, **options: Any) -> "TargetDisplay":
         """Display one target of the last `attribute(..., per="target")` in a notebook, as a report shows it.
@@ -548,19 +560,35 @@ class TrakAttributor(FeaturizedModel):
             IndexError: there is no such target.
             ValueError: nothing is attributed yet, or a column does not exist.
         """
-        from hf_trak.report.notebook import (
-            exact_distributions,  # reports need more packages than attribution does
-            show_last,
-        )
+        from hf_trak.report.notebook import show_target  # reports need more packages than attribution does
 
-        last = self._last
-        counted = last is None or last.distributions is not None or TOP_K_COLUMNS[0] not in last.scored.column_names
-        if last is not None and self._last_exact and not counted:
-            given = (last.eval_dataset, last.name, last.model_ids)
-            last.distributions = exact_distributions(
-                self, last.scored, *given, rows=self._last_rows, refinement=self._last_refinement
-            )
-        return show_last(self, self._last, target, **options)
+        last = last_result(self)
+        given = {"eval_dataset": last.question.eval_dataset, "distributions": last.counted()}
+        return show_target(self.features, last.scored, target, **given, **options)
+
+    def report(self, path: str | Path, **options: Any) -> Path:
+        """Write the last `attribute(..., per="target")` as one HTML file, as `hf-trak report` writes a saved run.
+
+        Scores of all targets are counted for their distributions first, which costs as much as `attribute`.
+
+        Args:
+            path (`str` or `Path`):
+                The file.
+            options:
+                Fields of [`~hf_trak.report.ReportOptions`]: `title`, `examples`, `max_targets`, `image_column`,
+                `text_columns`, `label_column`, `label_names`.
+
+        Returns:
+            `Path`: the file.
+
+        Raises:
+            ValueError: nothing is attributed yet, or a column does not exist.
+            ImportError: jinja2 or, for images, pillow is not installed (extra `report`).
+            StoreError: the file cannot be written.
+        """
+        from hf_trak.report.page import ReportOptions, write_report
+
+        return write_report(last_result(self).run(self.features), path, ReportOptions(**options))
 
     def convert(self, output_dir: str | Path, feature_dtype: str) -> "TrakAttributor":
         """Write the features into another directory, with fewer bits per number.
@@ -580,10 +608,10 @@ class TrakAttributor(FeaturizedModel):
             IncompleteStoreError: not all shards are written.
             StoreError: a shard is damaged, or a file cannot be written.
         """
-        return converted(self, output_dir, feature_dtype)
+        return TrakAttributor._of(converted(self.features, output_dir, feature_dtype))
 
     def build_search(
-        self, factory: str = "SQ8", model_ids: Sequence[int] | None = None, directory: str | Path | None = None
+        self, factory: str = "SQ8", directory: str | Path | None = None, checkpoints: Checkpoints = None
     ) -> SearchIndex:
         """Put the training features into an index of FAISS, which answers single targets in milliseconds.
 
@@ -593,10 +621,10 @@ class TrakAttributor(FeaturizedModel):
             factory (`str`, *optional*, defaults to `"SQ8"`):
                 Kind of the index, as in `faiss.index_factory`: `"Flat"` for float32 and exact scores, `"SQ8"` for 8
                 bits per number, `"IVF1024,SQ8"` to look at a part of the rows.
-            model_ids (`Sequence[int]`, *optional*):
-                The checkpoints to average over. By default all in the store.
             directory (`str` or `Path`, *optional*):
                 Where the index is kept: read if it is there and of these features, and otherwise built and saved.
+            checkpoints (*optional*):
+                As in [`~TrakAttributor.attribute`].
 
         Returns:
             [`~hf_trak.featurize.search.SearchIndex`], whose method `search` takes targets.
@@ -607,87 +635,17 @@ class TrakAttributor(FeaturizedModel):
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             StoreError: `directory` holds an index of other features.
         """
-        return build_search(self, factory, model_ids, directory)
-
-    def attribute_span(
-        self,
-        eval_dataset: HFDataset,
-        *,
-        tokens: Any = None,
-        chars: Any = None,
-        words: Any = None,
-        mask_column: str | None = None,
-        text_column: str = "text",
-        ids_column: str = "input_ids",
-        **kwargs: Any,
-    ) -> HFDataset:
-        """Score every training row against *one part* of each target, such as one word of an answer.
-
-        Args:
-            eval_dataset (`Dataset`):
-                The targets, for a task that aggregates over labels.
-            tokens, chars, words, mask_column, text_column, ids_column:
-                The part, see [`~hf_trak.scores.spans.span_targets`].
-            kwargs:
-                Arguments of [`~TrakAttributor.attribute`].
-
-        Returns:
-            As [`~TrakAttributor.attribute`], with the column `target_mask` of the part.
-
-        Raises:
-            As both.
-        """
-        span = span_targets(
-            eval_dataset,
-            tokens=tokens,
-            chars=chars,
-            words=words,
-            mask_column=mask_column,
-            tokenizer=self.processing_class,
-            text_column=text_column,
-            ids_column=ids_column,
-        )
-        return self.attribute(span, **kwargs)
-
-    def attribute_tokens(
-        self, eval_dataset: HFDataset, top_k: int = 20, name: str | None = None, **kwargs: Any
-    ) -> HFDataset:
-        """Score as [`~TrakAttributor.attribute`] does, and break every score down by the label tokens of its target.
-
-        This costs one gradient per label token, and a file of all their scores.
-
-        Args:
-            eval_dataset, top_k, name, kwargs:
-                As in [`~TrakAttributor.attribute`].
-
-        Returns:
-            As [`~TrakAttributor.attribute`], with `trak_token_positions`, `trak_token_scores` and
-            `trak_harmful_token_scores`: `scored[j]["trak_token_scores"][r][t]` is the part of
-            `scored[j]["trak_scores"][r]` that comes from the label at `scored[j]["trak_token_positions"][t]`. The
-            parts add up to the score.
-
-        Raises:
-            As [`~TrakAttributor.attribute`].
-            ValueError: `rerank` is given, which scores no row for single tokens.
-            TypeError: the task has one label per sample.
-        """
-        self.require_one_draw(eval_dataset, "Each draw may have other labels.")
-        check_breakdown(kwargs.get("rerank"))
-        singles = single_labels(self.task, self.featurizer().batches(eval_dataset, "target"), eval_dataset)
-        scored = self.attribute(eval_dataset, top_k=top_k, name=name, **kwargs)
-        parts = self.attribute(singles, top_k=None, name=None if name is None else f"{name}-tokens", **kwargs)
-        return with_token_scores(scored, parts)
+        return build_search(self.features, factory, directory, checkpoints)
 
     def group_scores(
         self,
         eval_dataset: Any,
         train_group_by: GroupBy,
-        name: str | None = None,
-        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
-        model_ids: Sequence[int] | None = None,
-        aggregate: Literal["mean"] | None = None,
+        *,
+        method: Method = "auto",
         group_by: GroupBy | None = None,
-        exact: bool = False,
+        name: str | None = None,
+        checkpoints: Checkpoints = None,
     ) -> HFDataset:
         """Score whole groups of training rows (a class, a source): Σ_{i ∈ group} τ_ij for every target j.
 
@@ -696,8 +654,8 @@ class TrakAttributor(FeaturizedModel):
                 The targets.
             train_group_by (`str` or a sequence):
                 A column of the training dataset, or one value per training row.
-            name, checkpoints, model_ids, aggregate, group_by, exact:
-                As in [`~TrakAttributor.attribute`].
+            method, group_by, name, checkpoints:
+                As in [`~TrakAttributor.attribute`]. The method scores all rows: `"index"` or `"exact"`.
 
         Returns:
             The targets, or groups of them, with the columns `trak_groups`, `trak_group_scores` and
@@ -707,23 +665,25 @@ class TrakAttributor(FeaturizedModel):
         Raises:
             As `attribute`; ValueError or TypeError if the column is unknown or cannot form groups.
         """
-        groups = target_groups(eval_dataset, aggregate, group_by)
+        chosen = method_of_all_rows(method)
         train_groups = RowGroups.of(self.train_dataset, train_group_by, "train_group_by")
-        blocks = self._planned(exact, eval_dataset, name, checkpoints, model_ids, groups, everywhere=True).blocks
-        columns = group_score_columns(train_groups.sums(blocks), train_groups)
-        return attach_columns(eval_dataset if groups is None else groups.table(), columns)
+        question = self.features.question(
+            eval_dataset, name, checkpoints, group_by, featurized=isinstance(chosen, Index)
+        )
+        sums = train_groups.sums(planned(self.features, question, chosen).blocks)
+        return attach_columns(question.rows, group_score_columns(sums, train_groups))
 
     def select(
         self,
         n: int | float,
         eval_dataset: Any,
         criterion: Criterion = "most_helpful",
+        *,
+        method: Method = "auto",
         group_by: GroupBy | None = None,
         stratify_by: GroupBy | None = None,
         name: str | None = None,
-        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
-        model_ids: Sequence[int] | None = None,
-        exact: bool = False,
+        checkpoints: Checkpoints = None,
     ) -> Any:
         """Choose the training rows that serve the targets best, ready to train on.
 
@@ -735,14 +695,14 @@ class TrakAttributor(FeaturizedModel):
             criterion (`str`, *optional*, defaults to `"most_helpful"`):
                 `"most_helpful"` ranks rows by the mean of their scores over the targets, `"least_harmful"` by the
                 minimum, so that a row is left out if it harms any target much.
+            method, name, checkpoints:
+                As in [`~TrakAttributor.group_scores`].
             group_by (`str` or a sequence, *optional*):
                 First average the scores over groups of targets, so that each group counts the same: the name of a
                 column, or one value per target.
             stratify_by (`str` or a sequence, *optional*):
                 Let each group of training rows keep its share of the rows: a column of the training dataset, or one
                 value per training row.
-            name, checkpoints, model_ids, exact:
-                As in [`~TrakAttributor.attribute`].
 
         Returns:
             A `datasets.Dataset` of n rows, best first, with two more columns: `trak_index`, the row in the training
@@ -751,34 +711,39 @@ class TrakAttributor(FeaturizedModel):
         Raises:
             As `attribute`; ValueError if `n` or `criterion` is out of range.
         """
-        n = selection_size(n, self._train_size)
+        n = selection_size(n, self.features.train_size)
         check_criterion(criterion)
+        chosen = method_of_all_rows(method)
         strata = check_strata(self.train_dataset, stratify_by)
-        aggregate = "mean" if criterion == "most_helpful" else None
-        groups = target_groups(eval_dataset, aggregate, group_by)
-        blocks = self._planned(exact, eval_dataset, name, checkpoints, model_ids, groups, everywhere=True).blocks
-        scores = row_scores(blocks, self._train_size, criterion)
+        if group_by is None and criterion == "most_helpful":
+            group_by = ALL
+        question = self.features.question(
+            eval_dataset, name, checkpoints, group_by, featurized=isinstance(chosen, Index)
+        )
+        scores = row_scores(planned(self.features, question, chosen).blocks, self.features.train_size, criterion)
         return selected(self.train_dataset, best_rows(scores, n, strata), scores)
 
-    def self_influence(self, model_ids: Sequence[int] | None = None, exact: bool = False) -> Tensor:
+    def self_influence(self, method: Method = "auto", checkpoints: Checkpoints = None) -> Tensor:
         """Score every training row against itself: τ(z_i, z_i), shape `(n_train,)`.
 
         The score is high for rows that only they themselves explain, such as mislabelled ones and outliers (TRAK
         paper, Section 2, with the row as its own target).
 
         Args:
-            model_ids (`Sequence[int]`, *optional*):
-                The checkpoints to average over. By default all in the store.
-            exact (`bool`, *optional*, defaults to `False`):
-                With whole gradients under the fitted curvature P: q · ∇fᵀ P⁻¹ ∇f. The Gram matrix of the hybrid takes
-                no part.
+            method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"auto"`):
+                `"index"`, or `"exact"` for whole gradients under the fitted curvature P: q · ∇fᵀ P⁻¹ ∇f. The Gram
+                matrix of the hybrid takes no part.
+            checkpoints (*optional*):
+                As in [`~TrakAttributor.attribute`].
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
+            ValueError: the method scores the best rows of targets alone.
         """
-        if exact:
-            return ExactScores(self).self_influence(None, model_ids)
-        return self.scorer.self_influence(self.scorer.ensemble(model_ids))
+        chosen = method_of_all_rows(method)
+        if isinstance(chosen, Exact):
+            return ExactScores(self.features, chosen).self_influence(checkpoints)
+        return self.features.scorer.self_influence(self.features.chosen(checkpoints)[0])
 
     def predict(self, dataset: HFDataset, **generation: Any) -> HFDataset:
         """Put the model's own predictions in place of labels, to ask what made it say so.
@@ -802,7 +767,7 @@ class TrakAttributor(FeaturizedModel):
                 could be a label.
             ValueError: there are arguments of `generate` for a classifier, or nothing is generated.
         """
-        return predicted_rows(self, dataset, generation)
+        return predicted_rows(self.features, dataset, generation)
 
     def verify(
         self,
@@ -811,8 +776,7 @@ class TrakAttributor(FeaturizedModel):
         similar: Similarity | Sequence[int] | None = "embeddings",
         draws: int = 16,
         seed: int = 0,
-        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
-        model_ids: Sequence[int] | None = None,
+        checkpoints: Checkpoints = None,
     ) -> PatchResult:
         """Take one small training step on some rows, and compare its effect on a target with that of other rows.
 
@@ -831,8 +795,8 @@ class TrakAttributor(FeaturizedModel):
                 How often as many random rows are drawn, at least 4.
             seed (`int`, *optional*, defaults to 0):
                 Seed of the draws.
-            checkpoints, model_ids (*optional*):
-                As in [`~TrakAttributor.attribute`]. `model_ids=[2]` takes one checkpoint.
+            checkpoints (*optional*):
+                As in [`~TrakAttributor.attribute`]. `checkpoints=[2]` takes one.
 
         Returns:
             [`~hf_trak.evaluation.tail_patch.PatchResult`]: the changes, and a verdict; `print` shows both.
@@ -845,26 +809,7 @@ class TrakAttributor(FeaturizedModel):
             CheckpointMismatchError: the weights at hand are not those of the features.
             ImportError: `"bm25"` is asked for, and `bm25s` is not installed.
         """
-        return verify_rows(self, target, rows, similar, draws, seed, checkpoints, model_ids)
-
-    def upgrade_store(self, checkpoints: Checkpoint | Sequence[Checkpoint] | None = None) -> "TrakAttributor":
-        """Bring a store of format 1 up to date.
-
-        One row of every shard is computed again and compared, and the same features are written with the identities
-        and checksums of the current format. Target features are dropped, and computed again when they are asked for.
-        The same call after an interruption goes on.
-
-        Args:
-            checkpoints (*optional*):
-                The featurized weights, in the order of their ids, where they cannot be found again.
-
-        Raises:
-            ConfigMismatchError: model, task, rows or settings are not those of the store, which is left as it was.
-            CheckpointMismatchError: the weights are others.
-            IncompleteStoreError: the training rows are not at hand.
-        """
-        upgrade_store(self, sources_of(self.store.model_ids, checkpoints))
-        return self
+        return verify_rows(self.features, target, rows, similar, draws, seed, checkpoints)
 
     def exclude(self, rows: Iterable[int]) -> "TrakAttributor":
         """Leave rows out of the training dataset. Nothing is computed again; XᵀX is corrected.
@@ -882,9 +827,9 @@ class TrakAttributor(FeaturizedModel):
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             HfTrakError: the task's features depend on the training dataset as a whole (CLIP).
         """
-        return revise(self, exclude=rows)
+        return TrakAttributor._of(revise(self.features, exclude=rows))
 
-    def extend(self, new_rows: Any, checkpoints: Checkpoint | Sequence[Checkpoint] | None = None) -> "TrakAttributor":
+    def extend(self, new_rows: Any, checkpoints: Checkpoints = None) -> "TrakAttributor":
         """Add rows at the end of the training dataset. Only those are featurized.
 
         Args:
@@ -899,7 +844,31 @@ class TrakAttributor(FeaturizedModel):
         Raises:
             As `exclude` and `featurize`; ValueError if `checkpoints` are not as many as the featurized ones.
         """
-        return revise(self, added_rows=new_rows, sources=sources_of(self.store.model_ids, checkpoints))
+        sources = sources_of(checkpoints, self.features.store.model_ids)[1]
+        return TrakAttributor._of(revise(self.features, added_rows=new_rows, sources=sources))
+
+    def estimate(
+        self, eval_dataset: Any = 0, checkpoints: int = 1, measure: bool = False, method: Method = "auto"
+    ) -> Estimate:
+        """Tell what it takes to featurize and score: parameters, disk, memory, and time if it is measured.
+
+        Args:
+            eval_dataset (`Dataset` or `int`, *optional*, defaults to 0):
+                The targets, or their number.
+            checkpoints (`int`, *optional*, defaults to 1):
+                Number of checkpoints.
+            measure (`bool`, *optional*, defaults to `False`):
+                Featurize a few batches in a temporary directory, to project the time.
+            method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"auto"`):
+                As in [`~TrakAttributor.attribute`]: what reranking and refining take is counted if they are asked for.
+
+        Returns:
+            [`Estimate`]: sizes in bytes, times in seconds.
+
+        Raises:
+            ValueError: a number is out of range, or there are fewer than 3 training rows to measure with.
+        """
+        return self.features.estimate(eval_dataset, checkpoints, measure, method)
 
     def push_to_hub(
         self,
@@ -945,5 +914,22 @@ class TrakAttributor(FeaturizedModel):
         from hf_trak.hub.push import push_attributor  # loaded by those who publish or use indexes
 
         return push_attributor(
-            self, repo_id, private=private, token=token, revision=revision, create_pr=create_pr, **facts
+            self.features, repo_id, private=private, token=token, revision=revision, create_pr=create_pr, **facts
         )
+
+
+def last_result(attributor: TrakAttributor) -> LastResult:
+    """Return what the last `attribute(..., per="target")` of an attributor has found.
+
+    Args:
+        attributor (`TrakAttributor`):
+            The attributor.
+
+    Raises:
+        ValueError: there is no such result yet.
+    """
+    if attributor._last is None:
+        raise ValueError(
+            "There is nothing to show yet. Expected a result of `attribute`. Call it with `per='target'`."
+        )
+    return attributor._last

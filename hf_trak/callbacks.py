@@ -221,8 +221,7 @@ class TrakCallback(TrainerCallback):
             return
         with _random_states_kept():
             attributor = TrakAttributor.from_trainer(self.trainer, self.args, self.task)
-            ids = range(self.first_model_id, self.first_model_id + len(found))
-            self.attributor = attributor.featurize(found, model_ids=list(ids))
+            self.attributor = attributor.featurize(dict(enumerate(found, self.first_model_id)))
 
     # -- files -------------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,10 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, cast, get_args
 
 from hf_trak.runtime.checks import checked_int
 
@@ -12,8 +13,8 @@ ProjectionName = Literal["sjlt", "factored", "rademacher", "normal", "none"]
 EngineName = Literal["auto", "hooked", "functional", "iterative"]
 ModelDtype = Literal["float32", "bfloat16", "float16"]
 FeatureDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2", "int1"]
-SolverName = Literal["auto", "primal", "dual", "low_rank", "block"]
-CurvatureName = Literal["auto", "ekfac", "shampoo", "kfac", "diagonal", "identity", "hybrid"]
+SolverName = Literal["auto", "primal", "dual", "low_rank"]
+CurvatureName = Literal["ekfac", "shampoo", "kfac", "diagonal", "identity", "hybrid"]
 ExactDtype = Literal["float32", "bfloat16"]
 CurvatureLabels = Literal["sampled", "empirical"]
 
@@ -23,16 +24,100 @@ BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "int
 DEFAULT_WIDTH = 4096
 """Number of columns of projected features, unless it is given."""
 
+DEFAULT_FACTORED_DIM = 128
+"""Rows and columns that the `"factored"` projection leaves of a large matrix, unless they are given."""
+
 LEAST_CODED_WIDTH = 2048
 """Number of columns from which on features are kept as codes, unless their storage is given."""
+
+DEFAULT_ROWS = 4096
+"""Rows of the sample that a curvature is fitted to, unless they are given."""
+
+DEFAULT_DAMPING = 0.1
+"""Damping of a curvature, unless it is given."""
+
+FIRST_BATCH = 16
+"""Rows of the first batch of `per_device_batch_size="auto"`."""
+
+
+@dataclass
+class CurvatureConfig:
+    """The curvature of exact scores, and of whitened features.
+
+    Args:
+        kind (`str`, *optional*, defaults to `"ekfac"`):
+            `"ekfac"` (Kronecker bases, corrected eigenvalues), `"shampoo"` (bases of whole gradients), `"kfac"`,
+            `"diagonal"`, `"identity"`, or `"hybrid"`: EK-FAC with TRAK's Gram matrix over it.
+        rows (`int`, *optional*):
+            Number of training rows, drawn at random, that it is fitted to. By default 4,096, or all if there are
+            fewer.
+        labels (`str`, *optional*, defaults to `"sampled"`):
+            Labels of the gradients that it is fitted to: `"sampled"` from the model's own predictions, which gives
+            the Fisher information, or `"empirical"` for the data's.
+        damping (`float`, *optional*):
+            Damping c, relative to the mean of each block's eigenvalues. By default 0.1, and 10 for exact scores of
+            `"hybrid"` with one label per row.
+        whitened (`bool`, *optional*, defaults to `False`):
+            Whether features are projections of gradients times P^{-1/2}, with the curvature P, which is fitted first.
+        hybrid_lambda (`float`, *optional*, defaults to 3.0):
+            Ridge of `"hybrid"`, relative to the mean squared norm of whitened gradients.
+        memory (`float`, *optional*, defaults to 4.0):
+            Memory in GiB for preconditioned targets, P numbers each. More targets are scored in several passes over
+            the training rows.
+        dtype (`str`, *optional*, defaults to `"float32"`):
+            Dtype in which preconditioned targets are kept: `"float32"`, or `"bfloat16"` for half the memory.
+        rank (`int`, *optional*):
+            Rank of the matrices in which preconditioned targets are kept, for less memory; the error is logged. By
+            default they are kept whole.
+
+    Raises:
+        ValueError: an argument is out of range, or of the wrong type.
+    """
+
+    kind: CurvatureName = "ekfac"
+    rows: int | None = None
+    labels: CurvatureLabels = "sampled"
+    damping: float | None = None
+    whitened: bool = False
+    hybrid_lambda: float = 3.0
+    memory: float = 4.0
+    dtype: ExactDtype = "float32"
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, kinds in (("kind", CurvatureName), ("labels", CurvatureLabels), ("dtype", ExactDtype)):
+            _check_choice(f"curvature.{name}", getattr(self, name), get_args(kinds))
+        for name in ("rows", "rank"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, checked_int(value, f"curvature.{name}", 1, type_error=ValueError))
+        for name in ("hybrid_lambda", "memory"):
+            _check_number(f"curvature.{name}", getattr(self, name))
+        if self.damping is not None:
+            _check_number("curvature.damping", self.damping)
+        if not isinstance(self.whitened, bool):
+            raise ValueError(f"`curvature.whitened` is {self.whitened!r}. Expected True or False.")
+
+    @property
+    def fitted_kind(self) -> str:
+        """Kind of the curvature that is fitted; the hybrid is one over EK-FAC."""
+        return "ekfac" if self.kind == "hybrid" else self.kind
+
+    @property
+    def whitening_damping(self) -> float:
+        """Damping c of whitened features."""
+        return DEFAULT_DAMPING if self.damping is None else self.damping
+
+    def sample_size(self, train_size: int) -> int:
+        """Return the number of rows that a curvature is fitted to, of `train_size`."""
+        return min(train_size, DEFAULT_ROWS if self.rows is None else self.rows)
 
 
 @dataclass
 class TrakConfig:
-    """Arguments of an attribution run, for Python, YAML files and `transformers.HfArgumentParser`.
+    """Arguments of an attribution run, for Python, YAML files and the command line.
 
-    Some arguments define the features: the projection, `seed`, `grad_wrt`, `model_dtype`, `feature_dtype` and
-    `shard_size`. Running again in the same `output_dir` needs the same values of those.
+    Some arguments define the features: the projection, `seed`, `grad_wrt`, `model_dtype`, `feature_dtype`,
+    `shard_size` and whitening. Running again in the same `output_dir` needs the same values of those.
 
     Args:
         output_dir (`str`, *optional*, defaults to `"trak"`):
@@ -40,14 +125,16 @@ class TrakConfig:
         proj_type (`str`, *optional*, defaults to `"sjlt"`):
             Random projection of the gradients: `"sjlt"` (sparse), `"factored"` (two-sided for large matrices, then
             sparse: the fastest for large models), `"rademacher"` or `"normal"` (dense), or `"none"` (whole gradients,
-            for small models).
-        proj_dim (`int`, *optional*):
-            Number of columns of the features, k, by default 4,096, or what `bytes_per_row` leaves room for. Not used
-            with `proj_type="none"`.
-        proj_nonzeros (`int`, *optional*, defaults to 1):
-            Nonzero entries per gradient coordinate of the `"sjlt"` projection.
-        factored_dim (`int`, *optional*, defaults to 128):
-            Rows and columns p that the `"factored"` projection leaves of a large matrix.
+            for small models). `"sjlt-4"` has four nonzero entries per coordinate in place of one, and `"factored-64"`
+            leaves 64 rows and columns of a large matrix in place of 128.
+        proj_dim (`int` or `str`, *optional*):
+            Number of columns of the features, k, by default 4,096; or the bytes of a row's features, such as `"512B"`,
+            from which k follows. Not used with `proj_type="none"`.
+        feature_dtype (`str`, *optional*):
+            Storage of the features: `"float32"`, `"bfloat16"`, `"float16"`, or codes of rotated features with 8, 4, 2
+            or 1 bits per number, `"int8"`, `"int4"`, `"int2"` and `"int1"`. Sums are computed in float32 or better.
+            By default `"int4"` for projections with at least 2,048 columns, `"int2"` where `proj_dim` is a number of
+            bytes, and otherwise `"float32"`.
         seed (`int`, *optional*, defaults to 0):
             Seed of the projection, of random rows and of simulated negatives.
         grad_wrt (`list[str]`, *optional*):
@@ -55,256 +142,128 @@ class TrakConfig:
         engine (`str`, *optional*, defaults to `"auto"`):
             Engine that computes per-sample gradients: `"hooked"`, `"functional"`, `"iterative"`, or `"auto"` for the
             fastest that is exact for the model.
-        max_block_bytes (`int`, *optional*):
-            Size in bytes of a block of per-sample gradients, at which the `"hooked"` engine cuts large parameters into
-            slices; it bounds the memory for gradients. A block holds at least one row of a parameter for the whole
-            batch. The default is 32 MiB on a CPU and 256 MiB on a GPU. Changes features by rounding only.
-        lambda_reg (`float`, *optional*):
-            Ridge term λ that is added to the diagonal of the Gram matrix. By default it follows from
-            `lambda_relative`.
         lambda_relative (`float`, *optional*, defaults to 0.3):
-            Ridge term as a multiple of trace(XᵀX) / min(n, k), where X are the features of n training rows. Used
-            unless `lambda_reg` is given.
+            Ridge term λ as a multiple of trace(XᵀX) / min(n, k), where X are the features of n training rows.
         solver (`str`, *optional*, defaults to `"auto"`):
-            How the ridge regression is solved: `"primal"` (k × k), `"dual"` (n × n), `"low_rank"` (the largest
-            eigenvalues, and λ for the rest), `"block"` (blocks of columns by themselves), or `"auto"` for what is
-            exact and fits into memory, and otherwise `"low_rank"`.
-        solver_rank (`int`, *optional*):
-            Eigenvalues of `solver="low_rank"`, and columns per block of `solver="block"`. By default 2,048 and 4,096.
-        curvature (`str`, *optional*):
-            Curvature of exact scores: `"ekfac"` (Kronecker bases, corrected eigenvalues), `"shampoo"` (bases of whole
-            gradients), `"kfac"`, `"diagonal"`, `"identity"`, or `"hybrid"`: EK-FAC with TRAK's Gram matrix over it.
-            `"auto"` is the best on the banks of the benchmark of quality: `"hybrid"`. By default `"ekfac"`.
-        curvature_rows (`int`, *optional*):
-            Number of training rows, drawn at random, that a curvature is fitted to. By default 4,096, or all if there
-            are fewer.
-        curvature_labels (`str`, *optional*, defaults to `"sampled"`):
-            Labels of the gradients that a curvature is fitted to: `"sampled"` from the model's own predictions, which
-            gives the Fisher information, or `"empirical"` for the data's.
-        damping (`float`, *optional*):
-            Damping c of a curvature, relative to the mean of each block's eigenvalues. By default 0.1, and 10 for
-            `curvature="hybrid"` with one label per row.
-        whitened (`bool`, *optional*, defaults to `False`):
-            Whether features are projections of gradients times P^{-1/2}, with the curvature P, which is fitted first.
-        hybrid_lambda (`float`, *optional*, defaults to 3.0):
-            Ridge of `curvature="hybrid"`, relative to the mean squared norm of whitened gradients.
-        exact_memory (`float`, *optional*, defaults to 4.0):
-            Memory in GiB for preconditioned targets, P numbers each. More targets are scored in several passes over
-            the training rows.
-        exact_dtype (`str`, *optional*, defaults to `"float32"`):
-            Dtype in which preconditioned targets are kept: `"float32"`, or `"bfloat16"` for half the memory.
-        exact_rank (`int`, *optional*):
-            Rank of the matrices in which preconditioned targets are kept, for less memory; the error is logged. By
-            default they are kept whole.
-        feature_dtype (`str`, *optional*):
-            Storage of the features: `"float32"`, `"bfloat16"`, `"float16"`, or codes of rotated features with 8, 4, 2
-            or 1 bits per number, `"int8"`, `"int4"`, `"int2"` and `"int1"`. Sums are computed in float32 or better.
-            By default `"int4"` for projections with at least 2,048 columns, `"int2"` with `bytes_per_row`, otherwise
-            `"float32"`, and whatever a store in `output_dir` has.
-        bytes_per_row (`int`, *optional*):
-            Bytes for the features of a row, from which `proj_dim` and `feature_dtype` follow unless they are given.
+            How the ridge regression is solved: `"primal"` (k × k), `"dual"` (n × n), `"low_rank"` (the largest 2,048
+            eigenvalues, or as many as `"low_rank-512"` says, and λ for the rest), or `"auto"` for what is exact and
+            fits into memory, and otherwise `"low_rank"`.
+        curvature (`CurvatureConfig`, `str` or `dict`, *optional*, defaults to `CurvatureConfig()`):
+            Curvature of exact scores. A string is its kind, and a mapping has its fields.
         model_dtype (`str`, *optional*):
             Dtype to which the model is cast first. By default it keeps its own.
-        per_device_batch_size (`int`, *optional*, defaults to 16):
-            Rows per batch and process. Changes features by rounding only.
-        auto_find_batch_size (`bool`, *optional*, defaults to `False`):
-            Whether to lower the batch size when memory runs out, starting with `per_device_batch_size`. The size that
-            fits is saved in `output_dir`, so that a resumed run starts with it.
+        per_device_batch_size (`int` or `str`, *optional*, defaults to 16):
+            Rows per batch and process; changes features by rounding only. `"auto"` begins with 16 rows, and lowers
+            their number when memory runs out. The size that fits is saved in `output_dir`, so that a resumed run
+            starts with it.
         shard_size (`int`, *optional*, defaults to 1024):
             Rows per shard of features, which is the most that a killed process loses.
         num_draws (`int`, *optional*, defaults to 1):
             Number of draws of each row that a collator or transform draws at random (masks, crops). Features are means
             over them. Has no influence on other rows.
-        remove_unused_columns (`bool`, *optional*, defaults to `True`):
-            Whether to drop dataset columns that the model's `forward` does not accept, as `Trainer` does.
         label_names (`list[str]`, *optional*):
             Names of the label columns. By default the model class tells, as for `Trainer`.
-        dataloader_num_workers (`int`, *optional*, defaults to 0):
-            Number of processes that load rows.
-        dataloader_pin_memory (`bool`, *optional*, defaults to `True`):
-            Whether to put batches into pinned memory on accelerators.
+        remove_unused_columns (`bool`, *optional*, defaults to `True`):
+            Whether to drop dataset columns that the model's `forward` does not accept, as `Trainer` does.
         use_cpu (`bool`, *optional*, defaults to `False`):
             Whether to stay on the CPU even where there is an accelerator.
-        disable_tqdm (`bool`, *optional*, defaults to `False`):
-            Whether to hide progress bars.
 
     Raises:
         ValueError: an argument is out of range, or of the wrong type.
     """
 
-    output_dir: str = field(
-        default="trak",
-        metadata={"help": "Directory of the feature store. Running again with the same arguments resumes."},
-    )
-    proj_type: ProjectionName = field(
-        default="sjlt",
-        metadata={"help": "Random projection, or `none`."},
-    )
-    proj_dim: int | None = field(
-        default=None,
-        metadata={"help": "Columns of the features, k: 4,096."},
-    )
-    proj_nonzeros: int = field(default=1, metadata={"help": "Nonzeros per coordinate of `sjlt`."})
-    factored_dim: int = field(default=128, metadata={"help": "Size p of `factored`."})
-    seed: int = field(default=0, metadata={"help": "Seed of projection, random rows and simulated negatives."})
-    grad_wrt: list[str] | None = field(
-        default=None,
-        metadata={"help": "Parameters to attribute. By default all that require gradients."},
-    )
-    engine: EngineName = field(
-        default="auto",
-        metadata={"help": "Engine of per-sample gradients. `auto` picks the fastest that is exact."},
-    )
-    max_block_bytes: int | None = field(
-        default=None,
-        metadata={"help": "Bytes of a block of gradients: 32 MiB on a CPU and 256 MiB on a GPU by default."},
-    )
-    lambda_reg: float | None = field(
-        default=None,
-        metadata={"help": "Ridge term λ of the Gram matrix. By default it follows from `lambda_relative`."},
-    )
-    lambda_relative: float = field(
-        default=0.3,
-        metadata={"help": "Ridge term as a multiple of trace(XᵀX) / min(n, k), unless `lambda_reg` is given."},
-    )
-    solver: SolverName = field(
-        default="auto",
-        metadata={"help": "Solver of the ridge regression; `auto` is exact where that fits into memory."},
-    )
-    solver_rank: int | None = field(
-        default=None,
-        metadata={"help": "Eigenvalues of `low_rank` (2,048), or columns of a `block` (4,096)."},
-    )
-    curvature: CurvatureName | None = field(
-        default=None,
-        metadata={"help": "Curvature of exact scores, `ekfac` by default; `hybrid` puts TRAK's Gram matrix over it."},
-    )
-    curvature_rows: int | None = field(
-        default=None,
-        metadata={"help": "Training rows of a curvature: 4,096."},
-    )
-    curvature_labels: CurvatureLabels = field(
-        default="sampled",
-        metadata={"help": "Labels of a curvature: `sampled` from the model, or `empirical`."},
-    )
-    damping: float | None = field(
-        default=None,
-        metadata={
-            "help": "Damping of a curvature, relative to each block's mean eigenvalue: 0.1 or, for `hybrid`, 10."
-        },
-    )
-    whitened: bool = field(default=False, metadata={"help": "Project P^{-1/2} times gradients."})
-    hybrid_lambda: float = field(
-        default=3.0,
-        metadata={"help": "Ridge of the hybrid, relative."},
-    )
-    exact_memory: float = field(default=4.0, metadata={"help": "GiB for preconditioned targets."})
-    exact_dtype: ExactDtype = field(default="float32", metadata={"help": "Dtype of preconditioned targets."})
-    exact_rank: int | None = field(default=None, metadata={"help": "Their rank; whole by default."})
-    feature_dtype: FeatureDtype | None = field(
-        default=None,
-        metadata={"help": "Storage of the features: numbers, or codes of 8, 4, 2 or 1 bits."},
-    )
-    bytes_per_row: int | None = field(
-        default=None,
-        metadata={"help": "Bytes per row, in place of `proj_dim` and `feature_dtype`."},
-    )
-    model_dtype: ModelDtype | None = field(default=None, metadata={"help": "Dtype to cast the model to."})
-    per_device_batch_size: int = field(
-        default=16, metadata={"help": "Rows per batch and process. Changes features by rounding only."}
-    )
-    auto_find_batch_size: bool = field(
-        default=False,
-        metadata={"help": "Lower the batch size when memory runs out, and save what fits."},
-    )
-    shard_size: int = field(
-        default=1024,
-        metadata={"help": "Rows per shard, the most that a killed process loses."},
-    )
-    num_draws: int = field(default=1, metadata={"help": "Draws of each random row, averaged."})
-    remove_unused_columns: bool = field(
-        default=True,
-        metadata={"help": "Drop columns that the model's `forward` does not accept."},
-    )
-    label_names: list[str] | None = field(
-        default=None,
-        metadata={"help": "Names of the label columns."},
-    )
-    dataloader_num_workers: int = field(default=0, metadata={"help": "Number of processes that load rows."})
-    dataloader_pin_memory: bool = field(
-        default=True, metadata={"help": "Put batches into pinned memory on accelerators."}
-    )
-    use_cpu: bool = field(default=False, metadata={"help": "Stay on the CPU."})
-    disable_tqdm: bool = field(default=False, metadata={"help": "Hide progress bars."})
+    output_dir: str = "trak"
+    proj_type: str = "sjlt"
+    proj_dim: int | str | None = None
+    feature_dtype: FeatureDtype | None = None
+    seed: int = 0
+    grad_wrt: list[str] | None = None
+    engine: EngineName = "auto"
+    lambda_relative: float = 0.3
+    solver: str = "auto"
+    curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
+    model_dtype: ModelDtype | None = None
+    per_device_batch_size: int | str = 16
+    shard_size: int = 1024
+    num_draws: int = 1
+    label_names: list[str] | None = None
+    remove_unused_columns: bool = True
+    use_cpu: bool = False
 
     def __post_init__(self) -> None:
         self.output_dir = str(self.output_dir)
-        if self.bytes_per_row is not None:
-            self.bytes_per_row = checked_int(self.bytes_per_row, "bytes_per_row", 1, type_error=ValueError)
+        if not self.output_dir:
+            raise ValueError("`output_dir` is empty. Expected the path of a directory.")
+        self.curvature = _as_curvature(self.curvature)
         for name, choices in (
-            ("proj_type", get_args(ProjectionName)),
             ("engine", get_args(EngineName)),
             ("feature_dtype", (None, *get_args(FeatureDtype))),
             ("model_dtype", (None, *get_args(ModelDtype))),
-            ("solver", get_args(SolverName)),
-            ("curvature", (None, *get_args(CurvatureName))),
-            ("curvature_labels", get_args(CurvatureLabels)),
-            ("exact_dtype", get_args(ExactDtype)),
         ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}. Expected one of {list(choices)}.")
-        for name, least in (
-            ("proj_dim", 1),
-            ("solver_rank", 1),
-            ("exact_rank", 1),
-            ("proj_nonzeros", 1),
-            ("factored_dim", 1),
-            ("max_block_bytes", 1),
-            ("curvature_rows", 1),
-            ("per_device_batch_size", 1),
-            ("shard_size", 1),
-            ("num_draws", 1),
-            ("seed", 0),
-            ("dataloader_num_workers", 0),
-        ):
-            value = getattr(self, name)
-            if value is None and name in (
-                "proj_dim",
-                "max_block_bytes",
-                "curvature_rows",
-                "solver_rank",
-                "exact_rank",
-            ):
-                continue
-            setattr(self, name, checked_int(value, name, least, type_error=ValueError))
-        for name in ("lambda_reg", "lambda_relative", "damping", "hybrid_lambda", "exact_memory"):
-            value = getattr(self, name)
-            if value is None and name in ("lambda_reg", "damping"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise ValueError(f"`{name}` is {value!r}. Expected a finite number of at least 0.")
+            _check_choice(name, getattr(self, name), choices)
+        for name, least in (("shard_size", 1), ("num_draws", 1), ("seed", 0)):
+            setattr(self, name, checked_int(getattr(self, name), name, least, type_error=ValueError))
+        self.proj_dim = _number_or_text("proj_dim", self.proj_dim, r"[1-9]\d{0,15}B", "'512B'")
+        self.per_device_batch_size = (
+            _number_or_text("per_device_batch_size", self.per_device_batch_size, "auto", "'auto'") or 0
+        )
+        if self.per_device_batch_size == 0:
+            raise ValueError("`per_device_batch_size` is None. Expected an integer of at least 1, or 'auto'.")
+        _check_number("lambda_relative", self.lambda_relative)
         if isinstance(self.grad_wrt, str):
             raise ValueError(f"`grad_wrt` is the string {self.grad_wrt!r}. Expected a list of parameter names.")
-        if not self.output_dir:
-            raise ValueError("`output_dir` is empty. Expected the path of a directory.")
-        if self.proj_type == "factored" and (self.whitened or self.curvature in ("auto", "hybrid")):
-            given = "`whitened` is True" if self.whitened else f"`curvature` is {self.curvature!r}"
+        _split("proj_type", self.proj_type, get_args(ProjectionName), ("sjlt-4", "factored-64"))
+        _split("solver", self.solver, get_args(SolverName), ("low_rank-512",))
+        if self.projection == "factored" and (self.curvature.whitened or self.curvature.kind == "hybrid"):
+            given = "whitened=True" if self.curvature.whitened else "kind='hybrid'"
             raise ValueError(
-                f"`proj_type` is 'factored' and {given}. Expected another projection, since whitened gradients are "
-                "sketched in other bases than the parameters'. Use `proj_type='sjlt'`."
+                f"`proj_type` is {self.proj_type!r}, with a curvature of {given}. Expected another projection, since "
+                "whitened gradients are sketched in other bases than the parameters'. Use `proj_type='sjlt'`."
             )
         if self.width < 1:
             raise ValueError(
-                f"`bytes_per_row` is {self.bytes_per_row}, less than one number of {self.storage}. Expected room for "
-                "at least one. Raise it."
+                f"`proj_dim` is {self.proj_dim!r}, less than one number of {self.storage}. Expected room for at least "
+                "one. Raise it."
             )
 
     @property
+    def projection(self) -> ProjectionName:
+        """Name of the projection, `proj_type` without its number."""
+        return cast(ProjectionName, self.proj_type.partition("-")[0])
+
+    @property
+    def nonzeros(self) -> int:
+        """Nonzero entries per gradient coordinate of the `"sjlt"` projection."""
+        return int(self.proj_type.partition("-")[2] or 1) if self.projection == "sjlt" else 1
+
+    @property
+    def factored_dim(self) -> int:
+        """Rows and columns p that the `"factored"` projection leaves of a large matrix."""
+        number = self.proj_type.partition("-")[2] if self.projection == "factored" else ""
+        return int(number or DEFAULT_FACTORED_DIM)
+
+    @property
+    def solver_kind(self) -> SolverName:
+        """Name of the solver, `solver` without its number."""
+        return cast(SolverName, self.solver.partition("-")[0])
+
+    @property
+    def solver_rank(self) -> int | None:
+        """Eigenvalues of the solver `"low_rank"`, if they are given."""
+        number = self.solver.partition("-")[2]
+        return int(number) if number else None
+
+    @property
+    def batch_size(self) -> int:
+        """Rows per batch and process, or the most of them that are tried."""
+        return FIRST_BATCH if isinstance(self.per_device_batch_size, str) else self.per_device_batch_size
+
+    @property
     def width(self) -> int:
-        """Number of columns of projected features, k: `proj_dim`, what `bytes_per_row` holds, or 4,096."""
-        if self.proj_dim is not None:
-            return self.proj_dim
-        return DEFAULT_WIDTH if self.bytes_per_row is None else self.bytes_per_row * 8 // BITS[self.storage]
+        """Number of columns of projected features, k: `proj_dim`, what its bytes hold, or 4,096."""
+        if isinstance(self.proj_dim, str):
+            return int(self.proj_dim[:-1]) * 8 // BITS[self.storage]
+        return DEFAULT_WIDTH if self.proj_dim is None else self.proj_dim
 
     @property
     def storage(self) -> FeatureDtype:
@@ -315,9 +274,9 @@ class TrakConfig:
         """
         if self.feature_dtype is not None:
             return self.feature_dtype
-        if self.bytes_per_row is not None:
+        if isinstance(self.proj_dim, str):
             return "int2"
-        coded = self.proj_type != "none" and (self.proj_dim or DEFAULT_WIDTH) >= LEAST_CODED_WIDTH
+        coded = self.projection != "none" and self.width >= LEAST_CODED_WIDTH
         return "int4" if coded else "float32"
 
     def to_dict(self) -> dict[str, Any]:
@@ -327,6 +286,51 @@ class TrakConfig:
     def to_json_string(self) -> str:
         """Return the arguments as indented JSON."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` is {value!r}. Expected one of {list(choices)}.")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"`{name}` is {value!r}. Expected a finite number of at least 0.")
+
+
+def _split(name: str, value: Any, kinds: tuple[str, ...], numbered: tuple[str, ...]) -> None:
+    """Check a name that may have a number after a hyphen, as the examples in `numbered` have."""
+    with_number = "|".join(one.partition("-")[0] for one in numbered)
+    if not isinstance(value, str) or (
+        value not in kinds and not re.fullmatch(rf"({with_number})-[1-9]\d{{0,8}}", value, re.ASCII)
+    ):
+        examples = " or ".join(map(repr, numbered))
+        raise ValueError(f"`{name}` is {value!r}. Expected one of {list(kinds)}, or one with a number: {examples}.")
+
+
+def _number_or_text(name: str, value: Any, pattern: str, example: str) -> Any:
+    """Return an integer of at least 1, or a text of a form; digits, as on the command line, become an integer."""
+    if value is None or (isinstance(value, str) and re.fullmatch(pattern, value, re.ASCII)):
+        return value
+    if isinstance(value, str) and re.fullmatch(r"\d{1,15}", value, re.ASCII):
+        value = int(value)
+    if isinstance(value, str):
+        raise ValueError(f"`{name}` is {value!r}. Expected an integer of at least 1, or a text such as {example}.")
+    return checked_int(value, name, 1, type_error=ValueError)
+
+
+def _as_curvature(value: Any) -> CurvatureConfig:
+    """Return a curvature that is given as such, by its kind, or as a mapping of its fields."""
+    if isinstance(value, CurvatureConfig):
+        return replace(value)  # of its own, also in a copy of the configuration
+    if isinstance(value, str):
+        return CurvatureConfig(kind=value)  # type: ignore[arg-type]
+    names = [one.name for one in fields(CurvatureConfig)]
+    if not isinstance(value, Mapping) or set(value) - set(names):
+        raise ValueError(
+            f"`curvature` is {value!r}. Expected a `CurvatureConfig`, its kind, or a mapping with some of {names}."
+        )
+    return CurvatureConfig(**value)
 
 
 def checked_args(args: TrakConfig | None) -> TrakConfig:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_trak.attributor import TrakAttributor
+from hf_trak.attributor import last_result
 from hf_trak.cli.build import build, build_from_index, quiet, remember, remembered, require_run, target_rows
 from hf_trak.cli.parser import (
     DataArguments,
@@ -17,11 +17,8 @@ from hf_trak.cli.parser import (
     parse_yaml_and_args,
 )
 from hf_trak.config import TrakConfig
-from hf_trak.curvature.conjugate_gradients import Refinement, checked_refinement
-from hf_trak.featurize.exact import ExactScores
-from hf_trak.featurize.reranking import check_rerank
-from hf_trak.report.notebook import exact_distributions
-from hf_trak.report.run import AttributionRun, score_distributions
+from hf_trak.methods import Exact, Index, Rerank, check_best_rows
+from hf_trak.report.run import AttributionRun
 from hf_trak.report.views import RunViews
 from hf_trak.scores.score_files import SCORE_FILES, score_file_digests
 from hf_trak.store.atomic import safe_name
@@ -62,14 +59,30 @@ class RunArguments:
         safe_name(self.name, "name")
         if self.top_k < 1:
             raise ValueError(f"`top_k` is {self.top_k}. Expected at least 1.")
-        checked_refinement(self.refine, self.exact or self.rerank is not None)
-        if self.rerank is not None:
-            check_rerank(self.rerank, None if self.all_scores else self.top_k, "target", self.exact)
+        if self.refine is not None and not self.exact and self.rerank is None:
+            raise ValueError(
+                f"`refine` is {self.refine!r}, for scores from features, whose targets are not refined. Expected "
+                "exact scores. Set `exact` or `rerank`, or leave `refine` out."
+            )
+        if self.rerank is not None and self.exact:
+            raise ValueError(
+                f"`rerank` is {self.rerank}, with `exact`, which scores all rows exactly. Expected one of the two. "
+                "Leave `exact` out to score the shortlist of the index alone, or leave `rerank` out."
+            )
+        check_best_rows(self.method, None if self.all_scores else self.top_k, "target")
         if self.first_pass_bytes is not None and (self.exact or self.all_scores):
             raise ValueError(
                 f"`first_pass_bytes` is {self.first_pass_bytes}, together with `exact` or `all_scores`. A first pass "
                 "finds the best rows of each target from stored features. Leave it out for other scores."
             )
+
+    @property
+    def method(self) -> Index | Exact | Rerank:
+        """How scores are computed."""
+        index = Index(self.first_pass_bytes, self.candidates)
+        if self.rerank is not None:
+            return Rerank(self.rerank, refine=self.refine, index=index)
+        return Exact(refine=self.refine) if self.exact else index
 
 
 def run(argv: Sequence[str]) -> None:
@@ -92,7 +105,7 @@ def run(argv: Sequence[str]) -> None:
     if first.index is not None:
         saved = {}  # an index brings its settings itself; the directory may hold another run
     targets, wanted, model_args, data, trak, output = parse(defaults=saved)
-    quiet(trak)
+    quiet()
     if wanted.index is None:
         require_run(trak.output_dir, model_args, data)
     elif wanted.exact and data.dataset_name is None:
@@ -116,73 +129,29 @@ def run(argv: Sequence[str]) -> None:
         top_k=top_k,
         name=wanted.name,
         checkpoints=model_args.checkpoints,
-        exact=wanted.exact,
-        first_pass_bytes=wanted.first_pass_bytes,
-        candidates=wanted.candidates,
-        rerank=wanted.rerank,
-        refine=wanted.refine,
+        method=wanted.method,
     )
+    last, features = last_result(attributor), attributor.features
     # With all scores at hand, collecting the run counts them; of a reranked run only some scores are exact.
-    counted = wanted.distributions and top_k is not None and attributor.reranked_rows is None
-    counts = _counts(attributor, scored, rows, wanted) if counted else None
-    influence = attributor.self_influence(exact=wanted.exact) if wanted.self_influence else None
+    counts = last.counted() if wanted.distributions and last.answer.rows is None else None
+    influence = attributor.self_influence("exact" if wanted.exact else "index") if wanted.self_influence else None
     directory = Path(attributor.args.output_dir) / "scores" / wanted.name
     facts: dict[str, Any] = {
         "dataset": data.dataset_name,
         "target_dataset": targets.eval_dataset_name or data.dataset_name,
-        **(_exact_facts(attributor, checked_refinement(wanted.refine)) if wanted.exact else {}),
-        **({} if wanted.rerank is None else _rerank_facts(attributor, wanted)),
+        **last.facts(features),
     }
     if wanted.all_scores:
-        facts[SCORE_FILES] = attributor.processes.broadcast_from_main(lambda: score_file_digests(scored, directory))
-    found = AttributionRun.collect(attributor, scored, distributions=counts, self_influence=influence, facts=facts)
-    if attributor.processes.is_main_process:
+        facts[SCORE_FILES] = features.processes.broadcast_from_main(lambda: score_file_digests(scored, directory))
+    found = AttributionRun.collect(features, scored, distributions=counts, self_influence=influence, facts=facts)
+    if features.processes.is_main_process:
         found.save(directory, every_train_row=wanted.save_train_dataset)
-    attributor.processes.wait_for_everyone()
+    features.processes.wait_for_everyone()
     content = {"run": str(directory), "targets": len(scored), "train_rows": len(attributor.train_dataset)}
     answer(content, _lines(found, directory), output.json)
 
 
-def _counts(attributor: TrakAttributor, scored: Any, rows: Any, wanted: RunArguments) -> Any:
-    """Count the scores that the result comes from."""
-    refinement = checked_refinement(wanted.refine) if wanted.exact else None
-    if refinement is not None:
-        return exact_distributions(attributor, scored, rows, wanted.name, refinement=refinement)
-    count = exact_distributions if wanted.exact else score_distributions
-    return count(attributor, scored, rows, wanted.name)
-
-
-def _rerank_facts(attributor: TrakAttributor, wanted: RunArguments) -> dict[str, Any]:
-    """Say in the run which rows were reranked, and with what."""
-    rows = attributor.reranked_rows
-    if rows is None:
-        return {"reranked": "nothing: the training rows are not at hand"}
-    refinement = checked_refinement(wanted.refine)
-    exact = ExactScores(attributor, rows, refinement)
-    refined = "" if refinement is None else f", refined by {refinement.describe()}"
-    how = f"{exact.kind}{refined}, damping {exact.damping:g} relative"
-    return {"reranked": f"{len(rows):,} rows, the first {wanted.rerank:,} of each target and end; {how}"}
-
-
-def _exact_facts(attributor: TrakAttributor, refinement: Refinement | None) -> dict[str, Any]:
-    """Say in the run what its scores were computed with, in the place of projection and ridge."""
-    exact = ExactScores(attributor, refinement=refinement)
-    refined = "" if refinement is None else f", refined by {refinement.describe()}"
-    ridge = f"; λ {attributor.args.hybrid_lambda:g} relative" if exact.hybrid else ""
-    return {
-        "projection": f"none: exact scores, {'hybrid' if exact.hybrid else exact.kind}{refined}",
-        "features": attributor.layout.total,
-        "ridge": f"damping {exact.damping:g} relative{ridge}",
-    }
-
-
 def _lines(run: AttributionRun, directory: Path) -> list[str]:
     views = RunViews(run, examples=3)
-    lines = []
-    for index in range(min(3, len(run.scored))):
-        view = views.target(index)
-        lines.append(view.target.alt)
-        for name, side in (("helped most", view.helped), ("harmed most", view.harmed)):
-            shown = ", ".join(f"row {item.example.row} ({item.score})" for item in side) or "no example"
-            lines.append(f"  {name}: {shown}")
+    lines = [line for index in range(min(3, len(run.scored))) for line in views.target(index).lines]
     return [*lines, f"Run: {directory}", f"Next: hf-trak report {directory}"]

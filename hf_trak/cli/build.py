@@ -107,9 +107,10 @@ def build_from_index(
         ValueError: the index names a model repo, and a directory of the same name exists here.
         Exception: any error of loading the model or preparing rows.
     """
-    defaults = TrakConfig()
-    names = [field.name for field in dataclasses.fields(TrakConfig)]
-    options = {name: v for name in names if (v := getattr(trak, name)) != getattr(defaults, name)}
+    options, defaults = trak.to_dict(), TrakConfig().to_dict()
+    for given, usual in ((options["curvature"], defaults["curvature"]), (options, defaults)):
+        for name in [name for name, value in usual.items() if given[name] == value]:
+            del given[name]
     attributor = TrakAttributor.from_pretrained(
         index,
         model_args.model_name_or_path,
@@ -134,8 +135,8 @@ def build_from_index(
         how = preparation(attributor.model, task, rows, data, name, model_revision)
         if rerank:
             attributor = _with_remote_rows(index, attributor, model_args, data, how, {**options, "revision": revision})
-        attributor.processing_class = how.processing_class
-        attributor.data_collator = how.collator or default_collator(rows, how.processing_class)
+        attributor.features.processing_class = how.processing_class
+        attributor.features.data_collator = how.collator or default_collator(rows, how.processing_class)
         return Built(attributor, how)
     assert data.dataset_name is not None
     train = load_rows(
@@ -218,7 +219,7 @@ def remember(built: Built, model_args: ModelArguments, data: DataArguments, writ
         "trak": attributor.args.to_dict(),
     }
     path = Path(attributor.args.output_dir) / RECORD
-    saved = attributor.processes.broadcast_from_main(lambda: _read_record(path) if path.is_file() else None)
+    saved = attributor.features.processes.broadcast_from_main(lambda: _read_record(path) if path.is_file() else None)
     # Rows and weights have fingerprints of their own; the conversion of images to pixels has none.
     if saved is not None and (changes := differing(saved["processing"], given["processing"] or {})):
         raise ConfigMismatchError(
@@ -228,10 +229,10 @@ def remember(built: Built, model_args: ModelArguments, data: DataArguments, writ
         )
     if not write:
         return
-    attributor.store  # noqa: B018  # opens it, which compares the configurations
-    if attributor.processes.is_main_process:
+    attributor.features.store  # noqa: B018  # opens it, which compares the configurations
+    if attributor.features.processes.is_main_process:
         write_sealed(path, given)
-    attributor.processes.wait_for_everyone()
+    attributor.features.processes.wait_for_everyone()
 
 
 def remembered(output_dir: str) -> dict[str, Any]:
@@ -304,9 +305,9 @@ def _settings(processor: Any) -> dict[str, Any] | None:
     return {name: value for name, value in settings.items() if not name.startswith("_") and name != "name_or_path"}
 
 
-def quiet(trak: TrakConfig) -> None:
-    """Switch off the progress bars of `datasets` if none are wanted, and on all processes but the first."""
-    if trak.disable_tqdm or int(os.environ.get("RANK", "0")) != 0:
+def quiet() -> None:
+    """Switch off the progress bars of `datasets` on all processes but the first."""
+    if int(os.environ.get("RANK", "0")) != 0:
         from datasets import disable_progress_bars
 
         disable_progress_bars()

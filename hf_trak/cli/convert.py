@@ -28,7 +28,6 @@ class ConvertArguments:
         metadata={"help": "Number of training rows that are drawn as targets to compare scores; 0 compares none."},
     )
     use_cpu: bool = field(default=False, metadata={"help": "Stay on the CPU even where there is an accelerator."})
-    disable_tqdm: bool = field(default=False, metadata={"help": "Hide progress bars."})
 
     def __post_init__(self) -> None:
         self.targets = checked_int(self.targets, "targets", 0, type_error=ValueError)
@@ -63,7 +62,7 @@ def run(argv: Sequence[str]) -> None:
 
 def _opened(args: ConvertArguments) -> tuple[FeatureStore, TrakConfig]:
     """Open the store, with the settings that it was made or published with."""
-    fields = {"output_dir": args.to, "use_cpu": args.use_cpu, "disable_tqdm": args.disable_tqdm}
+    fields = {"output_dir": args.to, "use_cpu": args.use_cpu}
     if not is_copy(args.output_dir):
         saved = remembered(args.output_dir)
         known = {name: value for name, value in saved.items() if name in TrakConfig.__dataclass_fields__}
@@ -85,4 +84,4 @@ def _keep_record(args: ConvertArguments, proj_dim: int) -> None:
         return
     record = unsealed(read_sealed(path))
     trak = {**record.get("trak", {}), "output_dir": args.to, "feature_dtype": args.feature_dtype}
-    write_sealed(Path(args.to) / RECORD, {**record, "trak": {**trak, "proj_dim": proj_dim, "bytes_per_row": None}})
+    write_sealed(Path(args.to) / RECORD, {**record, "trak": {**trak, "proj_dim": proj_dim}})

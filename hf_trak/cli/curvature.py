@@ -26,12 +26,12 @@ def run(argv: Sequence[str]) -> None:
     )
     _, _, where, _ = parse()
     model_args, data, trak, output = parse(defaults=remembered(where.output_dir))
-    if trak.curvature == "identity":
+    if trak.curvature.kind == "identity":
         raise ValueError(
             "`curvature` is 'identity', which is fitted to nothing. Expected another one. Call `hf-trak attribute "
             "--exact --curvature identity` at once, or set `--curvature ekfac`."
         )
-    quiet(trak)
+    quiet()
     require_run(trak.output_dir, model_args, data)
     start = time.perf_counter()
     built = build(model_args, data, trak)

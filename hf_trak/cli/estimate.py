@@ -9,6 +9,7 @@ from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, a
 from hf_trak.cli.preparation import load_model
 from hf_trak.config import TrakConfig
 from hf_trak.featurize.estimate import estimate
+from hf_trak.methods import Exact, Method, Rerank
 
 
 @dataclass
@@ -19,6 +20,7 @@ class EstimateArguments:
         default=None, metadata={"help": "Number of training rows, if `dataset_name` is not given."}
     )
     eval_size: int = field(default=0, metadata={"help": "Number of targets."})
+    exact: bool = field(default=False, metadata={"help": "Score all rows exactly, under a curvature."})
     rerank: int | None = field(
         default=None, metadata={"help": "Rows to score exactly, for each target and end, after a shortlist."}
     )
@@ -50,8 +52,7 @@ def run(argv: Sequence[str]) -> None:
         "checkpoints": len(model_args.checkpoints) if model_args.checkpoints else amounts.num_checkpoints,
         "eval_dataset": amounts.eval_size,
         "processes": amounts.num_processes,
-        "rerank": amounts.rerank,
-        "refine": amounts.refine,
+        "method": _method(amounts),
     }
     if data.dataset_name is not None:
         found = load_training(model_args, data)
@@ -76,3 +77,10 @@ def run(argv: Sequence[str]) -> None:
         result = estimate(model, amounts.train_size, trak, **options)
     content = {**dataclasses.asdict(result), "disk_bytes": result.disk_bytes, "seconds": result.seconds}
     answer(content, str(result).splitlines(), output.json)
+
+
+def _method(amounts: EstimateArguments) -> Method:
+    """Say how scores are to be computed."""
+    if amounts.rerank is not None:
+        return Rerank(amounts.rerank, refine=amounts.refine)
+    return "index" if amounts.refine is None else Exact(refine=amounts.refine)

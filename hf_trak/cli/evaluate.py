@@ -1,7 +1,7 @@
 """`hf-trak evaluate`: compute the linear datamodeling score of scores, with a bank or with arrays of outputs."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tokenize import TokenError
@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from hf_trak.cli.bank import as_table, check_run
 from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args, table
-from hf_trak.errors import IncompleteStoreError
-from hf_trak.evaluation import Bank, evaluate_bank, evaluate_lds
+from hf_trak.errors import ConfigMismatchError, IncompleteStoreError
+from hf_trak.evaluation import Bank, BankScore, evaluate_bank, evaluate_lds
 from hf_trak.hub import load_bank
-from hf_trak.report.run import AttributionRun, find_run
+from hf_trak.report.run import AttributionRun
+from hf_trak.report.run_record import find_run
 from hf_trak.scores.score_files import SCORE_FILES, read_score_files
+from hf_trak.store.sealed import read_sealed
 
 
 @dataclass
@@ -131,9 +132,6 @@ def _with_bank(place: str, args: EvaluateArguments) -> tuple[dict[str, Any], lis
     return content, as_table(results)
 
 
-_OLD_SCORES = "per-target.arrow"
-
-
 def _array(path: str) -> np.ndarray:
     """Memory-map a file of numbers, without allocating the shape that a damaged header may claim.
 
@@ -164,11 +162,57 @@ def _scores(path: Path, bank: Bank | None = None) -> np.ndarray:
     if bank is not None:
         check_run(bank, directory, facts)
     files = facts.get(SCORE_FILES)
-    if files is None and (directory / _OLD_SCORES).is_file():  # runs of format 1 kept all scores under this name
-        files = {_OLD_SCORES: None}
     if not files:
         raise IncompleteStoreError(
             f"The run {directory} has only the highest and lowest scores. Expected one with all scores. Run "
             "`hf-trak attribute --all_scores`, or give a .npy file."
         )
     return read_score_files(directory, files).with_format("numpy")["trak_scores"][:].T
+
+
+def check_run(bank: Bank, directory: Path, facts: Mapping[str, Any]) -> None:
+    """Compare training rows and targets of a run with those of a bank, as far as the run and its index record them.
+
+    Args:
+        bank: the bank.
+        directory: directory of the run.
+        facts: facts of the run.
+
+    Raises:
+        ConfigMismatchError: the run has other rows or targets; shows both.
+        StoreError: the record of the run's targets is damaged.
+    """
+    targets = None
+    place = directory.resolve()
+    record = place.parents[1] / "experiments" / place.name / "experiment.json"
+    if place.parent.name == "scores" and record.is_file():
+        targets = read_sealed(record).get("dataset_fingerprint")
+    for found, key, what in (
+        (facts.get("train_fingerprint"), "rows_fingerprint", "training rows"),
+        (targets, "targets_fingerprint", "targets"),
+    ):
+        if found is not None and found != bank.described[key]:
+            raise ConfigMismatchError(
+                f"The {what} of the run {directory} have the fingerprint {found}; those of the bank {bank.directory} "
+                f"have {bank.described[key]}. Expected the same rows with the same columns, in the same order. If "
+                "they are the same in another form, as before tokenization, save the scores as a .npy file."
+            )
+
+
+def as_table(results: Sequence[BankScore]) -> list[str]:
+    """Format results in columns: for each part the methods, and below them the highest possible scores."""
+    first = results[0].method
+    lines: list[tuple[str, ...]] = [("part", "method", "LDS", f"difference to {first}")]
+    last = {result.part: result for result in results}
+    for result in results:
+        difference = "" if result.difference is None else str(result.difference)
+        lines.append((result.part, result.method, str(result.lds), difference))
+        if result is last[result.part]:
+            lines += [
+                (result.part, f"highest possible ({name})", str(ceiling), "")
+                for name, ceiling in result.ceilings.items()
+            ]
+    if len(last) == len(results):  # one method, which differs from none
+        lines = [line[:3] for line in lines]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

@@ -8,6 +8,7 @@ from typing import Any
 from hf_trak.cli.build import build, quiet, remember, require_own
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, parse_yaml_and_args, table
 from hf_trak.config import TrakConfig
+from hf_trak.featurize.fidelity import measure_fidelity
 from hf_trak.hub.index_files import write_train_rows
 from hf_trak.hub.push import train_source
 
@@ -48,24 +49,25 @@ def run(argv: Sequence[str]) -> None:
         prog="hf-trak featurize",
         description="Compute the features of a training set. After an interruption, the same command continues.",
     )
-    quiet(trak)
+    quiet()
     start = time.perf_counter()
     require_own(trak.output_dir)
     built = build(model_args, data, trak)
     remember(built, model_args, data)
     attributor = built.attributor
     attributor.featurize(checkpoints=model_args.checkpoints, part=(part.part[0], part.part[1]))
+    features = attributor.features
     source = train_source(attributor.train_dataset)
     if source is not None:  # others can then rerank with single rows of that repo
         rows = attributor.train_dataset
-        attributor.processes.broadcast_from_main(lambda: write_train_rows(attributor.store, rows, source))
-    missing = {i: len(attributor.store.train(i).unwritten()) for i in attributor.store.model_ids}
+        features.processes.broadcast_from_main(lambda: write_train_rows(features.store, rows, source))
+    missing = {i: len(features.store.train(i).unwritten()) for i in features.store.model_ids}
     content: dict[str, Any] = {
         "output_dir": trak.output_dir,
         "train_rows": len(attributor.train_dataset),
         "checkpoints": len(missing),
-        "parameters": attributor.layout.total,
-        "features": attributor.proj_dim,
+        "parameters": features.layout.total,
+        "features": features.proj_dim,
         "missing_shards": sum(missing.values()),
         "seconds": round(time.perf_counter() - start, 1),
     }
@@ -73,7 +75,7 @@ def run(argv: Sequence[str]) -> None:
     if wanted.fidelity and content["missing_shards"]:
         lines.append("The fidelity is not measured: shards of other parts are missing.")
     elif wanted.fidelity:
-        found = [attributor.fidelity(model_id=model_id) for model_id in attributor.store.model_ids]
+        found = [measure_fidelity(features, model_id=model_id) for model_id in features.store.model_ids]
         content["fidelity"] = [one.to_dict() for one in found]
         lines += [line for one in found for line in str(one).splitlines()]
     answer(content, lines, output.json)

@@ -38,14 +38,7 @@ COMMANDS = {
     "pull": Command("pull", "copy a published index into a directory", "repo_id"),
     "convert": Command("convert", "keep features with fewer bits per number", "output_dir"),
     "estimate": Command("estimate", "estimate time, memory and disk space before anything runs"),
-    "inspect": Command(
-        "inspect_store", "show what a directory holds, what is missing, and whether it is intact", "output_dir"
-    ),
-    "verify-store": Command(
-        "verify_store", "check every byte of a directory, and say how to compute damaged files again", "output_dir"
-    ),
-    "clean": Command("clean", "show and remove temporary files of interrupted processes", "output_dir"),
-    "upgrade": Command("upgrade", "bring a directory of an older version up to date", "output_dir"),
+    "inspect": Command("inspect", "show what a directory holds; check every byte of it; clean it up", "output_dir"),
     "env": Command("env", "print versions, for a bug report"),
     "selftest": Command("selftest", "check kernels, engines and a tiny run on this machine"),
 }

@@ -7,12 +7,13 @@ of the file like the same text on the command line, and refuses keys that are no
 
 import dataclasses
 import difflib
+import inspect
 import json
 import os
 import re
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -34,6 +35,10 @@ _UNSET = object()
 
 _NULL = "tag:yaml.org,2002:null"
 
+_DOCUMENTED = re.compile(r"^ {4}(\w+) \(`.*\):\n((?: {8}.*\n?)+)", re.M)
+
+"""Names of fields with their texts, in the docstring of a dataclass."""
+
 _PERCENT = re.compile(r"%%|%\(\w+\)[a-z]|%")
 
 
@@ -48,7 +53,9 @@ def parse_yaml_and_args(
     """Fill dataclasses from the command line, from the YAML file that it names with `--config`, and from defaults.
 
     If several dataclasses have a field of the same name, it is one argument for all of them; where it is not given,
-    each keeps its own default. YAML files are flat: one key per field, `null` for `None`, lists for list fields.
+    each keeps its own default. YAML files are flat: one key per field, `null` for `None`, lists for list fields. A
+    field that is a dataclass itself becomes one argument for each of its fields: the first has the name of the outer
+    field (`curvature`), and the others have it as a prefix (`curvature_rows`).
 
     Args:
         dataclass_types: one dataclass or several.
@@ -75,7 +82,7 @@ def parse_yaml_and_args(
     before = ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument(f"--{_CONFIG}")
     config, rest = before.parse_known_args(argv)
-    given = {name: value for name, value in (defaults or {}).items() if name in arguments}
+    given = {name: value for name, value in _flat(types, defaults or {}).items() if name in arguments}
     if config.config is not None:
         given.update(_read(Path(config.config), arguments, optional))
     parser.set_defaults(**given)  # for the text of --help only; the values are taken from `given`
@@ -86,7 +93,7 @@ def parse_yaml_and_args(
     if unknown:
         parser.error(_unrecognized(unknown, parser))
     given.update((name, value) for name in arguments if (value := getattr(namespace, name)) is not _UNSET)
-    return tuple(kind(**{name: given[name] for name in _field_names(kind) if name in given}) for kind in types)
+    return tuple(_filled(kind, given) for kind in types)
 
 
 class _Parser(HfArgumentParser):
@@ -96,8 +103,52 @@ class _Parser(HfArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}. See `{self.prog} --help`.\n")
 
 
-def _field_names(kind: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind) if field.init]
+@dataclass(frozen=True)
+class _Option:
+    """One argument: its name, its field with type and help, and the field that holds the dataclass of that one."""
+
+    name: str
+    field: dataclasses.Field
+    hint: Any
+    help: str | None
+    outer: str | None = None
+
+
+def _options(kind: Any) -> Iterator[_Option]:
+    """List the arguments of a dataclass, those of a field that is a dataclass one by one."""
+    declared, documented = get_type_hints(kind), dict(_DOCUMENTED.findall(inspect.cleandoc(kind.__doc__ or "")))
+    for one in dataclasses.fields(kind):
+        if one.init and dataclasses.is_dataclass(declared[one.name]):
+            for place, inner in enumerate(_options(declared[one.name])):
+                name = f"{one.name}_{inner.name}" if place else one.name
+                yield dataclasses.replace(inner, name=name, outer=one.name)
+        elif one.init:
+            yield _Option(one.name, one, declared[one.name], _first_sentence(documented.get(one.name)))
+
+
+def _first_sentence(text: str | None) -> str | None:
+    return text and re.split(r"(?<=\.) (?=[A-Z])", " ".join(text.split()))[0]
+
+
+def _flat(types: Iterable[type], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by the names of arguments, those of inner dataclasses one by one."""
+    nested = {name for name, value in values.items() if isinstance(value, Mapping)}
+    flat = dict(values)
+    for option in (option for kind in types for option in _options(kind) if option.outer in nested):
+        flat.pop(option.name, None)
+        if option.field.name in values[str(option.outer)]:
+            flat[option.name] = values[str(option.outer)][option.field.name]
+    return flat
+
+
+def _filled(kind: Any, given: Mapping[str, Any]) -> Any:
+    """Make a dataclass, and the dataclasses in it, from the values of arguments."""
+    values: dict[str, Any] = {}
+    for option in _options(kind):
+        if option.name in given:
+            place = values if option.outer is None else values.setdefault(option.outer, {})
+            place[option.field.name] = given[option.name]
+    return kind(**values)
 
 
 def _optional_arguments(types: Iterable[type]) -> dict[str, bool]:
@@ -109,20 +160,20 @@ def _optional_arguments(types: Iterable[type]) -> dict[str, bool]:
     owners: dict[str, tuple[type, Any]] = {}
     optional: dict[str, bool] = {}
     for kind in types:
-        declared = get_type_hints(kind)
-        for name in _field_names(kind):
+        for option in _options(kind):
+            name = option.name
             if name == _CONFIG:
                 raise ValueError(
                     f"`{kind.__name__}` has a field named '{_CONFIG}'. Expected another name, since `--{_CONFIG}` "
                     "names the YAML file."
                 )
-            owner, hint = owners.setdefault(name, (kind, declared[name]))
-            if _without_none(declared[name]) != _without_none(hint):
+            owner, hint = owners.setdefault(name, (kind, option.hint))
+            if _without_none(option.hint) != _without_none(hint):
                 raise ValueError(
-                    f"`{name}` is {hint} in `{owner.__name__}` and {declared[name]} in `{kind.__name__}`. Expected "
+                    f"`{name}` is {hint} in `{owner.__name__}` and {option.hint} in `{kind.__name__}`. Expected "
                     "one type, since both are filled from one argument. Rename one of the fields."
                 )
-            optional[name] = optional.get(name, True) and NoneType in get_args(declared[name])
+            optional[name] = optional.get(name, True) and NoneType in get_args(option.hint)
     return optional
 
 
@@ -138,21 +189,28 @@ def _build(types: Iterable[type], prog: str | None, description: str | None) -> 
     seen: set[str] = set()
     copies: list[Any] = []
     for kind in types:
-        declared = get_type_hints(kind)
         specs = []
-        for option in dataclasses.fields(kind):
-            if not option.init or option.name in seen:
+        for option in _options(kind):
+            if option.name in seen:
                 continue
             seen.add(option.name)
-            metadata = dict(option.metadata)
-            if "help" in metadata:
+            metadata = {"help": option.help, **option.field.metadata}
+            if metadata["help"]:
                 metadata["help"] = _PERCENT.sub(lambda m: "%%" if m[0] == "%" else m[0], metadata["help"])
-            copied = dataclasses.field(metadata=metadata, **_default(option))
-            specs.append((option.name, declared[option.name], copied))
+            copied = dataclasses.field(metadata=metadata, **_default(option.field))
+            specs.append((option.name, _as_text(option.hint), copied))
         copies.append(dataclasses.make_dataclass(kind.__name__, specs, kw_only=True))
+        copies[-1]._argument_group_name = kind.__name__
     parser = _Parser(copies, prog=prog, description=description, allow_abbrev=False)
     parser.add_argument(f"--{_CONFIG}", metavar="FILE", help="YAML file of defaults for all of these arguments.")
     return parser
+
+
+def _as_text(hint: Any) -> Any:
+    """Return text for a number or a text, which the dataclass tells apart: an argument has one type."""
+    if not {int, str} <= _without_none(hint):
+        return hint
+    return str | None if NoneType in get_args(hint) else str
 
 
 def _default(field: dataclasses.Field) -> dict[str, Any]:

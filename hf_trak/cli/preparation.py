@@ -25,8 +25,6 @@ from hf_trak.hub.access import without_secrets
 from hf_trak.hub.names import shown
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 from hf_trak.modelout_functions.question_answering import ENDS
-from hf_trak.recipe_kit.files import check_exists
-from hf_trak.recipe_kit.splits import evenly_spaced
 
 AUTO_CLASSES = {
     "image_classification": "AutoModelForImageClassification",
@@ -45,6 +43,33 @@ AUTO_CLASSES = {
 }
 
 """The auto class of each task. A task without one takes the class that the model's config names."""
+
+
+def check_exists(path: Path, name: str, what: str, suffixes: tuple[str, ...] = ()) -> None:
+    """Refuse the name of a file or directory that does not exist, rather than ask the Hub for it.
+
+    Args:
+        path: the path that the name stands for.
+        name: the name as given. Names of repos have none of the suffixes, and do not start with a dot, a slash or `~`.
+        what: what is expected, for the error message.
+        suffixes: suffixes of files.
+
+    Raises:
+        FileNotFoundError: nothing exists at the path.
+    """
+    local = name.startswith((".", "/", "~")) or path.suffix in suffixes
+    if local and not path.exists():
+        raise FileNotFoundError(
+            f"There is no such file or directory: {name!r} (looked in {str(Path.cwd())!r}). Expected a {what} on this "
+            "machine, or the name of one on the Hub, 'user/name'. Correct the path."
+        )
+
+
+def evenly_spaced(dataset: Dataset, limit: int | None) -> Dataset:
+    """Select rows ⌊i · rows / limit⌋, so that a dataset sorted by class keeps all of its classes."""
+    if limit is None or limit >= len(dataset):
+        return dataset
+    return dataset.select([i * len(dataset) // limit for i in range(limit)])
 
 
 def load_model(name: str, revision: str, task: str | None) -> torch.nn.Module:

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from hf_trak.cli.parser import ColumnArguments, OutputArguments, answer, parse_yaml_and_args
 from hf_trak.cli.preparation import load_rows
 from hf_trak.report import AttributionRun, ReportOptions, write_report
+from hf_trak.report.run_record import find_run
 
 
 @dataclass
@@ -19,7 +19,7 @@ class ReportArguments:
     )
     title: str | None = field(default=None, metadata={"help": "Heading of the page."})
     examples: int = field(
-        default=5, metadata={"help": "Number of training examples to show, of the highest scores and of the lowest."}
+        default=5, metadata={"help": "Number of training rows to show, of the highest scores and of the lowest."}
     )
     max_targets: int | None = field(default=None, metadata={"help": "Number of targets to show. By default all."})
     train_dataset: str | None = field(
@@ -52,12 +52,6 @@ def run(argv: Sequence[str]) -> None:
         label_column=columns.label_column,
         label_names=args.label_names,
     )
-    path = write_report(found, args.output or _beside(args.run), options)
+    path = write_report(found, args.output or find_run(args.run) / "report.html", options)
     size = path.stat().st_size
     answer({"report": str(path), "bytes": size}, [f"Report: {path} ({size / 1e6:.1f} MB)"], output.json)
-
-
-def _beside(run: str) -> Path:
-    from hf_trak.report.run import find_run
-
-    return find_run(run) / "report.html"

@@ -137,7 +137,7 @@ def _end_to_end() -> tuple[bool, str]:
     """Compare unprojected scores with the paper's formula in float64."""
     model, train, targets = TinyModel().eval(), _rows(_ROWS), {k: v[:_TARGETS] for k, v in _rows(_ROWS).items()}
     with tempfile.TemporaryDirectory() as directory:
-        config = TrakConfig(output_dir=directory, proj_type="none", use_cpu=True, disable_tqdm=True)
+        config = TrakConfig(output_dir=directory, proj_type="none", use_cpu=True)
         rows = Dataset.from_dict({name: value.numpy() for name, value in train.items()})
         attributor = TrakAttributor(model, config, train_dataset=rows, task="image_classification")
         scored = attributor.featurize().attribute(rows.select(range(_TARGETS)), top_k=None, name="selftest")

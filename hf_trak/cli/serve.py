@@ -18,7 +18,8 @@ from hf_trak.errors import HubAccessError
 from hf_trak.featurize.reranking import row_source
 from hf_trak.hub.remote_rows import RemoteRows
 from hf_trak.modelout_functions import infer_task
-from hf_trak.report.run import AttributionRun, find_run
+from hf_trak.report.run import AttributionRun
+from hf_trak.report.run_record import find_run
 from hf_trak.store.store import FeatureStore
 from hf_trak.viewer.index_session import IndexSession
 from hf_trak.viewer.run_session import RunSession
@@ -91,7 +92,7 @@ def opened(argv: Sequence[str]) -> tuple[Session, ServeArguments, bool]:
     own = directory.is_dir() and not is_copy(args.index) and (directory / RECORD).is_file()
     if own:
         _, model_args, data, trak, _ = parse(defaults={**remembered(args.index), "output_dir": args.index})
-    quiet(trak)
+    quiet()
     return (_of_directory if own else _of_index)(args, model_args, data, trak), args, output.json
 
 
@@ -136,7 +137,7 @@ def _of_index(args: ServeArguments, model_args: ModelArguments, data: DataArgume
 
 def _first_row(args: ServeArguments, attributor: TrakAttributor, data: DataArguments) -> Dataset | None:
     """Read a row of the repo of the training rows, as it is stored. Rows that cannot be read are not shown later."""
-    known = row_source(attributor)
+    known = row_source(attributor.features)
     if isinstance(known, RemoteRows):
         known.token = False if args.public_rows else known.token
         rows = RemoteRows(known.repo_id, known.config, known.split, known.revision, token=known.token)
@@ -145,7 +146,6 @@ def _first_row(args: ServeArguments, attributor: TrakAttributor, data: DataArgum
         rows = RemoteRows(data.dataset_name, data.dataset_config_name, data.train_split or "train", token=token)
     else:
         return None
-    rows.show = False
     try:
         return rows.select([0])
     except HubAccessError:

@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> None:
     _, first, _, _, where, _ = parse()
     saved = {} if first.index is not None else remembered(where.output_dir)
     targets, wanted, model_args, data, trak, output = parse(defaults=saved)
-    quiet(trak)
+    quiet()
     if wanted.index is None:
         require_run(trak.output_dir, model_args, data)
     elif data.dataset_name is None:
@@ -106,7 +106,7 @@ def run(argv: Sequence[str]) -> None:
         draws=wanted.draws,
         checkpoints=model_args.checkpoints,
     )
-    if wanted.save and attributor.processes.is_main_process:
+    if wanted.save and attributor.features.processes.is_main_process:
         saved_run = AttributionRun.load(directory)
         end = "lowest" if wanted.harmful else "highest"
         saved_run.facts[f"verified: target {wanted.target}, its {len(rows)} {end} rows"] = found.verdict

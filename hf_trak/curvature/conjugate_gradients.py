@@ -197,7 +197,7 @@ DEFAULT_ROWS = 1024
 
 REFINED_DAMPING = 10.0
 
-"""Damping c of refined targets: what the banks of the benchmark of quality say, see docs/benchmarks/refine.md. C has
+"""Damping c of refined targets: what the banks of the benchmark of quality say, see benchmarks/pages/refine.md. C has
 curvature between layers, too, and so many more directions that a sample of rows says little about."""
 
 DEFAULT_TOLERANCE = 0.05
@@ -287,23 +287,17 @@ _UNKNOWN = (
 )
 
 
-def checked_refinement(refine: "str | Refinement | None", exact: bool = True) -> Refinement | None:
+def checked_refinement(refine: "str | Refinement | None") -> Refinement | None:
     """Return a refinement for what a user gives.
 
     Args:
         refine: `"cg"`, with options as [`Refinement.parse`] reads them, a [`Refinement`], or `None`.
-        exact: whether scores are exact, of all rows or of a shortlist.
 
     Raises:
-        ValueError: it is something else, or scores come from features.
+        ValueError: it is something else.
     """
     if refine is None:
         return None
     if not isinstance(refine, str | Refinement):
         raise ValueError(_UNKNOWN.format(refine))
-    if not exact:
-        raise ValueError(
-            f"`refine` is {refine!r}, for scores from features, whose targets are not refined. Expected exact scores. "
-            "Set `exact=True` or `rerank=`, or leave `refine` out."
-        )
     return Refinement.parse(refine) if isinstance(refine, str) else refine

@@ -239,7 +239,6 @@ class FitPlan:
         embeddings: names of embedding tables.
         transposed: names of weights whose rows are inputs.
         description: for progress bars.
-        show_progress: whether to show bars.
         largest_side: longest side of a basis.
     """
 
@@ -249,7 +248,6 @@ class FitPlan:
     embeddings: frozenset[str]
     transposed: frozenset[str]
     description: str
-    show_progress: bool = True
     largest_side: int = LARGEST_SIDE
 
     @cached_property

@@ -58,7 +58,7 @@ class CurvatureFiles:
         path = self.directory / CURVATURE_FILE
         if not path.exists():
             return None
-        content = unsealed(read_sealed(path, _REMEDY, allow_unsealed=False))
+        content = unsealed(read_sealed(path, _REMEDY))
         if changes := differing(content.get("identity", {}), self.identity):
             raise ConfigMismatchError(
                 f"The curvature in {self.directory} was fitted to something else than what is given:\n  "
@@ -242,7 +242,7 @@ def described_curvature(path: Path) -> dict[str, Any]:
     Raises:
         StoreError: the record is damaged.
     """
-    content = read_sealed(path, _FIT_AGAIN, allow_unsealed=False)
+    content = read_sealed(path, _FIT_AGAIN)
     try:
         identity = content["identity"]
         return {
@@ -254,21 +254,21 @@ def described_curvature(path: Path) -> dict[str, Any]:
         raise StoreError(f"{path} lacks {error}. Expected the record of a curvature. {_REMEDY}") from error
 
 
-def verify_curvatures(output_dir: Path) -> Iterator[Finding]:
-    """Check all complete curvatures below an output directory.
+def verify_curvature(directory: Path) -> Iterator[Finding]:
+    """Check a complete curvature.
 
     Args:
-        output_dir: the directory of a store.
+        directory: its directory.
 
     Returns:
-        An iterator of one finding for each file of an intact curvature, and of one for each damaged curvature.
+        An iterator of one finding for each of its files, or of one for the whole of a damaged curvature.
     """
-    for record in curvature_records(output_dir):
-        try:
-            described_curvature(record)
-            CurvatureFiles(record.parent, read_sealed(record)["identity"]).read()
-        except StoreError as error:
-            yield Finding(record, "damaged", str(error), _FIT_AGAIN)
-            continue
-        for path in [record, *sorted(record.parent.glob("*.safetensors"))]:
-            yield Finding(path, "intact")
+    record = directory / CURVATURE_FILE
+    try:
+        described_curvature(record)
+        CurvatureFiles(directory, read_sealed(record)["identity"]).read()
+    except StoreError as error:
+        yield Finding(record, "damaged", str(error), _FIT_AGAIN)
+        return
+    for path in [record, *sorted(directory.glob("*.safetensors"))]:
+        yield Finding(path, "intact")

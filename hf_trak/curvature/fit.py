@@ -224,7 +224,7 @@ class CurvatureFit:
                 rows // self.processes.num_processes if together else rows,
                 f"{self.plan.description}, {stage}",
                 processes=self.processes.num_processes,
-                show=main and self.plan.show_progress,
+                show=main,
                 announce=main,
             ) as progress,
         ):

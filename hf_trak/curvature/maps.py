@@ -408,8 +408,8 @@ class HybridSystem:
         if not ridge > 0:
             raise SingularGramError(
                 f"The ridge of the hybrid is {ridge:.3g}: the whitened features of all training rows are zero, or "
-                "`hybrid_lambda` is. Expected a positive number. Set `hybrid_lambda` above 0, or use "
-                "`curvature='ekfac'`."
+                "`curvature.hybrid_lambda` is. Expected a positive number. Set `curvature.hybrid_lambda` above 0, or "
+                "use `curvature='ekfac'`."
             )
         self.ridge = ridge
         return gram + ridge * torch.eye(len(gram), dtype=gram.dtype)

@@ -263,14 +263,14 @@ def _warnings(blocks: tuple[BlockReport, ...], silent: tuple[str, ...], rows: in
     if empty:
         yield (
             f"All gradients of {_listed(empty)} are zero in the sample, such as those of an expert that no row is "
-            "sent to, and add nothing to a score. Fit to more rows (`curvature_rows`) if some of them reach it."
+            "sent to, and add nothing to a score. Fit to more rows (`curvature.rows`) if some of them reach it."
         )
     scarce = [block for block in blocks if block.needed is not None and 0 < (block.positions or 0) < block.needed]
     if scarce:
         worst = min(scarce, key=lambda block: (block.positions or 0) / (block.needed or 1))
         yield (
             f"The sample is small for {_listed([block.name for block in scarce])}: {worst.name} has "
-            f"{worst.positions:,} positions, and {worst.needed:,} are needed for a good basis. Set `curvature_rows` "
+            f"{worst.positions:,} positions, and {worst.needed:,} are needed for a good basis. Set `curvature.rows` "
             "higher if there are more rows, or `damping`."
         )
     if len({block.parameter for block in blocks}) > 2:

@@ -90,7 +90,7 @@ class ImageTextCollator:
 
     @property
     def columns(self) -> tuple[str, str]:
-        """Names of the image column and the caption column."""
+        """Name the image column and the caption column."""
         return self.image_column, self.text_column
 
     def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -191,7 +191,7 @@ def _images_per_row(
 
 
 def _walk(each: Sequence[float], of_rows: Sequence[int]) -> list[int] | None:
-    """Hand images out to rows in their order, until each row has the tokens that its text has; `None` if none fit."""
+    """Count the images of rows in their order by the tokens of each row's text; return `None` if they do not fit."""
     counts, image = [], 0
     for wanted in of_rows:
         start, seen = image, 0.0
@@ -292,7 +292,7 @@ def _sizes(value: Any) -> tuple[Any, ...]:
 
 
 def _size(image: Any) -> tuple[Any, ...]:
-    """Height and width of an encoded image, of an image of PIL, or the shape of an array."""
+    """Return height and width of an encoded image or of an image of PIL, or the shape of an array."""
     if isinstance(image, Mapping) and ("bytes" in image or "path" in image):
         content = image.get("bytes")
         source = BytesIO(content) if content is not None else image.get("path")

@@ -13,6 +13,7 @@ from hf_trak.data.images import ImageTokens, SplitRows, split_at_images
 from hf_trak.data.preferences import PreparingCollator, kind_of
 from hf_trak.identity.row_digest import fingerprint_dataset
 from hf_trak.modelout_functions.base import call_model
+from hf_trak.modelout_functions.batches import evaluating
 from hf_trak.modelout_functions.dpo import DPOModelOutput
 from hf_trak.modelout_functions.kto import KTOModelOutput
 from hf_trak.runtime.processes import Processes
@@ -109,7 +110,7 @@ def _reference_columns(
     tokens = ImageTokens.of(model)
     found = {name: torch.zeros(len(rows)) for name in names}
     task.bind(model)
-    with torch.no_grad(), _evaluating(model), nullcontext() if own else _without_adapter(model):
+    with evaluating(model), nullcontext() if own else _without_adapter(model):
         for start in range(0, len(rows), size):
             some = list(rows.select(range(start, min(start + size, len(rows)))))
             made = split_at_images(collate(some), some, tokens)
@@ -139,19 +140,8 @@ def _log_probs(
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-@contextmanager
 def _without_adapter(model: Any) -> Iterator[None]:
-    """Switch the adapter off, or to the one called "ref", which TRL takes for the reference if there is one."""
+    """Switch the adapter off, or to one called "ref" that TRL takes for the reference."""
     if "ref" not in model.peft_config:
         with model.disable_adapter():
             yield

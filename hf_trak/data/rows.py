@@ -230,7 +230,7 @@ class RowBatches:
 
     @property
     def drawn(self) -> bool:
-        """Whether rows come out of dataset or collator at random, so that each is drawn with seeds of its own."""
+        """Tell whether rows come out of dataset or collator at random, so that each is drawn with seeds of its own."""
         if self._draws is None:
             return False
         known = self._draws.known(self._given)
@@ -238,7 +238,7 @@ class RowBatches:
 
     @property
     def draws(self) -> int:
-        """Number of draws of each row: 1 for rows that are always the same."""
+        """Count the draws of each row: 1 for rows that are always the same."""
         return self._draws.count if self._draws is not None and self.drawn else 1
 
     def probe(self) -> tuple[Collate, list[int], bool]:
@@ -464,17 +464,17 @@ class RowPart:
 
     @property
     def whole(self) -> bool:
-        """Whether these are all rows."""
+        """Tell whether these are all rows."""
         return len(self.numbers) == self.total
 
     @property
     def at_hand(self) -> bool:
-        """Whether the rows were fetched, so that the dataset need not have them."""
+        """Tell whether the rows were fetched, so that the dataset need not have them."""
         return self.held is not None
 
     @property
     def tag(self) -> str:
-        """A digest of the numbers, 12 hex digits; empty for all rows."""
+        """Hash the numbers to 12 hex digits; return an empty text for all rows."""
         return "" if self.whole else content_digest({"rows": list(self.numbers), "total": self.total})[:12]
 
     def of(self, dataset: Any) -> Any:

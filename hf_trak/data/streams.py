@@ -34,7 +34,7 @@ class StreamedRows:
     """
 
     sequential = True
-    """Rows are loaded without worker processes, whatever `dataloader_num_workers` says: `datasets` divides a stream
+    """Rows are loaded without worker processes, however many are asked for: `datasets` divides a stream
     among workers, and each of them would have to read all of it."""
 
     def __init__(self, stream: Iterable[Any], num_rows: int) -> None:

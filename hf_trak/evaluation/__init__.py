@@ -1,17 +1,16 @@
 """Evaluation of attributions: comparison of the effects that scores predict with those that retraining measures.
 
-`subsets.py` chooses subsets of the training rows, `retraining.py` trains on them (`trainer_retraining.py` with
-`Trainer`), and `lds.py`, `leave_one_out.py`, `precision.py`, `tail_removal.py`, `counterfactual.py` and
-`mislabelled.py` compute measures, which take plain matrices of scores `(n_train, n_targets)` of any library.
-`reliability.py` measures the noise of the retrainings, and `bank.py` keeps them in a directory that others can use.
+`intervals.py` chooses subsets of the training rows, `retraining.py` trains on them (`trainer_retraining.py` with
+`Trainer`), and `lds.py`, `removal.py` and `mislabelled.py` compute measures, which take plain matrices of scores
+`(n_train, n_targets)` of any library. `reliability.py` measures the noise of the retrainings, and `bank.py` keeps them
+in a directory that others can use. `tail_patch.py` takes one small training step in place of a retraining.
 
 May import `featurize` and the packages below it.
 
 Start with `lds.py`, whose first function is the measure of the TRAK paper.
 """
 
-from hf_trak.evaluation.bank import Bank, BankPart
-from hf_trak.evaluation.bank_scores import BankScore, evaluate_bank
+from hf_trak.evaluation.bank import Bank, BankPart, BankScore, evaluate_bank
 from hf_trak.evaluation.intervals import Interval, group_sums, leave_one_out_subsets, mean_interval, random_subsets
 from hf_trak.evaluation.lds import (
     LdsResult,
@@ -25,23 +24,14 @@ from hf_trak.evaluation.lds import (
 )
 from hf_trak.evaluation.mislabelled import MislabelledResult, mislabel_detection, with_wrong_labels
 from hf_trak.evaluation.reliability import Reliability, measure_reliability, repeated_outputs
-from hf_trak.evaluation.removal_effects import RemovalEffect, RemovalResult, evaluate_removal
+from hf_trak.evaluation.removal import RemovalEffect, RemovalPlan, RemovalResult, evaluate_removal, removal_plan
 from hf_trak.evaluation.retraining import masks_and_outputs, retrain_on_subsets
-from hf_trak.evaluation.tail_removal import (
-    CounterfactualCurves,
-    CounterfactualPlan,
-    RemovalPlan,
-    counterfactual_plan,
-    removal_plan,
-)
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, mask_rows, model_outputs
 
 __all__ = [
     "Bank",
     "BankPart",
     "BankScore",
-    "CounterfactualCurves",
-    "CounterfactualPlan",
     "Interval",
     "LdsResult",
     "LeaveOneOutResult",
@@ -53,7 +43,6 @@ __all__ = [
     "TopKPrecision",
     "TrainerRetraining",
     "compare_lds",
-    "counterfactual_plan",
     "evaluate_bank",
     "evaluate_lds",
     "evaluate_removal",

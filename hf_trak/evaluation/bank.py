@@ -2,10 +2,11 @@
 
 Retraining is the expensive part of an evaluation, and its results serve every method. A bank keeps them in a directory
 that can be built by many processes and jobs, published, and used by others: subsets of the training rows, the outputs
-on the targets of models retrained on them, seeds, the recipe, and fingerprints of both datasets.
+on the targets of models retrained on them, seeds, the recipe, and fingerprints of both datasets. Each part is a
+directory of retrainings, see `hf_trak.evaluation.retraining_files`; `bank.json` says what all parts have in common.
 
 A bank has parts, each with its own subsets and protocol: 1 % of the rows dropped, say, and 50 %; repeats that tell the
-noise; removals of the rows that a method found (`hf_trak.evaluation.tail_removal`).
+noise; removals of the rows that a method found (`hf_trak.evaluation.removal`).
 """
 
 import os
@@ -18,32 +19,36 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
+from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError, StoreError
+from hf_trak.evaluation.intervals import (
+    RESAMPLES,
+    Interval,
+    check_interval,
+    checked_numbers,
+    plain,
+    quantile_interval,
+    spearman,
+)
+from hf_trak.evaluation.lds import predicted_and_measured, resampled_lds
 from hf_trak.evaluation.reliability import Reliability, measure_reliability
 from hf_trak.evaluation.retraining import Retrain, check_masks, train_missing
-from hf_trak.evaluation.retraining_files import RetrainingFiles, subset_digest, training_seed
+from hf_trak.evaluation.retraining_files import (
+    CONFIG,
+    OUTPUTS,
+    SUBSETS,
+    RetrainingFiles,
+    all_trainings,
+    create_described,
+    read_described,
+    subset_digest,
+)
 from hf_trak.identity.row_digest import fingerprint_dataset
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.processes import Processes
 from hf_trak.store.atomic import differing, safe_name
-from hf_trak.store.sealed import (
-    SEALED_VERSION,
-    VERSION_KEY,
-    content_digest,
-    create_sealed,
-    read_sealed,
-    unsealed,
-)
-from hf_trak.store.shards import TensorSpec, read_tensors, write_tensors
+from hf_trak.store.sealed import content_digest
 
 BANK = "bank.json"
-
-PART = "part.json"
-
-SUBSETS = "subsets.safetensors"
-
-OUTPUTS = "outputs.safetensors"
-
 
 _BANK_KEYS = {
     "kind": str,
@@ -54,193 +59,15 @@ _BANK_KEYS = {
     "recipe": dict,
 }
 
-_PART_KEYS = {"bank": str, "subsets": int, "repeats": int, "seed": int, "protocol": dict, "masks": str}
-
-
-def create_described(path: Path, content: Mapping[str, Any], what: str) -> None:
-    """Create a description unless it exists, in which case it must say the same.
-
-    Args:
-        path: the file.
-        content: plain JSON.
-        what: what is described, for the error message.
-
-    Raises:
-        ConfigMismatchError: the file says something else; shows both.
-        StoreError: the file is damaged, or cannot be written.
-    """
-    create_sealed(path, content)
-    if lines := differing(unsealed(read_sealed(path)), dict(content)):
-        raise ConfigMismatchError(
-            f"{path} describes another {what}. Expected the same rows, targets, subsets and settings; use another "
-            "directory or another name.\n" + "\n".join(lines)
-        )
-
-
-def read_bank(directory: Path) -> dict[str, Any]:
-    """Read `bank.json`.
-
-    Raises:
-        IncompleteStoreError: there is no bank in this directory.
-        StoreError: the file is damaged, or of a newer version.
-    """
-    content = _described(directory / BANK, _BANK_KEYS, f"{directory} holds no bank: {BANK} is missing")
-    if content["kind"] != "bank" or content["rows"] < 1 or content["targets"] < 1:
-        raise StoreError(
-            f"{directory / BANK} says the kind {content['kind']!r}, {content['rows']} rows and {content['targets']} "
-            "targets. Expected a bank with at least one of each. Restore it from a copy."
-        )
-    return content
-
-
-def part_names(directory: Path) -> list[str]:
-    """Return the names of the parts of a bank, sorted."""
-    return sorted(path.parent.name for path in directory.glob(f"*/{PART}"))
-
-
-def read_part(directory: Path, bank: Mapping[str, Any]) -> dict[str, Any]:
-    """Read `part.json` of one part.
-
-    Args:
-        directory: directory of the part.
-        bank: what `bank.json` says.
-
-    Raises:
-        IncompleteStoreError: there is no such part.
-        StoreError: the file is damaged, or belongs to another bank.
-    """
-    names = ", ".join(part_names(directory.parent)) or "none"
-    content = _described(
-        directory / PART, _PART_KEYS, f"The bank {directory.parent} has no part {directory.name!r} (it has: {names})"
-    )
-    if content["bank"] != content_digest(bank):
-        raise StoreError(
-            f"{directory / PART} belongs to another bank. Expected a part of {directory.parent}. Restore it from a "
-            "copy."
-        )
-    if content["subsets"] < 1 or content["repeats"] < 1:
-        raise StoreError(
-            f"{directory / PART} says {content['subsets']} subsets and {content['repeats']} repeats. Expected at "
-            "least one of each. Restore it from a copy."
-        )
-    return content
-
-
-def _described(path: Path, keys: Mapping[str, type], absent: str) -> dict[str, Any]:
-    try:
-        saved = read_sealed(path, allow_unsealed=False)
-    except FileNotFoundError as error:
-        raise IncompleteStoreError(f"{absent}. Expected a directory that `Bank.create` made.") from error
-    if (version := saved.get(VERSION_KEY)) != SEALED_VERSION:
-        raise StoreError(
-            f"{path} has format version {version!r}. Expected {SEALED_VERSION}, which this version of hf_trak reads. "
-            "Use the version of hf_trak that wrote it."
-        )
-    content = unsealed(saved)
-    if wrong := [name for name, kind in keys.items() if type(content.get(name)) is not kind]:
-        raise StoreError(
-            f"{path} has no valid {', '.join(wrong)}. Expected the file as hf_trak wrote it. Restore it from a copy, "
-            "or use the version of hf_trak that wrote it."
-        )
-    return content
-
-
-def write_subsets(directory: Path, part: Mapping[str, Any], masks: np.ndarray) -> None:
-    """Write the subsets of a part, booleans `(s, n)`, unless they are there.
-
-    Raises:
-        StoreError: the file cannot be written.
-    """
-    if not (directory / SUBSETS).is_file():
-        packed = torch.from_numpy(np.packbits(masks, axis=1))
-        write_tensors(directory / SUBSETS, {"subsets": packed}, _identity("subsets", part))
-
-
-def read_subsets(directory: Path, part: Mapping[str, Any], rows: int) -> np.ndarray:
-    """Read the subsets of a part.
-
-    Args:
-        directory: directory of the part.
-        part: what `part.json` says.
-        rows: n.
-
-    Returns:
-        Booleans `(s, n)`.
-
-    Raises:
-        StoreError: the file is missing or damaged, or belongs to another part.
-    """
-    specs = {"subsets": TensorSpec((part["subsets"], -(-rows // 8)), (torch.uint8,))}
-    packed = read_tensors(directory / SUBSETS, _identity("subsets", part), specs)["subsets"].numpy()
-    masks = np.unpackbits(packed, axis=1, count=rows).astype(bool)
-    if masks_digest(masks) != part["masks"]:
-        raise StoreError(
-            f"{directory / SUBSETS} holds other subsets than {PART} says. Expected those that the part was made with. "
-            "Restore both from a copy."
-        )
-    return masks
-
-
-def write_outputs(directory: Path, part: Mapping[str, Any], files: RetrainingFiles, masks: np.ndarray) -> bool:
-    """Join all trainings of a part to one file, if they are done.
-
-    Returns:
-        Whether the file exists now.
-
-    Raises:
-        StoreError: a training is damaged, or the file cannot be written.
-    """
-    if (directory / OUTPUTS).is_file():
-        return True
-    s, repeats = part["subsets"], part["repeats"]
-    if len(set(files.present()) & {(i, r) for i in range(s) for r in range(repeats)}) < s * repeats:
-        return False
-    digests = [subset_digest(mask) for mask in masks]
-    outputs = [[files.read(i, r, digests[i])[0] for i in range(s)] for r in range(repeats)]
-    seeds = [[training_seed(part["seed"], i, r) for i in range(s)] for r in range(repeats)]
-    tensors = {"outputs": torch.from_numpy(np.array(outputs)), "seeds": torch.tensor(seeds)}
-    write_tensors(directory / OUTPUTS, tensors, _identity("outputs", part))
-    return True
-
-
-def read_outputs(directory: Path, part: Mapping[str, Any], targets: int) -> tuple[np.ndarray, np.ndarray]:
-    """Read the outputs of all trainings of a part.
-
-    Args:
-        directory: directory of the part.
-        part: what `part.json` says.
-        targets: m.
-
-    Returns:
-        Outputs `(R, s, m)`, float64, and seeds `(R, s)`, int64.
-
-    Raises:
-        IncompleteStoreError: some trainings are missing.
-        StoreError: the file is damaged, or belongs to another part; an output is NaN or infinite.
-    """
-    path = directory / OUTPUTS
-    shape = (part["repeats"], part["subsets"])
-    if not path.is_file():
-        done = len(list((directory / "trainings").glob("*.safetensors")))
-        raise IncompleteStoreError(
-            f"The part {directory.name!r} of the bank {directory.parent} has {done} of {shape[0] * shape[1]} "
-            "trainings. Expected all of them. Call `Bank.build` again, with the same arguments."
-        )
-    specs = {"outputs": TensorSpec((*shape, targets), (torch.float64,)), "seeds": TensorSpec(shape, (torch.int64,))}
-    found = read_tensors(path, _identity("outputs", part), specs)
-    outputs = found["outputs"].numpy()
-    if not np.isfinite(outputs).all():
-        raise StoreError(f"{path} holds NaN or infinite outputs. Expected finite ones. Restore it from a copy.")
-    return outputs, found["seeds"].numpy()
-
-
-def masks_digest(masks: np.ndarray) -> str:
-    """Hash the subsets `(s, n)` of a part."""
-    return subset_digest(masks.reshape(-1))
-
-
-def _identity(kind: str, part: Mapping[str, Any]) -> dict[str, str | int]:
-    return {"kind": f"bank {kind}", "part": content_digest(part)}
+_PART_KEYS = {
+    "rows": int,
+    "seed": int,
+    "bank": str,
+    "subsets": int,
+    "repeats": int,
+    "protocol": dict,
+    "masks": str,
+}
 
 
 @dataclass(frozen=True)
@@ -274,7 +101,7 @@ class BankPart:
 
     @property
     def truth(self) -> np.ndarray:
-        """Outputs averaged over the repeats, `(s, m)`."""
+        """Average the outputs over the repeats, `(s, m)`."""
         return self.outputs.mean(axis=0)
 
 
@@ -291,6 +118,8 @@ class Bank:
     Attributes:
         directory (`Path`):
             The directory.
+        described (`dict[str, Any]`):
+            What `bank.json` says.
         recipe (`dict[str, Any]`):
             What its maker says about model, data and training.
         n_train (`int`):
@@ -311,10 +140,16 @@ class Bank:
             StoreError: its description is damaged.
         """
         self.directory = Path(directory)
-        self._description = read_bank(self.directory)
-        self.recipe: dict[str, Any] = self._description["recipe"]
-        self.n_train: int = self._description["rows"]
-        self.n_targets: int = self._description["targets"]
+        absent = f"{directory} holds no bank: {BANK} is missing. Expected a directory that `Bank.create` made."
+        self.described = read_described(self.directory / BANK, _BANK_KEYS, absent)
+        self.recipe: dict[str, Any] = self.described["recipe"]
+        self.n_train: int = self.described["rows"]
+        self.n_targets: int = self.described["targets"]
+        if self.described["kind"] != "bank" or self.n_train < 1 or self.n_targets < 1:
+            raise StoreError(
+                f"{self.directory / BANK} says the kind {self.described['kind']!r}, {self.n_train} rows and "
+                f"{self.n_targets} targets. Expected a bank with at least one of each. Restore it from a copy."
+            )
 
     def __repr__(self) -> str:
         return f"Bank({str(self.directory)!r}, {self.n_train} rows, {self.n_targets} targets, parts: {self.parts})"
@@ -360,24 +195,43 @@ class Bank:
 
     @property
     def parts(self) -> list[str]:
-        """Names of the parts, sorted."""
-        return part_names(self.directory)
+        """List the names of the parts, sorted."""
+        return sorted(path.parent.name for path in self.directory.glob(f"*/{CONFIG}"))
 
     def description(self, name: str) -> dict[str, Any]:
-        """Return what `part.json` of a part says.
+        """Return what `retraining.json` of a part says.
 
         Args:
             name (`str`):
                 Name of the part.
 
         Returns:
-            `dict[str, Any]`: `subsets`, `repeats`, `seed`, `protocol`, `repeat_of`, `removal` and digests.
+            `dict[str, Any]`: `rows`, `subsets`, `repeats`, `seed`, `protocol`, `repeat_of`, `removal` and digests.
 
         Raises:
             IncompleteStoreError: there is no such part.
             StoreError: the file is damaged, or belongs to another bank.
+            ValueError: `name` is no name of a directory.
         """
-        return read_part(self.directory / safe_name(name), self._description)
+        path = self.directory / safe_name(name) / CONFIG
+        absent = (
+            f"The bank {self.directory} has no part {name!r} (it has: {', '.join(self.parts) or 'none'}). Expected "
+            "one that `Bank.add_part` added."
+        )
+        content = read_described(path, _PART_KEYS, absent)
+        if content["bank"] != content_digest(self.described) or content["rows"] != self.n_train:
+            raise StoreError(
+                f"{path} belongs to another bank. Expected a part of {self.directory}. Restore it from a copy."
+            )
+        if content["subsets"] < 1 or content["repeats"] < 1:
+            raise StoreError(
+                f"{path} says {content['subsets']} subsets and {content['repeats']} repeats. Expected at least one of "
+                "each. Restore it from a copy."
+            )
+        return content
+
+    def _files(self, name: str) -> RetrainingFiles:
+        return RetrainingFiles(self.directory / name, self.description(name))
 
     def is_complete(self, name: str) -> bool:
         """Return whether all trainings of a part are done.
@@ -437,22 +291,24 @@ class Bank:
         if repeat_of is not None:
             self._check_repeated(repeat_of, member)
         content = {
-            "bank": content_digest(self._description),
+            "rows": self.n_train,
+            "bank": content_digest(self.described),
             "subsets": len(member),
             "repeats": checked_int(repeats, "repeats", 1, type_error=ValueError),
             "seed": checked_int(seed, "seed", 0, type_error=ValueError),
             "protocol": dict(protocol or {}),
             "repeat_of": repeat_of,
             "removal": None if removal is None else dict(removal),
-            "masks": masks_digest(member),
+            "masks": subset_digest(member),
         }
         directory = self.directory / safe_name(name)
-        create_described(directory / PART, content, "part")
-        write_subsets(directory, self.description(name), member)
+        create_described(directory / CONFIG, content, "part")
+        if not (directory / SUBSETS).is_file():
+            self._files(name).write_subsets(member)
 
     def _check_repeated(self, name: str, member: np.ndarray) -> None:
         original = self.description(name)
-        masks = read_subsets(self.directory / name, original, self.n_train)
+        masks = _masks(self._files(name))
         same = len(member) >= 3 and np.array_equal(masks[: len(member)], member)
         if original["repeats"] != 1 or original["repeat_of"] or not same:
             raise ValueError(
@@ -497,33 +353,22 @@ class Bank:
         jobs = checked_int(jobs, "jobs", 1, type_error=ValueError)
         if checked_int(job, "job", 0, type_error=ValueError) >= jobs:
             raise ValueError(f"`job` is {job} of {jobs} jobs. Expected a number from 0 to {jobs - 1}.")
-        part = self.description(name)
-        directory = self.directory / name
-        member = read_subsets(directory, part, self.n_train)
+        files = self._files(name)
+        part, member = files.config, _masks(files)
         if self.is_complete(name):
             return True
         self._check_training(name, part, retrain)
-        every = [(subset, repeat) for repeat in range(part["repeats"]) for subset in range(part["subsets"])]
-        config = {"rows": self.n_train, "seed": part["seed"], "settings": {"part": content_digest(part)}}
+        wanted = all_trainings(part["subsets"], part["repeats"])
         processes = Processes(use_cpu=not torch.accelerator.is_available()) if processes is None else processes
-        train_missing(directory, config, every[job::jobs], member, self._counted(retrain), processes)
-        return processes.broadcast_from_main(
-            lambda: write_outputs(directory, part, RetrainingFiles.load(directory), member)
-        )
+        train_missing(files, wanted[job::jobs], member, retrain, processes, self.n_targets)
 
-    def _counted(self, retrain: Retrain) -> Retrain:
-        """Check the number of outputs of a training before they are saved."""
+        def join() -> bool:
+            if not (done := self.is_complete(name)) and not files.missing(wanted):
+                files.write_outputs(member, part["repeats"])
+                return True
+            return done
 
-        def checked(rows: np.ndarray, seed: int) -> ArrayLike:
-            outputs = np.asarray(retrain(rows, seed))
-            if outputs.shape != (self.n_targets,):
-                raise ValueError(
-                    f"`retrain` returned the shape {outputs.shape}; the bank has {self.n_targets} targets. Expected "
-                    f"({self.n_targets},), one output per target."
-                )
-            return outputs
-
-        return checked
+        return processes.broadcast_from_main(join)
 
     def _check_training(self, name: str, part: Mapping[str, Any], retrain: Retrain) -> None:
         """Compare a [`TrainerRetraining`] with the bank; of other functions nothing is known."""
@@ -557,11 +402,11 @@ class Bank:
         ):
             if dataset is None:
                 continue
-            expected, found = self._description[f"{key}_fingerprint"], fingerprint_dataset(dataset)
+            expected, found = self.described[f"{key}_fingerprint"], fingerprint_dataset(dataset)
             if found != expected:
                 raise ConfigMismatchError(
                     f"The {len(dataset)} {what} have the fingerprint {found}; the bank {self.directory} was made of "
-                    f"{self._description[key]} with {expected}. Expected the same rows with the same columns, in the "
+                    f"{self.described[key]} with {expected}. Expected the same rows with the same columns, in the "
                     "same order."
                 )
 
@@ -579,10 +424,15 @@ class Bank:
             IncompleteStoreError: there is no such part, or trainings are missing.
             StoreError: a file is damaged, or belongs to another bank.
         """
-        part = self.description(name)
-        directory = self.directory / name
-        masks = read_subsets(directory, part, self.n_train)
-        outputs, seeds = read_outputs(directory, part, self.n_targets)
+        files = self._files(name)
+        part, masks = files.config, _masks(files)
+        shape = (part["repeats"], part["subsets"], self.n_targets)
+        if not self.is_complete(name):
+            raise IncompleteStoreError(
+                f"The part {name!r} of the bank {self.directory} has {len(files.present())} of {shape[0] * shape[1]} "
+                "trainings. Expected all of them. Call `Bank.build` again, with the same arguments."
+            )
+        outputs, seeds = files.read_outputs(shape, part["masks"])
         return BankPart(name, masks, outputs, seeds, part["protocol"], part["repeat_of"], part["removal"])
 
     def reliability(self, name: str, confidence: float = 0.95, resamples: int = 1000) -> dict[str, Reliability]:
@@ -610,31 +460,170 @@ class Bank:
         found = {}
         if len(part.outputs) > 1:
             found[name] = measure_reliability(part.outputs, confidence, resamples)
-        for other in self._repeats_of.get(name, ()):
-            if self.is_complete(other):
+        for other in self.parts:
+            if self.description(other)["repeat_of"] == name and self.is_complete(other):
                 repeat = self.part(other)
                 both = np.concatenate([part.outputs[:, : len(repeat.masks)], repeat.outputs])
                 found[other] = measure_reliability(both, confidence, resamples)
         return found
 
-    def incomplete(self, names: Sequence[str]) -> IncompleteStoreError:
-        """Return the error that says how far parts are, for a bank of which none can be used.
 
-        Args:
-            names (`Sequence[str]`):
-                Names of the parts.
-        """
-        shown = ", ".join(names) or "none"
-        return IncompleteStoreError(
-            f"The bank {self.directory} has no complete part to judge scores on; its parts are: {shown}. Expected one "
-            "whose trainings are all done. Add parts with `Bank.add_part`, and call `Bank.build`."
+def _masks(files: RetrainingFiles) -> np.ndarray:
+    """Read the subsets of a part, booleans `(s, n)`."""
+    return files.read_subsets(files.config["subsets"], files.config["masks"])
+
+
+@dataclass(frozen=True)
+class BankScore:
+    """The score of one method on one part of a bank.
+
+    Attributes:
+        part (`str`):
+            Name of the part.
+        method (`str`):
+            Name of the method.
+        lds (`Interval`):
+            Linear datamodeling score, averaged over targets; the interval comes from resampled subsets and targets.
+        difference (`Interval`, *optional*):
+            This score minus that of the first method, on the same resamples; `None` for the first method.
+        per_target (`np.ndarray` of shape `(m,)`):
+            The score of each target.
+        ceilings (`dict[str, Interval]`):
+            The highest score that any method could reach, by the name of the part that repeats this one.
+    """
+
+    part: str
+    method: str
+    lds: Interval
+    difference: Interval | None
+    per_target: np.ndarray
+    ceilings: dict[str, Interval]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as plain JSON values."""
+        return plain(self)
+
+
+def evaluate_bank(
+    bank: Bank,
+    scores: Mapping[str, ArrayLike],
+    *,
+    parts: Sequence[str] | None = None,
+    targets: Sequence[int] | None = None,
+    confidence: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> list[BankScore]:
+    """Compute the linear datamodeling score of each method on each part of a bank.
+
+    All methods are judged on the same bootstrap samples, so that differences between them have intervals of their own.
+
+    Args:
+        bank ([`Bank`]):
+            The bank.
+        scores (`Mapping[str, ArrayLike]`):
+            By the name of a method, its scores of shape `(n, m)`; higher means more helpful.
+        parts (`Sequence[str]`, *optional*):
+            Names of the parts. By default all that are complete and neither repeats nor removals.
+        targets (`Sequence[int]`, *optional*):
+            Numbers of the targets that are judged. By default all.
+        confidence (`float`, *optional*, defaults to 0.95):
+            Confidence level of the intervals.
+        resamples (`int`, *optional*, defaults to 1000):
+            Number of bootstrap samples.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the bootstrap.
+
+    Returns:
+        `list[BankScore]`: by part, then by method in the order of `scores`.
+
+    Raises:
+        ImportError: scipy is not installed.
+        ValueError: scores have the wrong shape or orientation, there are none, a target does not exist, or a part has
+            fewer than three subsets.
+        NonFiniteError: a score is NaN or infinite.
+        IncompleteStoreError: a part does not exist, trainings of it are missing, or no part is complete.
+        StoreError: a file of the bank is damaged.
+    """
+    check_interval(confidence, resamples)
+    if not scores:
+        raise ValueError("`scores` is empty. Expected at least one method. Pass scores by the name of the method.")
+    checked = {name: check_scores(bank, name, values) for name, values in scores.items()}
+    numbers = range(bank.n_targets) if targets is None else targets
+    columns = checked_numbers(numbers, "targets", 0, bank.n_targets - 1)
+    found: list[BankScore] = []
+    for name in judged_parts(bank) if parts is None else parts:
+        part = bank.part(name)
+        kinds = bank.reliability(name, confidence, resamples)
+        ceilings = {other: kind.ceiling if other == name else kind.ceiling_of_one for other, kind in kinds.items()}
+        first: tuple[float, np.ndarray] | None = None
+        for method, values in checked.items():
+            predicted, measured = predicted_and_measured(values[:, columns], part.masks, part.truth[:, columns])
+            per_target = spearman(predicted, measured)
+            value, means = float(per_target.mean()), resampled_lds(predicted, measured, resamples, seed)[1]
+            difference = None
+            if first is None:
+                first = value, means
+            else:
+                difference = quantile_interval(value - first[0], means - first[1], confidence)
+            lds = quantile_interval(value, means, confidence)
+            found.append(BankScore(name, method, lds, difference, per_target, ceilings))
+    return found
+
+
+def judged_parts(bank: Bank) -> list[str]:
+    """Return the names of the parts that scores are judged on: complete, and neither repeats nor removals.
+
+    Args:
+        bank ([`Bank`]):
+            The bank.
+
+    Raises:
+        IncompleteStoreError: there is no such part.
+        StoreError: a description is damaged.
+    """
+    described = {name: bank.description(name) for name in bank.parts}
+    chosen = [name for name, part in described.items() if not part["repeat_of"] and part["removal"] is None]
+    complete = [name for name in chosen if bank.is_complete(name)]
+    if not complete:
+        raise IncompleteStoreError(
+            f"The bank {bank.directory} has no complete part to judge scores on; its parts are: "
+            f"{', '.join(chosen) or 'none'}. Expected one whose trainings are all done. Add parts with "
+            "`Bank.add_part`, and call `Bank.build`."
         )
+    return complete
 
-    @property
-    def _repeats_of(self) -> dict[str, list[str]]:
-        """Names of the parts that repeat a part, by its name."""
-        found: dict[str, list[str]] = {}
-        for name in self.parts:
-            if original := self.description(name)["repeat_of"]:
-                found.setdefault(original, []).append(name)
-        return found
+
+def check_scores(bank: Bank, name: str, scores: ArrayLike) -> np.ndarray:
+    """Return scores as float64 `(n, m)`.
+
+    Args:
+        bank ([`Bank`]):
+            The bank.
+        name (`str`):
+            Name of the method, for error messages.
+        scores (`ArrayLike` of shape `(n, m)`):
+            Its scores.
+
+    Raises:
+        ValueError: the shape is another one; a transposed matrix is recognized.
+        NonFiniteError: a score is NaN or infinite.
+    """
+    try:
+        values = np.asarray(scores, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"The scores of {name!r} are no matrix of numbers ({error}). Expected (n, m).") from error
+    expected = (bank.n_train, bank.n_targets)
+    if values.shape != expected:
+        hint = " They are transposed: pass `scores.T`." if values.shape == expected[::-1] else ""
+        raise ValueError(
+            f"The scores of {name!r} have the shape {values.shape}. Expected {expected}: the training rows and the "
+            f"targets of the bank {bank.directory}.{hint}"
+        )
+    if not np.isfinite(values).all():
+        row, column = np.argwhere(~np.isfinite(values))[0]
+        raise NonFiniteError(
+            f"The scores of {name!r} hold {values[row, column]} for training row {row} and target {column}. Expected "
+            "finite ones."
+        )
+    return values

@@ -1,14 +1,14 @@
 """Confidence intervals by the bootstrap (Efron & Tibshirani 1993, Chapter 13: percentiles)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from hf_trak.errors import NonFiniteError
-from hf_trak.runtime.checks import checked_int
+from hf_trak.runtime.checks import checked_int, is_int
 from hf_trak.scores.groups import RowGroups
 
 RESAMPLES = 1000
@@ -44,7 +44,13 @@ class Interval:
 
     def to_dict(self) -> dict[str, float]:
         """Return the attributes as plain JSON values."""
-        return {"value": self.value, "low": self.low, "high": self.high, "confidence": self.confidence}
+        return asdict(self)
+
+
+def plain(result: Any) -> dict[str, Any]:
+    """Return the attributes of a result, a dataclass, as plain JSON values."""
+    fields = asdict(result).items()
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields}
 
 
 def scipy_stats() -> Any:
@@ -83,12 +89,10 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95, resamples: int = 
         ValueError: there is no value, or `confidence` or `resamples` is out of range.
         NonFiniteError: a value is NaN or infinite.
     """
-    sample = np.asarray(values, dtype=np.float64)
+    sample = checked_finite(values, "values")
     check_interval(confidence, resamples)
     if sample.ndim != 1 or len(sample) == 0:
         raise ValueError(f"`values` has the shape {sample.shape}. Expected one dimension, and at least one value.")
-    if not np.isfinite(sample).all():
-        raise NonFiniteError("`values` holds NaN or infinite values. Expected finite ones.")
     mean = float(sample.mean())
     if np.ptp(sample) == 0:
         return Interval(mean, mean, mean, confidence)
@@ -129,13 +133,51 @@ def check_interval(confidence: float, resamples: int) -> None:
 
 
 def spearman(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Spearman's correlation of the columns of two matrices `(s, m)`; 0 where a column is constant. Shape `(m,)`."""
+    """Compute Spearman's correlation of the columns of two matrices `(s, m)`, see [`pearson`]. Shape `(m,)`."""
     stats = scipy_stats()
-    one, other = stats.rankdata(first, axis=0), stats.rankdata(second, axis=0)
-    one -= one.mean(axis=0)
-    other -= other.mean(axis=0)
+    return pearson(stats.rankdata(first, axis=0), stats.rankdata(second, axis=0))
+
+
+def pearson(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Compute Pearson's correlation of the columns of two matrices `(s, m)`; 0 where one is constant. Shape `(m,)`."""
+    one, other = first - first.mean(axis=0), second - second.mean(axis=0)
     norms = np.linalg.norm(one, axis=0) * np.linalg.norm(other, axis=0)
     return np.divide((one * other).sum(axis=0), norms, out=np.zeros_like(norms), where=norms > 0)
+
+
+def checked_finite(values: ArrayLike, name: str) -> np.ndarray:
+    """Return an argument as float64.
+
+    Args:
+        values: the argument.
+        name: its name in messages.
+
+    Raises:
+        NonFiniteError: a value is NaN or infinite.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if not np.isfinite(array).all():
+        raise NonFiniteError(f"`{name}` holds NaN or infinite values. Expected finite ones.")
+    return array
+
+
+def checked_numbers(values: Iterable[Any], name: str, low: int, high: int, of: str = "") -> list[int]:
+    """Return row or target numbers as plain integers.
+
+    Args:
+        values: the numbers.
+        name: their name in messages.
+        low: the least number.
+        high: the greatest number.
+        of: what follows their value in messages.
+
+    Raises:
+        ValueError: there are none, or they are no distinct integers in this range.
+    """
+    listed = list(values)
+    if not listed or not all(is_int(value, low, high) for value in listed) or len(set(listed)) != len(listed):
+        raise ValueError(f"`{name}` is {listed}{of}. Expected distinct numbers from {low} to {high}.")
+    return [int(value) for value in listed]
 
 
 def checked_matrix(values: ArrayLike, name: str, shape: tuple[int, int] | None = None) -> np.ndarray:

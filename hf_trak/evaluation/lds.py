@@ -7,21 +7,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hf_trak.errors import NonFiniteError
 from hf_trak.evaluation.intervals import (
     RESAMPLES,
     Interval,
     check_interval,
+    checked_finite,
     checked_matrix,
+    checked_numbers,
     checked_scores,
     group_sums,
     mean_interval,
+    pearson,
+    plain,
     quantile_interval,
-    scipy_stats,
     spearman,
 )
 from hf_trak.evaluation.retraining import check_masks
-from hf_trak.runtime.checks import is_int
 from hf_trak.scores.groups import RowGroups
 
 
@@ -48,8 +49,7 @@ class LdsResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain JSON values."""
-        columns = {name: getattr(self, name).tolist() for name in ("per_target", "low", "high")}
-        return {"mean": self.mean.to_dict(), **columns}
+        return plain(self)
 
 
 def linear_datamodeling_score(scores: ArrayLike, masks: ArrayLike, outputs: ArrayLike) -> np.ndarray:
@@ -119,11 +119,8 @@ def evaluate_lds(
     predicted, measured = predicted_and_measured(scores, masks, outputs)
     per_target = spearman(predicted, measured)
     values, means = resampled_lds(predicted, measured, resamples, seed)
-    ends = [(1 - confidence) / 2, (1 + confidence) / 2]
-    low, high = np.quantile(values, ends, axis=0)
-    mean_low, mean_high = np.quantile(means, ends)
-    mean = Interval(float(per_target.mean()), float(mean_low), float(mean_high), confidence)
-    return LdsResult(per_target, low, high, mean)
+    low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
+    return LdsResult(per_target, low, high, quantile_interval(per_target.mean(), means, confidence))
 
 
 def compare_lds(
@@ -205,20 +202,21 @@ def predicted_and_measured(scores: ArrayLike, masks: ArrayLike, outputs: ArrayLi
         ValueError: shapes do not fit, or there are fewer than three subsets.
         NonFiniteError: a score or an output is NaN or infinite.
     """
-    tau = np.asarray(scores, dtype=np.float64)
-    member = np.asarray(masks, dtype=np.float64)
-    measured = np.asarray(outputs, dtype=np.float64)
+    tau, member, measured = _checked(scores, np.asarray(masks, dtype=np.float64), outputs)
+    if len(member) < 3:
+        raise ValueError(f"{len(member)} subsets were given. Expected at least 3, better 50 or more.")
+    return member @ tau, measured
+
+
+def _checked(scores: ArrayLike, member: np.ndarray, outputs: ArrayLike) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return scores `(n, m)`, subsets `(s, n)` and outputs `(s, m)`, if they fit and are finite."""
+    tau, measured = np.asarray(scores, dtype=np.float64), np.asarray(outputs, dtype=np.float64)
     if tau.ndim != 2 or member.shape[1:] != tau.shape[:1] or measured.shape != (len(member), tau.shape[1]):
         raise ValueError(
             f"`scores` has the shape {tau.shape}, `masks` {member.shape}, `outputs` {measured.shape}. Expected (n, "
             "m), (s, n) and (s, m)."
         )
-    if len(member) < 3:
-        raise ValueError(f"{len(member)} subsets were given. Expected at least 3, better 50 or more.")
-    for name, values in (("scores", tau), ("outputs", measured)):
-        if not np.isfinite(values).all():
-            raise NonFiniteError(f"`{name}` holds NaN or infinite values. Expected finite ones.")
-    return member @ tau, measured
+    return checked_finite(tau, "scores"), member, checked_finite(measured, "outputs")
 
 
 @dataclass(frozen=True)
@@ -281,17 +279,7 @@ def leave_one_out_correlation(
             were left out.
         NonFiniteError: a score or output is NaN or infinite.
     """
-    stats = scipy_stats()
-    tau, measured = np.asarray(scores, dtype=np.float64), np.asarray(outputs, dtype=np.float64)
-    member = check_masks(masks)
-    if tau.ndim != 2 or member.shape[1] != len(tau) or measured.shape != (len(member), tau.shape[1]):
-        raise ValueError(
-            f"`scores` has the shape {tau.shape}, `masks` {member.shape}, `outputs` {measured.shape}. Expected (n, "
-            "m), (1 + rows, n) and (1 + rows, m)."
-        )
-    for name, values in (("scores", tau), ("outputs", measured)):
-        if not np.isfinite(values).all():
-            raise NonFiniteError(f"`{name}` holds NaN or infinite values. Expected finite ones.")
+    tau, member, measured = _checked(scores, check_masks(masks), outputs)
     division = RowGroups(list(range(len(tau)))) if groups is None else groups
     units = group_sums(tau, division)
     left_out = [np.unique(division.member.numpy()[~mask]) for mask in member[1:]]
@@ -306,17 +294,9 @@ def leave_one_out_correlation(
         raise ValueError(f"{len(left_out)} rows were left out. Expected at least 3.")
     predicted = units[np.concatenate(left_out)]
     effects = measured[0] - measured[1:]
-    pearson = _pearson(predicted, effects)
-    spearman = _pearson(stats.rankdata(predicted, axis=0), stats.rankdata(effects, axis=0))
-    means = [mean_interval(values, confidence, resamples) for values in (pearson, spearman)]
-    return LeaveOneOutResult(pearson, spearman, means[0], means[1], effects)
-
-
-def _pearson(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Pearson's correlation of each pair of columns; 0 where one of them is constant."""
-    one, other = first - first.mean(axis=0), second - second.mean(axis=0)
-    norms = np.linalg.norm(one, axis=0) * np.linalg.norm(other, axis=0)
-    return np.divide((one * other).sum(axis=0), norms, out=np.zeros_like(norms), where=norms > 0)
+    found = pearson(predicted, effects), spearman(predicted, effects)
+    means = [mean_interval(values, confidence, resamples) for values in found]
+    return LeaveOneOutResult(*found, means[0], means[1], effects)
 
 
 @dataclass(frozen=True)
@@ -400,16 +380,12 @@ def top_k_precision(
         NonFiniteError: a score or an effect is NaN or infinite.
     """
     tau = checked_scores(scores, "scores", shape)
-    chosen = list(range(len(tau)) if rows is None else rows)
-    if not chosen or not all(is_int(i, 0, len(tau) - 1) for i in chosen) or len(set(chosen)) != len(chosen):
-        raise ValueError(f"`rows` is {chosen}. Expected distinct numbers from 0 to {len(tau) - 1}.")
+    chosen = checked_numbers(range(len(tau)) if rows is None else rows, "rows", 0, len(tau) - 1)
     effects = checked_matrix(truth, "truth", (len(chosen), tau.shape[1]))
     tau = tau[chosen]
     n = len(tau)
-    sizes = list(k)
-    if not sizes or not all(is_int(size, 1, n - 1) for size in sizes) or len(set(sizes)) != len(sizes):
-        raise ValueError(f"`k` is {sizes} for {n} rows. Expected distinct numbers from 1 to {n - 1}.")
-    shares = {int(size): (_membership(tau, size) * _membership(effects, size)).sum(axis=0) / size for size in sizes}
+    sizes = checked_numbers(k, "k", 1, n - 1, f" for {n} rows")
+    shares = {size: (_membership(tau, size) * _membership(effects, size)).sum(axis=0) / size for size in sizes}
     return TopKPrecision(
         per_target=shares,
         mean={size: mean_interval(values, confidence, resamples, seed) for size, values in shares.items()},

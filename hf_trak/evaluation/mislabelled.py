@@ -13,8 +13,7 @@ import numpy as np
 from datasets import Dataset
 from numpy.typing import ArrayLike
 
-from hf_trak.errors import NonFiniteError
-from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval
+from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval, checked_finite, quantile_interval
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,12 @@ def mislabel_detection(
             "`mislabel_detection` needs scikit-learn. Install it with `pip install scikit-learn`."
         ) from error
     check_interval(confidence, resamples)
-    values = np.asarray(self_influence, dtype=np.float64)
+    values = checked_finite(self_influence, "self_influence")
     wrong = np.asarray(mislabelled, dtype=bool)
     if values.ndim != 1 or wrong.shape != values.shape:
         raise ValueError(
             f"`self_influence` has the shape {values.shape}, `mislabelled` {wrong.shape}. Expected (n,) for both."
         )
-    if not np.isfinite(values).all():
-        raise NonFiniteError("`self_influence` holds NaN or infinite values. Expected finite ones.")
     if not 0 < wrong.sum() < len(wrong):
         raise ValueError(
             f"{int(wrong.sum())} of {len(wrong)} rows are mislabelled. Expected at least one that is and one that is "
@@ -103,10 +100,9 @@ def mislabel_detection(
     for _ in range(resamples):
         rows = np.concatenate([rng.choice(part, len(part)) for part in (positive, negative)])
         found.append(roc_auc_score(wrong[rows], values[rows]))
-    low, high = np.quantile(found, [(1 - confidence) / 2, (1 + confidence) / 2])
     ranked = wrong[np.argsort(-values, kind="stable")]
     return MislabelledResult(
-        auc=Interval(float(roc_auc_score(wrong, values)), float(low), float(high), confidence),
+        auc=quantile_interval(roc_auc_score(wrong, values), np.array(found), confidence),
         average_precision=float(average_precision_score(wrong, values)),
         precision_at={k: float(ranked[:k].mean()) for k in chosen},
         mislabelled=int(wrong.sum()),

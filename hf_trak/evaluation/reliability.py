@@ -18,8 +18,15 @@ import numpy as np
 from datasets import Dataset
 from numpy.typing import ArrayLike
 
-from hf_trak.errors import NonFiniteError
-from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval, quantile_interval, spearman
+from hf_trak.evaluation.intervals import (
+    RESAMPLES,
+    Interval,
+    check_interval,
+    checked_finite,
+    plain,
+    quantile_interval,
+    spearman,
+)
 from hf_trak.evaluation.retraining import outputs_of
 
 _SPLITS = 100
@@ -49,10 +56,8 @@ class Reliability:
     ceiling_of_one: Interval
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain JSON values."""
-        columns = {name: getattr(self, name).tolist() for name in ("noise", "signal", "one", "mean")}
-        ends = {name: getattr(self, name).to_dict() for name in ("ceiling", "ceiling_of_one")}
-        return {"repeats": self.repeats, **ends, **columns}
+        """Return the result as plain JSON values."""
+        return plain(self)
 
 
 def repeated_outputs(retrained: Dataset) -> np.ndarray:
@@ -105,14 +110,12 @@ def measure_reliability(
         NonFiniteError: an output is NaN or infinite.
     """
     check_interval(confidence, resamples)
-    values = np.asarray(outputs, dtype=np.float64)
+    values = checked_finite(outputs, "outputs")
     if values.ndim != 3 or len(values) < 2 or values.shape[1] < 3 or values.shape[2] < 1:
         raise ValueError(
             f"`outputs` has the shape {values.shape}. Expected (R, s, m) with at least 2 repeats, 3 subsets and 1 "
             "target."
         )
-    if not np.isfinite(values).all():
-        raise NonFiniteError("`outputs` holds NaN or infinite values. Expected finite ones.")
     repeats, s, m = values.shape
     rng = np.random.default_rng(seed)
     halves = [_halves(repeats, rng) for _ in range(1 if repeats == 2 else _SPLITS)]
@@ -134,17 +137,17 @@ def measure_reliability(
 
 
 def _halves(repeats: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Two halves of the repeats of equal size; an odd one is left out."""
+    """Divide the repeats into two halves of equal size; an odd one is left out."""
     order = rng.permutation(repeats)
     return order[: repeats // 2], order[repeats // 2 : 2 * (repeats // 2)]
 
 
 def _half_reliability(values: np.ndarray, halves: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """Rank correlation over the subsets of the means of two halves, `(m,)`, averaged over splits, not below 0."""
+    """Correlate the means of two halves by their ranks over the subsets, averaged over splits: `(m,)`, in [0, 1]."""
     found = [spearman(values[one].mean(axis=0), values[other].mean(axis=0)) for one, other in halves]
     return np.clip(np.mean(found, axis=0), 0.0, 1.0)
 
 
 def _stepped(reliability: np.ndarray, times: float) -> np.ndarray:
-    """The Spearman–Brown formula: reliability of the mean of `times` as many trainings."""
+    """Compute the reliability of the mean of `times` as many trainings, by the Spearman–Brown formula."""
     return times * reliability / (1 + (times - 1) * reliability)

@@ -15,35 +15,24 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from datasets import Dataset, Features, List, Value
-from datasets.arrow_writer import ArrowWriter
+from datasets import Dataset
+from datasets.table import InMemoryTable
 from numpy.typing import ArrayLike
 
 from hf_trak.errors import IncompleteStoreError, NonFiniteError
 from hf_trak.evaluation.retraining_files import (
-    DATASET,
+    CONFIG,
     RetrainingFiles,
+    Training,
+    all_trainings,
+    create_described,
     subset_digest,
-    training_seed,
-    upgrade_retraining,
-    verify_retraining,
 )
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.progress import log_on_interrupt
 from hf_trak.scores.scored_dataset import fixed_size_list
-from hf_trak.store.atomic import atomic_path, remove_stale
-
-__all__ = [
-    "COLUMNS",
-    "Retrain",
-    "check_masks",
-    "masks_and_outputs",
-    "retrain_on_subsets",
-    "training_seed",
-    "upgrade_retraining",
-    "verify_retraining",
-]
+from hf_trak.store.atomic import remove_stale
 
 logger = logging.getLogger(__name__)
 
@@ -102,58 +91,70 @@ def retrain_on_subsets(
     repeats = checked_int(repeats, "repeats", 1, type_error=ValueError)
     processes = Processes(use_cpu=not torch.accelerator.is_available()) if processes is None else processes
     directory = Path(output_dir)
-    wanted = [(subset, repeat) for repeat in range(repeats) for subset in range(len(member))]
     config = {"rows": member.shape[1], "seed": seed, "settings": dict(settings or {})}
-    train_missing(directory, config, wanted, member, retrain, processes)
-    processes.broadcast_from_main(lambda: _write_dataset(RetrainingFiles.load(directory), wanted, member))
-    # in memory, since a later call with more subsets or repeats replaces the file
-    return Dataset.from_file(os.fspath(directory / DATASET), in_memory=True)
+    processes.broadcast_from_main(lambda: create_described(directory / CONFIG, config, "set of retrainings"))
+    files = RetrainingFiles.load(directory)
+    wanted = all_trainings(len(member), repeats)
+    train_missing(files, wanted, member, retrain, processes)
+
+    def join() -> int:
+        if missing := files.missing(wanted):
+            raise IncompleteStoreError(
+                f"{files.path(missing[0])} is missing after every process has finished. Expected a file for each "
+                "training, in a directory that all processes share. Run the same again."
+            )
+        files.write_subsets(member)
+        return files.write_outputs(member, repeats)
+
+    m = processes.broadcast_from_main(join)
+    outputs, seeds = files.read_outputs((repeats, len(member), m), subset_digest(member))
+    subsets, numbers = np.array(wanted).T
+    lists = fixed_size_list(member[subsets]), fixed_size_list(outputs.reshape(-1, m).copy())
+    columns = (subsets, numbers, seeds.ravel().copy(), *lists)
+    return Dataset(InMemoryTable(pa.table(dict(zip(COLUMNS, columns, strict=True)))))
 
 
 def train_missing(
-    directory: Path,
-    config: Mapping[str, Any],
-    wanted: Sequence[tuple[int, int]],
+    files: RetrainingFiles,
+    wanted: Sequence[Training],
     member: np.ndarray,
     retrain: Retrain,
     processes: Processes,
+    m: int | None = None,
 ) -> None:
     """Do those trainings that have no file yet; the processes divide them among themselves.
 
     Args:
-        directory: directory of the trainings.
-        config: what `retraining.json` says: `rows`, `seed` and `settings`.
-        wanted: subset and repeat of each training.
+        files: the files of the trainings.
+        wanted: the trainings.
         member: the subsets, booleans `(s, n)`.
         retrain: the training.
         processes: the processes of this launch. Other launches may work on other trainings of the same directory.
+        m: number of targets, if it is known.
 
     Raises:
         As [`retrain_on_subsets`].
     """
 
-    def unfinished() -> list[int]:
-        files = RetrainingFiles.open(directory, config)
-        remove_stale(directory)
-        exist = [files.path(*training).is_file() for training in wanted]
-        for (subset, repeat), exists in zip(wanted, exist, strict=True):
-            if exists:
-                files.read(subset, repeat, subset_digest(member[subset]))
-        return [i for i, exists in enumerate(exist) if not exists]
+    def unfinished() -> list[Training]:
+        remove_stale(files.directory)
+        missing = files.missing(wanted)
+        for training in wanted:
+            if training not in missing:
+                files.read(training, member[training[0]])
+        return missing
 
     todo = processes.broadcast_from_main(unfinished)
-    mine = [wanted[todo[i]] for i in processes.share(len(todo))]
+    mine = [todo[i] for i in processes.share(len(todo))]
     done = 0
 
     def progress() -> str:
-        return f"{done} of {len(mine)} trainings of this process are saved in {directory}. Run the same again."
+        return f"{done} of {len(mine)} trainings of this process are saved in {files.directory}. Run the same again."
 
     with processes.all_or_none(), log_on_interrupt(progress):
-        files = RetrainingFiles.load(directory)
         for subset, repeat in mine:
-            seed = training_seed(files.config["seed"], subset, repeat)
-            outputs = _checked(retrain(np.flatnonzero(member[subset]), seed), subset)
-            files.write(subset, repeat, subset_digest(member[subset]), outputs)
+            found = retrain(np.flatnonzero(member[subset]), files.seed((subset, repeat)))
+            files.write((subset, repeat), member[subset], _checked(found, subset, m))
             done += 1
             logger.info("Training %d of %d of this process is done (subset %d).", done, len(mine), subset)
 
@@ -189,7 +190,7 @@ def masks_and_outputs(retrained: Dataset) -> tuple[np.ndarray, np.ndarray]:
 
 
 def outputs_of(retrained: Dataset) -> np.ndarray:
-    """Outputs of all trainings, `(trainings, m)`, in float64; the NumPy format of datasets would round to float32."""
+    """Read the outputs of all trainings in float64, `(trainings, m)`; the NumPy format would round them to float32."""
     exact = retrained.select_columns(["outputs"]).with_format("numpy", dtype=np.float64)
     return np.stack(list(exact["outputs"][:]))
 
@@ -212,11 +213,13 @@ def check_masks(masks: ArrayLike) -> np.ndarray:
     return member
 
 
-def _checked(outputs: ArrayLike, subset: int) -> np.ndarray:
+def _checked(outputs: ArrayLike, subset: int, m: int | None) -> np.ndarray:
     values = np.ascontiguousarray(np.asarray(outputs, dtype=np.float64))
-    if values.ndim != 1 or len(values) == 0:
+    if values.ndim != 1 or len(values) == 0 or m not in (None, len(values)):
+        where = f" for subset {subset}" if m is None else f"; the bank has {m} targets"
+        expected = "(m,)" if m is None else f"({m},)"
         raise ValueError(
-            f"`retrain` returned the shape {values.shape} for subset {subset}. Expected (m,), one output per target."
+            f"`retrain` returned the shape {values.shape}{where}. Expected {expected}, one output per target."
         )
     if not np.isfinite(values).all():
         raise NonFiniteError(
@@ -224,38 +227,3 @@ def _checked(outputs: ArrayLike, subset: int) -> np.ndarray:
             f"{subset}. Expected finite ones. Check whether the training diverged, or the output is saturated."
         )
     return values
-
-
-def _write_dataset(files: RetrainingFiles, wanted: list[tuple[int, int]], member: np.ndarray) -> None:
-    """Write one row per training, ordered by repeat and subset. The bytes depend on nothing else."""
-    outputs = []
-    for subset, repeat in wanted:
-        path = files.path(subset, repeat)
-        if not path.is_file():
-            raise IncompleteStoreError(
-                f"{path} is missing after every process has finished. Expected a file for each training, in a "
-                "directory that all processes share. Run the same again."
-            )
-        outputs.append(files.read(subset, repeat, subset_digest(member[subset]))[0])
-    if len({len(values) for values in outputs}) > 1:
-        raise ValueError(
-            f"Trainings have {sorted({len(values) for values in outputs})} outputs. Expected one number of targets: "
-            "`retrain` must return all of them, in the same order, every time."
-        )
-    n, m = member.shape[1], len(outputs[0])
-    columns = {
-        "subset": pa.array([subset for subset, _ in wanted], pa.int64()),
-        "repeat": pa.array([repeat for _, repeat in wanted], pa.int64()),
-        "seed": pa.array([training_seed(files.config["seed"], *training) for training in wanted], pa.int64()),
-        "mask": fixed_size_list(member[[subset for subset, _ in wanted]]),
-        "outputs": fixed_size_list(np.stack(outputs)),
-    }
-    integer = Value("int64")
-    kinds = (integer, integer, integer, List(Value("bool"), length=n), List(Value("float64"), length=m))
-    features = Features(dict(zip(COLUMNS, kinds, strict=True)))
-    with (
-        atomic_path(files.directory / DATASET) as temporary,
-        ArrowWriter(features=features, path=os.fspath(temporary)) as writer,
-    ):
-        writer.write_table(pa.table(columns))
-        writer.finalize()

@@ -1,52 +1,44 @@
-"""The files of a directory of retrainings. Each one records what it is, and carries a checksum.
+"""The files of a directory of retrainings. A part of a bank is such a directory, too.
 
     <output_dir>/
-      retraining.json                                number of rows, seed, and the user's settings
-      trainings/subset-<i>-repeat-<r>.safetensors    outputs (m,), float64; in the metadata the subset's digest, the
-                                                     numbers, the training's seed, and a digest of `retraining.json`
-      retrained.arrow                                all trainings as a `datasets.Dataset`; written, never read
+      retraining.json           number of rows, seed, and what else tells these retrainings from others
+      trainings/subset-<i>-repeat-<r>.safetensors    outputs (m,), float64, of one training
+      subsets.safetensors       subsets (s, ⌈n/8⌉), bits in uint8
+      outputs.safetensors       outputs (R, s, m), float64, and seeds (R, s), int64, of all trainings
 
-Directories of format 1 have no checksums. They are read and finished in their own format, with a warning;
-`hf_trak.evaluation.retraining_files.upgrade_retraining` adds checksums.
+Each file records what it is, and carries a checksum: the metadata has a digest of `retraining.json`, and that of the
+subset or of all subsets. The last file is written when all trainings are done.
 """
 
 import hashlib
 import json
-import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError, StoreError
-from hf_trak.store.atomic import create_bytes, differing, json_bytes, leftovers, write_bytes
-from hf_trak.store.sealed import (
-    SEALED_VERSION,
-    content_digest,
-    is_sealed,
-    read_sealed,
-    sealed_bytes,
-    unsealed,
-    write_sealed,
-)
-from hf_trak.store.shards import METADATA_KEY, Finding, TensorSpec, parse_metadata, read_tensors, write_tensors
-
-logger = logging.getLogger(__name__)
-
+from hf_trak.store.atomic import differing, json_bytes, leftovers
+from hf_trak.store.sealed import SEALED_VERSION, VERSION_KEY, content_digest, create_sealed, read_sealed, unsealed
+from hf_trak.store.shards import Finding, TensorSpec, check_file, parse_metadata, read_tensors, write_tensors
 
 CONFIG = "retraining.json"
+
+SUBSETS = "subsets.safetensors"
+
+OUTPUTS = "outputs.safetensors"
+
+Training = tuple[int, int]
+
+"""The number of a subset, and that of a repeat."""
 
 _AGAIN = "Delete it, and run the same command again."
 
 _NAME = re.compile(r"subset-(?P<subset>\d{6,})-repeat-(?P<repeat>\d{3,})\.safetensors")
-
-_warned: set[Path] = set()
 
 
 def training_seed(seed: int, subset: int, repeat: int) -> int:
@@ -55,8 +47,66 @@ def training_seed(seed: int, subset: int, repeat: int) -> int:
 
 
 def subset_digest(mask: np.ndarray) -> str:
-    """Hash a subset, booleans of shape `(n,)`, with SHA-256."""
+    """Hash a subset, booleans of shape `(n,)`, or all subsets `(s, n)`, with SHA-256."""
     return hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()
+
+
+def all_trainings(subsets: int, repeats: int) -> list[Training]:
+    """List all trainings, ordered by repeat and subset."""
+    return [(subset, repeat) for repeat in range(repeats) for subset in range(subsets)]
+
+
+def create_described(path: Path, content: Mapping[str, Any], what: str) -> None:
+    """Create a description unless it exists, in which case it must say the same.
+
+    Args:
+        path: the file.
+        content: plain JSON.
+        what: what is described, for the error message.
+
+    Raises:
+        ConfigMismatchError: the file says something else; shows both.
+        StoreError: the file is damaged, or cannot be written.
+        TypeError, ValueError: the content is not plain JSON.
+    """
+    create_sealed(path, content)
+    if lines := differing(read_described(path, {}, ""), json.loads(json_bytes(content))):
+        raise ConfigMismatchError(
+            f"{path} describes another {what}. Expected the same rows, targets, subsets and settings; use another "
+            "directory or another name.\n" + "\n".join(lines)
+        )
+
+
+def read_described(path: Path, keys: Mapping[str, type], absent: str) -> dict[str, Any]:
+    """Read a description.
+
+    Args:
+        path: the file.
+        keys: the keys that it must have, with their types.
+        absent: what to say if there is no such file.
+
+    Raises:
+        IncompleteStoreError: the file does not exist.
+        StoreError: it is damaged, of another version, or lacks a key.
+    """
+    try:
+        saved = read_sealed(path)
+    except FileNotFoundError as error:
+        raise IncompleteStoreError(absent) from error
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error}). Expected a file of hf_trak. Restore it.") from error
+    if (version := saved.get(VERSION_KEY)) != SEALED_VERSION:
+        raise StoreError(
+            f"{path} has format version {version!r}. Expected {SEALED_VERSION}, which this version of hf_trak reads. "
+            "Use the version of hf_trak that wrote it."
+        )
+    content = unsealed(saved)
+    if wrong := [name for name, kind in keys.items() if type(content.get(name)) is not kind]:
+        raise StoreError(
+            f"{path} has no valid {', '.join(wrong)}. Expected the file as hf_trak wrote it. Restore it from a copy, "
+            "or use the version of hf_trak that wrote it."
+        )
+    return content
 
 
 class RetrainingFiles:
@@ -64,38 +114,18 @@ class RetrainingFiles:
 
     Attributes:
         directory: the directory.
-        config: number of rows, seed, settings.
-        version: format version, in which all files are written.
+        config: what `retraining.json` says, `rows` and `seed` at least.
     """
 
-    def __init__(self, directory: Path, config: Mapping[str, Any], version: int) -> None:
-        """Use [`~RetrainingFiles.open`] or [`~RetrainingFiles.load`]."""
+    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+        """
+        Args:
+            directory: the directory.
+            config: what `retraining.json` says; [`~RetrainingFiles.load`] reads it.
+        """
         self.directory = directory
         self.config = dict(config)
-        self.version = version
         self._run = content_digest(config)
-
-    @classmethod
-    def open(cls, directory: Path, config: Mapping[str, Any]) -> "RetrainingFiles":
-        """Open a directory of retrainings, and create it unless it exists.
-
-        Args:
-            directory: directory of the trainings.
-            config: `rows`, `seed` and `settings`, plain JSON.
-
-        Raises:
-            ConfigMismatchError: the directory was made with another configuration; shows both.
-            StoreError: its description is damaged.
-        """
-        given = json.loads(json_bytes(config))
-        create_bytes(directory / CONFIG, sealed_bytes(given))
-        files = cls.load(directory)
-        if lines := differing(files.config, given):
-            raise ConfigMismatchError(
-                f"{directory / CONFIG} describes retrainings with other settings. Expected the same settings; use "
-                "another directory.\n" + "\n".join(lines)
-            )
-        return files
 
     @classmethod
     def load(cls, directory: Path) -> "RetrainingFiles":
@@ -105,254 +135,247 @@ class RetrainingFiles:
             IncompleteStoreError: it holds no retrainings.
             StoreError: its description is damaged.
         """
-        path = directory / CONFIG
-        try:
-            content = read_sealed(path, f"Restore it, or delete {directory} and retrain.")
-        except FileNotFoundError as error:
-            raise IncompleteStoreError(
-                f"{directory} holds no retrainings: {CONFIG} is missing. Expected the output directory of "
-                "`retrain_on_subsets`."
-            ) from error
-        except OSError as error:
-            raise StoreError(f"{path} cannot be read ({error}). Expected the file of a run. Restore it.") from error
-        config = unsealed(content)
-        if type(config.get("seed")) is not int or type(config.get("rows")) is not int:
-            raise StoreError(
-                f"{path} says the seed {config.get('seed')!r} and {config.get('rows')!r} rows. Expected two integers. "
-                f"Restore it, or delete {directory} and retrain."
-            )
-        version = content.get("format_version") if is_sealed(content) else 1
-        if version not in (1, SEALED_VERSION):
-            raise StoreError(
-                f"{path} has format version {version!r}. Expected at most {SEALED_VERSION}, which is the newest that "
-                "this version of hf_trak reads. Use the version of hf_trak that wrote it, or another directory."
-            )
-        if version == 1 and directory.absolute() not in _warned:
-            _warned.add(directory.absolute())
-            logger.warning(
-                "%s is of format 1: its files have no checksums, so that damage is not noticed. `hf-trak upgrade %s` "
-                "adds them.",
-                directory,
-                directory,
-            )
-        return cls(directory, config, int(version))
+        absent = (
+            f"{directory} holds no retrainings: {CONFIG} is missing. Expected the output directory of "
+            "`retrain_on_subsets`."
+        )
+        return cls(directory, read_described(directory / CONFIG, {"rows": int, "seed": int}, absent))
 
-    def path(self, subset: int, repeat: int) -> Path:
-        """Path of the file of one training."""
-        return self.directory / "trainings" / f"subset-{subset:06d}-repeat-{repeat:03d}.safetensors"
+    def path(self, training: Training) -> Path:
+        """Return the path of the file of one training."""
+        return self.directory / "trainings" / f"subset-{training[0]:06d}-repeat-{training[1]:03d}.safetensors"
 
-    def present(self) -> list[tuple[int, int]]:
-        """List subset and repeat of all trainings that have a file, ordered by repeat and subset."""
+    def seed(self, training: Training) -> int:
+        """Return the seed of one training."""
+        return training_seed(self.config["seed"], *training)
+
+    def present(self) -> list[Training]:
+        """List all trainings that have a file, ordered by repeat and subset."""
         names = (_NAME.fullmatch(path.name) for path in (self.directory / "trainings").glob("*.safetensors"))
         found = [(int(name["subset"]), int(name["repeat"])) for name in names if name is not None]
         return sorted(found, key=lambda training: training[::-1])
 
-    def write(self, subset: int, repeat: int, digest: str, outputs: np.ndarray) -> None:
+    def missing(self, wanted: Sequence[Training]) -> list[Training]:
+        """List those of some trainings that have no file."""
+        return [training for training in wanted if not self.path(training).is_file()]
+
+    def write(self, training: Training, mask: np.ndarray, outputs: np.ndarray) -> None:
         """Save the outputs of a training.
 
         Args:
-            subset, repeat: numbers of the training.
-            digest: digest of the subset, see [`subset_digest`].
+            training: its numbers.
+            mask: the subset, `(n,)`.
             outputs: outputs on the targets, `(m,)`, float64.
 
         Raises:
             StoreError: the file cannot be written.
         """
-        path = self.path(subset, repeat)
-        if self.version == 1:
-            write_bytes(path, save({"outputs": outputs}, {"subset": digest, "repeat": str(repeat)}))
-            return
-        write_tensors(path, {"outputs": torch.from_numpy(outputs)}, self._identity(subset, repeat, digest))
+        tensors = {"outputs": torch.from_numpy(outputs)}
+        write_tensors(self.path(training), tensors, self._identity(training, subset_digest(mask)))
 
-    def read(self, subset: int, repeat: int, digest: str | None) -> tuple[np.ndarray, str]:
+    def read(self, training: Training, mask: np.ndarray | None) -> np.ndarray:
         """Read the outputs of a training.
 
         Args:
-            subset, repeat: numbers of the training.
-            digest: digest of the subset; `None` if it is not known.
+            training: its numbers.
+            mask: the subset, `(n,)`; `None` if it is not known.
 
         Returns:
-            The outputs, `(m,)`, float64, and the digest of the subset.
+            The outputs, `(m,)`, float64.
 
         Raises:
             ConfigMismatchError: the training is of another subset.
             StoreError: the file is missing, damaged, or that of another training.
         """
-        path = self.path(subset, repeat)
-        try:
-            with safe_open(path, "pt") as file:
-                plain, shape = file.metadata() or {}, tuple(file.get_slice("outputs").get_shape())
-                old = METADATA_KEY not in plain
-                identity = {} if old else parse_metadata(path, file).get("identity")
-        except (SafetensorError, OSError) as error:
-            raise StoreError(f"{path} is damaged ({error}). {_AGAIN}") from error
-        if old and self.version > 1:
-            raise StoreError(
-                f"{path} is damaged, or of format 1: it has no checksum. Expected one, as {CONFIG} has. Run `hf-trak "
-                f"upgrade {self.directory}` if it is of format 1; otherwise delete it, and run the same command again."
-            )
-        if not isinstance(identity, dict) or len(shape) != 1:
+        path = self.path(training)
+        identity, shape = _said(path, "outputs")
+        if len(shape) != 1:
             raise StoreError(f"{path} is damaged: it holds outputs of the shape {shape} of {identity!r}. {_AGAIN}")
-        specs = {"outputs": TensorSpec(shape, (torch.float64,))}
-        if old:
-            outputs = _read_old(path, specs["outputs"])
-            said = plain.get("repeat", "")
-            identity = self._identity(subset, int(said) if said.isdecimal() else -1, plain.get("subset", ""))
-        else:  # check first that the file is intact, then that it is the one that was asked for
-            outputs = read_tensors(path, identity, specs)["outputs"].numpy()
-        found = str(identity.get("subset"))
+        # check first that the file is intact, then that it is the one that was asked for
+        outputs = read_tensors(path, identity, {"outputs": TensorSpec(shape, (torch.float64,))})["outputs"].numpy()
+        found, digest = identity.get("subset"), None if mask is None else subset_digest(mask)
         if digest is not None and found != digest:
             raise ConfigMismatchError(
-                f"{path} belongs to a subset with the digest {found}; subset {subset} has {digest}. Expected the "
+                f"{path} belongs to a subset with the digest {found}; subset {training[0]} has {digest}. Expected the "
                 "subsets that the directory was made with. Use another directory."
             )
-        if changes := differing(identity, self._identity(subset, repeat, found)):
+        if changes := differing(identity, self._identity(training, str(found))):
             raise StoreError(f"{path} is that of another training ({'; '.join(changes)}). {_AGAIN}")
-        return outputs, found
+        return outputs
 
-    def _identity(self, subset: int, repeat: int, digest: str) -> dict[str, str | int]:
+    def write_subsets(self, masks: np.ndarray) -> None:
+        """Write the subsets, booleans `(s, n)`.
+
+        Raises:
+            StoreError: the file cannot be written.
+        """
+        packed = torch.from_numpy(np.packbits(masks, axis=1))
+        write_tensors(self.directory / SUBSETS, {"subsets": packed}, self._joined("subsets", subset_digest(masks)))
+
+    def read_subsets(self, count: int, digest: str) -> np.ndarray:
+        """Read the subsets.
+
+        Args:
+            count: s.
+            digest: digest of all subsets, see [`subset_digest`].
+
+        Returns:
+            Booleans `(s, n)`.
+
+        Raises:
+            StoreError: the file is missing or damaged, or belongs to other retrainings.
+        """
+        path, rows = self.directory / SUBSETS, self.config["rows"]
+        specs = {"subsets": TensorSpec((count, -(-rows // 8)), (torch.uint8,))}
+        packed = read_tensors(path, self._joined("subsets", digest), specs)["subsets"].numpy()
+        masks = np.unpackbits(packed, axis=1, count=rows).astype(bool)
+        if subset_digest(masks) != digest:
+            raise StoreError(
+                f"{path} holds other subsets than {CONFIG} says. Expected those that the trainings were made with. "
+                "Restore both from a copy."
+            )
+        return masks
+
+    def write_outputs(self, masks: np.ndarray, repeats: int) -> int:
+        """Join the trainings of all subsets `(s, n)` to one file.
+
+        Returns:
+            The number of targets, m.
+
+        Raises:
+            ConfigMismatchError: a training is of another subset.
+            StoreError: a training is missing or damaged, or the file cannot be written.
+            ValueError: trainings have different numbers of outputs.
+        """
+        wanted = all_trainings(len(masks), repeats)
+        found = [self.read(training, masks[training[0]]) for training in wanted]
+        if len(counts := sorted({len(values) for values in found})) > 1:
+            raise ValueError(
+                f"Trainings have {counts} outputs. Expected one number of targets: `retrain` must return all of them, "
+                "in the same order, every time."
+            )
+        tensors = {
+            "outputs": torch.from_numpy(np.stack(found)).reshape(repeats, len(masks), -1),
+            "seeds": torch.tensor([self.seed(training) for training in wanted]).reshape(repeats, -1),
+        }
+        write_tensors(self.directory / OUTPUTS, tensors, self._joined("outputs", subset_digest(masks)))
+        return counts[0]
+
+    def read_outputs(self, shape: tuple[int, int, int], digest: str) -> tuple[np.ndarray, np.ndarray]:
+        """Read the outputs of all trainings.
+
+        Args:
+            shape: R, s and m.
+            digest: digest of all subsets, see [`subset_digest`].
+
+        Returns:
+            Outputs `(R, s, m)`, float64, and seeds `(R, s)`, int64.
+
+        Raises:
+            StoreError: the file is missing or damaged, or belongs to other retrainings; an output is NaN or infinite.
+        """
+        path = self.directory / OUTPUTS
+        specs = {"outputs": TensorSpec(shape, (torch.float64,)), "seeds": TensorSpec(shape[:2], (torch.int64,))}
+        found = read_tensors(path, self._joined("outputs", digest), specs)
+        outputs = found["outputs"].numpy()
+        if not np.isfinite(outputs).all():
+            raise StoreError(f"{path} holds NaN or infinite outputs. Expected finite ones. Restore it from a copy.")
+        return outputs, found["seeds"].numpy()
+
+    def check_joined(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Check the file of all subsets or of all outputs.
+
+        Args:
+            name: `"subsets"` or `"outputs"`.
+
+        Returns:
+            The shape of the tensor of this name, and the digest of all subsets.
+
+        Raises:
+            StoreError: the file is missing or damaged, or belongs to other retrainings.
+        """
+        path = self.directory / f"{name}.safetensors"
+        check_file(path)
+        identity, shape = _said(path, name)
+        if changes := differing(identity, self._joined(name, str(identity.get("masks")))):
+            raise StoreError(f"{path} belongs to other retrainings ({'; '.join(changes)}). {_AGAIN}")
+        return shape, identity["masks"]
+
+    def _identity(self, training: Training, digest: str) -> dict[str, str | int]:
         return {
             "kind": "retraining",
-            "number": subset,
-            "repeat": repeat,
+            "number": training[0],
+            "repeat": training[1],
             "run": self._run,
-            "seed": training_seed(self.config["seed"], subset, repeat),
+            "seed": self.seed(training),
             "subset": digest,
         }
 
+    def _joined(self, name: str, masks: str) -> dict[str, str | int]:
+        return {"kind": f"retraining {name}", "run": self._run, "masks": masks}
 
-def _read_old(path: Path, spec: TensorSpec) -> np.ndarray:
-    """Read the outputs in a file of format 1."""
+
+def _said(path: Path, name: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Return the identity that a file says, unchecked, and the shape of one of its tensors."""
     try:
         with safe_open(path, "pt") as file:
-            outputs = file.get_tensor("outputs")
+            identity, shape = parse_metadata(path, file).get("identity"), tuple(file.get_slice(name).get_shape())
     except (SafetensorError, OSError) as error:
         raise StoreError(f"{path} is damaged ({error}). {_AGAIN}") from error
-    if outputs.dtype not in spec.dtypes or not bool(torch.isfinite(outputs).all()):
-        raise StoreError(f"{path} is damaged: its outputs are {outputs.dtype}, or not finite. {_AGAIN}")
-    return outputs.numpy()
-
-
-DATASET = "retrained.arrow"
-
-_TRAIN_AGAIN = "`retrain_on_subsets` with the same arguments computes it."
-
-_UPGRADE = "`hf-trak upgrade` adds checksums."
-
-
-Row = tuple[str, np.ndarray, int]
-
-"""One training in the dataset: digest of the subset, outputs, seed."""
+    if not isinstance(identity, dict):
+        raise StoreError(f"{path} is damaged: its metadata has the identity {identity!r}. {_AGAIN}")
+    return identity, shape
 
 
 def verify_retraining(directory: Path) -> Iterator[Finding]:
     """Check a directory of retrainings, file by file.
 
     Args:
-        directory: the `output_dir` of `retrain_on_subsets`.
+        directory: the `output_dir` of `retrain_on_subsets`, or a part of a bank.
 
     Returns:
-        An iterator of one finding per file. Trainings that the dataset has, but that have no file, are reported as
-        missing.
+        An iterator of one finding per file. Trainings that all outputs have, but that have no file, are reported as
+        missing, unless the directory has no trainings at all as that of a published bank.
 
     Raises:
         IncompleteStoreError: there are no retrainings in this directory.
     """
     directory = Path(directory)
-    path = directory / CONFIG
     try:
         files = RetrainingFiles.load(directory)
     except IncompleteStoreError:
         raise
     except StoreError as error:
-        yield Finding(path, "damaged", str(error), "Restore it from a copy, or retrain into another directory.")
+        yield Finding(directory / CONFIG, "damaged", str(error), "Restore it from a copy, or retrain elsewhere.")
         return
-    old = files.version == 1
-    yield Finding(path, "unchecked" if old else "intact", "it has no checksum" * old, _UPGRADE * old)
-    table, problem = _read_dataset(directory / DATASET)
-    present = set(files.present())
-    expected = present | set(table or {})
-    differ = []
+    yield Finding(directory / CONFIG, "intact")
+    present, digests = files.present(), set()
+    expected, masks = set(present), None
+    for path in filter(Path.is_file, (directory / SUBSETS, directory / OUTPUTS)):
+        try:
+            shape, digest = files.check_joined(path.stem)
+            digests.add(digest)
+            if len(digests) > 1:
+                raise StoreError(f"{path} belongs to other subsets than {directory / SUBSETS}.")
+            if path.name == SUBSETS:
+                masks = files.read_subsets(shape[0], digest)
+            elif present:
+                expected |= set(all_trainings(shape[1], shape[0]))
+        except StoreError as error:
+            yield Finding(path, "damaged", str(error), "Delete it; the same call or build writes it anew.")
+        else:
+            yield Finding(path, "intact")
     for training in sorted(expected, key=lambda one: one[::-1]):
-        file = files.path(*training)
+        path = files.path(training)
         if training not in present:
-            yield Finding(file, "missing", "this training is not done", _TRAIN_AGAIN)
+            remedy = "`retrain_on_subsets` with the same arguments computes it."
+            yield Finding(path, "missing", "this training is not done", remedy)
             continue
         try:
-            outputs, digest = files.read(*training, None)
+            files.read(training, masks[training[0]] if masks is not None and training[0] < len(masks) else None)
         except HfTrakError as error:
-            yield Finding(file, "damaged", str(error), f"Delete it; then: {_AGAIN}")
-            continue
-        row = (table or {}).get(training)
-        if row is not None and not _same(row, digest, outputs, training_seed(files.config["seed"], *training)):
-            differ.append(training)
-        yield Finding(file, "unchecked" if old else "intact", "it has no checksum" * old, _UPGRADE * old)
-    if problem is None and differ:
-        problem = f"its rows of the trainings (subset, repeat) {differ[:5]} are not those in {files.path(*differ[0])}"
-    if problem is not None:
-        yield Finding(directory / DATASET, "damaged", problem, "`retrain_on_subsets` writes it anew at every call.")
-    elif table is not None:
-        yield Finding(directory / DATASET, "intact")
+            yield Finding(path, "damaged", str(error), f"Delete it; then: {_AGAIN}")
+        else:
+            yield Finding(path, "intact")
     for one in leftovers(directory):
-        yield Finding(one.path, "leftover", f"{one.size} bytes", "`hf-trak clean` removes it.")
-
-
-def upgrade_retraining(directory: Path) -> None:
-    """Add checksums to a directory of format 1. After an interruption the same call continues.
-
-    Every training is first read and compared with the dataset of all trainings, which an undamaged directory has. A
-    directory of the current format is left as it is.
-
-    Args:
-        directory: the `output_dir` of `retrain_on_subsets`.
-
-    Raises:
-        IncompleteStoreError: there are no retrainings in this directory.
-        StoreError: a file is damaged; the directory is left as it was.
-    """
-    directory = Path(directory)
-    files = RetrainingFiles.load(directory)
-    current = RetrainingFiles(directory, files.config, 2)
-    old = RetrainingFiles(directory, files.config, 1)
-    table, problem = _read_dataset(directory / DATASET)
-    if problem is not None:
-        raise StoreError(
-            f"{directory / DATASET} {problem}. Expected the results of all trainings, to compare with. Call "
-            "`retrain_on_subsets` with the same arguments, which writes it anew, and upgrade again."
-        )
-    found = {training: old.read(*training, None) for training in old.present()}
-    for training, (outputs, digest) in found.items():
-        row = (table or {}).get(training)
-        if row is not None and not _same(row, digest, outputs, training_seed(files.config["seed"], *training)):
-            raise StoreError(
-                f"{old.path(*training)} and {directory / DATASET} hold different results of training {training}, so "
-                "that one of them is damaged. Expected the same in both. Restore the damaged one, or delete the file "
-                "of the training and call `retrain_on_subsets` with the same arguments."
-            )
-    for training, (outputs, digest) in found.items():
-        current.write(*training, digest, outputs)
-    if files.version == 1:  # last, because it states that all other files have checksums
-        write_sealed(directory / CONFIG, files.config)
-
-
-def _read_dataset(path: Path) -> tuple[dict[tuple[int, int], Row] | None, str | None]:
-    """Read the rows of the dataset by subset and repeat (`None` if there is none), and say what is wrong with it."""
-    if not path.exists():
-        return None, None
-    try:
-        with pa.OSFile(str(path)) as file:
-            table = pa.ipc.open_stream(file).read_all()
-        table.validate(full=True)
-        columns = [table.column(name).to_pylist() for name in ("subset", "repeat", "seed", "mask", "outputs")]
-    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        return None, f"cannot be read ({error})"
-    rows: dict[tuple[int, int], Row] = {}
-    for subset, repeat, seed, mask, outputs in zip(*columns, strict=True):
-        if not all(isinstance(value, int) for value in (subset, repeat, seed)) or mask is None or outputs is None:
-            return None, "has rows without values"
-        rows[subset, repeat] = (subset_digest(np.array(mask, dtype=bool)), np.array(outputs, dtype=float), seed)
-    return rows, None
-
-
-def _same(row: Row, digest: str, outputs: np.ndarray, seed: int) -> bool:
-    return row[0] == digest and row[2] == seed and np.array_equal(row[1], outputs)
+        yield Finding(one.path, "leftover", f"{one.size} bytes", "`hf-trak inspect --clean` removes it.")

@@ -23,7 +23,7 @@ import torch
 from hf_trak.data.rows import row_count
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.evaluation.trial_steps import Direction, Similarity, SimilarRows, TrialSteps, norm_of
-from hf_trak.featurize.definition import as_list, checked_ids, sources_of
+from hf_trak.featurize.definition import Checkpoints, sources_of
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.reranking import fetched_rows, row_source
@@ -33,7 +33,7 @@ from hf_trak.weights.checkpoints import Checkpoint, loaded
 
 SPREADS = 5.0
 
-"""An effect is farther than so many standard deviations from the mean of random rows, and beyond each draw of them.
+"""Threshold: an effect exceeds so many standard deviations of random rows, and every draw of them.
 Few rows have most of the effect on a target, so that sets of random rows are no normal distribution: with 3 instead of
 5, `benchmarks/verify.py` sees an effect of 2 in 16 sets of random rows."""
 
@@ -126,27 +126,27 @@ class PatchResult:
 
     @property
     def random_mean(self) -> float:
-        """Mean change by random rows."""
+        """Return the mean change by random rows."""
         return float(np.mean(self.random))
 
     @cached_property
     def spread(self) -> float:
-        """Standard deviation of the changes by random rows, and no less than rounding."""
+        """Compute the standard deviation of the changes by random rows, which is no less than rounding."""
         return max(float(np.std(self.random, ddof=1)), self.rounding)
 
     @property
     def ratio(self) -> float:
-        """How many spreads the change by the rows is away from the mean of random rows."""
+        """Measure the distance of the change by the rows from the mean of random rows, in spreads."""
         return (self.change - self.random_mean) / self.spread
 
     @property
     def has_effect(self) -> bool:
-        """Whether the rows move the output by more than random rows do, in either direction."""
+        """Tell whether the rows move the output by more than random rows do, in either direction."""
         return abs(self.ratio) > SPREADS and not min(self.random) <= self.change <= max(self.random)
 
     @property
     def verdict(self) -> str:
-        """What was found, in a sentence or two."""
+        """Say what was found in a sentence or two."""
         low, high = min(self.random), max(self.random)
         if not self.has_effect:
             return (
@@ -214,15 +214,14 @@ def verify_rows(
     similar: Similarity | Sequence[int] | None = "embeddings",
     draws: int = 16,
     seed: int = 0,
-    checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
-    model_ids: Sequence[int] | None = None,
+    checkpoints: Checkpoints = None,
 ) -> PatchResult:
     """Measure what a training step on some rows does to a target, see [`~hf_trak.TrakAttributor.verify`].
 
     Args:
         model (`FeaturizedModel`):
             The model and its training rows. All processes call this together, and the main process computes.
-        target, rows, similar, draws, seed, checkpoints, model_ids:
+        target, rows, similar, draws, seed, checkpoints:
             As there.
 
     Raises:
@@ -245,10 +244,9 @@ def verify_rows(
     elif similar not in (None, "embeddings", "bm25"):
         raise ValueError(f"`similar` is {similar!r}. Expected 'embeddings', 'bm25', row numbers, or `None`.")
     model.processes.broadcast_from_main(model.prepare_store)
-    ids = (
-        list(model_ids) if model_ids is not None else model.store.model_ids or checked_ids(as_list(checkpoints), None)
-    )
-    sources = sources_of(ids, checkpoints)
+    known = model.store.model_ids
+    chosen, sources = sources_of(checkpoints, known)
+    ids = chosen or known or [0]
     wanted = similar if isinstance(similar, str) else None
     looked_at = [*found, *(row for one in sets.values() for row in one), *(candidates if wanted else ())]
     at_hand = _rows_at_hand(model, looked_at)
@@ -302,7 +300,7 @@ def _checked_inputs(model: FeaturizedModel, target: Any) -> int:
 
 
 def _rows_at_hand(model: FeaturizedModel, numbers: Sequence[int]) -> Any:
-    """Return the training rows, of which those of some numbers are fetched where the dataset is elsewhere."""
+    """Return the training dataset; fetch the given rows first if it is remote."""
     source = row_source(model)
     return fetched_rows(model, source, numbers) if getattr(source, "remote", False) else source
 
@@ -323,7 +321,7 @@ def _measured(
     candidates: Sequence[int],
 ) -> dict[str, Any]:
     """Compute the changes of the target's output under one checkpoint, by set of rows, as plain JSON."""
-    size = model.args.per_device_batch_size
+    size = model.args.batch_size
     with _weights(model, model_id, sources):
         featurizer = model.featurizer()
         featurizer.prepare_task(model_id, size)

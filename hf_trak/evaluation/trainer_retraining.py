@@ -225,12 +225,12 @@ def _count(labels: Tensor) -> int:
 
 
 def _count_shifted(labels: Tensor) -> int:
-    """Labels that a decoder predicts: all but the first of each row."""
+    """Count the labels that a decoder predicts: all but the first of each row."""
     return _count(labels[..., 1:]) if labels.ndim > 1 else 0
 
 
 def _one(labels: Tensor) -> int:
-    """The denominator of a loss that is divided by a number that does not depend on the labels that are left."""
+    """Return the denominator of a loss that does not depend on how many labels are left."""
     return 1
 
 
@@ -362,7 +362,7 @@ class TrainerRetraining:
 
     @property
     def protocol(self) -> dict[str, Any]:
-        """What tells trainings of this kind from others: `drop`, `seed` and `perturbation`, plain JSON."""
+        """Describe trainings of this kind as plain JSON: `drop`, `seed` and `perturbation`."""
         return {"drop": self.drop, "seed": self.seed, "perturbation": self.perturbation}
 
     def _selected(self, rows: np.ndarray) -> Any:

@@ -61,7 +61,8 @@ class TrialSteps:
         self._cast = False
         self._target = featurizer.batches(target, "target").alone(0)
         self._start: Direction = []
-        self._output = 0.0
+        self.start_output = 0.0
+        """The target's output before any step."""
 
     @contextmanager
     def opened(self) -> Iterator["TrialSteps"]:
@@ -92,7 +93,7 @@ class TrialSteps:
                     one.data = one.data.float()
             self._start = [one.detach().clone() for one in self._moved]
             with only_differentiating(self._model, moved), pass_settings(self._model):
-                self._output = self.output()
+                self.start_output = self.output()
                 yield self
         finally:
             self._back()
@@ -107,20 +108,15 @@ class TrialSteps:
                 buffer.data.copy_(saved)
 
     @property
-    def start_output(self) -> float:
-        """The target's output before any step."""
-        return self._output
-
-    @property
     def rounding(self) -> float:
-        """A change of the target's output that may be rounding alone."""
+        """Bound the change of the target's output that may be rounding alone."""
         kinds = [one.dtype for one in self._model.parameters() if one.is_floating_point()]
-        return 8 * max(torch.finfo(kind).eps for kind in kinds) * max(1.0, abs(self._output))
+        return 8 * max(torch.finfo(kind).eps for kind in kinds) * max(1.0, abs(self.start_output))
 
     @property
     def norm(self) -> float:
-        """Norm of the parameters that move."""
-        return _norm(self._start)
+        """Compute the norm of the parameters that move."""
+        return norm_of(self._start)
 
     def output(self) -> float:
         """Compute the target's output with the weights as they are."""
@@ -163,7 +159,7 @@ class TrialSteps:
             for one, step in zip(self._moved, direction, strict=True):
                 one.add_(step, alpha=rate)
         try:
-            return self.output() - self._output
+            return self.output() - self.start_output
         finally:
             self._back()
 
@@ -187,11 +183,7 @@ class TrialSteps:
 
 def norm_of(direction: Direction) -> float:
     """Compute the norm of a direction."""
-    return _norm(direction)
-
-
-def _norm(tensors: Sequence[Tensor]) -> float:
-    return float(torch.stack([one.double().square().sum().cpu() for one in tensors]).sum().sqrt())
+    return float(torch.stack([one.double().square().sum().cpu() for one in direction]).sum().sqrt())
 
 
 def _in_float32(batch: Any) -> Any:

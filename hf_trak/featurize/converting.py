@@ -12,8 +12,9 @@ identities have another configuration; all of them are computed again where they
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hf_trak.config import BITS, TrakConfig
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
@@ -21,15 +22,14 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.progress import RowProgress, log_on_interrupt
 from hf_trak.scores.scorer import Scorer
-from hf_trak.store.atomic import TEMPORARY, create_bytes, differing
+from hf_trak.store.atomic import TEMPORARY, differing
 from hf_trak.store.checkpoint_records import code_settings
 from hf_trak.store.references import read_references, write_references
 from hf_trak.store.revised import RevisedStore
+from hf_trak.store.sealed import create_sealed
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.store import FeatureStore
 from hf_trak.version import __version__
-
-F = TypeVar("F", bound=FeaturizedModel)
 
 FROM, CONTENT = "converted_from", "converted_content"
 """Keys of the record of a converted checkpoint."""
@@ -57,7 +57,7 @@ def convert_store(
         feature_dtype (`str`):
             Storage of the result, of fewer bits than the source has.
         args (`TrakConfig`, *optional*):
-            Settings of the ridge regression and of the progress bar. By default `TrakConfig()`.
+            Settings of the ridge regression. By default `TrakConfig()`.
         processes (`Processes`, *optional*):
             The processes that take part. By default those that this one was started with.
 
@@ -90,13 +90,13 @@ def convert_store(
     ids = processes.broadcast_from_main(prepare)
     result = FeatureStore.load(directory)
     for model_id in ids:
-        _convert_checkpoint(source, result, model_id, processes, args.disable_tqdm)
+        _convert_checkpoint(source, result, model_id, processes)
     for model_id in ids:
         scorer_of(result, args, processes).prepare(model_id)
     return result
 
 
-def converted(model: F, output_dir: str | os.PathLike[str], feature_dtype: str) -> F:
+def converted(model: FeaturizedModel, output_dir: str | os.PathLike[str], feature_dtype: str) -> FeaturizedModel:
     """Convert the store of a featurized model, and return the same kind of featurized model of the result.
 
     Args:
@@ -123,6 +123,7 @@ def converted(model: F, output_dir: str | os.PathLike[str], feature_dtype: str) 
         store=store,
         sources=model.sources,
         recorded_rows=model.recorded_rows,
+        num_workers=model.num_workers,
     )
 
 
@@ -131,15 +132,14 @@ def converted_config(source: FeatureStore, feature_dtype: str) -> dict[str, Any]
 
     Raises:
         ValueError: `feature_dtype` is unknown, or has as many bits as the source or more.
-        StoreError: the source is not a store of an attributor, or is of format 1.
+        StoreError: the source is not a store of an attributor.
     """
     config = source.config
-    if isinstance(source, RevisedStore) or config.get("api") == "TRAKer" or source.version == 1:
-        kinds = "a revision" if isinstance(source, RevisedStore) else "a TRAKer directory"
+    if isinstance(source, RevisedStore) or config.get("api") == "TRAKer":
+        kind = "a revision" if isinstance(source, RevisedStore) else "a TRAKer directory"
         raise StoreError(
-            f"{source.output_dir} is {'a store of format 1' if source.version == 1 else kinds}, which cannot be "
-            "converted. Expected a store of the current format. Bring an old one up to date with `hf-trak upgrade`, "
-            "or featurize the rows of a revision in a directory of their own."
+            f"{source.output_dir} is {kind}, which cannot be converted. Expected a store of a `TrakAttributor`. "
+            "Featurize the rows of a revision in a directory of their own."
         )
     before = str(config["feature_dtype"])
     fewer = sorted((name for name in BITS if BITS[name] < BITS[before]), key=lambda name: -BITS[name])
@@ -179,7 +179,7 @@ def history_of(store: FeatureStore, model_id: int) -> tuple[str, ...]:
 
 def scorer_of(store: FeatureStore, args: TrakConfig, processes: Processes) -> Scorer:
     """Make the scorer of a store without its model."""
-    ridge = (args.lambda_reg, args.lambda_relative, args.solver, args.solver_rank)
+    ridge = (None, args.lambda_relative, args.solver_kind, args.solver_rank)
     return Scorer(store, processes, processes.device, *ridge)
 
 
@@ -187,12 +187,7 @@ def _converted_settings(
     args: TrakConfig, proj_dim: int, output_dir: str | os.PathLike[str], feature_dtype: str
 ) -> TrakConfig:
     """Return the settings of a run for a conversion of its store, whose number of columns k stays."""
-    changes = {
-        "output_dir": str(output_dir),
-        "feature_dtype": feature_dtype,
-        "proj_dim": proj_dim,
-        "bytes_per_row": None,
-    }
+    changes = {"output_dir": str(output_dir), "feature_dtype": feature_dtype, "proj_dim": proj_dim}
     return TrakConfig(**{**args.to_dict(), **changes})
 
 
@@ -221,7 +216,7 @@ def _prepare_checkpoint(source: FeatureStore, result: FeatureStore, model_id: in
         CONTENT: source.train(model_id).content_hash,
     }
     info = {**source.checkpoint_info(model_id), "config_hash": result.config_hash, **origin}
-    create_bytes(result.checkpoint_dir(model_id) / "checkpoint.json", result.encoded(info))
+    create_sealed(result.checkpoint_dir(model_id) / "checkpoint.json", info)
     result.register_checkpoint(model_id, info["fingerprint"], info.get("source"))
     saved = result.checkpoint_info(model_id)
     if changes := differing({key: saved[key] for key in origin if key in saved}, origin):
@@ -236,9 +231,7 @@ def _prepare_checkpoint(source: FeatureStore, result: FeatureStore, model_id: in
         write_references(result, model_id, references)
 
 
-def _convert_checkpoint(
-    source: FeatureStore, result: FeatureStore, model_id: int, processes: Processes, quiet: bool
-) -> None:
+def _convert_checkpoint(source: FeatureStore, result: FeatureStore, model_id: int, processes: Processes) -> None:
     """Convert the missing shards that fall to this process, and wait for those of the others."""
     old, new = source.train(model_id), _without_rotation(source, result.train(model_id))
     todo = processes.broadcast_from_main(new.unwritten)
@@ -251,7 +244,7 @@ def _convert_checkpoint(
             sum(len(new.plan.rows(index)) for index in mine),
             what,
             processes=processes.num_processes,
-            show=processes.is_main_process and not quiet,
+            show=processes.is_main_process,
             announce=processes.is_main_process,
         ) as progress,
     ):
@@ -265,23 +258,11 @@ def _convert_checkpoint(
 
 def _without_rotation(source: FeatureStore, shards: ShardSet) -> ShardSet:
     """Return the same shards for rows that are rotated already, as those of codes are."""
-    if source.code_format is None:
-        return shards
-    return ShardSet(
-        shards.directory,
-        shards.prefix,
-        shards.plan,
-        shards.width,
-        shards.dtype,
-        shards.identity,
-        shards.version,
-        None,
-        shards.code_format,
-    )
+    return shards if source.code_format is None else replace(shards, rotation=None)
 
 
 def _progress(shards: ShardSet, what: str) -> str:
-    done = len(shards) - len(shards.without_file())
+    done = sum(map(shards.exists, range(len(shards))))
     return (
         f"{done} of {len(shards)} shards of {what} are complete in {shards.directory}. Run the same command again to "
         "convert the others, with any number of processes."

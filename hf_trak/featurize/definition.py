@@ -19,47 +19,77 @@ from hf_trak.store.checkpoint_records import Comparison, code_settings
 from hf_trak.version import __version__
 from hf_trak.weights.checkpoints import Checkpoint
 
+Checkpoints = Checkpoint | Sequence[Checkpoint] | Mapping[int, Checkpoint | None] | Sequence[int] | None
+"""One checkpoint or a list of them, a mapping of model ids to weights, or the ids of featurized checkpoints."""
 
-def as_list(checkpoints: Checkpoint | Sequence[Checkpoint] | None) -> list[Checkpoint | None]:
-    """One checkpoint, or several, as a list; `None`, the model's own weights, is one."""
-    if checkpoints is None or isinstance(checkpoints, str | os.PathLike | Mapping | torch.nn.Module):
-        return [checkpoints]
-    return list(checkpoints)
+
+def new_checkpoints(checkpoints: Checkpoints) -> dict[int, Checkpoint | None]:
+    """Give model ids to weights: those of a mapping, or 0, 1, …. `None` is the model's own weights.
+
+    Raises:
+        ValueError: there is none, an id is negative, or there are ids without weights.
+    """
+    found = _by_id(checkpoints, ())
+    if isinstance(found, list):
+        raise ValueError(
+            f"`checkpoints` is {found}. Expected weights, since features are computed with them. Pass "
+            "`{id: weights}` to choose the ids under which they are kept."
+        )
+    return {0: None} if found is None else found
 
 
 def sources_of(
-    model_ids: Sequence[int], checkpoints: Checkpoint | Sequence[Checkpoint] | None
-) -> dict[int, Checkpoint | None]:
-    """The checkpoints by model id, in the order of the ids; nothing where none are given.
+    checkpoints: Checkpoints, known: Sequence[int], new: bool = False
+) -> tuple[list[int] | None, dict[int, Checkpoint | None]]:
+    """Find which featurized checkpoints are meant, and the weights that are given for them.
+
+    Args:
+        checkpoints: as the user gives them. A list is in the order of `known`.
+        known: the ids of the featurized checkpoints.
+        new: whether weights that are not featurized may be given: a list of another length has the ids 0, 1, ….
+
+    Returns:
+        The ids, `None` for all of them, and weights by id.
 
     Raises:
-        ValueError: they are not as many.
+        ValueError: there are more or fewer weights than ids, or an id is negative.
+    """
+    found = _by_id(checkpoints, known)
+    if found is None or isinstance(found, list):
+        return found, {}
+    by_id = isinstance(checkpoints, Mapping) and list(checkpoints) == list(found)
+    if known and len(found) != len(known) and not by_id and not new:
+        raise ValueError(
+            f"`checkpoints` has {len(found)} entries for the model_ids {list(known)}. Expected one for each, in "
+            "this order: the weights that were featurized under these ids. Pass all of them or `{id: weights}`, or "
+            "leave `checkpoints` out where they are files that still lie where `featurize` found them."
+        )
+    return list(found), found
+
+
+def _by_id(checkpoints: Any, known: Sequence[int]) -> dict[int, Checkpoint | None] | list[int] | None:
+    """Return weights by id, or ids alone; `None` where neither is given.
+
+    Raises:
+        ValueError: the list or mapping is empty, or an id is negative.
     """
     if checkpoints is None:
-        return {}
-    sources = as_list(checkpoints)
-    if len(sources) != len(model_ids):
+        return None
+    if isinstance(checkpoints, str | os.PathLike | torch.nn.Module):
+        return {known[0] if len(known) == 1 else 0: checkpoints}
+    listed = list(checkpoints)
+    if not listed:
         raise ValueError(
-            f"`checkpoints` has {len(sources)} entries for the model_ids {list(model_ids)}. Expected one for each, in "
-            "this order: the weights that were featurized under these ids. Pass all of them, or leave `checkpoints` "
-            "out where they are files that still lie where `featurize` found them."
+            "`checkpoints` is empty. Expected at least one checkpoint, or `None` for the current weights or all "
+            "featurized ones."
         )
-    return dict(zip(model_ids, sources, strict=True))
-
-
-def checked_ids(sources: Sequence[Checkpoint | None], model_ids: Sequence[int] | None) -> list[int]:
-    ids = list(range(len(sources))) if model_ids is None else list(model_ids)
-    if not sources:
-        raise ValueError(
-            "`checkpoints` is an empty list. Expected at least one checkpoint, or `None` for the current weights."
-        )
-    whole = all(isinstance(model_id, int) and not isinstance(model_id, bool) and model_id >= 0 for model_id in ids)
-    if not whole or len(ids) != len(sources) or len(set(ids)) != len(ids):
-        raise ValueError(
-            f"`model_ids` is {ids} for {len(sources)} checkpoints. Expected one distinct integer of at "
-            f"least 0 for each."
-        )
-    return ids
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
+        if isinstance(checkpoints, Mapping):  # a state dict
+            return {known[0] if len(known) == 1 else 0: checkpoints}
+        return dict(zip(known if len(known) == len(listed) else range(len(listed)), listed, strict=True))
+    if min(listed) < 0:
+        raise ValueError(f"`checkpoints` has the ids {listed}. Expected integers of at least 0.")
+    return dict(checkpoints) if isinstance(checkpoints, Mapping) else listed
 
 
 def check_part(part: tuple[int, int]) -> None:
@@ -139,34 +169,6 @@ CURVATURE_VERSION = 3
 """Raised whenever the same inputs give another curvature or other exact scores. It is part of their identity."""
 
 
-DEFAULT_ROWS = 4096
-
-"""Rows of the sample that a curvature is fitted to, where there are as many."""
-
-
-DEFAULT_DAMPING = 0.1
-
-
-def is_hybrid(args: TrakConfig) -> bool:
-    """Whether exact scores are those of the hybrid."""
-    return args.curvature in ("auto", "hybrid")
-
-
-def fitted_kind(args: TrakConfig) -> str:
-    """Return the kind of curvature that is fitted; the hybrid is one over EK-FAC."""
-    return "ekfac" if args.curvature is None or is_hybrid(args) else args.curvature
-
-
-def sample_size(args: TrakConfig, train_size: int) -> int:
-    """Return the number of rows that a curvature is fitted to, of `train_size`."""
-    return min(train_size, DEFAULT_ROWS if args.curvature_rows is None else args.curvature_rows)
-
-
-def whitening_damping(args: TrakConfig) -> float:
-    """Return the damping c of whitened features."""
-    return DEFAULT_DAMPING if args.damping is None else args.damping
-
-
 def whitening_settings(args: TrakConfig, train_size: int) -> dict[str, Any]:
     """Entries of a store's configuration that define whitened features; none for plain ones.
 
@@ -174,21 +176,22 @@ def whitening_settings(args: TrakConfig, train_size: int) -> dict[str, Any]:
         args: the configuration.
         train_size: n, the number of training rows.
     """
-    if not args.whitened:
+    curvature = args.curvature
+    if not curvature.whitened:
         return {}
     return {
         "whitening": {
             "version": CURVATURE_VERSION,
-            "curvature": fitted_kind(args),
-            "labels": args.curvature_labels,
-            "rows": sample_size(args, train_size),
-            "damping": whitening_damping(args),
+            "curvature": curvature.fitted_kind,
+            "labels": curvature.labels,
+            "rows": curvature.sample_size(train_size),
+            "damping": curvature.whitening_damping,
         }
     }
 
 
 def whitening_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `TrakConfig` that a store's configuration records of whitened features, unchecked.
+    """Return the fields of `CurvatureConfig` that a store's configuration records of whitened features, unchecked.
 
     Args:
         config: the store's configuration.
@@ -196,7 +199,7 @@ def whitening_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     recorded = config.get("whitening")
     if not isinstance(recorded, Mapping):
         return {}
-    names = {"curvature": "curvature", "labels": "curvature_labels", "rows": "curvature_rows", "damping": "damping"}
+    names = {"curvature": "kind", "labels": "labels", "rows": "rows", "damping": "damping"}
     return {field: recorded[name] for name, field in names.items() if name in recorded}
 
 
@@ -223,14 +226,14 @@ def feature_settings(
         "hf_trak_version": __version__,
         "projection": projection,
         "proj_dim": proj_dim,
-        "proj_nonzeros": args.proj_nonzeros,
+        "proj_nonzeros": args.nonzeros,
         "seed": args.seed,
         "parameters": layout.to_list(),
         "parameters_fingerprint": layout.fingerprint,
         "feature_dtype": args.storage,
         "model_dtype": args.model_dtype,
         "shard_size": args.shard_size,
-        **({"factored_dim": args.factored_dim} if args.proj_type == "factored" else {}),
+        **({"factored_dim": args.factored_dim} if args.projection == "factored" else {}),
         **code_settings(args.storage),
         **whitening_settings(args, train_size),
         "train_size": train_size,

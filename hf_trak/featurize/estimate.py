@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from hf_trak.config import TrakConfig, checked_args
-from hf_trak.curvature.conjugate_gradients import Refinement, checked_refinement
 from hf_trak.data.rows import Collator
 from hf_trak.featurize.estimation import Estimate, count_of, estimate_sizes, measured_batches
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.methods import Method
 from hf_trak.modelout_functions import AbstractModelOutput
 
 
@@ -23,8 +23,7 @@ def estimate(
     eval_dataset: Any = 0,
     processes: int = 1,
     measure: bool = False,
-    rerank: int | None = None,
-    refine: str | Refinement | None = None,
+    method: Method = "auto",
     data_collator: Collator | None = None,
     processing_class: Any = None,
     task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
@@ -46,10 +45,8 @@ def estimate(
             Number of processes that share the work.
         measure (`bool`, *optional*, defaults to `False`):
             Featurize the first few batches, in a temporary directory, to project the time. Needs the rows themselves.
-        rerank (`int`, *optional*):
-            Rows of a shortlist that are to be reranked, for each target and end.
-        refine (`str` or `Refinement`, *optional*):
-            How the targets of exact scores are to be refined, as `attribute` takes it.
+        method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"auto"`):
+            How scores are to be computed, as `attribute` takes it.
         data_collator, processing_class, task (*optional*):
             As `TrakAttributor` takes them, for `measure`.
 
@@ -79,6 +76,5 @@ def estimate(
         eval_dataset=eval_dataset,
         processes=processes,
         rows_per_second=rate,
-        rerank=rerank,
-        refinement=checked_refinement(refine),
+        method=method,
     )

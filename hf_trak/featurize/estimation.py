@@ -1,89 +1,83 @@
 """Arithmetic of what an attribution takes: parameters, disk, memory, time."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_trak.config import BITS, SolverName, TrakConfig
-from hf_trak.curvature.conjugate_gradients import Refinement
+from hf_trak.config import BITS, TrakConfig
 from hf_trak.curvature.curvature import LARGEST_SIDE, PARTS, ROWS_PER_PART
 from hf_trak.curvature.observation import SMALLEST_SIDE
 from hf_trak.curvature.target_forms import low_rank_numel
-from hf_trak.featurize.definition import sample_size
 from hf_trak.featurize.exact_blocks import TARGET_SHARD_BYTES, target_dtype, target_rank
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.identity.model_identity import model_identity
-from hf_trak.runtime.checks import byte_size, checked_int, free_bytes
+from hf_trak.methods import Index, Method, Rerank, checked_method
+from hf_trak.runtime.checks import byte_size, free_bytes
 from hf_trak.runtime.progress import duration
-from hf_trak.scores.solvers import SolverCost, choose_solver, solver_cost, solver_costs
+from hf_trak.scores.solvers import SolverCost, solver_costs
 from hf_trak.store.atomic import json_bytes
 from hf_trak.store.shards import ShardPlan
 
+PASSES_PER_PRODUCT = 2
+
+"""Forward and backward passes of one row that a product with the Gauss-Newton matrix costs."""
+
+VECTORS_IN_MEMORY = 6
+
+"""Vectors of P numbers that a target has while it is refined: gradient, solution, residual, direction, product and
+their sum."""
+
 
 @dataclass(frozen=True)
-class ExactEstimate:
-    """Cost of one checkpoint's curvature, and of the exact scores of n training rows for m targets.
+class FitCost:
+    """Cost of fitting the curvature of some parameters of one checkpoint, in bytes.
 
-    Sizes are in bytes. Sides of layers are taken from the shapes of their parameters: channel groups, which have
-    smaller ones, count as one layer.
+    Sides of layers are taken from the shapes of their parameters: channel groups, which have smaller ones, count as
+    one layer.
+
+    Attributes:
+        slots: the parameters.
+        shapes: the shapes of their matrices.
+        disk: bases and eigenvalues, 4 · Σ (I² + J² + I · J).
+        scratch: disk while the fit runs: bases, and sums for each part of the sample.
+        memory: sums of one pass, beside the weights. Activations and factors of one batch come on top.
+        bases: numbers of the bases.
     """
 
-    curvature_bytes: int
-    """Disk: bases and eigenvalues, 4 · Σ (I² + J² + I · J)."""
-    progress_bytes: int
-    """Disk, while a fit runs: bases, and sums for each part of the sample."""
-    fit_memory: int
-    """Memory of a process that fits: weights, and the sums of one pass. Activations and factors of one batch come on
-    top."""
-    targets_bytes: int
-    """Disk: preconditioned targets, m rows of P numbers, or of matrices of low rank."""
-    scores_bytes: int
-    """Disk: scores of all rows, 4 · n · (m + 1)."""
-    exact_memory: int
-    """Memory of a process that scores: weights, and either the preconditioned targets of one pass, or the curvature
-    with the whole gradients of one batch of targets, whichever is more. Activations of one batch come on top."""
-    passes: int
-    """Passes over the training rows to score them."""
+    slots: Sequence[ParameterSlot]
+    shapes: Sequence[tuple[int, int]]
+    disk: int
+    scratch: int
+    memory: int
+    bases: int
 
+    @classmethod
+    def of(cls, model: nn.Module, slots: Sequence[ParameterSlot], args: TrakConfig, n: int) -> "FitCost":
+        """Work it out for n training rows."""
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        matrices = [_matrices(slot) for slot in slots if id(parameters[slot.name]) not in tables]
+        shapes = [shape for found in matrices for shape in found]
+        single = args.curvature.kind in ("diagonal", "identity")
+        bases = 0 if single else sum(_cut_squares(side) for shape in shapes for side in shape)
+        total = sum(slot.numel for slot in slots)
+        parts = min(PARTS, -(-n // ROWS_PER_PART))
+        memory = max(8 * bases, 4 * bases + 8 * total)
+        return cls(slots, shapes, 4 * (bases + total), 4 * (parts * (bases + total) + bases), memory, bases)
 
-def estimate_exact(
-    model: nn.Module, layout: ParameterLayout, args: TrakConfig, n: int, m: int, weights: int
-) -> ExactEstimate:
-    """Work out what exact scores take.
-
-    Args:
-        model: the model.
-        layout: the attributed parameters.
-        args: the configuration.
-        n: number of training rows.
-        m: number of targets.
-        weights: bytes of the model.
-    """
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    matrices = [_matrices(slot) for slot in layout.slots if id(parameters[slot.name]) not in tables]
-    shapes = [shape for found in matrices for shape in found]
-    bases = 0 if args.curvature == "diagonal" else sum(_cut_squares(side) for shape in shapes for side in shape)
-    total, rank, itemsize = layout.total, target_rank(args), target_dtype(args).itemsize
-    kept = total if rank is None else total - sum(i * j - low_rank_numel(i, j, rank) for i, j in shapes)
-    targets_at_once = max(1, min(m, int(args.exact_memory * 2**30) // (itemsize * kept)))
-    batch = min(args.per_device_batch_size, max(m, 1))
-    largest = max((i * j for i, j in shapes), default=0)
-    preconditioning = bases + 2 * total + batch * (total + 3 * largest)
-    return ExactEstimate(
-        curvature_bytes=4 * (bases + total),
-        progress_bytes=4 * (min(PARTS, -(-n // ROWS_PER_PART)) * (bases + total) + bases),
-        fit_memory=weights + max(8 * bases, 4 * bases + 8 * total),
-        targets_bytes=itemsize * m * kept,
-        scores_bytes=4 * n * (m + 1),
-        exact_memory=weights
-        + min(TARGET_SHARD_BYTES, itemsize * m * kept)
-        + max(itemsize * targets_at_once * kept, 4 * preconditioning),
-        passes=math.ceil(m / targets_at_once) + (args.curvature in ("auto", "hybrid")),
-    )
+    def __str__(self) -> str:
+        """Say what one parameter takes."""
+        slot, side = self.slots[0], max(self.slots[0].shape)
+        parts = -(-side // LARGEST_SIDE)
+        bases = f", {parts} bases of {-(-side // parts):,}" if parts > 1 else ""
+        return (
+            f"{slot.name!r} ({' × '.join(f'{n:,}' for n in slot.shape)}{bases}) takes {byte_size(self.memory)} of "
+            f"the memory and {byte_size(self.disk)} of the disk"
+        )
 
 
 def _matrices(slot: ParameterSlot) -> list[tuple[int, int]]:
@@ -101,33 +95,7 @@ def _cut_squares(side: int) -> int:
     return side * side // parts
 
 
-@dataclass(frozen=True)
-class FitShare:
-    """What the curvature of one parameter takes, in bytes.
-
-    Attributes:
-        name: the parameter.
-        shape: its shape.
-        fit_memory: sums of one pass of a fit.
-        curvature_bytes: disk.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    fit_memory: int
-    curvature_bytes: int
-
-    def __str__(self) -> str:
-        side = max(self.shape)
-        parts = -(-side // LARGEST_SIDE)
-        bases = f", {parts} bases of {-(-side // parts):,}" if parts > 1 else ""
-        return (
-            f"{self.name!r} ({' × '.join(f'{n:,}' for n in self.shape)}{bases}) takes {byte_size(self.fit_memory)} of "
-            f"the memory and {byte_size(self.curvature_bytes)} of the disk"
-        )
-
-
-def largest_share(model: nn.Module, layout: ParameterLayout, args: TrakConfig, n: int) -> FitShare | None:
+def largest_share(model: nn.Module, layout: ParameterLayout, args: TrakConfig, n: int) -> FitCost | None:
     """Find the parameter whose curvature takes most memory while it is fitted.
 
     Args:
@@ -137,223 +105,29 @@ def largest_share(model: nn.Module, layout: ParameterLayout, args: TrakConfig, n
         n: number of training rows.
 
     Returns:
-        `FitShare`; `None` where every parameter has one number for each of its elements.
+        `FitCost`; `None` where every parameter has one number for each of its elements.
     """
-    if args.curvature in ("diagonal", "identity"):
-        return None
-    found = []
-    for slot in layout.slots:
-        alone = estimate_exact(model, ParameterLayout((replace(slot, offset=0),)), args, n, 1, 0)
-        if alone.curvature_bytes > 4 * slot.numel:  # it has bases
-            found.append(FitShare(slot.name, tuple(slot.shape), alone.fit_memory, alone.curvature_bytes))
-    return max(found, key=lambda share: share.fit_memory, default=None)
-
-
-PASSES_PER_PRODUCT = 4
-
-"""Forward and backward passes of one row that a product with the Gauss-Newton matrix costs: two of each."""
-
-VECTORS_IN_MEMORY = 6
-
-"""Vectors of P numbers that a target has while it is refined: gradient, solution, residual, direction, product and
-their sum."""
+    found = [FitCost.of(model, [slot], args, n) for slot in layout.slots]
+    return max((one for one in found if one.bases), key=lambda one: one.memory, default=None)
 
 
 @dataclass(frozen=True)
-class RefineEstimate:
-    """Cost of `attribute(..., refine=...)`, over all checkpoints. It comes on top of exact scores."""
-
-    steps: int
-    """Products per target, at most."""
-    rows: int
-    """Training rows whose Gauss-Newton matrix refines the targets."""
-    products: int
-    """Products of one row and one target: C · steps · rows · m, at most."""
-    row_passes: int
-    """Forward and backward passes of single rows for these, at most."""
-    memory: int
-    """Memory, in bytes, for the targets that are refined together, beside the weights and the curvature. The
-    activations of one batch come on top."""
-    disk_bytes: int
-    """Disk while targets are refined: their gradients, and the state of the iterations of one file of them."""
-    seconds: float | None
-    """Seconds for these passes at the rate of featurizing, whose rows take one forward and one backward pass."""
-
-    def __str__(self) -> str:
-        time = "" if self.seconds is None else f", {duration(self.seconds)}"
-        return (
-            f"refining targets: at most {self.steps} steps on {self.rows:,} rows each, {self.row_passes:,} passes of "
-            f"single rows{time}; memory {byte_size(self.memory)}; disk {byte_size(self.disk_bytes)} meanwhile"
-        )
-
-
-def estimate_refinement(
-    refinement: Refinement,
-    n: int,
-    m: int,
-    checkpoints: int,
-    parameters: int,
-    processes: int,
-    rows_per_second: float | None,
-) -> RefineEstimate:
-    """Work out what refined targets take.
-
-    Args:
-        refinement: the options.
-        n: number of training rows.
-        m: number of targets.
-        checkpoints: number of checkpoints.
-        parameters: P, the number of attributed parameters.
-        processes: number of processes.
-        rows_per_second: gradients per second of one process, where it was measured.
-    """
-    rows = min(n, refinement.rows)
-    products = checkpoints * refinement.steps * rows * m
-    together = max(1, min(m, TARGET_SHARD_BYTES // (4 * parameters)))
-    passes = PASSES_PER_PRODUCT * products
-    seconds = None if rows_per_second is None else math.ceil(passes / 2) / rows_per_second / processes
-    return RefineEstimate(
-        steps=refinement.steps,
-        rows=rows,
-        products=products,
-        row_passes=passes,
-        memory=VECTORS_IN_MEMORY * 4 * together * parameters,
-        disk_bytes=4 * parameters * (m + 3 * together),
-        seconds=seconds,
-    )
-
-
-@dataclass(frozen=True)
-class RerankEstimate:
-    """Cost of `attribute(..., rerank=...)`, stage by stage, over all checkpoints."""
-
-    count: int
-    """`rerank`: rows of the shortlist, for each target and end."""
-    index_bytes: int
-    """Features that the shortlist reads."""
-    curvature_rows: int
-    """Rows of the sample of a curvature that is not fitted yet."""
-    target_gradients: int
-    """Gradients of targets that are preconditioned."""
-    row_gradients: int
-    """Gradients of training rows, at most: those of lists that have no row in common."""
-    scores_bytes: int
-    """Disk: exact scores, 4 bytes for each of these rows and each target."""
-    seconds: float | None
-    """Seconds for these gradients at the rate of featurizing, where it was measured."""
-
-    def __str__(self) -> str:
-        time = "" if self.seconds is None else f", {duration(self.seconds)}"
-        return (
-            f"reranking {self.count:,} rows per target and end: shortlist from {byte_size(self.index_bytes)} of "
-            f"features; curvature from {self.curvature_rows:,} rows, once; {self.target_gradients:,} preconditioned "
-            f"targets; gradients of {self.row_gradients:,} rows at most{time}; disk "
-            f"{byte_size(self.scores_bytes)} for scores"
-        )
-
-
-def estimate_rerank(
-    args: TrakConfig,
-    rerank: int,
-    n: int,
-    m: int,
-    checkpoints: int,
-    feature_bytes: int,
-    processes: int,
-    rows_per_second: float | None,
-) -> RerankEstimate:
-    """Work out what reranking takes.
-
-    Args:
-        args: the configuration.
-        rerank: rows of the shortlist, for each target and end.
-        n: number of training rows.
-        m: number of targets.
-        checkpoints: number of checkpoints.
-        feature_bytes: bytes of the features of all checkpoints.
-        processes: number of processes.
-        rows_per_second: gradients per second of one process, where it was measured.
-
-    Raises:
-        ValueError: `rerank` is no number of rows.
-    """
-    count = checked_int(rerank, "rerank", 1, type_error=ValueError)
-    rows = min(n, 2 * m * count)
-    gradients = checkpoints * rows
-    return RerankEstimate(
-        count=count,
-        index_bytes=feature_bytes,
-        curvature_rows=checkpoints * sample_size(args, n),
-        target_gradients=checkpoints * m,
-        row_gradients=gradients,
-        scores_bytes=4 * gradients * (m + 1),
-        seconds=None if rows_per_second is None else (gradients + checkpoints * m) / rows_per_second / processes,
-    )
-
-
-SIZES = (512, 1024, 2048, 4096, 8192, 16384)
-
-"""Bytes per row that were measured."""
-
-
-QUALITY = {
-    "float32": (0.62, 0.72, 0.84, 0.88, 0.96, 1.00),
-    "int8": (0.84, 0.88, 0.96, 1.00, 1.06, 1.07),
-    "int4": (0.87, 0.96, 1.01, 1.06, 1.08, 1.09),
-    "int2": (0.91, 0.99, 1.05, 1.09, 1.11, 1.12),
-    "int1": (0.88, 0.98, 1.02, 1.07, 1.08, 1.09),
-}
-
-"""Linear datamodeling score with ridge, the mean over seven banks, relative to float32 with 16,384 bytes:
-`benchmarks/quality/CODES.md`. Models of other kinds may rank them differently."""
-
-
-_COMPARED = (("int2", 512), ("int2", 1024), ("int4", 2048), ("int2", 2048), ("int2", 4096), ("float32", 16384))
-
-
-@dataclass(frozen=True)
-class StorageChoice:
-    """A form of the features of a row.
+class Cost:
+    """Cost of one stage of an attribution, over all checkpoints.
 
     Attributes:
-        feature_dtype (`str`): as in `TrakConfig`.
-        proj_dim (`int`): k.
-        row_bytes (`int`): bytes of a row's features.
-        quality (`float`):
-            Expected linear datamodeling score, relative to float32 with 16,384 bytes.
-        solver (`SolverCost`):
-            The solver of the ridge regression with its cost, for one checkpoint.
+        disk: bytes that stay on disk.
+        scratch: bytes on disk while the stage runs.
+        memory: bytes of memory of one process. Activations of one batch come on top.
+        passes: forward and backward passes of single rows, at most.
+        seconds: time for these passes at the rate of featurizing, where it was measured.
     """
 
-    feature_dtype: str
-    proj_dim: int
-    row_bytes: int
-    quality: float
-    solver: SolverCost
-
-    def __str__(self) -> str:
-        return (
-            f"{self.feature_dtype} × {self.proj_dim:,} ({self.row_bytes:,} bytes per row, quality {self.quality:.2f}, "
-            f"{self.solver.kind} solver with {self.solver.multiply_adds:.1e} multiply-adds)"
-        )
-
-
-def storage_choices(solver: SolverName, solver_rank: int | None, n: int, m: int, free: int) -> list[StorageChoice]:
-    """List forms with different numbers of bytes, from the smallest on.
-
-    Args:
-        solver, solver_rank: the settings.
-        n: number of training rows.
-        m: number of targets.
-        free: bytes of memory that are free.
-    """
-    found = []
-    for form, size in _COMPARED:
-        k = size * 8 // BITS[form]
-        rank = None if solver_rank is None else min(solver_rank, n, k)
-        cost = solver_cost(choose_solver(solver, rank, n, k, free), n, k, m)
-        found.append(StorageChoice(form, k, size, QUALITY[form][SIZES.index(size)], cost))
-    return found
+    disk: int = 0
+    scratch: int = 0
+    memory: int = 0
+    passes: int = 0
+    seconds: float | None = None
 
 
 _SHARD_HEADER_BYTES = 480
@@ -375,7 +149,7 @@ _MEASURED_BATCHES = 4
 class Estimate:
     """Cost of an attribution of n training rows, m targets and C checkpoints, with P parameters and k features.
 
-    Sizes are in bytes, times in seconds. `str(estimate)` says it in a few lines.
+    `str(estimate)` is a table of its stages.
     """
 
     parameters: int
@@ -392,85 +166,51 @@ class Estimate:
     """C."""
     processes: int
     """Processes that share the work."""
-    feature_bytes: int
-    """Disk: C · n · (k · b + 4), with b bytes per stored feature, and the headers of the shards."""
-    gram_bytes: int
-    """Disk: C · 8k² for XᵀX, or what another solver keeps."""
-    target_bytes: int
-    """Disk: as features, for m rows."""
-    config_bytes: int
-    """Disk: the configuration, which lists the parameters."""
-    featurize_memory: int
-    """Memory of a process that featurizes: weights, a copy of them where checkpoints are loaded, one shard, one batch
-    of features, and gradients of the largest parameter for one batch (an upper bound, where layers are handed on in
-    pieces). Activations of one batch come on top, as in a forward pass of training."""
-    score_memory: int
-    """Memory to score: that of the solver (3 · 8k² for the primal one), targets before and after in float32 and
-    float64, and one shard."""
     solver: SolverCost
     """The solver of the ridge regression that will be chosen with the memory that is free now, for one checkpoint."""
     alternatives: tuple[SolverCost, ...]
     """The other solvers, with their defaults."""
-    storage: tuple[StorageChoice, ...] = ()
-    """Other forms of the features, with other numbers of bytes; none without a projection."""
-    rows_per_second: float | None = None
+    rows_per_second: float | None
     """Rows that one process featurizes per second, where it was measured."""
-    exact: ExactEstimate | None = None
-    """What exact scores take, where the configuration names a curvature."""
-    largest_share: FitShare | None = None
-    """What the curvature of one parameter takes, of the one that takes most, where the configuration names one."""
-    rerank: RerankEstimate | None = None
-    """What reranking takes, where it is asked for."""
-    refine: RefineEstimate | None = None
-    """What refined targets take, where they are asked for."""
+    stages: dict[str, Cost]
+    """`"settings"` (what describes the store), `"features"` and `"targets"` (to featurize), `"solver"` (the ridge
+    regression) and, where they are asked for, `"curvature"` (to fit it), `"exact targets"` (to precondition them),
+    `"exact scores"`, `"rerank"` and `"refine"`."""
+    largest_share: FitCost | None = None
+    """Cost of the curvature of the parameter that takes most, for one checkpoint."""
 
     @property
     def disk_bytes(self) -> int:
-        """The feature store: everything that stays on disk but scores (4 · n · m for a full matrix)."""
-        return self.feature_bytes + self.gram_bytes + self.target_bytes + self.config_bytes
+        """Everything that stays on disk but scores from features (4 · n · m for a full matrix)."""
+        return sum(one.disk for one in self.stages.values())
 
     @property
     def seconds(self) -> float | None:
-        """Time to featurize all rows and targets for all checkpoints, or `None` if it was not measured."""
-        if self.rows_per_second is None:
-            return None
-        shares = (math.ceil(rows / self.processes) for rows in (self.train_size, self.n_targets))
-        return self.checkpoints * sum(shares) / self.rows_per_second
+        """Time of all stages, or `None` if it was not measured."""
+        return None if self.rows_per_second is None else sum(one.seconds or 0.0 for one in self.stages.values())
 
     def __str__(self) -> str:
         rows = f"{self.train_size:,} rows" + (f" and {self.n_targets:,} targets" if self.n_targets else "")
-        kept = "XᵀX" if self.solver.kind == "primal" else f"{self.solver.kind} solver"
         lines = [
             f"{self.parameters:,} of {self.model_parameters:,} parameters, {self.proj_dim:,} features, {rows}, "
             f"{self.checkpoints} checkpoint{'s' if self.checkpoints > 1 else ''}",
-            f"disk: {byte_size(self.disk_bytes)} (features {byte_size(self.feature_bytes)}, "
-            f"{kept} {byte_size(self.gram_bytes)}"
-            + (f", targets {byte_size(self.target_bytes)})" if self.n_targets else ")"),
-            f"memory: {byte_size(self.featurize_memory)} and one batch's activations to featurize, "
-            f"{byte_size(self.score_memory)} to score",
+            f"disk: {byte_size(self.disk_bytes)}",
         ]
-        solvers = (self.solver, *self.alternatives)
-        lines.append("solver of the ridge: " + "; or ".join(_solver(one) for one in solvers))
-        if self.storage:
-            lines.append("other forms of the features: " + "; ".join(map(str, self.storage)))
-        if self.exact is not None:
-            exact = self.exact
-            lines.append(
-                f"exact scores: disk {byte_size(self.checkpoints * exact.curvature_bytes)} for the curvature (and "
-                f"{byte_size(exact.progress_bytes)} while it is fitted), "
-                f"{byte_size(self.checkpoints * (exact.targets_bytes + exact.scores_bytes))} for targets and scores; "
-                f"memory {byte_size(exact.fit_memory)} to fit, {byte_size(exact.exact_memory)} to score; "
-                f"{exact.passes} pass{'es' if exact.passes > 1 else ''} over the training rows"
-            )
-        if self.largest_share is not None:
-            lines.append(f"to fit the curvature, {self.largest_share}")
-        if self.rerank is not None:
-            lines.append(str(self.rerank))
-        if self.refine is not None:
-            lines.append(str(self.refine))
         if self.seconds is not None:
             each = f" on each of {self.processes} processes" if self.processes > 1 else ""
             lines.append(f"time: {duration(self.seconds)} at {self.rows_per_second:,.1f} rows/s{each}")
+        table: list[tuple[str, ...]] = [("stage", "disk", "meanwhile", "memory", "row passes", "time")]
+        for name, one in self.stages.items():
+            sizes = (byte_size(size) if size else "" for size in (one.disk, one.scratch, one.memory))
+            passes = f"{one.passes:,}" if one.passes else ""
+            table.append((name, *sizes, passes, "" if one.seconds is None else duration(one.seconds)))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for first, *cells in table:
+            padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+            lines.append("  ".join([first.ljust(widths[0]), *padded]).rstrip())
+        lines.append("solver of the ridge: " + "; or ".join(_solver(one) for one in (self.solver, *self.alternatives)))
+        if self.largest_share is not None:
+            lines.append(f"to fit the curvature, {self.largest_share}")
         return "\n".join(lines)
 
 
@@ -483,8 +223,7 @@ def estimate_sizes(
     eval_dataset: Any = 0,
     processes: int = 1,
     rows_per_second: float | None = None,
-    rerank: int | None = None,
-    refinement: Refinement | None = None,
+    method: Method = "auto",
 ) -> Estimate:
     """Work out what an attribution takes from the numbers of rows, parameters and features.
 
@@ -496,25 +235,60 @@ def estimate_sizes(
         eval_dataset: the targets, or their number.
         processes: number of processes.
         rows_per_second: rows that one process featurizes per second, where it was measured.
-        rerank: rows of a shortlist that are to be reranked, for each target and end.
-        refinement: how targets are to be refined.
+        method: how scores are to be computed. What reranking and refining take is counted if it asks for them.
 
     Raises:
-        ValueError: a number is out of range, or a parameter name unknown.
+        ValueError: a number is out of range, or a parameter name or the method unknown.
     """
+    chosen = checked_method(method)
+    refinement = None if isinstance(chosen, Index) else chosen.refinement
     n, m = count_of(train_dataset, "train_dataset", 1), count_of(eval_dataset, "eval_dataset", 0)
     for name, value in (("checkpoints", checkpoints), ("processes", processes)):
         count_of(value, name, 1)
     layout = ParameterLayout.from_model(model, args.grad_wrt)
-    k = layout.total if args.proj_type == "none" else args.width
+    k = layout.total if args.projection == "none" else args.width
     weights = _weight_bytes(model, args.model_dtype)
     copies = 2 if checkpoints > 1 or args.model_dtype is not None else 1
     shard_rows = min(args.shard_size, max(n, m))
-    batch = min(args.per_device_batch_size, shard_rows)
+    batch = min(args.batch_size, shard_rows)
     largest = max(slot.numel for slot in layout.slots)
     groups = max(m, 1)
-    features = checkpoints * _matrix_bytes(n, k, args)
-    solver, alternatives = solver_costs(args.solver, args.solver_rank, n, k, groups, free_bytes("cpu"))
+    solver, alternatives = solver_costs(args.solver_kind, args.solver_rank, n, k, groups, free_bytes("cpu"))
+    records = len(json_bytes(layout.to_list())) + len(json_bytes(model_identity(model)))
+    as_targets = replace(args, feature_dtype="float32") if BITS[args.storage] < 16 else args  # never as codes
+    stages = {
+        "settings": Cost(_CONFIG_BYTES + _COLLATION_BYTES + records + checkpoints * _CHECKPOINT_JSON_BYTES),
+        # One shard, and of a batch features and the largest gradient: an upper bound, where layers come in pieces.
+        "features": Cost(
+            checkpoints * _matrix_bytes(n, k, args),
+            memory=copies * weights + 4 * (shard_rows * (k + 1) + batch * (k + largest)),
+            passes=checkpoints * n,
+        ),
+        "targets": Cost(
+            checkpoints * _matrix_bytes(m, k, as_targets, _TARGET_HEADER_BYTES) if m else 0, passes=checkpoints * m
+        ),
+        # Beside the solver: targets before and after in float32 and float64, and one shard.
+        "solver": Cost(
+            checkpoints * (solver.disk + _GRAM_HEADER_BYTES),
+            memory=solver.memory + groups * k * 12 + shard_rows * row_bytes(k, args),
+        ),
+    }
+    if not isinstance(chosen, Index):
+        count = chosen.rows if isinstance(chosen, Rerank) else None
+        scored = n if count is None else min(n, 2 * groups * count)
+        fit = FitCost.of(model, layout.slots, args, n)
+        last = "exact scores" if count is None else "rerank"
+        stages |= _exact_stages(fit, args, checkpoints, n, groups, scored, weights, last)
+    if refinement is not None:
+        together = max(1, min(groups, TARGET_SHARD_BYTES // (4 * layout.total)))
+        stages["refine"] = Cost(
+            scratch=4 * layout.total * (groups + 3 * together),
+            memory=VECTORS_IN_MEMORY * 4 * together * layout.total,
+            passes=PASSES_PER_PRODUCT * checkpoints * refinement.steps * min(n, refinement.rows) * groups,
+        )
+    if rows_per_second is not None:
+        for name, one in stages.items():
+            stages[name] = replace(one, seconds=math.ceil(one.passes / processes) / rows_per_second)
     return Estimate(
         parameters=layout.total,
         model_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -523,29 +297,42 @@ def estimate_sizes(
         n_targets=m,
         checkpoints=checkpoints,
         processes=processes,
-        feature_bytes=features,
-        gram_bytes=checkpoints * (solver.disk + _GRAM_HEADER_BYTES),
-        target_bytes=checkpoints * _matrix_bytes(m, k, _as_targets(args), _TARGET_HEADER_BYTES) if m else 0,
-        config_bytes=_CONFIG_BYTES
-        + _COLLATION_BYTES
-        + len(json_bytes(layout.to_list()))
-        + len(json_bytes(model_identity(model)))
-        + checkpoints * _CHECKPOINT_JSON_BYTES,
-        featurize_memory=copies * weights + 4 * (shard_rows * (k + 1) + batch * (k + largest)),
-        score_memory=solver.memory + groups * k * 12 + shard_rows * row_bytes(k, args),
         solver=solver,
         alternatives=alternatives,
-        storage=_other_forms(args, n, groups),
         rows_per_second=rows_per_second,
-        exact=None if args.curvature is None else estimate_exact(model, layout, args, n, groups, weights),
-        largest_share=None if args.curvature is None else largest_share(model, layout, args, n),
-        rerank=None
-        if rerank is None
-        else estimate_rerank(args, rerank, n, groups, checkpoints, features, processes, rows_per_second),
-        refine=None
-        if refinement is None
-        else estimate_refinement(refinement, n, groups, checkpoints, layout.total, processes, rows_per_second),
+        stages=stages,
+        largest_share=largest_share(model, layout, args, n) if "curvature" in stages else None,
     )
+
+
+def _exact_stages(
+    fit: FitCost, args: TrakConfig, checkpoints: int, n: int, m: int, scored: int, weights: int, last: str
+) -> dict[str, Cost]:
+    """Work out the costs of a fit, of m preconditioned targets and of the exact scores of some rows."""
+    total, rank, itemsize = sum(slot.numel for slot in fit.slots), target_rank(args), target_dtype(args).itemsize
+    kept = total if rank is None else total - sum(i * j - low_rank_numel(i, j, rank) for i, j in fit.shapes)
+    at_once = max(1, min(m, int(args.curvature.memory * 2**30) // (itemsize * kept)))
+    batch = min(args.batch_size, m)
+    preconditioning = fit.bases + 2 * total + batch * (total + 3 * max((i * j for i, j in fit.shapes), default=0))
+    targets = min(TARGET_SHARD_BYTES, itemsize * m * kept)
+    # The hybrid takes another pass, for whitened features.
+    passes = math.ceil(m / at_once) + (args.curvature.kind == "hybrid")
+    return {
+        "curvature": Cost(
+            checkpoints * fit.disk,
+            fit.scratch,
+            weights + fit.memory,
+            2 * checkpoints * args.curvature.sample_size(n),
+        ),
+        "exact targets": Cost(
+            checkpoints * itemsize * m * kept, 0, weights + targets + 4 * preconditioning, checkpoints * m
+        ),
+        last: Cost(
+            4 * checkpoints * scored * (m + 1),
+            memory=weights + targets + itemsize * at_once * kept,
+            passes=checkpoints * passes * scored,
+        ),
+    }
 
 
 def count_of(value: Any, name: str, least: int) -> int:
@@ -571,18 +358,6 @@ def _matrix_bytes(rows: int, k: int, args: TrakConfig, header: int = _SHARD_HEAD
     return rows * (row_bytes(k, args) + 4) + shards * header
 
 
-def _as_targets(args: TrakConfig) -> TrakConfig:
-    """The configuration with the storage that features of targets have: floating-point numbers."""
-    return replace(args, feature_dtype="float32") if BITS[args.storage] < 16 else args
-
-
-def _other_forms(args: TrakConfig, n: int, m: int) -> tuple[StorageChoice, ...]:
-    if args.proj_type == "none":
-        return ()
-    choices = storage_choices(args.solver, args.solver_rank, n, m, free_bytes("cpu"))
-    return tuple(one for one in choices if (one.feature_dtype, one.proj_dim) != (args.storage, args.width))
-
-
 def row_bytes(k: int, args: TrakConfig) -> int:
     """Bytes of the features of one row: k numbers, or their codes and a scale in float32."""
     bits = BITS[args.storage]
@@ -604,7 +379,7 @@ def measured_batches(n: int, args: TrakConfig) -> tuple[int, int]:
     Raises:
         ValueError: there are fewer than 3 training rows.
     """
-    size = min(args.per_device_batch_size, n // 3)
+    size = min(args.batch_size, n // 3)
     if size == 0:
         raise ValueError(f"`measure` is set, but there are only {n} training rows. Expected at least 3.")
     return size, min(1 + _MEASURED_BATCHES, n // size)

@@ -8,6 +8,8 @@ over processes and are checked in the same way.
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,15 +26,9 @@ from hf_trak.curvature.target_forms import LowRankForm, TargetForm
 from hf_trak.data.rows import RowPart, row_count
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.featurize.definition import (
-    COMPARISONS,
     CURVATURE_VERSION,
-    DEFAULT_DAMPING,
-    as_list,
-    checked_ids,
-    fitted_kind,
-    is_hybrid,
-    sample_size,
-    sources_of,
+    Checkpoints,
+    new_checkpoints,
 )
 from hf_trak.featurize.exact_blocks import (
     TARGET_SHARD_BYTES,
@@ -46,8 +42,9 @@ from hf_trak.featurize.exact_blocks import (
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fit_batches import FitBatches, embeddings, transposed
 from hf_trak.featurize.owned import OwnedPasses, TargetBlocks, begun_with, check_targets, own_form, whole_width
+from hf_trak.featurize.question import Question
 from hf_trak.featurize.refining import TargetRefinement, refined_identity
-from hf_trak.identity.row_digest import fingerprint_dataset
+from hf_trak.methods import Exact
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
 from hf_trak.modelout_functions.classification import RegressionModelOutput
@@ -56,7 +53,6 @@ from hf_trak.modelout_functions.sampled import SampledLikelihood
 from hf_trak.runtime.sharding import is_sharded
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scorer import PlannedScores
-from hf_trak.store.atomic import safe_name
 from hf_trak.store.sealed import content_digest
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import ShardPlan
@@ -72,15 +68,12 @@ of quality say, see docs/curvature.md."""
 class ExactScores:
     """Fits curvatures and plans exact scores for a featurized model. All processes call its methods together."""
 
-    def __init__(
-        self, model: FeaturizedModel, rows: RowPart | None = None, refinement: Refinement | None = None
-    ) -> None:
+    def __init__(self, model: FeaturizedModel, method: Exact | None = None, rows: RowPart | None = None) -> None:
         """
         Args:
             model: the model, its training rows and its store.
-            rows: the training rows to score; `None` for all. The hybrid has a system over all rows, so that
-                `curvature="auto"` is EK-FAC where rows are given.
-            refinement: how targets are refined. `curvature="auto"` is EK-FAC here, too.
+            method: the kind of curvature and the refinement of targets; `None` for those of the configuration.
+            rows: the training rows to score; `None` for all.
 
         Raises:
             ValueError: targets of the hybrid, or of a model that is divided over processes, are to be refined.
@@ -88,20 +81,22 @@ class ExactScores:
         self.model = model
         self.args = model.args
         self.rows = rows
-        self.refinement = refinement
-        every_row = rows is None and refinement is None
-        self.hybrid = is_hybrid(model.args) and (every_row or model.args.curvature == "hybrid")
-        if refinement is not None and is_sharded(model.model):
+        method = Exact() if method is None else method
+        self.refinement = method.refinement
+        curvature = model.args.curvature
+        curvature = curvature if method.curvature is None else replace(curvature, kind=method.curvature)
+        self.hybrid = curvature.kind == "hybrid"
+        self.kind = curvature.fitted_kind
+        if self.refinement is not None and is_sharded(model.model):
             raise ValueError(
                 "`refine` is 'cg', for a model that is divided over processes. Expected a whole model, of which "
                 "products with the Gauss-Newton matrix are taken. Leave `refine` out, or load the model unsharded."
             )
-        if self.hybrid and refinement is not None:
+        if self.hybrid and self.refinement is not None:
             raise ValueError(
                 "`curvature` is 'hybrid', with `refine='cg'`. Expected a curvature by layers, which conjugate "
                 "gradients refine; the hybrid solves another system. Set `curvature='ekfac'`, or leave `refine` out."
             )
-        self.kind = fitted_kind(model.args)
         self._owned = OwnedPasses(model) if is_sharded(model.model) and self.kind != "identity" else None
 
     @property
@@ -109,12 +104,12 @@ class ExactScores:
         """c in 1 / (Λ + c · mean Λ)."""
         if self.refinement is not None and self.refinement.damping is not None:
             return self.refinement.damping
-        if self.args.damping is not None:
-            return self.args.damping
+        if self.args.curvature.damping is not None:
+            return self.args.curvature.damping
         if self.refinement is not None:
             return REFINED_DAMPING
         if not self.hybrid:
-            return DEFAULT_DAMPING
+            return self.args.curvature.whitening_damping
         return HYBRID_DAMPING_OF_TOKENS if isinstance(self.model.task, AggregatedModelOutput) else HYBRID_DAMPING
 
     @property
@@ -153,14 +148,19 @@ class ExactScores:
 
     # -- curvatures --------------------------------------------------------------------------------------------------
 
-    def fit(self, checkpoints: Checkpoint | Sequence[Checkpoint] | None, model_ids: Sequence[int] | None) -> None:
-        """Fit the curvature of one or several checkpoints, see [`~hf_trak.TrakAttributor.fit_curvature`]."""
-        sources = as_list(checkpoints)
+    def fit(self, checkpoints: Checkpoints) -> list[int]:
+        """Fit the curvature of one or several checkpoints, see [`~hf_trak.TrakAttributor.fit_curvature`].
+
+        Returns:
+            Their ids.
+        """
+        sources = new_checkpoints(checkpoints)
         self.model.processes.broadcast_from_main(self.model.prepare_store)
-        for model_id, source in zip(checked_ids(sources, model_ids), sources, strict=True):
+        for model_id, source in sources.items():
             with self.model.weights(model_id, source, register=True):
                 self.fitted(model_id)
             self.model.sources[model_id] = source
+        return list(sources)
 
     def fitted(self, model_id: int, owned: bool = False) -> Curvature:
         """Read or fit the curvature of the weights that the model has now. All processes call this together.
@@ -178,11 +178,10 @@ class ExactScores:
         plan = FitPlan(
             self.kind,
             tuple(rows),
-            self.args.per_device_batch_size,
+            self.args.batch_size,
             embeddings(self.model.model),
             transposed(self.model.model),
             f"curvature, checkpoint {model_id}",
-            not self.args.disable_tqdm,
         )
         identity = self.identity(model_id, rows)
         absent = getattr(self.model.train_dataset, "absent", False)
@@ -198,7 +197,7 @@ class ExactScores:
 
     def _curvature_tasks(self) -> dict[Stage, AbstractModelOutput]:
         """Return the task of each pass of a fit."""
-        if self.args.curvature_labels == "empirical":
+        if self.args.curvature.labels == "empirical":
             return {"bases": self.train_task, "squares": self.train_task}
         task, seed = self.model.task, self.args.seed
         assert isinstance(task, BatchedModelOutput)
@@ -207,7 +206,7 @@ class ExactScores:
     def sample(self) -> list[int]:
         """Choose the rows that the curvature is fitted to."""
         n = row_count(self.model.train_dataset, "train_dataset")
-        count = sample_size(self.args, n)
+        count = self.args.curvature.sample_size(n)
         if count == n:
             return list(range(n))
         chosen = np.random.Generator(np.random.Philox(self.args.seed)).permutation(n)[:count]
@@ -223,7 +222,7 @@ class ExactScores:
             **self.model.store.identity(model_id),
             "curvature_version": CURVATURE_VERSION,
             "kind": self.kind,
-            "labels": self.args.curvature_labels,
+            "labels": self.args.curvature.labels,
             "rows": len(rows),
             "sample": content_digest({"rows": list(rows)}),
             "seed": self.args.seed,
@@ -231,63 +230,42 @@ class ExactScores:
 
     # -- scores ------------------------------------------------------------------------------------------------------
 
-    def plan(
-        self,
-        eval_dataset: Any,
-        name: str | None,
-        checkpoints: Checkpoint | Sequence[Checkpoint] | None,
-        model_ids: Sequence[int] | None,
-        groups: RowGroups | None = None,
-        everywhere: bool = True,
-    ) -> PlannedScores:
+    def plan(self, question: Question, everywhere: bool = True) -> PlannedScores:
         """Compute the exact scores of all training rows, and plan how they are read.
 
-        Arguments as in [`~hf_trak.featurize.featurized.FeaturizedModel.plan_scores`].
+        Arguments as in [`~hf_trak.featurize.featurized.FeaturizedModel.plan`].
         """
-        if name is not None:
-            safe_name(name, "name")
-        model, store = self.model, self.model.store
-        m = row_count(eval_dataset, "eval_dataset")
-        model.processes.broadcast_from_main(model.prepare_store)
-        fingerprint = fingerprint_dataset(eval_dataset)
-        name = f"targets-{fingerprint[:12]}" if name is None else name
-        collation = model.collation(eval_dataset, "target")
-        ids = self._ids(checkpoints, model_ids)
-        sources = sources_of(ids, checkpoints)
-        parts, described = [], []
-        for model_id in ids:
-            with self._weights(model_id, sources):
-                store.targets(name, model_id, m, fingerprint, {"collation": collation}, COMPARISONS)
+        model, parts, described = self.model, [], list[dict[str, Any]]()
+        for model_id in question.ids:
+            with self._weights(model_id, question.sources):
+                model.targets(question, model_id)
                 curvature = self.fitted(model_id, owned=True)
-                targets = self._targets(curvature, name, model_id, eval_dataset)
-                chunks = self._scores(curvature, name, model_id, targets, groups)
+                targets = self._targets(curvature, question, model_id)
+                chunks = self._scores(curvature, question, model_id, targets)
                 whitened = self._whitened(curvature, model_id) if self.hybrid else None
-            parts.append(CheckpointScores(chunks, whitened, self.args.hybrid_lambda))
+            parts.append(CheckpointScores(chunks, whitened, self.args.curvature.hybrid_lambda))
             described.append({"model_id": model_id, "scores": [one.content_hash for one in chunks]})
             if whitened is not None:
                 described[-1]["whitened"] = whitened.content_hash
         identity = {
             "checkpoints": described,
-            "config": store.config_hash,
+            "config": model.store.config_hash,
             "exact": CURVATURE_VERSION,
-            "groups": None if groups is None else groups.tag,
-            "hybrid_lambda": self.args.hybrid_lambda if self.hybrid else None,
+            "groups": question.tag,
+            "hybrid_lambda": self.args.curvature.hybrid_lambda if self.hybrid else None,
             **({"rows": self.rows.tag} if self.rows is not None and self.rows.tag else {}),
             **({} if self.refinement is None else {"refinement": refined_identity(self.refinement)}),
         }
         count = len(parts[0].chunks[0])
         mine = range(count) if everywhere else model.processes.share(count)
-        return PlannedScores(name, identity, mean_blocks(parts, mine))
+        return PlannedScores(identity, mean_blocks(parts, mine))
 
-    def self_influence(
-        self, checkpoints: Checkpoint | Sequence[Checkpoint] | None, model_ids: Sequence[int] | None
-    ) -> Tensor:
+    def self_influence(self, checkpoints: Checkpoints = None) -> Tensor:
         """Compute q · ∇fᵀ P⁻¹ ∇f of every training row, averaged over checkpoints: `(n,)`, float32."""
         model = self.model
         model.require_one_draw(model.train_dataset, "Self-influence is no mean over draws, since it has squares.")
         model.processes.broadcast_from_main(model.prepare_store)
-        ids = self._ids(checkpoints, model_ids)
-        sources = sources_of(ids, checkpoints)
+        ids, sources = model.chosen(checkpoints, featurized=False)
         total = torch.zeros(row_count(model.train_dataset, "train_dataset"))
         for model_id in ids:
             with self._weights(model_id, sources):
@@ -323,14 +301,6 @@ class ExactScores:
             return self.model.weights(model_id, self.model.source_of(model_id, sources))
         return self.model.weights(model_id, {**self.model.sources, **sources}.get(model_id), register=True)
 
-    def _ids(
-        self, checkpoints: Checkpoint | Sequence[Checkpoint] | None, model_ids: Sequence[int] | None
-    ) -> list[int]:
-        """Choose the checkpoints: those given, those in the store, or the model as it is now."""
-        if checkpoints is not None or model_ids is not None:
-            return checked_ids(as_list(checkpoints), model_ids) if checkpoints is not None else list(model_ids or ())
-        return self.model.store.model_ids or [0]
-
     def _shards(
         self,
         directory: Any,
@@ -353,25 +323,23 @@ class ExactScores:
             "rows": type(self.scored_task).__name__,
         }
         plan = ShardPlan(rows, shard_size)
-        return ShardSet(directory, prefix, plan, width, dtype, {**own, **identity}, store.version)
+        return ShardSet(directory, prefix, plan, width, dtype, {**own, **identity})
 
     def _tag(self, curvature: Curvature) -> str:
         """Name what is computed with a curvature and a damping."""
         described = {**curvature.describe(), "damping": self.damping, "rows": type(self.scored_task).__name__}
         return content_digest(described)[:12]
 
-    def _targets(self, curvature: Curvature, name: str, model_id: int, eval_dataset: Any) -> ShardSet:
+    def _targets(self, curvature: Curvature, question: Question, model_id: int) -> ShardSet:
         """Compute P⁻¹ ∇f of the targets: `(m, P)`."""
         if self.refinement is not None:
-            return self._refined(curvature, name, model_id, eval_dataset, self.refinement)
+            return self._refined(curvature, question, model_id, self.refinement)
         if self._owned is not None:
-            return self._targets_by_block(self._owned, curvature, name, model_id, eval_dataset)
-        store, form = self.model.store, self.form(curvature)
-        kept = store.saved_targets(name, model_id)
+            return self._targets_by_block(self._owned, curvature, question, model_id)
+        form, eval_dataset = self.form(curvature), question.eval_dataset
         rows = max(1, min(len(eval_dataset), TARGET_SHARD_BYTES // (self.target_dtype.itemsize * form.width)))
-        directory = store.experiment_dir(name) / f"exact-{self._tag(curvature)}" / f"checkpoint-{model_id}"
         shards = self._shards(
-            directory,
+            self._directory(curvature, question, model_id),
             self._prefix("preconditioned"),
             len(eval_dataset),
             form.width,
@@ -379,22 +347,31 @@ class ExactScores:
             model_id,
             curvature,
             self.target_dtype,
-            targets=content_digest(dict(kept.identity)),
+            targets=self._given(question, model_id),
         )
         featurizer = self.model.featurizer(projector=form.preconditioning())
-        featurizer.fill(shards, eval_dataset, model_id, "target", f"{name}, preconditioned, checkpoint {model_id}")
+        what = f"{question.name}, preconditioned, checkpoint {model_id}"
+        featurizer.fill(shards, eval_dataset, model_id, "target", what)
         return shards
 
+    def _directory(self, curvature: Curvature, question: Question, model_id: int) -> Path:
+        """Directory of what is computed for targets with a curvature."""
+        place = self.model.store.experiment_dir(question.name)
+        return place / f"exact-{self._tag(curvature)}" / f"checkpoint-{model_id}"
+
+    def _given(self, question: Question, model_id: int) -> str:
+        """Identify the targets under a checkpoint."""
+        return content_digest(dict(self.model.store.saved_targets(question.name, model_id).identity))
+
     def _targets_by_block(
-        self, owned: OwnedPasses, curvature: Curvature, name: str, model_id: int, eval_dataset: Any
+        self, owned: OwnedPasses, curvature: Curvature, question: Question, model_id: int
     ) -> ShardSet:
         """Compute P⁻¹ ∇f of the targets, each block by its owner, and return what is known of every target."""
-        model, m = self.model, len(eval_dataset)
-        directory = model.store.experiment_dir(name) / f"exact-{self._tag(curvature)}" / f"checkpoint-{model_id}"
-        given = content_digest(dict(model.store.saved_targets(name, model_id).identity))
+        model, eval_dataset, m = self.model, question.eval_dataset, len(question.eval_dataset)
         taken = self.target_dtype.itemsize * whole_width(curvature.blocks, self.target_rank)
         rows = max(1, min(m, TARGET_SHARD_BYTES // taken))
         prefix = self._prefix("preconditioned-by-block")
+        directory, given = self._directory(curvature, question, model_id), self._given(question, model_id)
         summary = self._shards(directory, prefix, m, 3, rows, model_id, curvature, targets=given)
         keeper = self._blocks_of(summary, model_id, curvature)
         model.processes.broadcast_from_main(lambda: keeper.forget_incomplete(summary, curvature.blocks))
@@ -402,7 +379,7 @@ class ExactScores:
             draws = model.featurizer().batches(eval_dataset, "target").draws
             form = own_form(curvature, self.damping, self.target_rank)
             projector = owned.map(OwnPreconditioning(form, keeper, draws), curvature)
-            what = f"{name}, preconditioned, checkpoint {model_id}"
+            what = f"{question.name}, preconditioned, checkpoint {model_id}"
             model.featurizer(projector=projector).fill(summary, eval_dataset, model_id, "target", what)
         return summary
 
@@ -418,13 +395,10 @@ class ExactScores:
 
         return TargetBlocks(plan, self.target_dtype, shards)
 
-    def _refined(
-        self, curvature: Curvature, name: str, model_id: int, eval_dataset: Any, refinement: Refinement
-    ) -> ShardSet:
+    def _refined(self, curvature: Curvature, question: Question, model_id: int, refinement: Refinement) -> ShardSet:
         """Compute (C + D)⁻¹ ∇f of the targets by conjugate gradients: `(m, P)`."""
-        store, form, m = self.model.store, self.form(curvature), len(eval_dataset)
-        directory = store.experiment_dir(name) / f"exact-{self._tag(curvature)}" / f"checkpoint-{model_id}"
-        given = content_digest(dict(store.saved_targets(name, model_id).identity))
+        form, eval_dataset, m = self.form(curvature), question.eval_dataset, len(question.eval_dataset)
+        directory, given = self._directory(curvature, question, model_id), self._given(question, model_id)
         rows = max(1, min(m, TARGET_SHARD_BYTES // (4 * curvature.numel)))
         gradients = self._shards(directory, "gradients", m, curvature.numel, rows, model_id, curvature, targets=given)
         tag = refined_identity(refinement)
@@ -433,7 +407,7 @@ class ExactScores:
             self.target_dtype, targets=given, refinement=tag,
         )  # fmt: skip
         plain = TargetForm(identity_curvature(self.model.layout), 0.0).preconditioning()
-        what = f"{name}, checkpoint {model_id}"
+        what = f"{question.name}, checkpoint {model_id}"
 
         def fill() -> None:
             featurizer = self.model.featurizer(projector=plain)
@@ -448,12 +422,9 @@ class ExactScores:
         rank = "" if self.target_rank is None else f"-rank-{self.target_rank}"
         return kind + rank + ("" if self.target_dtype == torch.float32 else "-bfloat16")
 
-    def _scores(
-        self, curvature: Curvature, name: str, model_id: int, targets: ShardSet, groups: RowGroups | None
-    ) -> list[ShardSet]:
+    def _scores(self, curvature: Curvature, question: Question, model_id: int, targets: ShardSet) -> list[ShardSet]:
         """Stream the training rows past the targets, as many of these at a time as fit into memory."""
-        model, owned = self.model, self._owned
-        m = targets.plan.n_rows if groups is None else len(groups)
+        model, owned, groups, m = self.model, self._owned, question.groups, question.m
         if owned is not None:
             with model.processes.all_or_none():
                 check_targets(targets, self.target_rank)
@@ -483,7 +454,7 @@ class ExactScores:
                 continue
             products = self._products(curvature, targets, columns, groups, model_id)
             featurizer = model.featurizer(self.scored_task, products)
-            what = f"{name}, {'exact scores' if part is None else 'reranking'}, checkpoint {model_id}"
+            what = f"{question.name}, {'exact scores' if part is None else 'reranking'}, checkpoint {model_id}"
             featurizer.fill(shards, train_rows, model_id, "train", what)
         return chunks
 
@@ -500,7 +471,7 @@ class ExactScores:
             if begun is not None:
                 return begun
             width = self._owned.width(curvature.blocks, rank)
-        return max(1, int(self.args.exact_memory * 2**30) // (width * size))
+        return max(1, int(self.args.curvature.memory * 2**30) // (width * size))
 
     def _products(
         self, curvature: Curvature, targets: ShardSet, columns: range, groups: RowGroups | None, model_id: int

@@ -22,12 +22,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def target_dtype(args: TrakConfig) -> torch.dtype:
     """Return the dtype in which preconditioned targets are kept."""
-    return _DTYPES[args.exact_dtype]
+    return _DTYPES[args.curvature.dtype]
 
 
 def target_rank(args: TrakConfig) -> int | None:
     """Return the rank of the matrices in which preconditioned targets are kept; `None` for whole ones."""
-    return args.exact_rank
+    return args.curvature.rank
 
 
 def target_rows(targets: ShardSet, columns: range, form: TargetForm) -> Tensor:

@@ -3,7 +3,7 @@
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,31 +17,32 @@ from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.maps import GradientMap
 from hf_trak.data.drawn_rows import RowDraws
 from hf_trak.data.rows import Collator, RowBatches, default_collator, row_count, rows_of_loader
-from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError, StoreError
+from hf_trak.errors import CheckpointMismatchError, HfTrakError
 from hf_trak.featurize.definition import (
     COMPARISONS,
-    as_list,
+    Checkpoints,
     check_part,
-    checked_ids,
     collation_of_rows,
     feature_settings,
     mixed_precision,
+    new_checkpoints,
     sources_of,
 )
 from hf_trak.featurize.estimation import Estimate, estimate_sizes, measured_batches
 from hf_trak.featurize.featurizer import Featurizer, StoredRows, row_batches
+from hf_trak.featurize.question import Question
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
-from hf_trak.identity.row_digest import fingerprint_dataset, fingerprint_dataset_v1
+from hf_trak.identity.row_digest import fingerprint_dataset
+from hf_trak.methods import Method
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
 from hf_trak.modelout_functions.base import Side
-from hf_trak.modelout_functions.function import task_identity, task_identity_v1
+from hf_trak.modelout_functions.function import task_identity
 from hf_trak.projectors import BlockProjector, make_projector
 from hf_trak.runtime.lockstep import Lockstep
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.sharding import RowDivision, is_sharded
-from hf_trak.scores.groups import RowGroups
-from hf_trak.scores.scored_dataset import ScoreBlock
+from hf_trak.scores.groups import GroupBy, target_groups
 from hf_trak.scores.scorer import PlannedScores, Scorer
 from hf_trak.scores.shortlist import PreconditionedTargets
 from hf_trak.store.atomic import remove_stale, safe_name
@@ -70,8 +71,8 @@ class Revision:
 class FeaturizedModel:
     """A model, its training rows, and the features of these rows in a store.
 
-    [`TrakAttributor`] adds the questions that users ask. This class computes the features and plans scores; reports,
-    published indexes and the evaluation build on it.
+    [`TrakAttributor`] has one as `features`, and adds the questions that users ask. This class computes the features
+    and plans scores; reports, published indexes and the evaluation build on it.
     """
 
     def __init__(
@@ -84,10 +85,12 @@ class FeaturizedModel:
         task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
         *,
         dataloader: DataLoader[Any] | None = None,
+        num_workers: int | None = None,
         store: FeatureStore | None = None,
         sources: Mapping[int, Checkpoint | None] | None = None,
         recorded_rows: Mapping[str, Any] | None = None,
         revision: Revision | None = None,
+        batch_done: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -108,6 +111,8 @@ class FeaturizedModel:
             dataloader (`torch.utils.data.DataLoader`, *optional*):
                 The loader of a training loop, whose rows and `collate_fn` are taken in place of `train_dataset` and
                 `data_collator`.
+            num_workers (`int`, *optional*):
+                Number of processes that load rows. By default as many as `dataloader` has, or 0 without one.
             store (`FeatureStore`, *optional*):
                 An open store to use instead of the one in `args.output_dir`, such as a published index.
             sources (`dict`, *optional*):
@@ -116,6 +121,8 @@ class FeaturizedModel:
                 What an index records of its training rows, where the rows are not at hand.
             revision (`Revision`, *optional*):
                 What [`~hf_trak.featurize.revising.revise`] changed, for a revised training dataset.
+            batch_done (`Callable`, *optional*):
+                Called after every batch of features.
 
         Raises:
             ValueError: unknown task or parameter name, empty dataset, a model whose task cannot be inferred, or one
@@ -123,7 +130,7 @@ class FeaturizedModel:
             TypeError: `model` is no module, `args` no `TrakConfig`, or `train_dataset` or the dataset of `dataloader`
                 has no rows by index.
         """
-        self.args = _with_storage_of_store(checked_args(args))
+        self.args = checked_args(args)
         model = without_wrappers(model)
         self.processes = Processes(self.args.use_cpu)
         check_placement(model)
@@ -133,12 +140,13 @@ class FeaturizedModel:
             self.task = get_task(infer_task(model) if task is None else task)
         self.task.use_seed(self.args.seed)
         self.row_draws = RowDraws(self.args.seed, self.args.num_draws)
-        self.batch_done: Callable[[], None] = lambda: None
+        self.batch_done = batch_done
+        self.num_workers = getattr(dataloader, "num_workers", 0) if num_workers is None else num_workers
         if dataloader is not None:
             train_dataset, data_collator = rows_of_loader(dataloader, train_dataset, data_collator)
         self.train_dataset = train_dataset
         self.processing_class = processing_class
-        self._train_size = row_count(train_dataset, "train_dataset")
+        self.train_size = row_count(train_dataset, "train_dataset")
         self.data_collator = data_collator or default_collator(train_dataset, processing_class)
         self.layout = ParameterLayout.from_model(model, self.args.grad_wrt)
         self.sources = dict(sources or {})
@@ -165,18 +173,14 @@ class FeaturizedModel:
     @property
     def proj_dim(self) -> int:
         """k, the number of features per example."""
-        return self.layout.total if self.args.proj_type == "none" else self.args.width
+        return self.layout.total if self.args.projection == "none" else self.args.width
 
     @property
     def store(self) -> FeatureStore:
         """The feature store, created on first use. Raises `ConfigMismatchError` if it was made otherwise."""
         if self._store is None:
-            self._store = FeatureStore.open(self.args.output_dir, self.store_config(), self.first_format, COMPARISONS)
+            self._store = FeatureStore.open(self.args.output_dir, self.store_config(), COMPARISONS)
         return self._store
-
-    def reopen_store(self) -> None:
-        """Read the store's configuration again after it was brought up to date."""
-        self._store = None
 
     def require_same_inputs(self) -> None:
         """Compare model, task, rows and settings, as they are now, with what the store was made with.
@@ -188,8 +192,7 @@ class FeaturizedModel:
         if self._store is None:
             _ = self.store  # which compares
             return
-        config = self.store_config() if self._store.version > 1 else self.first_format()
-        self._store.require_same(config, COMPARISONS)
+        self._store.require_same(self.store_config(), COMPARISONS)
 
     def store_config(self) -> dict[str, Any]:
         """Describe everything that defines the features: the content of the store's `trak_config.json`."""
@@ -203,14 +206,6 @@ class FeaturizedModel:
                 "mixed_precision": mixed_precision(self.model),
                 "model": model_identity(self.model),
             }
-
-    def first_format(self) -> dict[str, Any]:
-        """The configuration as stores of format 1 record it."""
-        if self.revision is not None:
-            return {**self.revision.original.first_format(), **self.revision.change}
-        recorded = self.recorded_rows
-        fingerprint = fingerprint_dataset_v1(self.train_dataset) if recorded is None else recorded["train_fingerprint"]
-        return {**self._settings(), "task": task_identity_v1(self.task), "train_fingerprint": fingerprint}
 
     def _row_identity(self) -> dict[str, Any]:
         """Describe the training rows, and what becomes of them on the way to the model."""
@@ -236,7 +231,7 @@ class FeaturizedModel:
 
     def _settings(self) -> dict[str, Any]:
         return feature_settings(
-            self.model, self.args, self.layout, self.projector().algorithm, self.proj_dim, self._train_size
+            self.model, self.args, self.layout, self.projector().algorithm, self.proj_dim, self.train_size
         )
 
     def feature_map(self, model_id: int) -> BlockProjector | GradientMap:
@@ -250,12 +245,12 @@ class FeaturizedModel:
     def projector(self) -> BlockProjector:
         """Make the random projection of the features."""
         return make_projector(
-            self.args.proj_type,
+            self.args.projection,
             grad_dim=self.layout.total,
             proj_dim=self.proj_dim,
             seed=self.args.seed,
             device=self.device,
-            nonzeros=self.args.proj_nonzeros,
+            nonzeros=self.args.nonzeros,
             shapes=[slot.shape for slot in self.layout.slots],
             factored_dim=self.args.factored_dim,
         )
@@ -278,7 +273,15 @@ class FeaturizedModel:
 
     def _row_batches(self, dataset: Any, side: Side) -> RowBatches:
         return row_batches(
-            self.model, self.task, self.data_collator, dataset, self.args, self.device, self.row_draws, side
+            self.model,
+            self.task,
+            self.data_collator,
+            dataset,
+            self.args,
+            self.device,
+            self.row_draws,
+            side,
+            self.num_workers,
         )
 
     def featurizer(
@@ -290,7 +293,7 @@ class FeaturizedModel:
             task: the model output function; `None` takes that of the attribution.
             projector: the map of the gradients; `None` takes the random projection.
         """
-        made = Featurizer(
+        return Featurizer(
             self.model,
             self.task if task is None else task,
             self.projector() if projector is None else projector,
@@ -301,26 +304,25 @@ class FeaturizedModel:
             self.device,
             self.store,
             self._lockstep,
+            row_draws=self.row_draws,
+            batch_done=self.batch_done,
+            num_workers=self.num_workers,
         )
-        made.row_draws, made.batch_done = self.row_draws, self.batch_done
-        return made
 
-    def estimate(self, eval_dataset: Any = 0, checkpoints: int = 1, measure: bool = False) -> Estimate:
-        """Tell what it takes to featurize and score: parameters, disk, memory, and time if it is measured.
+    def estimate(
+        self,
+        eval_dataset: Any = 0,
+        checkpoints: int = 1,
+        measure: bool = False,
+        method: Method = "auto",
+    ) -> Estimate:
+        """Tell what it takes to featurize and score, see [`~hf_trak.TrakAttributor.estimate`].
 
         Args:
-            eval_dataset (`Dataset` or `int`, *optional*, defaults to 0):
-                The targets, or their number.
-            checkpoints (`int`, *optional*, defaults to 1):
-                Number of checkpoints.
-            measure (`bool`, *optional*, defaults to `False`):
-                Featurize a few batches in a temporary directory, to project the time.
-
-        Returns:
-            [`Estimate`]: sizes in bytes, times in seconds.
+            eval_dataset, checkpoints, measure, method: as there.
 
         Raises:
-            ValueError: a number is out of range, or there are fewer than 3 training rows to measure with.
+            ValueError: as there.
         """
         rows_per_second = self.measured_rate() if measure else None
         with classes_before_fsdp(self.model):
@@ -332,6 +334,7 @@ class FeaturizedModel:
                 eval_dataset=eval_dataset,
                 processes=self.processes.num_processes,
                 rows_per_second=rows_per_second,
+                method=method,
             )
 
     def measured_rate(self) -> float:
@@ -353,55 +356,36 @@ class FeaturizedModel:
                 output_dir=str(Path(directory) / "store"),
                 per_device_batch_size=size,
                 shard_size=len(rows),
-                dataloader_num_workers=0,
-                disable_tqdm=True,
-                whitened=False,
+                curvature=replace(self.args.curvature, whitened=False),
             )
-            measured = FeaturizedModel(self.model, options, part, self.data_collator, self.processing_class, self.task)
-            measured.batch_done = lambda: done.append(time.perf_counter())
-            measured.featurize()
+            FeaturizedModel(
+                self.model,
+                options,
+                part,
+                self.data_collator,
+                self.processing_class,
+                self.task,
+                batch_done=lambda: done.append(time.perf_counter()),
+            ).featurize()
         return size * (batches - 1) / (done[-1] - done[0])
 
-    def featurize(
-        self,
-        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
-        model_ids: Sequence[int] | None = None,
-        part: tuple[int, int] = (0, 1),
-    ) -> Self:
-        """Compute the features of the training rows for one or several checkpoints, and their Gram matrices.
-
-        Shards that are on disk already are left alone, so the same call after an interruption finishes the work.
-        The weights of the model are the same afterwards as before.
+    def featurize(self, checkpoints: Checkpoints = None, part: tuple[int, int] = (0, 1)) -> Self:
+        """Compute the features of the training rows, see [`~hf_trak.TrakAttributor.featurize`].
 
         Args:
-            checkpoints (*optional*):
-                One checkpoint or a list: modules, state dicts, `checkpoint-N` directories, `.safetensors`, or `.pt`
-                files of tensors. By default the model's current weights.
-            model_ids (`Sequence[int]`, *optional*):
-                The ids under which they are kept, 0, 1, … by default.
-            part (`tuple[int, int]`, *optional*, defaults to `(0, 1)`):
-                `(index, count)` computes part `index` of `count` of the shards, for independent jobs that share
-                `output_dir`, such as a job array. The job that finishes last computes the Gram matrices.
-
-        Returns:
-            The attributor itself.
+            checkpoints, part: as there.
 
         Raises:
-            ConfigMismatchError: `output_dir` holds features made with another configuration.
-            CheckpointMismatchError: a `model_id` is taken by other weights.
-            NonFiniteError: a gradient is NaN or infinite; names the row.
-            StoreError: a shard on disk is damaged, or a file cannot be written.
-            PeerProcessError: another process of this run failed or died.
+            As there.
         """
         check_part(part)
-        sources = as_list(checkpoints)
-        ids = checked_ids(sources, model_ids)
+        sources = new_checkpoints(checkpoints)
         if self._store is not None and self.recorded_rows is None and not hasattr(self.train_dataset, "fingerprint"):
             self._train_fingerprint = None  # rows of a list, say, may have changed since the last call
         self.processes.broadcast_from_main(self.prepare_store)
         if self.processes.is_main_process:
-            logger.info("To featurize: %s", self.estimate(checkpoints=len(ids)))
-        for model_id, source in zip(ids, sources, strict=True):
+            logger.info("To featurize: %s", self.estimate(checkpoints=len(sources)))
+        for model_id, source in sources.items():
             with self.weights(model_id, source, register=True):
                 description = f"train rows, checkpoint {model_id}"
                 shards = self.store.train(model_id)
@@ -419,9 +403,16 @@ class FeaturizedModel:
                     self.check_features(model_id)
         return self
 
-    def check_features(self, model_id: int) -> None:
-        """Look at the features of a checkpoint, which have just become complete. There is nothing to say of plain
-        ones."""
+    def check_features(self, model_id: int) -> float:
+        """Look at the features of a checkpoint, which have just become complete. Plain ones are as they should be.
+
+        Args:
+            model_id: the checkpoint.
+
+        Returns:
+            The rank correlation of their inner products with those that they stand for, on a sample.
+        """
+        return 1.0
 
     def prepare_store(self) -> None:
         """Compare the inputs of a call with those of the store, and remove what processes that died left there."""
@@ -462,80 +453,83 @@ class FeaturizedModel:
             self.store,
             self.processes,
             self.device,
-            args.lambda_reg,
+            None,
             args.lambda_relative,
-            args.solver,
+            args.solver_kind,
             args.solver_rank,
         )
 
-    def score_blocks(
-        self,
-        eval_dataset: Any,
-        name: str | None,
-        checkpoints: Checkpoint | Sequence[Checkpoint] | None,
-        model_ids: Sequence[int] | None,
-        groups: RowGroups | None = None,
-        everywhere: bool = True,
-    ) -> tuple[str, Iterator[ScoreBlock]]:
-        """Return name and blocks of [`~FeaturizedModel.plan_scores`]."""
-        plan = self.plan_scores(eval_dataset, name, checkpoints, model_ids, groups, everywhere)
-        return plan.name, plan.blocks
+    def chosen(
+        self, checkpoints: Checkpoints = None, featurized: bool = True
+    ) -> tuple[list[int], dict[int, Checkpoint | None]]:
+        """Choose the checkpoints to average over: those given, those in the store, or the model as it is now.
 
-    def plan_scores(
+        Args:
+            checkpoints: see [`~hf_trak.attributor.TrakAttributor.attribute`].
+            featurized: whether all have to be featurized.
+
+        Returns:
+            Ids, and weights that are given for them.
+
+        Raises:
+            IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
+            ValueError: `checkpoints` are not as many as the model ids.
+        """
+        known = self.store.model_ids
+        ids, sources = sources_of(checkpoints, known, new=not featurized)
+        return (self.scorer.ensemble(ids) if featurized else ids or known or [0]), sources
+
+    def question(
         self,
         eval_dataset: Any,
-        name: str | None,
-        checkpoints: Checkpoint | Sequence[Checkpoint] | None,
-        model_ids: Sequence[int] | None,
-        groups: RowGroups | None = None,
-        everywhere: bool = True,
-    ) -> PlannedScores:
-        """Prepare the scores of training rows for m targets, or for G groups of them.
+        name: str | None = None,
+        checkpoints: Checkpoints = None,
+        group_by: GroupBy | None = None,
+        featurized: bool = True,
+    ) -> Question:
+        """Check what is asked about targets, and find everything that it says without words.
+
+        All processes call this together.
+
+        Args:
+            eval_dataset: the targets.
+            name: name of the experiment; `None` takes one that identifies the dataset.
+            checkpoints, group_by: see [`~hf_trak.attributor.TrakAttributor.attribute`].
+            featurized: whether features of the training rows are needed.
+
+        Raises:
+            As [`chosen`] and [`prepare_store`]; ValueError or TypeError if the targets are none or cannot be grouped.
+        """
+        if name is not None:
+            safe_name(name, "name")
+        row_count(eval_dataset, "eval_dataset")
+        groups = target_groups(eval_dataset, group_by)
+        self.processes.broadcast_from_main(self.prepare_store)
+        fingerprint = fingerprint_dataset(eval_dataset)
+        name = f"targets-{fingerprint[:12]}" if name is None else name
+        collation = self.collation(eval_dataset, "target")
+        return Question(eval_dataset, name, fingerprint, collation, *self.chosen(checkpoints, featurized), groups)
+
+    def plan(self, question: Question, everywhere: bool = True) -> PlannedScores:
+        """Prepare the scores of training rows for the targets of a question.
 
         Features of the targets are computed here where they are not in the store. Scores are computed block by block
         when the blocks of the result are read.
 
         Args:
-            eval_dataset: the targets.
-            name: name of the experiment; `None` takes one that identifies the dataset.
-            checkpoints, model_ids: see [`~hf_trak.attributor.TrakAttributor.attribute`].
-            groups: groups of targets that are scored by their mean.
+            question: what is asked.
             everywhere: all training rows in every process, rather than those that fall to this one.
         """
-        asked = self.precondition(eval_dataset, name, checkpoints, model_ids, groups)
-        identity = {
-            **self.scorer.identity(asked.model_ids, asked.features),
-            "groups": None if groups is None else groups.tag,
-        }
-        return PlannedScores(asked.name, identity, self.scorer.blocks(asked.model_ids, asked.rows, everywhere))
+        scorer, asked = self.scorer, self.precondition(question)
+        identity = {**scorer.identity(question.ids, asked.features), "groups": question.tag}
+        return PlannedScores(identity, scorer.blocks(question.ids, asked.rows, everywhere))
 
-    def precondition(
-        self,
-        eval_dataset: Any,
-        name: str | None,
-        checkpoints: Checkpoint | Sequence[Checkpoint] | None,
-        model_ids: Sequence[int] | None,
-        groups: RowGroups | None = None,
-    ) -> PreconditionedTargets:
-        """Compute t (XᵀX + λI)⁻¹ of targets, or of the means of groups of them, for every checkpoint.
-
-        Args:
-            eval_dataset, name, checkpoints, model_ids, groups: see [`~FeaturizedModel.plan_scores`].
-        """
-        if name is not None:
-            safe_name(name, "name")
-        n_targets = row_count(eval_dataset, "eval_dataset")
-        self.processes.broadcast_from_main(self.prepare_store)
-        old = self.store.version == 1
-        fingerprint = fingerprint_dataset_v1(eval_dataset) if old else fingerprint_dataset(eval_dataset)
-        name = f"targets-{fingerprint[:12]}" if name is None else name
-        collation = self.collation(eval_dataset, "target")
-        scorer = self.scorer
-        ids = scorer.ensemble(model_ids)
-        sources = sources_of(ids, checkpoints)
+    def precondition(self, question: Question) -> PreconditionedTargets:
+        """Compute t (XᵀX + λI)⁻¹ of the targets of a question, or of the means of groups, for every checkpoint."""
+        scorer, groups = self.scorer, question.groups
         targets, features_of_targets = [], []
-        for model_id in ids:
-            shards = self._target_shards(name, model_id, eval_dataset, fingerprint, collation, sources)
+        for model_id in question.ids:
+            shards = self._target_shards(question, model_id)
             features_of_targets.append(shards)
 
             def features(shards: ShardSet = shards) -> Tensor:
@@ -543,28 +537,23 @@ class FeaturizedModel:
                     return torch.cat([shard.grads.float() for shard in shards])
                 return groups.means((shard.start, shard.grads) for shard in shards)
 
-            targets.append(scorer.precondition(model_id, features, n_targets if groups is None else len(groups)))
-        return PreconditionedTargets(name, ids, features_of_targets, targets)
+            targets.append(scorer.precondition(model_id, features, question.m))
+        return PreconditionedTargets(features_of_targets, targets)
 
-    def _target_shards(
-        self,
-        name: str,
-        model_id: int,
-        eval_dataset: Any,
-        fingerprint: str,
-        collation: Mapping[str, Any],
-        sources: Mapping[int, Checkpoint | None],
-    ) -> ShardSet:
-        """Find the features of the targets for one checkpoint, `(m, k)`, and compute those that are missing."""
-        shards = self.store.targets(
-            name, model_id, len(eval_dataset), fingerprint, {"collation": collation}, COMPARISONS
-        )
+    def targets(self, question: Question, model_id: int) -> ShardSet:
+        """Return the shards of the features of the targets for one checkpoint, `(m, k)`, written or not."""
+        m, collation = len(question.eval_dataset), {"collation": question.collation}
+        return self.store.targets(question.name, model_id, m, question.fingerprint, collation, COMPARISONS)
+
+    def _target_shards(self, question: Question, model_id: int) -> ShardSet:
+        """Compute the features of the targets for one checkpoint that are missing."""
+        shards = self.targets(question, model_id)
         if self.processes.broadcast_from_main(shards.unwritten):
-            with self.weights(model_id, self.source_of(model_id, sources)):
-                description = f"{name}, checkpoint {model_id}"
+            with self.weights(model_id, self.source_of(model_id, question.sources)):
+                description = f"{question.name}, checkpoint {model_id}"
                 stored = StoredRows.find(self.store.train(model_id), self.train_dataset, "train")
                 self.featurizer(projector=self.feature_map(model_id)).fill(
-                    shards, eval_dataset, model_id, "target", description, stored=stored
+                    shards, question.eval_dataset, model_id, "target", description, stored=stored
                 )
         return shards
 
@@ -575,18 +564,3 @@ class FeaturizedModel:
                 return known[model_id]
         path = self.store.checkpoint_info(model_id)["source"]
         return path if isinstance(path, str) and path.startswith("/") else None
-
-
-def _with_storage_of_store(args: TrakConfig) -> TrakConfig:
-    """Take the storage of features from the store in `output_dir`, if there is one and the configuration names none.
-
-    The default may differ from what it was when the store was made. A store that cannot be read is left to the check
-    that follows when it is opened.
-    """
-    if args.feature_dtype is not None or args.bytes_per_row is not None:
-        return args
-    try:
-        saved = FeatureStore.load(args.output_dir).config["feature_dtype"]
-    except (IncompleteStoreError, StoreError):
-        return args
-    return replace(args, feature_dtype=saved)

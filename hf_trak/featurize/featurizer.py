@@ -85,8 +85,8 @@ class BatchSizeFinder:
                     raise
                 if self.batch_size == 1:
                     error.add_note(
-                        "Not even one row fits into memory (`auto_find_batch_size`). Attribute fewer parameters "
-                        "(`grad_wrt`), shorten the rows, or use a device with more memory."
+                        "Not even one row fits into memory (`per_device_batch_size='auto'`). Attribute fewer "
+                        "parameters (`grad_wrt`), shorten the rows, or use a device with more memory."
                     )
                     raise
             # Only here, when the error and the frames that it refers to are gone, can their memory be given back.
@@ -219,6 +219,10 @@ class Featurizer:
         device: torch.device,
         store: FeatureStore,
         lockstep: Lockstep | None = None,
+        *,
+        row_draws: RowDraws | None = None,
+        batch_done: Callable[[], None] = lambda: None,
+        num_workers: int = 0,
     ) -> None:
         """
         Args:
@@ -232,6 +236,9 @@ class Featurizer:
             device: where batches go.
             store: where a task's references are kept beside the features.
             lockstep: keeps processes that hold a sharded model at the same pass.
+            row_draws: how rows are drawn that come at random; by default they are taken as they come.
+            batch_done: called after every batch.
+            num_workers: number of processes that load rows.
         """
         self.model = model
         self.task = task
@@ -242,8 +249,7 @@ class Featurizer:
         self.processes = processes
         self.device = device
         self.store = store
-        self.row_draws: RowDraws | None = None
-        self.batch_done: Callable[[], None] = lambda: None
+        self.row_draws, self.batch_done, self.num_workers = row_draws, batch_done, num_workers
         self.lockstep = lockstep or Lockstep(processes)
         self.division = self.lockstep.division
         self.sharded = is_sharded(model)
@@ -319,10 +325,10 @@ class Featurizer:
             left = [index for index in mine if not shards.is_written(index)]
             self._fill(left, shards, dataset, model_id, side, description, batch_size, stored)
 
-        if self.args.auto_find_batch_size:
-            BatchSizeFinder(self.args.per_device_batch_size, self.store.output_dir).run(fill)
+        if self.args.per_device_batch_size == "auto":
+            BatchSizeFinder(self.args.batch_size, self.store.output_dir).run(fill)
         else:
-            fill(self.args.per_device_batch_size)
+            fill(self.args.batch_size)
 
     def _fill_together(
         self,
@@ -335,17 +341,14 @@ class Featurizer:
         stored: StoredRows | None,
     ) -> None:
         """Compute shards with a model that is divided over processes, as many passes in each as in the others."""
-        if self.args.auto_find_batch_size:
+        if self.args.per_device_batch_size == "auto":
             raise ValueError(
-                "`auto_find_batch_size` is True, for a model that is divided over processes. Expected a fixed batch "
-                "size, since memory may run out in one process while the others wait for it. Set "
-                "`per_device_batch_size`."
+                "`per_device_batch_size` is 'auto', for a model that is divided over processes. Expected a number of "
+                "rows, since memory may run out in one process while the others wait for it. Set one."
             )
         computer = self.computer()
         with self.together(computer, dataset, side):
-            self._fill(
-                mine, shards, dataset, model_id, side, description, self.args.per_device_batch_size, stored, computer
-            )
+            self._fill(mine, shards, dataset, model_id, side, description, self.args.batch_size, stored, computer)
 
     def together(self, computer: AbstractGradientComputer, dataset: Any, side: Side) -> AbstractContextManager[None]:
         """Return a context in which processes that hold a sharded model may have different numbers of batches.
@@ -370,7 +373,7 @@ class Featurizer:
 
     def _prepare_together(self, model_id: int) -> None:
         """Let one process write what the task keeps in the store, which all compute with the sharded model."""
-        self.prepare_task(model_id, self.args.per_device_batch_size)
+        self.prepare_task(model_id, self.args.batch_size)
         self.processes.wait_for_everyone()
 
     def _fill(
@@ -399,7 +402,7 @@ class Featurizer:
             sum(map(len, ranges)),
             description,
             processes=self.processes.num_processes,
-            show=main and not self.args.disable_tqdm,
+            show=main,
             announce=main,
         ) as progress:
             for index, shard_rows in zip(indices, ranges, strict=True):
@@ -441,7 +444,6 @@ class Featurizer:
                 self.lockstep,
                 device=self.device,
                 grad_wrt=self.args.grad_wrt,
-                max_block_bytes=self.args.max_block_bytes,
             )
             made.gathers = isinstance(self.projector, GradientMap) and self.projector.by_owner
             return made
@@ -451,7 +453,6 @@ class Featurizer:
             self.task,
             grad_wrt=self.args.grad_wrt,
             device=self.device,
-            max_block_bytes=self.args.max_block_bytes,
         )
 
     def check(self, stored: Sequence[StoredRows], model_id: int) -> None:
@@ -464,7 +465,7 @@ class Featurizer:
         Raises:
             ConfigMismatchError: rows have other features now.
         """
-        self.prepare_task(model_id, self.args.per_device_batch_size)
+        self.prepare_task(model_id, self.args.batch_size)
         computer = self.computer()
         for one in stored:
             self._compare(one, computer, model_id)
@@ -518,7 +519,10 @@ class Featurizer:
 
     def batches(self, dataset: Any, side: Side = "train") -> RowBatches:
         """Collate rows of a dataset, on one side, as the model and the task get them."""
-        return row_batches(self.model, self.task, self.collator, dataset, self.args, self.device, self.row_draws, side)
+        return row_batches(
+            self.model, self.task, self.collator, dataset, self.args, self.device, self.row_draws, side,
+            self.num_workers,
+        )  # fmt: skip
 
     def prepare_task(self, model_id: int, batch_size: int) -> None:
         """Give the task what it has to know about this checkpoint (CLIP: simulated negatives).
@@ -649,6 +653,7 @@ def row_batches(
     device: torch.device,
     draws: RowDraws | None = None,
     side: Side = "train",
+    num_workers: int = 0,
 ) -> RowBatches:
     """Collate rows of a dataset as a model and a task get them.
 
@@ -664,6 +669,7 @@ def row_batches(
         device: where batches go.
         draws: how rows are drawn that come at random; by default they are taken as they come.
         side: whether they are training examples or targets.
+        num_workers: number of processes that load rows.
     """
     columns = [*forward_columns(model, args.label_names), *task.batch_columns]
     return RowBatches(
@@ -671,8 +677,8 @@ def row_batches(
         task.collator(collator),
         columns=columns if args.remove_unused_columns else None,
         device=device,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory and device.type == "cuda",
+        num_workers=num_workers,
+        pin_memory=device.type == "cuda",
         limits=BatchLimits.of(model),
         draws=draws,
         side=side,

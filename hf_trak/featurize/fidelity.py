@@ -7,16 +7,16 @@ rows:
 1. q · ⟨φ_i, φ_t⟩ from features beside q · ⟨∇f_i, ∇f_t⟩ from whole gradients: what the projection alone changes. (With
    the ridge, whole gradients would need a system of P equations.) Of whitened features, ⟨∇f_i, P⁻¹ ∇f_t⟩.
 2. q · φ_tᵀ(XᵀX + λI)⁻¹φ_i, the scores of the index, beside exact scores under the fitted curvature: what `attribute`
-   gives and what `attribute(exact=True)` would give.
+   gives and what `attribute(method="exact")` would give.
 """
 
-import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,19 +26,20 @@ from torch.utils.data import Subset
 from hf_trak.config import TrakConfig
 from hf_trak.curvature.curvature import Curvature, identity_curvature
 from hf_trak.curvature.files import CURVATURE_FILE, CurvatureFiles
-from hf_trak.curvature.maps import GradientMap, Preconditioning, TargetProducts, WhitenedProjection
+from hf_trak.curvature.maps import GradientMap, Preconditioning, TargetProducts
 from hf_trak.curvature.report import CurvatureReport
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.featurize.converting import scorer_of
-from hf_trak.featurize.definition import whitening_damping
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.methods import Exact
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.base import Side
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores.scorer import Scorer
 from hf_trak.scores.streaming import score_blocks
+from hf_trak.store.revised import PrefixStore
 from hf_trak.store.sealed import content_digest, read_sealed
 from hf_trak.store.shard_set import Shard, ShardSet
 from hf_trak.store.shards import ShardPlan
@@ -155,53 +156,61 @@ class Agreement:
         m = len(self.spearman)
         return float(np.std(self.spearman, ddof=1)) / math.sqrt(m) if m > 1 else math.inf
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the agreement as plain JSON, with its means."""
+        return {**asdict(self), "mean_spearman": self.mean_spearman, "mean_overlap": self.mean_overlap}
+
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How well the scores of an index agree with exact ones.
+    """How well scores agree with those that take more bytes per row, on a sample.
 
     Attributes:
-        model_id (`int`): the checkpoint.
+        model_ids (`tuple[int, ...]`): the checkpoints.
+        before (`str`): what the scores are compared with: `"exact ekfac"`, say, or a storage of features.
+        after (`str`): storage of the features of the scores.
+        bytes_before (`int`): bytes of a row of whole gradients or features, with its scale.
+        bytes_after (`int`): those of the features of the scores.
+        features (`int`): k, their number.
         rows (`int`): number of training rows that were compared.
-        targets (`int`): number of targets, which are training rows, too.
+        targets (`int`): number of targets, which are other training rows.
         top (`int`): number of highest rows in the overlaps.
-        features (`int`): k, the number of features per row.
-        curvature (`str`): kind of the curvature of the exact scores.
-        projection ([`Agreement`]): inner products of features, beside those of whole gradients.
-        scores ([`Agreement`]): scores of the index, beside exact scores under the curvature.
+        scores ([`Agreement`]): the scores, beside those that they are compared with.
+        projection ([`Agreement`], *optional*): inner products of features, beside those of whole gradients.
     """
 
-    model_id: int
+    model_ids: tuple[int, ...]
+    before: str
+    after: str
+    bytes_before: int
+    bytes_after: int
+    features: int
     rows: int
     targets: int
     top: int
-    features: int
-    curvature: str
-    projection: Agreement
     scores: Agreement
+    projection: Agreement | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the measurement as plain JSON."""
-        content = asdict(self)
-        for name, one in (("projection", self.projection), ("scores", self.scores)):
-            content[name] |= {"mean_spearman": one.mean_spearman, "mean_overlap": one.mean_overlap}
-        return content
+        projection = None if self.projection is None else self.projection.to_dict()
+        return {**asdict(self), "scores": self.scores.to_dict(), "projection": projection}
 
     def __str__(self) -> str:
-        """Say both agreements in a sentence each."""
-
-        def figures(one: Agreement) -> str:
-            error = f" ± {one.standard_error:.2f}" if math.isfinite(one.standard_error) else ""
-            return f"{one.mean_spearman:.2f}{error}, {one.mean_overlap:.0%} of the top {self.top}"
-
-        return "\n".join(
-            [
-                f"Fidelity of checkpoint {self.model_id}, {self.rows} training rows × {self.targets} targets (rank "
-                f"correlation per target, mean ± standard error; chance: 0, {self.top / self.rows:.0%}):",
-                f"  {self.features:,} features beside whole gradients: {figures(self.projection)}",
-                f"  scores of the index beside exact {self.curvature} scores: {figures(self.scores)}",
-            ]
-        )
+        """Say what was saved, and what it costs."""
+        compared = {f"scores beside {self.before} scores": self.scores}
+        if self.projection is not None:
+            compared = {f"{self.features:,} features beside whole gradients": self.projection, **compared}
+        lines = [
+            f"{self.before} to {self.after}: {self.bytes_before:,} to {self.bytes_after:,} bytes per row, "
+            f"{self.bytes_before / self.bytes_after:.1f} times fewer.",
+            f"Fidelity of checkpoints {list(self.model_ids)}, {self.rows:,} training rows × {self.targets} others as "
+            f"targets (rank correlation per target, mean ± standard error; chance: 0, {self.top / self.rows:.0%}):",
+        ]
+        for what, one in compared.items():
+            error = f" ± {one.standard_error:.3f}" if math.isfinite(one.standard_error) else ""
+            lines.append(f"  {what}: {one.mean_spearman:.3f}{error}, {one.mean_overlap:.0%} of the top {self.top}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -226,31 +235,58 @@ class SampledScores:
 
 
 def measure_fidelity(
-    model: FeaturizedModel, rows: int = 64, targets: int = 16, seed: int = 0, model_id: int | None = None
+    model: FeaturizedModel,
+    of: Literal["index"] | int | FeatureStore = "index",
+    rows: int = 64,
+    targets: int = 16,
+    seed: int = 0,
+    model_id: int | None = None,
 ) -> Fidelity:
-    """Compare scores from stored features with exact ones, see [`~hf_trak.TrakAttributor.fidelity`].
+    """Compare the scores of an index with exact ones, or cheaper scores with those of the index.
 
     Args:
         model (`FeaturizedModel`):
             The featurized model. All processes call this together.
+        of (`str`, `int` or `FeatureStore`, *optional*, defaults to `"index"`):
+            The scores that are measured. Those of the index are compared with exact ones. Those of the first bytes of
+            every row (their number), or of another store of the same rows (see [`compare_stores`]), are compared with
+            the index, on all rows.
         rows, targets, seed, model_id:
-            As there.
+            See [`~hf_trak.TrakAttributor.fidelity`].
+
+    Returns:
+        [`Fidelity`]: rank correlations and overlaps of the highest rows.
 
     Raises:
-        As there.
+        IncompleteStoreError: the features or the rows are not at hand.
+        ValueError: a number is out of range, or the features have no first bytes.
     """
+    if of != "index":
+        for one in model.scorer.ensemble(None):
+            if isinstance(of, int):
+                model.store.train(one).names_within(of)
+        store = PrefixStore(model.store, of) if isinstance(of, int) else of
+        return compare_stores(model.store, store, model.args, model.processes, targets, seed)
     scores, curvature, checkpoint = sampled_scores(model, rows, targets, seed, model_id)
-    top = min(_TOP, max(1, len(scores.rows) // 4))
+    top = _top(scores.rows)
     return Fidelity(
-        model_id=checkpoint,
-        rows=len(scores.rows),
-        targets=len(scores.targets),
-        top=top,
-        features=model.proj_dim,
-        curvature=curvature.kind,
-        projection=Agreement.of(scores.products, scores.exact_products, top),
-        scores=Agreement.of(scores.index, scores.exact, top),
+        (checkpoint,),
+        f"exact {curvature.kind}",
+        str(model.store.config["feature_dtype"]),
+        4 * model.layout.total,
+        row_bytes(model.store),
+        model.proj_dim,
+        len(scores.rows),
+        len(scores.targets),
+        top,
+        Agreement.of(scores.index, scores.exact, top),
+        Agreement.of(scores.products, scores.exact_products, top),
     )
+
+
+def _top(rows: Sequence[int]) -> int:
+    """Return the number of highest rows in an overlap."""
+    return min(_TOP, max(1, len(rows) // 4))
 
 
 def sampled_scores(
@@ -272,13 +308,13 @@ def sampled_scores(
         )
     chosen_rows, chosen_targets = _sample(len(model.train_dataset), rows, targets, seed)
     checkpoint = model.scorer.ensemble(None if model_id is None else [model_id])[0]
-    exact = ExactScores(model)
-    exact.hybrid = False  # its Gram matrix is one of all rows, which a sample lacks: compare with EK-FAC
+    # The Gram matrix of the hybrid is one of all rows, which a sample lacks: compare with EK-FAC.
+    exact = ExactScores(model, Exact(model.args.curvature.fitted_kind))
     source = model.source_of(checkpoint, {})
-    exact.fit(None if source is None else [source], [checkpoint])
+    exact.fit({checkpoint: source})
     curvature = fitted_curvature(exact, checkpoint)
     with model.weights(checkpoint, source):
-        sample = _Sample(model, checkpoint, chosen_rows, chosen_targets, exact, curvature)
+        sample = _Sample(exact, curvature, checkpoint, chosen_rows, chosen_targets)
         return sample.scores(), curvature, checkpoint
 
 
@@ -292,77 +328,67 @@ def _sample(n: int, rows: int, targets: int, seed: int) -> tuple[list[int], list
     return sorted(map(int, order[count : count + rows])), sorted(map(int, order[:count]))
 
 
+@dataclass(frozen=True)
 class _Sample:
     """The drawn rows and targets under the weights that the model has now."""
 
-    def __init__(
-        self,
-        model: FeaturizedModel,
-        model_id: int,
-        rows: list[int],
-        targets: list[int],
-        exact: ExactScores,
-        curvature: Curvature,
-    ) -> None:
-        self._model = model
-        self._train_task = exact.train_task
-        self._damping = exact.damping
-        self._curvature = curvature
-        self._model_id = model_id
-        self._rows = rows
-        self._targets = targets
-        self._identity = {
-            **model.store.identity(model_id),
-            "curvature": curvature.digest,
-            "damping": str(exact.damping),
-            "sample": content_digest({"rows": rows, "targets": targets}),
+    exact: ExactScores
+    curvature: Curvature
+    model_id: int
+    rows: list[int]
+    targets: list[int]
+
+    @property
+    def model(self) -> FeaturizedModel:
+        return self.exact.model
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        return {
+            **self.model.store.identity(self.model_id),
+            "curvature": self.curvature.digest,
+            "damping": str(self.exact.damping),
+            "sample": content_digest({"rows": self.rows, "targets": self.targets}),
         }
-        self._directory: Path = model.store.output_dir / f"fidelity-{content_digest(self._identity)}"
+
+    @cached_property
+    def directory(self) -> Path:
+        return self.model.store.output_dir / f"fidelity-{content_digest(self.identity)}"
 
     def scores(self) -> SampledScores:
         """Compute all four matrices. What is written on the way is removed again."""
-        model = self._model
-        features, q = self._stored_features()
+        model = self.model
+        features, q = _read_rows(model.store.train(self.model_id), self.rows)
         whole = self._shards(
-            "targets", self._targets, model.layout.total, Preconditioning(identity_curvature(model.layout), 0.0),
+            "targets", self.targets, model.layout.total, Preconditioning(identity_curvature(model.layout), 0.0),
             model.task, "target",
         )  # fmt: skip
         projected, products, scores = [], [], []
         for number, gradients in self._groups(whole):
             projected.append(self._projected(gradients))
-            preconditioned = self._curvature.precondition(gradients, self._damping)
+            preconditioned = self.curvature.precondition(gradients, self.exact.damping)
             as_projected = gradients
-            if model.args.whitened:
-                as_projected = self._curvature.precondition(gradients, whitening_damping(model.args))
+            if model.args.curvature.whitened:
+                as_projected = self.curvature.precondition(gradients, model.args.curvature.whitening_damping)
             products.append(self._exact(f"products-{number}", as_projected, model.task))
-            scores.append(self._exact(f"scores-{number}", preconditioned, self._train_task))
-        model.processes.broadcast_from_main(lambda: shutil.rmtree(self._directory))
+            scores.append(self._exact(f"scores-{number}", preconditioned, self.exact.train_task))
+        model.processes.broadcast_from_main(lambda: shutil.rmtree(self.directory))
         targets = torch.cat(projected)
         return SampledScores(
-            self._rows,
-            self._targets,
+            self.rows,
+            self.targets,
             (features @ targets.T * q.unsqueeze(1)).double().numpy(),
             torch.cat(products, 1).double().numpy(),
             self._index_scores(features, q, targets).double().numpy(),
             torch.cat(scores, 1).double().numpy(),
         )
 
-    def _stored_features(self) -> tuple[Tensor, Tensor]:
-        """Read the features `(rows, k)` and q `(rows,)` of the drawn rows."""
-        shards = self._model.store.train(self._model_id)
-        features, q = [], []
-        for row in self._rows:
-            shard = shards.read(shards.plan.shard_of(row))
-            features.append(shard.rows(row - shard.start, row - shard.start + 1).grads[0].float())
-            q.append(shard.out_to_loss[row - shard.start])
-        return torch.stack(features), torch.stack(q)
-
     def _groups(self, shards: ShardSet) -> Iterator[tuple[int, Tensor]]:
         """Read whole gradients of as many targets at a time as fit into memory twice, plain and preconditioned."""
-        model = self._model
-        together = max(1, int(model.args.exact_memory * 2**30) // (8 * model.layout.total))
-        for first in range(0, len(self._targets), together):
-            last = min(first + together, len(self._targets)) - 1
+        model = self.model
+        together = max(1, int(model.args.curvature.memory * 2**30) // (8 * model.layout.total))
+        for first in range(0, len(self.targets), together):
+            last = min(first + together, len(self.targets)) - 1
             read = [shards.read(index) for index in range(shards.plan.shard_of(first), shards.plan.shard_of(last) + 1)]
             low = read[0].start
             whole = torch.cat([shard.grads for shard in read])[first - low : last + 1 - low]
@@ -370,24 +396,24 @@ class _Sample:
 
     def _projected(self, gradients: Tensor) -> Tensor:
         """Project whole gradients as the index does, with its storage dtype."""
-        model = self._model
-        projector = model.feature_map(self._model_id)
-        sink = projector.sink(len(gradients), self._model_id, model.device)
+        model = self.model
+        projector = model.feature_map(self.model_id)
+        sink = projector.sink(len(gradients), self.model_id, model.device)
         sink(0, gradients)
         features = sink.result() * projector.scale
-        rotation = model.store.rotation(self._model_id)
+        rotation = model.store.rotation(self.model_id)
         if rotation is not None:
             return rotation.apply(features).cpu()
         return features.to(model.store.feature_dtype).float().cpu()
 
     def _exact(self, name: str, targets: Tensor, task: AbstractModelOutput) -> Tensor:
         """Multiply the gradients of the drawn rows by those of targets, and by q: `(rows, targets)`."""
-        shards = self._shards(name, self._rows, len(targets), TargetProducts(targets), task, "train")
+        shards = self._shards(name, self.rows, len(targets), TargetProducts(targets), task, "train")
         return torch.cat([shard.grads * shard.out_to_loss.unsqueeze(1) for shard in shards])
 
     def _index_scores(self, features: Tensor, q: Tensor, targets: Tensor) -> Tensor:
-        scorer = self._model.scorer
-        system = scorer.precondition(self._model_id, lambda: targets, len(targets))
+        scorer = self.model.scorer
+        system = scorer.precondition(self.model_id, lambda: targets, len(targets))
         ((_, _, scores),) = score_blocks([[Shard(0, len(features), features, q)]], [system])
         return scores.cpu()
 
@@ -395,15 +421,15 @@ class _Sample:
         self, name: str, rows: list[int], width: int, gradients: GradientMap, task: AbstractModelOutput, side: Side
     ) -> ShardSet:
         """Compute a map of the gradients of some training rows: `(len(rows), width)`."""
-        model = self._model
-        size = max(1, min(model.args.per_device_batch_size, _SHARD_BYTES // (4 * width)))
+        model = self.model
+        size = max(1, min(model.args.batch_size, _SHARD_BYTES // (4 * width)))
         shards = ShardSet(
-            self._directory, name, ShardPlan(len(rows), size), width, torch.float32, {**self._identity, "kind": name}
+            self.directory, name, ShardPlan(len(rows), size), width, torch.float32, {**self.identity, "kind": name}
         )
         dataset: Any = model.train_dataset
         part = dataset.select(rows) if hasattr(dataset, "select") else Subset(dataset, rows)
-        what = f"fidelity, {name}, checkpoint {self._model_id}"
-        model.featurizer(task, gradients).fill(shards, part, self._model_id, side, what)
+        what = f"fidelity, {name}, checkpoint {self.model_id}"
+        model.featurizer(task, gradients).fill(shards, part, self.model_id, side, what)
         return shards
 
 
@@ -423,51 +449,6 @@ def _correlation(first: np.ndarray, second: np.ndarray) -> float:
 
 _MOST_ROWS = 1 << 20
 
-_LEAST_COMPARED_ROWS = 4
-
-
-@dataclass(frozen=True)
-class ConversionFidelity:
-    """How well scores of a converted store agree with those of its source.
-
-    Attributes:
-        before (`str`): storage of the features of the source.
-        after (`str`): that of the converted ones.
-        bytes_before (`int`): bytes of a row of features of the source, with its scale.
-        bytes_after (`int`): those of a converted one.
-        rows (`int`): number of training rows that were compared.
-        targets (`int`): number of targets, which are other training rows.
-        top (`int`): number of highest rows in the overlap.
-        scores (`Agreement`): converted scores beside those of the source.
-    """
-
-    before: str
-    after: str
-    bytes_before: int
-    bytes_after: int
-    rows: int
-    targets: int
-    top: int
-    scores: Agreement
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the measurement as plain JSON."""
-        means = {"mean_spearman": self.scores.mean_spearman, "mean_overlap": self.scores.mean_overlap}
-        return {**asdict(self), "scores": {**asdict(self.scores), **means}}
-
-    def __str__(self) -> str:
-        """Say in a sentence what was saved, and in another one what it costs."""
-        error = f" ± {self.scores.standard_error:.3f}" if math.isfinite(self.scores.standard_error) else ""
-        return "\n".join(
-            [
-                f"{self.before} to {self.after}: {self.bytes_before:,} to {self.bytes_after:,} bytes per row, "
-                f"{self.bytes_before / self.bytes_after:.1f} times fewer.",
-                f"Scores beside those before, {self.rows:,} training rows × {self.targets} others as targets: rank "
-                f"correlation {self.scores.mean_spearman:.3f}{error}, {self.scores.mean_overlap:.0%} of the top "
-                f"{self.top} (chance: 0, {self.top / self.rows:.0%}).",
-            ]
-        )
-
 
 def compare_stores(
     source: FeatureStore,
@@ -476,7 +457,7 @@ def compare_stores(
     processes: Processes | None = None,
     targets: int = 16,
     seed: int = 0,
-) -> ConversionFidelity:
+) -> Fidelity:
     """Compare the scores of a converted store with those of the store that it was converted from.
 
     All processes call this together.
@@ -497,7 +478,7 @@ def compare_stores(
             Seed of the draw.
 
     Returns:
-        [`ConversionFidelity`]: rank correlations and overlaps of the highest rows.
+        [`Fidelity`]: rank correlations and overlaps of the highest rows.
 
     Raises:
         TypeError: a number is no integer.
@@ -505,26 +486,38 @@ def compare_stores(
         SingularGramError: the ridge is too small for these features.
     """
     args, processes = args or TrakConfig(), processes or Processes()
-    rows, drawn = _sampled_targets(source.train_size, targets, seed)
+    rows, drawn = _sample(source.train_size, _MOST_ROWS, targets, seed)
     scores = []
     for store in (source, converted):
         scorer, ids = scorer_of(store, args, processes), converted.model_ids
         preconditioned = [
-            scorer.precondition(model_id, _targets(source, store, model_id, drawn), len(drawn)) for model_id in ids
+            scorer.precondition(model_id, partial(_target_features, source, store, model_id, drawn), len(drawn))
+            for model_id in ids
         ]
-        scores.append(_scores_of(scorer, ids, preconditioned, rows, len(drawn)))
-    before, after = scores
-    top = min(_TOP, max(1, len(rows) // 4))
-    return ConversionFidelity(
+        scores.append(_scores_of(scorer, ids, preconditioned, torch.tensor(rows), len(drawn)))
+    before, after = (one.double().numpy() for one in scores)
+    return Fidelity(
+        tuple(converted.model_ids),
         str(source.config["feature_dtype"]),
         str(converted.config["feature_dtype"]),
         row_bytes(source),
         row_bytes(converted),
+        converted.proj_dim,
         len(rows),
         len(drawn),
-        top,
-        Agreement.of(after.double().numpy(), before.double().numpy(), top),
+        _top(rows),
+        Agreement.of(after, before, _top(rows)),
     )
+
+
+def _read_rows(shards: ShardSet, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Read the features `(rows, k)` in float32 and q `(rows,)` of some rows."""
+    features, q = [], []
+    for row in rows:
+        shard = shards.read(shards.plan.shard_of(row))
+        features.append(shard.rows(row - shard.start, row - shard.start + 1).grads[0].float())
+        q.append(shard.out_to_loss[row - shard.start])
+    return torch.stack(features), torch.stack(q)
 
 
 def row_bytes(store: FeatureStore) -> int:
@@ -533,31 +526,12 @@ def row_bytes(store: FeatureStore) -> int:
     return store.proj_dim * store.feature_dtype.itemsize if form is None else form.row_bytes + 4
 
 
-def _sampled_targets(n: int, targets: int, seed: int) -> tuple[Tensor, list[int]]:
-    """Draw targets among n training rows, and take the others to be compared, or a sample of very many."""
-    count = checked_int(targets, "targets", 1)
-    if n < _LEAST_COMPARED_ROWS:
-        raise ValueError(f"There are {n} training rows. Expected at least {_LEAST_ROWS} to compare scores of.")
-    order = np.random.Generator(np.random.Philox(checked_int(seed, "seed", 0))).permutation(n)
-    count = min(count, n // 2)
-    return torch.from_numpy(np.sort(order[count : count + _MOST_ROWS])), sorted(map(int, order[:count]))
-
-
-def _targets(source: FeatureStore, store: FeatureStore, model_id: int, drawn: Sequence[int]) -> Callable[[], Tensor]:
-    """Return what reads the features of the targets `(m, k)` in the coordinates of a store, float32."""
-
-    def read() -> Tensor:
-        shards = source.train(model_id)
-        found = []
-        for row in drawn:
-            shard = shards.read(shards.plan.shard_of(row))
-            found.append(shard.rows(row - shard.start, row - shard.start + 1).grads.float())
-        features = torch.cat(found)
-        rotation = store.rotation(model_id) if source.code_format is None else None
-        # The first bytes of rows are a store of their first columns.
-        return features[:, : store.proj_dim] if rotation is None else rotation.apply(features)
-
-    return read
+def _target_features(source: FeatureStore, store: FeatureStore, model_id: int, drawn: Sequence[int]) -> Tensor:
+    """Read the features of the targets `(m, k)` in the coordinates of a store, float32."""
+    features, _ = _read_rows(source.train(model_id), drawn)
+    rotation = store.rotation(model_id) if source.code_format is None else None
+    # The first bytes of rows are a store of their first columns.
+    return features[:, : store.proj_dim] if rotation is None else rotation.apply(features)
 
 
 def _scores_of(scorer: Scorer, ids: Sequence[int], targets: Sequence[Any], rows: Tensor, m: int) -> Tensor:
@@ -568,66 +542,3 @@ def _scores_of(scorer: Scorer, ids: Sequence[int], targets: Sequence[Any], rows:
             first, last = torch.searchsorted(rows, torch.tensor([start, stop])).tolist()
             result[first:last] = block[rows[first:last] - start].cpu()
     return scorer.processes.add(result)  # every row comes from one process, the others add zeros
-
-
-logger = logging.getLogger(__name__)
-
-
-LEAST_AGREEMENT = 0.5
-
-"""Rank correlation of inner products of features with exact ones, below which a sketch does not hold them."""
-
-
-CHECKED_ROWS, CHECKED_TARGETS = 32, 4
-
-
-def whitened_map(model: FeaturizedModel, model_id: int) -> WhitenedProjection:
-    """Fit the curvature of the weights that the model has now, or read it, and return the map of their gradients.
-
-    Args:
-        model: the model. All processes call this together.
-        model_id: the checkpoint that these weights are.
-
-    Returns:
-        The map from gradients `(B, P)` to whitened features `(B, k)`.
-
-    Raises:
-        StoreError: the rows are not at hand, as those of a published index, and no curvature was published with it.
-    """
-    return WhitenedProjection(_curvature(model, model_id), whitening_damping(model.args), model.projector())
-
-
-def _curvature(model: FeaturizedModel, model_id: int) -> Curvature:
-    exact = ExactScores(model)
-    if getattr(model.train_dataset, "absent", False):
-        return fitted_curvature(exact, model_id)
-    return exact.fitted(model_id)
-
-
-def check_sketch(model: FeaturizedModel, model_id: int) -> float:
-    """Compare inner products of whitened features with exact ones on a sample, and warn where they disagree.
-
-    Args:
-        model: featurized, with its training rows. All processes call this together.
-        model_id: the checkpoint.
-
-    Returns:
-        The rank correlation, mean over the targets of the sample; 1 where there are too few rows to tell.
-    """
-    if len(model.train_dataset) <= CHECKED_TARGETS + 3:
-        return 1.0
-    scores, curvature, _ = sampled_scores(model, CHECKED_ROWS, CHECKED_TARGETS, 0, model_id)
-    found = Agreement.of(scores.products, scores.exact_products, 1).mean_spearman
-    if found < LEAST_AGREEMENT and model.processes.is_main_process:
-        logger.warning(
-            "Inner products of the whitened features of checkpoint %d have a rank correlation of %.2f with exact ones "
-            "(%s, %d rows × %d targets): %d numbers per row do not hold them. Score with `exact=True` or `rerank`, "
-            "raise `proj_dim`, or featurize with `whitened=False` in another directory.",
-            model_id,
-            found,
-            curvature.kind,
-            len(scores.rows),
-            len(scores.targets),
-            model.proj_dim,
-        )
-    return found

@@ -12,8 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_trak.curvature.fit import Stage
 from hf_trak.data.rows import RowBatches, row_count
-from hf_trak.featurize.definition import fitted_kind
-from hf_trak.featurize.estimation import ExactEstimate, estimate_exact, largest_share
+from hf_trak.featurize.estimation import FitCost, largest_share
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.gradient_computers.sharded import ShardedGradientComputer
@@ -35,7 +34,7 @@ def warn_of_shortage(model: FeaturizedModel) -> None:
     if not processes.is_main_process:
         return
     n = row_count(model.train_dataset, "train_dataset")
-    needed = estimate_exact(model.model, model.layout, model.args, n, 1, 0)
+    needed = FitCost.of(model.model, model.layout.slots, model.args, n)
     holders = processes.num_processes if is_sharded(model.model) else 1
     shortages = _shortages(needed, holders, free_bytes(model.device), _free_disk(model.store.output_dir))
     if not shortages:
@@ -44,14 +43,14 @@ def warn_of_shortage(model: FeaturizedModel) -> None:
     logger.warning(
         "A fit of the curvature %r takes %s.%s Attribute fewer parameters (`grad_wrt`), set "
         '`curvature="diagonal"`, or divide the model over more processes.',
-        fitted_kind(model.args),
+        model.args.curvature.fitted_kind,
         " and ".join(shortages),
         "" if share is None else f" {share}.",
     )
 
 
-def _shortages(needed: ExactEstimate, holders: int, memory: int, disk: int) -> list[str]:
-    taken, written = needed.fit_memory // holders, needed.curvature_bytes + needed.progress_bytes
+def _shortages(needed: FitCost, holders: int, memory: int, disk: int) -> list[str]:
+    taken, written = needed.memory // holders, needed.disk + needed.scratch
     found = []
     if taken > memory:
         found.append(f"about {byte_size(taken)} of memory beside the weights, of which {byte_size(memory)} are free")
@@ -121,7 +120,7 @@ class FitBatches:
             yield
             return
         if not self._prepared:
-            self._prepare(self._checked.args.per_device_batch_size)
+            self._prepare(self._checked.args.batch_size)
         companion = self._gathering(self._checked.computer())
         companion.self_check = False
         with self._checked.together(companion, self._checked.train_dataset, "train"):

@@ -67,7 +67,7 @@ def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
     """The class with the highest logit, for every row."""
     featurizer = model.featurizer()
     batches = featurizer.batches(_with_some_label(dataset), "target")
-    size, found = model.args.per_device_batch_size, dict[int, int]()
+    size, found = model.args.batch_size, dict[int, int]()
     for rows, batch in batches.iterate(
         [range(low, min(low + size, len(dataset))) for low in range(0, len(dataset), size)]
     ):

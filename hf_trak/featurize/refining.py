@@ -191,7 +191,7 @@ class TargetRefinement:
                 sum(len(self.parts[part]) for part in mine),
                 f"{what}, refining targets {rows.start} to {rows.stop - 1}, step {chunk.step + 1}",
                 processes=processes.num_processes,
-                show=main and not self.model.args.disable_tqdm,
+                show=main,
                 announce=main and chunk.step == 0,
             ) as progress,
         ):
@@ -204,12 +204,12 @@ class TargetRefinement:
         """Compute Σ_b C_b v over the rows of one part, for all directions: `(m, P)`."""
         featurizer = self.model.featurizer(self.task)
         if self._product is None:
-            featurizer.prepare_task(self.model_id, self.model.args.per_device_batch_size)
-            of_gradients = self.model.args.curvature_labels == "empirical"
+            featurizer.prepare_task(self.model_id, self.model.args.batch_size)
+            of_gradients = self.model.args.curvature.labels == "empirical"
             self._product = GaussNewton(
                 self.model.model, self.task, self.model.layout, of_gradients=of_gradients, form=self.refinement.form
             )
-        size = self.model.args.per_device_batch_size
+        size = self.model.args.batch_size
         cuts = [[part[i] for i in cut] for cut in batch_rows(0, len(part), size)]
         total = torch.zeros_like(directions)
         for rows, batch in featurizer.batches(self.model.train_dataset).iterate(cuts):

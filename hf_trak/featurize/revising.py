@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from datasets import Dataset as HFDataset
 from datasets import concatenate_datasets
@@ -18,19 +18,17 @@ from hf_trak.store.revised import RevisedStore
 from hf_trak.store.store import FeatureStore
 from hf_trak.weights.checkpoints import Checkpoint
 
-F = TypeVar("F", bound=FeaturizedModel)
-
 
 def revise(
-    attributor: F,
+    model: FeaturizedModel,
     exclude: Iterable[int] = (),
     added_rows: Any = None,
     sources: Mapping[int, Checkpoint | None] | None = None,
-) -> F:
+) -> FeaturizedModel:
     """The same kind of featurized model, for the training dataset less some rows and with others below them.
 
     Args:
-        attributor: featurized, and left as it is.
+        model: featurized, and left as it is.
         exclude: numbers of the rows to leave out.
         added_rows: rows with the columns of the training dataset, or `None`.
         sources: where the weights of the featurized checkpoints are, for added rows.
@@ -40,11 +38,11 @@ def revise(
         IncompleteStoreError: the original is not featurized, or only in part.
         HfTrakError: the task's features depend on the training dataset as a whole.
     """
-    n, store = len(attributor.train_dataset), attributor.store
+    n, store = len(model.train_dataset), model.store
     excluded = _checked_rows(exclude, n)
-    if len(attributor.task.reference_rows(n)) > 0:
+    if len(model.task.reference_rows(n)) > 0:
         raise HfTrakError(
-            f"The features of {type(attributor.task).__name__} depend on examples drawn from the whole training "
+            f"The features of {type(model.task).__name__} depend on examples drawn from the whole training "
             "dataset (its simulated negatives), so those of the unchanged rows cannot be used again. Featurize the "
             "changed dataset in an output directory of its own."
         )
@@ -54,13 +52,13 @@ def revise(
             "change. Expected rows that are always the same. Featurize the changed dataset in an output directory of "
             "its own."
         )
-    for model_id in attributor.scorer.ensemble(None):
+    for model_id in model.scorer.ensemble(None):
         store.train(model_id).require_complete("Call `featurize` on the original dataset first.")
-    if attributor.args.whitened:
+    if model.args.curvature.whitened:
         raise HfTrakError(
             "The features are whitened with a curvature that was fitted to rows of the original training dataset. "
             "Expected plain features, which do not depend on other rows. Featurize the changed dataset in an output "
-            "directory of its own, or with `whitened=False`."
+            "directory of its own, or with `curvature.whitened=False`."
         )
     config = store.config
     fingerprint = None if added_rows is None else fingerprint_dataset(added_rows)
@@ -68,29 +66,28 @@ def revise(
     digest = hashlib.sha256(json_bytes(change)).hexdigest()
     directory = store.output_dir / "revisions" / digest[:12]
     n_added = 0 if added_rows is None else row_count(added_rows, "new_rows")
-    train_dataset = _changed(attributor.train_dataset, excluded, added_rows)
+    train_dataset = _changed(model.train_dataset, excluded, added_rows)
     change |= {"train_size": n - len(excluded) + n_added, "train_fingerprint": digest[:32]}
     opened = FeatureStore.open(directory, {**config, **change})
     added = None
     if added_rows is not None:
         added_config = {**config, "train_size": n_added, "train_fingerprint": fingerprint}
         if "collation" in config:
-            added_config["collation"] = attributor.collation(added_rows)
+            added_config["collation"] = model.collation(added_rows)
         added = FeatureStore.open(directory / "added", added_config)
-    revised = type(attributor)(
-        attributor.model,
-        replace(attributor.args, output_dir=str(directory)),
+    revised = type(model)(
+        model.model,
+        replace(model.args, output_dir=str(directory)),
         train_dataset=train_dataset,
-        data_collator=attributor.data_collator,
-        processing_class=attributor.processing_class,
-        task=attributor.task,
+        data_collator=model.data_collator,
+        processing_class=model.processing_class,
+        task=model.task,
         store=RevisedStore(directory, opened.config, store, excluded, added),
-        sources=attributor.sources,
-        revision=Revision(attributor, change),
+        sources=model.sources,
+        revision=Revision(model, change),
     )
     if added is not None:
-        found = {model_id: attributor.source_of(model_id, sources or {}) for model_id in store.model_ids}
-        revised.featurize(list(found.values()), model_ids=list(found))  # type: ignore[arg-type]  # None: current weights
+        revised.featurize({model_id: model.source_of(model_id, sources or {}) for model_id in store.model_ids})
     return revised
 
 

@@ -1,6 +1,6 @@
 """Interactive search for a model: targets in, the best training rows out, from vectors that FAISS holds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
+from hf_trak.featurize.definition import Checkpoints, sources_of
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.runtime.checks import checked_int
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, attach_columns, fixed_size_list
@@ -24,23 +25,23 @@ class SearchIndex:
             The vectors, of which `vectors.index` is the `datasets.search.FaissIndex`.
     """
 
-    def __init__(self, model: FeaturizedModel, vectors: GradientSearch) -> None:
+    def __init__(
+        self, model: FeaturizedModel, vectors: GradientSearch, sources: Mapping[int, Checkpoint | None] | None = None
+    ) -> None:
         """
         Args:
             model (`FeaturizedModel`):
                 Computes features of targets.
             vectors (`GradientSearch`):
                 The training features.
+            sources (`Mapping`, *optional*):
+                Weights of the checkpoints, by id, where they cannot be found again.
         """
         self._model = model
+        self._sources = dict(sources or {})
         self.vectors = vectors
 
-    def search(
-        self,
-        eval_dataset: Any,
-        top_k: int = 20,
-        checkpoints: Checkpoint | Sequence[Checkpoint] | None = None,
-    ) -> Dataset:
+    def search(self, eval_dataset: Any, top_k: int = 20, checkpoints: Checkpoints = None) -> Dataset:
         """Find the training rows that helped and harmed targets most.
 
         Args:
@@ -60,7 +61,9 @@ class SearchIndex:
             CheckpointMismatchError: the weights at hand are not those of the features.
         """
         count = checked_int(top_k, "top_k", 1, type_error=ValueError)
-        targets = self._model.precondition(eval_dataset, None, checkpoints, self.vectors.model_ids)
+        ids = self.vectors.model_ids
+        sources = sources_of(checkpoints, ids)[1] or self._sources
+        targets = self._model.precondition(self._model.question(eval_dataset, checkpoints=sources or ids))
         found = [self.vectors.best(targets, count, largest) for largest in (True, False)]
         values = [value for rows, scores in found for value in (rows.astype(np.int64), scores.astype(np.float32))]
         columns = [fixed_size_list(np.ascontiguousarray(one)) for one in values]
@@ -68,16 +71,16 @@ class SearchIndex:
 
 
 def build_search(
-    model: FeaturizedModel, factory: str, model_ids: Sequence[int] | None, directory: str | Path | None
+    model: FeaturizedModel, factory: str, directory: str | Path | None, checkpoints: Checkpoints
 ) -> SearchIndex:
     """Read the search index of a directory, or build one from the training features; see
     [`~hf_trak.TrakAttributor.build_search`]."""
-    ids = model.scorer.ensemble(model_ids)
-    checkpoints = [model.store.train(model_id) for model_id in ids]
-    identity = content_digest({"factory": factory, "shards": [shards.content_hash for shards in checkpoints]})
+    ids, sources = model.chosen(checkpoints)
+    train = [model.store.train(model_id) for model_id in ids]
+    identity = content_digest({"factory": factory, "shards": [shards.content_hash for shards in train]})
     if directory is not None and (Path(directory) / RECORD_FILE).exists():
-        return SearchIndex(model, GradientSearch.load(directory, identity))
-    vectors = GradientSearch.build(checkpoints, ids, identity, factory)
+        return SearchIndex(model, GradientSearch.load(directory, identity), sources)
+    vectors = GradientSearch.build(train, ids, identity, factory)
     if directory is not None:
         vectors.save(directory)
-    return SearchIndex(model, vectors)
+    return SearchIndex(model, vectors, sources)

@@ -12,50 +12,30 @@ loads models, tokenizers and datasets by name; `names.py` checks names, JSON and
 May import `evaluation` and what lies below it. Knows nothing of reports and the command line.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_EXPORTS = {
-    "HubCheckpoint": "hf_trak.hub.models",
-    "RemoteRows": "hf_trak.hub.remote_rows",
-    "load_bank": "hf_trak.hub.banks",
-    "load_scores": "hf_trak.hub.scores",
-    "open_repo": "hf_trak.hub.pull",
-    "pull_index": "hf_trak.hub.pull",
-    "push_bank": "hf_trak.hub.banks",
-    "push_index": "hf_trak.hub.push",
-    "push_scores": "hf_trak.hub.scores",
-    "with_training_rows": "hf_trak.hub.scores",
-}
-
-__all__ = [
-    "HubCheckpoint",
-    "RemoteRows",
-    "load_bank",
-    "load_scores",
-    "open_repo",
-    "pull_index",
-    "push_bank",
-    "push_index",
-    "push_scores",
-    "with_training_rows",
-]
+from hf_trak._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from hf_trak.hub.banks import load_bank, push_bank
-    from hf_trak.hub.models import HubCheckpoint
-    from hf_trak.hub.pull import open_repo, pull_index
-    from hf_trak.hub.push import push_index
-    from hf_trak.hub.remote_rows import RemoteRows
-    from hf_trak.hub.scores import load_scores, push_scores, with_training_rows
+    from hf_trak.hub.banks import load_bank as load_bank
+    from hf_trak.hub.banks import push_bank as push_bank
+    from hf_trak.hub.models import HubCheckpoint as HubCheckpoint
+    from hf_trak.hub.pull import open_repo as open_repo
+    from hf_trak.hub.pull import pull_index as pull_index
+    from hf_trak.hub.push import push_index as push_index
+    from hf_trak.hub.remote_rows import RemoteRows as RemoteRows
+    from hf_trak.hub.scores import load_scores as load_scores
+    from hf_trak.hub.scores import push_scores as push_scores
+    from hf_trak.hub.scores import with_training_rows as with_training_rows
 
-
-def __getattr__(name: str) -> Any:
-    """Import public names on first use: the command line's parser needs one small module of this package."""
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'hf_trak.hub' has no attribute {name!r}")
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "hf_trak.hub.banks": "load_bank push_bank",
+        "hf_trak.hub.models": "HubCheckpoint",
+        "hf_trak.hub.pull": "open_repo pull_index",
+        "hf_trak.hub.push": "push_index",
+        "hf_trak.hub.remote_rows": "RemoteRows",
+        "hf_trak.hub.scores": "load_scores push_scores with_training_rows",
+    },
+)

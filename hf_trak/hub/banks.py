@@ -1,7 +1,4 @@
-"""Publishing banks of retrained models' outputs ([`~hf_trak.evaluation.Bank`]), and opening those of others.
-
-`bank_checks.py` describes the files of a published bank and checks them, `bank_card.py` writes its card.
-"""
+"""Publish banks of retrained models' outputs ([`~hf_trak.evaluation.Bank`]), and open those of others."""
 
 import contextlib
 import json
@@ -16,8 +13,9 @@ import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete
 
 from hf_trak.errors import IncompleteStoreError, RefusedIndexError, StoreError
-from hf_trak.evaluation.bank import BANK, OUTPUTS, PART, SUBSETS, Bank, BankPart, part_names, read_bank, read_part
+from hf_trak.evaluation.bank import BANK, Bank, BankPart
 from hf_trak.evaluation.intervals import RESAMPLES
+from hf_trak.evaluation.retraining_files import CONFIG, OUTPUTS, SUBSETS
 from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api, without_secrets
 from hf_trak.hub.cards import card_operations, render_card
 from hf_trak.hub.files import MAX_HEADER_BYTES, Bounds, HubFiles, IndexFiles, LocalFiles, check_file
@@ -33,12 +31,11 @@ _FEWEST_SUBSETS = 3
 """Subsets that the agreement of repeats can be measured with."""
 
 
-def bank_facts(bank: Bank, described: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def bank_facts(bank: Bank, names: Sequence[str]) -> dict[str, Any]:
     """Collect what the card says of a bank, the highest possible scores included.
 
     Args:
         bank: the bank.
-        described: content of `bank.json`.
         names: the parts that are published, all of them complete.
 
     Raises:
@@ -47,9 +44,9 @@ def bank_facts(bank: Bank, described: Mapping[str, Any], names: Sequence[str]) -
     """
     return {
         "rows": f"{bank.n_train:,}",
-        "rows_fingerprint": described["rows_fingerprint"],
+        "rows_fingerprint": bank.described["rows_fingerprint"],
         "targets": f"{bank.n_targets:,}",
-        "targets_fingerprint": described["targets_fingerprint"],
+        "targets_fingerprint": bank.described["targets_fingerprint"],
         "recipe": [[name, without_secrets(_text(value))] for name, value in sorted(bank.recipe.items())],
         "parts": [_part_row(bank, bank.part(name), names) for name in names],
         "about": bank.recipe.get("title"),
@@ -100,14 +97,14 @@ def _part_row(bank: Bank, part: BankPart, names: Sequence[str]) -> dict[str, Any
 
 
 def _dropped(masks: np.ndarray) -> str:
-    """The share of rows that the subsets lack, or its range."""
+    """Say the share of rows that the subsets lack, or its range."""
     shares = 100 * (1 - masks.mean(axis=1))
     ends = list(dict.fromkeys(f"{end:.3g}" for end in (shares.min(), shares.max())))
     return f"{' to '.join(ends)} %"
 
 
 def _ceilings(bank: Bank, part: BankPart, names: Sequence[str]) -> list[str]:
-    """The highest possible scores on a part, by the published parts that tell the noise."""
+    """List the highest possible scores on a part, by the published parts that tell the noise."""
     if part.repeat_of is not None or part.removal is not None:
         return []
     repeats = [name for name in bank.parts if bank.description(name)["repeat_of"] == part.name]
@@ -124,7 +121,7 @@ def _text(value: Any) -> str:
 
 PARTS = "parts.json"
 
-PART_FILES = (PART, SUBSETS, OUTPUTS)
+PART_FILES = (CONFIG, SUBSETS, OUTPUTS)
 
 PART_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._+=-]{0,98}[A-Za-z0-9])?")
 
@@ -144,7 +141,7 @@ _KIND = "published bank"
 
 _WANTED = "a bank that `push_bank` has published"
 
-_LISTED_PART = re.compile(rf"(?P<name>[^/]+)/{PART}", re.DOTALL)
+_LISTED_PART = re.compile(rf"(?P<name>[^/]+)/{CONFIG}", re.DOTALL)
 
 
 def most_bytes(path: str) -> int:
@@ -153,7 +150,7 @@ def most_bytes(path: str) -> int:
 
 
 def is_part_file(path: str) -> bool:
-    """Whether a path in a repo is that of a file of a part."""
+    """Tell whether a path in a repo is that of a file of a part."""
     name, _, file = path.partition("/")
     return file in PART_FILES and PART_NAME.fullmatch(name) is not None
 
@@ -191,11 +188,10 @@ def open_checked(files: IndexFiles) -> Bank:
         if published or files.size(BANK) is not None:  # where it is missing, `Bank` says so
             _read_json(files, BANK)
         bank = Bank(files.root)
-        described = read_bank(files.root)
     if names:
-        _check_same_bank(files, described)
-    for name in names if published else sorted({*names, *part_names(files.root)}):
-        _check_part(files, bank, name, described)
+        _check_same_bank(files, bank.described)
+    for name in names if published else sorted({*names, *bank.parts}):
+        _check_part(files, bank, name)
     if published:
         _refuse_others(files, set(bank.parts), names)  # another program may have put files into the cache
     for name in bank.parts:
@@ -230,7 +226,7 @@ def _refuse_others(files: IndexFiles, found: set[str], names: list[str]) -> None
         raise files.refused(f"The bank {files.name}", f"it has a part {shown(others[0])}, which {PARTS} does not name")
 
 
-def _check_part(files: IndexFiles, bank: Bank, name: str, described: Mapping[str, Any]) -> None:
+def _check_part(files: IndexFiles, bank: Bank, name: str) -> None:
     """Fetch and check the files of a part. In a directory it may be unfinished."""
     paths = [f"{name}/{file}" for file in PART_FILES]
     with _discarded_if_refused(files, *paths):
@@ -243,11 +239,11 @@ def _check_part(files: IndexFiles, bank: Bank, name: str, described: Mapping[str
         right = isinstance(content.get("bank"), str) and (repeated is None or isinstance(repeated, str))
         if not right or not (removal is None or isinstance(removal, dict)):
             raise files.refused(f"{paths[0]} of {files.name}", "`bank`, `repeat_of` or `removal` is of another type")
-        part = read_part(files.root / name, described)
+        part = bank.description(name)
         subsets, repeats = part["subsets"], part["repeats"]
         sizes = {
-            paths[1]: subsets * -(-described["rows"] // 8),
-            paths[2]: 8 * repeats * subsets * (described["targets"] + 1),
+            paths[1]: subsets * -(-bank.n_train // 8),
+            paths[2]: 8 * repeats * subsets * (bank.n_targets + 1),
         }
         unfinished = not isinstance(files, HubFiles) and files.size(paths[2]) is None
         for path, data in sizes.items():
@@ -361,8 +357,7 @@ def _push(bank: Bank, destination: Destination, parts: Sequence[str] | None) -> 
     files = {path: bank.directory / path for path in (BANK, *(f"{name}/{f}" for name in names for f in PART_FILES))}
     for path, local in files.items():
         _check_publishable(path, local)
-    described = read_bank(bank.directory)
-    facts = bank_facts(bank, described, names)
+    facts = bank_facts(bank, names)
 
     api, revision = hub_api(destination.token), destination.revision
     with access_errors(destination.repo_id, revision):
@@ -376,7 +371,7 @@ def _push(bank: Bank, destination: Destination, parts: Sequence[str] | None) -> 
         return api.create_commit(
             repo_id,
             [
-                CommitOperationAdd(PARTS, parts_file(described, names)),
+                CommitOperationAdd(PARTS, parts_file(bank.described, names)),
                 *(CommitOperationAdd(path, local) for path, local in files.items()),
                 *card_operations(api, repo_id, info, bank_card(repo_id, facts), "bank"),
                 *(CommitOperationDelete(path) for path in stale),

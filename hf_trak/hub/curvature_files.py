@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_trak.config import TrakConfig
+from hf_trak.config import CurvatureConfig
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
 from hf_trak.curvature.curvature import KINDS
 from hf_trak.curvature.files import CURVATURE_FILE
 from hf_trak.errors import StoreError
-from hf_trak.featurize.definition import CURVATURE_VERSION, DEFAULT_ROWS
+from hf_trak.featurize.definition import CURVATURE_VERSION
 from hf_trak.hub.files import IndexFiles, check_file, reason_of, sealed_object, tensor_bytes
 from hf_trak.hub.index_files import check_finite
 from hf_trak.hub.manifest import INDEX_DIGITS
@@ -291,22 +291,19 @@ def settings_left_open(settings: Mapping[str, Any], record: CurvatureRecord, n: 
     Whoever loads the index with these settings can then use the curvature.
 
     Args:
-        settings: fields of `TrakConfig`.
+        settings: fields of `CurvatureConfig`.
         record: the record of the curvature.
         n: number of training rows.
 
     Returns:
-        Some of `curvature`, `curvature_labels` and `curvature_rows`.
+        Some of `kind`, `labels` and `rows`.
     """
-    identity, defaults = record.identity, TrakConfig().to_dict()
-    fitted = {
-        "curvature": identity["kind"],
-        "curvature_labels": identity["labels"],
-        "curvature_rows": identity["rows"],
-    }
-    by_default = {"curvature": "ekfac", "curvature_labels": "sampled", "curvature_rows": min(n, DEFAULT_ROWS)}
+    default = CurvatureConfig()
+    by_default = {"kind": default.kind, "labels": default.labels, "rows": default.sample_size(n)}
     return {
-        name: value for name, value in fitted.items() if settings[name] == defaults[name] and value != by_default[name]
+        name: record.identity[name]
+        for name, implied in by_default.items()
+        if settings[name] == getattr(default, name) and record.identity[name] != implied
     }
 
 

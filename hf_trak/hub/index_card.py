@@ -32,11 +32,7 @@ def index_card(
         fidelity: how well its scores agree with exact ones, if that was measured.
     """
     settings, task = manifest.settings, config.get("task") or {}
-    ridge = (
-        f"{settings['lambda_reg']:g}, absolute"
-        if settings.get("lambda_reg") is not None
-        else f"{settings.get('lambda_relative', TrakConfig().lambda_relative):g} · trace(XᵀX) / min(n, k)"
-    )
+    ridge = f"{settings.get('lambda_relative', TrakConfig().lambda_relative):g} · trace(XᵀX) / min(n, k)"
     name, revision = config.get("model_name"), config.get("model_revision")
     trained = manifest.train_dataset
     facts = {
@@ -123,10 +119,12 @@ def _curvature_rows(curvatures: Mapping[int, StoredCurvature]) -> list[dict[str,
 
 
 def _fidelity(found: Fidelity) -> str:
+    products = ""
+    if found.projection is not None:
+        products = f", {found.projection.mean_spearman:.2f} of inner products of its features with exact ones"
     return (
-        f"rank correlation {found.scores.mean_spearman:.2f} of its scores with exact {found.curvature} scores, "
-        f"{found.projection.mean_spearman:.2f} of inner products of its features with exact ones (checkpoint "
-        f"{found.model_id}, {found.rows} training rows × {found.targets} targets)"
+        f"rank correlation {found.scores.mean_spearman:.2f} of its scores with {found.before} scores{products} "
+        f"(checkpoints {list(found.model_ids)}, {found.rows} training rows × {found.targets} targets)"
     )
 
 

@@ -22,7 +22,7 @@ from hf_trak.store.codes import CodedRows
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
 from hf_trak.store.shard_set import Shard
-from hf_trak.store.shards import READABLE_VERSIONS, Identity, TensorSpec, read_header, read_tensors, write_tensors
+from hf_trak.store.shards import FORMAT_VERSION, Identity, TensorSpec, read_header, read_tensors, write_tensors
 from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import GRAM_FILE, FeatureStore
 
@@ -120,7 +120,7 @@ def checked_config(files: IndexFiles) -> dict[str, Any]:
     """
     with files.refused_if_damaged(FeatureStore.CONFIG_FILE):
         config = files.read_json(
-            FeatureStore.CONFIG_FILE, READABLE_VERSIONS[1:], bytes_per_value=4, max_digits=INDEX_DIGITS
+            FeatureStore.CONFIG_FILE, (FORMAT_VERSION,), bytes_per_value=4, max_digits=INDEX_DIGITS
         )
         try:
             check_bounds(config)
@@ -193,7 +193,7 @@ def write_row_digests(store: FeatureStore, model_id: int) -> None:
         for shard in store.train(model_id):
             assert shard.coded is not None  # `has_row_digests` has looked
             parts.append(digests_of(shard.coded))
-        write_tensors(path, {"digests": torch.cat(parts)}, _identity(store, model_id), store.version)
+        write_tensors(path, {"digests": torch.cat(parts)}, _identity(store, model_id))
     read_row_digests(store, model_id)
 
 
@@ -208,7 +208,7 @@ def read_row_digests(store: FeatureStore, model_id: int) -> Tensor:
     """
     path = store.checkpoint_dir(model_id) / ROW_DIGESTS_FILE
     specs, identity = _digest_specs(store.train_size), _identity(store, model_id)
-    return read_tensors(path, identity, specs, verify=True, version=store.version)["digests"]
+    return read_tensors(path, identity, specs, verify=True)["digests"]
 
 
 def _identity(store: FeatureStore, model_id: int) -> Identity:
@@ -239,7 +239,7 @@ def solver_file(store: FeatureStore, model_id: int) -> str | None:
         name = f"low_rank-{rank}.safetensors"
         check_low_rank(directory / name, store, model_id, rank)
         return name
-    if SolverFiles(store, model_id).exists("kernel") or any(directory.glob("gram_block-*.safetensors")):
+    if SolverFiles(store, model_id).exists("kernel"):
         return None
     raise IncompleteStoreError(
         f"Model id {model_id} has neither a Gram matrix nor what another solver keeps in {store.output_dir}. Run "
@@ -256,13 +256,13 @@ def solver_settings(published: Sequence[str | None], n: int, k: int) -> dict[str
         k: number of features.
 
     Returns:
-        `solver` and `solver_rank`, or nothing.
+        `solver`, or nothing.
     """
     if set(published) == {GRAM_FILE}:
         return {"solver": "primal"} if k > PLAIN_PRIMAL or few_rows(n, k) else {}
     rank = low_rank_of(published[0])
     if rank and len(set(published)) == 1:
-        return {"solver": "low_rank", "solver_rank": None if rank == min(DEFAULT_RANK, n, k) else rank}
+        return {"solver": "low_rank" if rank == min(DEFAULT_RANK, n, k) else f"low_rank-{rank}"}
     return {}
 
 
@@ -288,13 +288,13 @@ def check_low_rank(path: Path, store: FeatureStore, model_id: int, rank: int) ->
         "rank": rank,
         "seed": int(store.config.get("seed", 0)),
     }
-    header = read_header(path, identity, specs, files.version)
+    header = read_header(path, identity, specs)
     facts = header.get("facts")
     for key in ("trace", "residual"):
         value = facts.get(key) if isinstance(facts, dict) else None
         if not isinstance(value, float) or not math.isfinite(value) or value < 0:
             raise StoreError(f"it says that `{key}` is {value!r}, not a finite number of at least 0")
-    tensors = read_tensors(path, identity, specs, verify=True, version=files.version)
+    tensors = read_tensors(path, identity, specs, verify=True)
     check_finite(tensors)
     if bool((tensors["eigenvalues"] < 0).any()):
         raise StoreError("`eigenvalues` holds numbers below 0")
@@ -333,7 +333,7 @@ def write_train_rows(store: FeatureStore, dataset: Dataset, source: TrainSource)
         return
     names = dataset.column_names[:MAX_COLUMNS]
     tensors = {"digests": content_digests(dataset, names)}
-    write_tensors(path, tensors, _identity_of_rows(store), store.version, **{_COLUMNS: names, _SOURCE: vars(source)})
+    write_tensors(path, tensors, _identity_of_rows(store), **{_COLUMNS: names, _SOURCE: vars(source)})
 
 
 def recorded_source(store: FeatureStore) -> TrainSource | None:
@@ -360,7 +360,7 @@ def read_train_rows(path: Path, store: FeatureStore) -> RowContents:
         raise StoreError(f"{path} names the columns {names!r:.100}. Expected a list of names.")
     specs, identity = _digest_specs(store.train_size, len(names)), _identity_of_rows(store)
     columns: dict[str, Any] = {_COLUMNS: list(names)}
-    tensors = read_tensors(path, identity, specs, verify=True, version=store.version, **columns)
+    tensors = read_tensors(path, identity, specs, verify=True, **columns)
     return RowContents(tuple(names), tensors["digests"])
 
 

@@ -159,17 +159,7 @@ class IndexShards(ShardSet):
             heads: directory for heads of shards, see `hf_trak.hub.index_shards`.
             digests: returns the digests of all rows, if there are some, see `hf_trak.hub.index_files`.
         """
-        super().__init__(
-            local.directory,
-            local.prefix,
-            local.plan,
-            local.width,
-            local.dtype,
-            local.identity,
-            local.version,
-            local.rotation,
-            local.code_format,
-        )
+        super().__init__(**local.arguments)
         self._files = files
         self._folder = folder
         self._heads = heads
@@ -412,7 +402,7 @@ class IndexShards(ShardSet):
         """Check a head as strictly as a shard. Raises `StoreError`."""
         rows = self.plan.rows(index)
         specs = {name: spec for name, spec in self._specs(rows).items() if name in names}
-        header = read_header(path, self.identity, specs, self.version, start=rows.start, stop=rows.stop)
+        header = read_header(path, self.identity, specs, start=rows.start, stop=rows.stop)
         self._files.check_recorded(self.path_of(index), header["checksum"])
         self._check_parts(header, index)
         check_published_values(self._read_head(path, index, names))
@@ -421,7 +411,7 @@ class IndexShards(ShardSet):
         """Read some tensors of a head, which are compared with their checksums the first time."""
         rows = self.plan.rows(index)
         specs = {name: spec for name, spec in self._specs(rows).items() if name in names}
-        tensors = read_part(path, self.identity, specs, self.version, start=rows.start, stop=rows.stop)
+        tensors = read_part(path, self.identity, specs, start=rows.start, stop=rows.stop)
         return Shard(rows.start, rows.stop, self._features(tensors), tensors["out_to_loss"])
 
 

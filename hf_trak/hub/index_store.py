@@ -147,7 +147,7 @@ class IndexStore(FeatureStore):
             return super().shard_set(directory, prefix, plan, identity, rotation, code_format)
         width, dtype = self.proj_dim, self.feature_dtype
         # A shard set that never removes files.
-        return ShardSet(directory, prefix, plan, width, dtype, identity, self.version, rotation, code_format)
+        return ShardSet(directory, prefix, plan, width, dtype, identity, rotation, code_format)
 
     def train(self, model_id: int) -> IndexShards:
         """Return the training features of one checkpoint, without fetching any."""

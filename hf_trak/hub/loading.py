@@ -4,8 +4,8 @@
 defines features is the same, and finds the weights of every checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from torch.utils.data import default_collate as torch_collate
 from transformers import default_data_collator
 
-from hf_trak.config import TrakConfig
+from hf_trak.config import DEFAULT_FACTORED_DIM, CurvatureConfig, TrakConfig
 from hf_trak.data.model_inputs import check_rows
 from hf_trak.data.rows import Collator, default_collator
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, IncompleteStoreError
@@ -111,7 +111,7 @@ class _OpenedIndex:
 
 
 def load_attributor(
-    cls: type[F],
+    cls: Callable[..., F],
     repo_or_path: str,
     model: torch.nn.Module | str | None = None,
     *,
@@ -122,13 +122,13 @@ def load_attributor(
     data_collator: Collator | None = None,
     processing_class: Any = None,
     task: Any = None,
-    checkpoints: Checkpoint | Sequence[Checkpoint] | Mapping[int, Checkpoint] | None = None,
+    checkpoints: Any = None,
     **options: Any,
 ) -> F:
     """Load a published index as [`TrakAttributor.from_pretrained`] does; see there for the arguments.
 
     Args:
-        cls: class of the result.
+        cls: makes the result.
 
     Raises:
         HubAccessError: a repo, revision or file does not exist or cannot be reached.
@@ -304,28 +304,42 @@ def _expect(index: _OpenedIndex, rows: RemoteRows) -> None:
 def _arguments(index: _OpenedIndex, model: torch.nn.Module, options: Mapping[str, Any]) -> TrakConfig:
     """Put together the settings that the index records, those that define its features, and the caller's options."""
     config = index.store.config
-    settings = whitening_arguments(config) if index.manifest is None else index.manifest.settings
-    algorithm = str(config.get("projection"))
+    settings = {} if index.manifest is None else index.manifest.settings
+    projection = str(config.get("projection")).rpartition("-")[0]
+    number, usual = {
+        "sjlt": (config.get("proj_nonzeros", 1), 1),
+        "factored": (config.get("factored_dim"), DEFAULT_FACTORED_DIM),
+    }.get(projection, (None, None))
+    recorded = {
+        **settings.get("curvature", {}), **whitening_arguments(config), "whitened": "whitening" in config
+    }  # fmt: skip
     fields = {
-        "proj_type": algorithm.rpartition("-")[0],
+        "proj_type": projection if number == usual else f"{projection}-{number}",
         "proj_dim": config["proj_dim"],
-        "proj_nonzeros": config.get("proj_nonzeros", 1),
-        **{name: config[name] for name in ("factored_dim",) if name in config},
         "seed": config.get("seed"),
         "num_draws": _draws(index),
         "feature_dtype": config["feature_dtype"],
         "model_dtype": config.get("model_dtype"),
         "shard_size": config["shard_size"],
-        "whitened": "whitening" in config,
         "grad_wrt": _attributed(index, model),
         "output_dir": str(index.store.output_dir),
     }
     try:
-        return TrakConfig(**{**settings, **fields, **options})
+        curvature = _curvature(recorded, options.get("curvature", {}))
+        return TrakConfig(**{**settings, **fields, **options, "curvature": curvature})
     except ValueError as error:
         raise ConfigMismatchError(
             f"The configuration of the index {index.name} does not work with this version of hf_trak: {error}"
         ) from error
+
+
+def _curvature(recorded: Mapping[str, Any], given: Any) -> Any:
+    """Put together what an index records of its curvature and what the caller wants."""
+    if isinstance(given, str):
+        return {**recorded, "kind": given}
+    if isinstance(given, CurvatureConfig):  # whitening is a matter of the index unless it is asked for
+        return replace(given, whitened=given.whitened or recorded["whitened"])
+    return {**recorded, **given} if isinstance(given, Mapping) else given
 
 
 def _draws(index: _OpenedIndex) -> int:

@@ -39,33 +39,18 @@ INDEX_DIGITS = 20
 """Maximum number of digits of an integer in the JSON files of an index."""
 
 _FEATURE_FIELDS = {
-    "bytes_per_row",
-    "factored_dim",
     "feature_dtype",
     "grad_wrt",
     "model_dtype",
     "num_draws",
     "proj_dim",
-    "proj_nonzeros",
     "proj_type",
     "seed",
     "shard_size",
-    "whitened",
 }
 """Fields of `TrakConfig` that define features. The index records them."""
 
-_MACHINE_FIELDS = {
-    "auto_find_batch_size",
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "disable_tqdm",
-    "exact_dtype",
-    "exact_memory",
-    "exact_rank",
-    "max_block_bytes",
-    "output_dir",
-    "use_cpu",
-}
+_MACHINE_FIELDS = {"output_dir", "use_cpu"}
 """Fields that every machine chooses for itself."""
 
 RUN_OPTIONS = tuple(sorted({one.name for one in fields(TrakConfig)} - _FEATURE_FIELDS))
@@ -73,6 +58,9 @@ RUN_OPTIONS = tuple(sorted({one.name for one in fields(TrakConfig)} - _FEATURE_F
 
 SETTINGS = tuple(name for name in RUN_OPTIONS if name not in _MACHINE_FIELDS)
 """Fields of `TrakConfig` that the feature store does not record and that scores depend on."""
+
+CURVATURE_SETTINGS = ("kind", "labels", "rows", "damping", "hybrid_lambda")
+"""Fields of `CurvatureConfig` that exact scores depend on."""
 
 _DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -190,7 +178,7 @@ class IndexManifest:
         files: the files by path.
         checkpoints: the checkpoints by model id.
         config: hash of the configuration beside the manifest.
-        settings: fields of `TrakConfig`, see [`SETTINGS`].
+        settings: fields of `TrakConfig`, see [`SETTINGS`] and [`CURVATURE_SETTINGS`].
         weights_dtype: dtype in which the weights have their fingerprint.
         train_dataset: the training rows.
         lds: the linear datamodeling score, if it was measured.
@@ -306,6 +294,9 @@ def _files(found: Any, ids: list[int], plan: ShardPlan) -> dict[str, PublishedFi
 def _settings(found: Any) -> dict[str, Any]:
     if not isinstance(found, dict) or set(found) - set(SETTINGS):
         raise ValueError(f"`settings` is {shown(found)}, not an object with some of {list(SETTINGS)}")
+    curvature = found.get("curvature", {})
+    if not isinstance(curvature, dict) or set(curvature) - set(CURVATURE_SETTINGS):
+        raise ValueError(f"`curvature` is {shown(curvature)}, not an object with some of {list(CURVATURE_SETTINGS)}")
     TrakConfig(**found)
     labels = found.get("label_names")
     if labels is not None and not (isinstance(labels, list) and all(isinstance(name, str) for name in labels)):

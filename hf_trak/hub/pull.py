@@ -11,6 +11,7 @@ from hf_trak.hub.files import HubFiles, LocalFiles
 from hf_trak.hub.index_files import TRAIN_ROWS_FILE
 from hf_trak.hub.index_store import JSON_FILES, IndexStore, open_index
 from hf_trak.store.atomic import atomic_path, write_bytes
+from hf_trak.store.sealed import sealed_bytes
 from hf_trak.store.store import FeatureStore
 
 
@@ -96,7 +97,7 @@ def pull_index(
         for path in paths:
             _copy(store, path, directory)
         info = directory / store.checkpoint_dir(model_id).name / "checkpoint.json"
-        write_bytes(info, store.encoded(store.checkpoint_info(model_id)))
+        write_bytes(info, sealed_bytes(store.checkpoint_info(model_id)))
     if store.train_rows() is not None:
         _copy(store, TRAIN_ROWS_FILE, directory)
     # The JSON files come last: a directory that has them is complete.

@@ -42,6 +42,7 @@ from hf_trak.hub.index_files import (
 )
 from hf_trak.hub.index_store import JSON_FILES, IndexStore, open_index
 from hf_trak.hub.manifest import (
+    CURVATURE_SETTINGS,
     MANIFEST_FILE,
     MAX_JSON_BYTES,
     SETTINGS,
@@ -252,8 +253,8 @@ def attributor_facts(
         TypeError: `given` has another name.
     """
     args = attributor.args
-    if args.auto_find_batch_size:
-        found = BatchSizeFinder(args.per_device_batch_size, attributor.store.output_dir).batch_size
+    if args.per_device_batch_size == "auto":
+        found = BatchSizeFinder(args.batch_size, attributor.store.output_dir).batch_size
         args = replace(args, per_device_batch_size=found)
     floating = [value.dtype for value in attributor.model.parameters() if value.is_floating_point()]
     sources = {key: source for key, source in attributor.sources.items() if isinstance(source, HubCheckpoint)}
@@ -511,14 +512,14 @@ def prepared(store: FeatureStore, facts: IndexFacts, curvature: bool) -> Prepare
         paths |= one.paths
     manifest = _manifest(store, facts, curvatures, paths)
     json_files = {
-        FeatureStore.CONFIG_FILE: store.encoded(config),
+        FeatureStore.CONFIG_FILE: sealed_bytes(config),
         MANIFEST_FILE: sealed_bytes(manifest.to_json()),
     }
     _check_readable(config, json_files)
     # Sources on the Hub take the place of paths of this machine.
     for model_id, published in manifest.checkpoints.items():
         source = None if published.source is None else str(published.source)
-        content = store.encoded({**store.checkpoint_info(model_id), "source": source})
+        content = sealed_bytes({**store.checkpoint_info(model_id), "source": source})
         json_files[f"{store.checkpoint_dir(model_id).name}/checkpoint.json"] = content
     return PreparedIndex(config, manifest, curvatures, {**json_files, **paths}, facts.fidelity)
 
@@ -618,10 +619,12 @@ def _manifest(
     )
     values = (facts.settings or TrakConfig()).to_dict()
     for one in list(curvatures.values())[:1]:
-        values |= settings_left_open(values, one.record, store.train_size)
+        values["curvature"] |= settings_left_open(values["curvature"], one.record, store.train_size)
     if values["solver"] == "auto":
         values |= solver_settings([manifest.solvers.get(one) for one in ids], store.train_size, store.proj_dim)
-    manifest = replace(manifest, settings={name: values[name] for name in SETTINGS})
+    settings = {name: values[name] for name in SETTINGS}
+    settings["curvature"] = {name: values["curvature"][name] for name in CURVATURE_SETTINGS}
+    manifest = replace(manifest, settings=settings)
     # Reading it back checks it as every reader will.
     return IndexManifest.from_json(sealed(manifest.to_json()), store.train(ids[0]).plan)
 

@@ -122,9 +122,7 @@ class ParquetRows:
         fetched (`int`): bytes that were downloaded.
     """
 
-    def __init__(
-        self, api: HfApi, repo_id: str, commit: str, files: Sequence[RepoFile], directory: Path, show: bool = True
-    ) -> None:
+    def __init__(self, api: HfApi, repo_id: str, commit: str, files: Sequence[RepoFile], directory: Path) -> None:
         """
         Args:
             api: the client, for its endpoint and token.
@@ -132,7 +130,6 @@ class ParquetRows:
             commit: the commit.
             files: the files, in the order of the rows.
             directory: where what was downloaded is kept.
-            show: whether to show a progress bar.
         """
         self.fetched = 0
         self._api = api
@@ -140,7 +137,6 @@ class ParquetRows:
         self._commit = commit
         self._files = list(files)
         self._directory = directory
-        self._show = show
 
     @cached_property
     def _metadata(self) -> list[pq.FileMetaData]:
@@ -185,7 +181,7 @@ class ParquetRows:
         before = self.fetched
         what = f"rows of {self._repo_id}"
         count = sum(self._starts[index + 1] - self._starts[index] for index in missing)
-        with RowProgress(count, what, show=self._show) as progress, ThreadPoolExecutor(_THREADS) as pool:
+        with RowProgress(count, what) as progress, ThreadPoolExecutor(_THREADS) as pool:
             tasks = [pool.submit(self._fetch_group, index, columns) for index in missing]
             try:
                 for index, task in zip(missing, tasks, strict=True):
@@ -356,7 +352,6 @@ class RemoteRows:
         self.columns = None if columns is None else tuple(columns)
         self.token = token
         self.cache_dir = None if cache_dir is None else Path(cache_dir)
-        self.show = True
         self._count: int | None = None
         self._contents: Callable[[], RowContents | None] | None = None
         self._recorded: str | None = None
@@ -531,7 +526,7 @@ class RemoteRows:
         base = Path(constants.HF_HOME) / "hf_trak" / "rows" if self.cache_dir is None else self.cache_dir
         directory = base / self.repo_id.replace("/", "--") / self._commit
         files = [RepoFile(path, sizes[path]) for path in paths]
-        rows = ParquetRows(api, self.repo_id, self._commit, files, directory, self.show)
+        rows = ParquetRows(api, self.repo_id, self._commit, files, directory)
         return rows, builder.info.features or Features.from_arrow_schema(rows.schema)
 
     def _converted(self, api: HfApi, config: str) -> tuple[Any, list[str]]:

@@ -110,7 +110,7 @@ def space_files(index: str, private: bool, task: str | None, columns: Mapping[st
     Returns:
         Contents by name: `app.py`, `requirements.txt` and `README.md`.
     """
-    arguments = ["serve", index, "--host", "0.0.0.0", "--port", _PORT, "--public_rows", "--use_cpu", "--disable_tqdm"]
+    arguments = ["serve", index, "--host", "0.0.0.0", "--port", _PORT, "--public_rows", "--use_cpu"]
     for name, value in {"task": task, **columns}.items():
         if value is not None:
             arguments += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]

@@ -33,7 +33,6 @@ from hf_trak.identity.own_code import (
     is_own_class,
     name_of,
 )
-from hf_trak.identity.recorded_names import recorded_name
 from hf_trak.identity.row_digest import update_digest
 
 MAX_OBJECTS = 20_000
@@ -165,7 +164,7 @@ class CodeDigest:
         module = value.__globals__.get("__name__")
         if not is_library(module):
             return self._number(value, self._function)
-        name = ("function", recorded_name(f"{module}.{value.__code__.co_qualname}"))
+        name = ("function", f"{module}.{value.__code__.co_qualname}")
         return (*name, self._number(value, self._closure)) if value.__closure__ else name
 
     def _class_reference(self, value: type) -> tuple[str, Any]:

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_trak.identity.recorded_names import recorded_name
-
 _CODE_FLAGS = (
     inspect.CO_VARARGS
     | inspect.CO_VARKEYWORDS
@@ -217,17 +215,14 @@ def _module_name(module: str) -> str:
 
 
 def name_of(value: Any) -> str:
-    """Return module and qualified name of a function, class or module, and those of the class of any other object.
-
-    Names of hf_trak are those of [`~hf_trak.identity.recorded_names`].
-    """
+    """Return module and qualified name of a function, class or module, and those of the class of any other object."""
     if isinstance(value, functools.partial):
         return f"functools.partial({name_of(value.func)})"
     if isinstance(value, types.MethodType):
         owner = value.__self__ if isinstance(value.__self__, type) else type(value.__self__)
         return f"{name_of(owner)}.{value.__func__.__name__}"
     if isinstance(value, types.ModuleType):
-        return recorded_name(_module_name(value.__name__))
+        return _module_name(value.__name__)
     if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return f"torch.ops.{value}"
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
@@ -235,8 +230,8 @@ def name_of(value: Any) -> str:
         owner = getattr(value, "__objclass__", None) or type(getattr(value, "__self__", None))
         return f"{owner.__module__}.{name}"
     if isinstance(name, str) and isinstance(module, str) and (callable(value) or isinstance(value, np.ufunc)):
-        return recorded_name(f"{_module_name(module)}.{name}")
-    return recorded_name(f"{_module_name(type(value).__module__)}.{type(value).__qualname__}")
+        return f"{_module_name(module)}.{name}"
+    return f"{_module_name(type(value).__module__)}.{type(value).__qualname__}"
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -352,54 +352,6 @@ _WRITERS: dict[type, Callable[[Digest, Any, int], None]] = {
     torch.Tensor: _tensor,
     np.ndarray: _array,
 }
-
-
-# For stores of format 1 only: the identity of a dataset then, which is the same for some different values.
-
-
-def fingerprint_dataset_v1(dataset: Any) -> str:
-    """Compute the fingerprint that stores of format 1 hold, to compare them with a dataset. Not for new files.
-
-    Returns:
-        32 hex digits.
-
-    Raises:
-        TypeError: see [`fingerprint_dataset`].
-    """
-    digest = xxhash.xxh3_128()
-    digest.update(f"{len(dataset)}\0".encode())
-    if isinstance(dataset, HFDataset):
-        for table in dataset.with_format("arrow").iter(batch_size=_FINGERPRINT_ROWS):
-            for column in table.column_names:
-                _update_from_arrow(digest, column, _one_array(table[column]))
-        return digest.hexdigest()
-    given = _own_fingerprint(dataset)
-    rows: Iterable[Any] = [given] if given else (dataset[index] for index in range(len(dataset)))
-    for row in rows:
-        _update_digest_v1(digest, row)
-    return digest.hexdigest()
-
-
-def _update_digest_v1(digest: Digest, value: Any) -> None:
-    if isinstance(value, Mapping):
-        for key in sorted(value):
-            digest.update(f"{key}\0".encode())
-            _update_digest_v1(digest, value[key])
-    elif isinstance(value, str | bytes):
-        digest.update(value.encode() if isinstance(value, str) else value)
-    elif isinstance(value, list | tuple):
-        digest.update(f"[{len(value)}".encode())
-        for item in value:
-            _update_digest_v1(digest, item)
-    elif isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        digest.update(f"{value.dtype}{tuple(value.shape)}\0".encode())
-        if flat.numel():
-            digest.update(flat.view(torch.uint8).numpy().data)
-    elif hasattr(value, "tobytes"):  # numpy arrays and PIL images
-        digest.update(f"{getattr(value, 'shape', getattr(value, 'size', ''))}\0".encode() + value.tobytes())
-    else:
-        digest.update(f"{value!r}\0".encode())
 
 
 _ROWS = 1000

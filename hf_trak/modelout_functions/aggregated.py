@@ -21,12 +21,12 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, checked_choice
 from hf_trak.modelout_functions.batches import looked_at
 
 Aggregation = Literal["sum", "mean"]
@@ -59,14 +59,8 @@ class AggregatedModelOutput(BatchedModelOutput):
             ValueError: an argument is another word.
         """
         super().__init__()
-        for name, value, choices in (
-            ("aggregation", aggregation, get_args(Aggregation)),
-            ("unit_output", unit_output, get_args(UnitOutput)),
-        ):
-            if value not in choices:
-                raise ValueError(f"`{name}` is {value!r}. Expected one of {list(choices)}.")
-        self.aggregation = aggregation
-        self.unit_output = unit_output
+        self.aggregation = checked_choice(aggregation, "aggregation", Aggregation)
+        self.unit_output = checked_choice(unit_output, "unit_output", UnitOutput)
 
     @abstractmethod
     def labelled(self, batch: Batch) -> Tensor:

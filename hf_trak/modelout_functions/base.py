@@ -15,7 +15,7 @@ Two forms of the same thing:
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -36,6 +36,28 @@ Side = Literal["train", "target"]
 
 """The role of a sample: a training example (a row of X) or a target (a row of t). `loss`, and `regression` with
 `target="fit"`, have another f for targets."""
+
+
+Choice = TypeVar("Choice", bound=str)
+
+
+def checked_choice(value: Choice, name: str, choices: Any) -> Choice:
+    """Return an argument that is one of some words.
+
+    Args:
+        value (`str`):
+            The argument.
+        name (`str`):
+            Its name, for the error message.
+        choices (`Any`):
+            The `Literal` of these words.
+
+    Raises:
+        ValueError: it is another word.
+    """
+    if value not in get_args(choices):
+        raise ValueError(f"`{name}` is {value!r}. Expected one of {list(get_args(choices))}.")
+    return value
 
 
 class AbstractModelOutput(ABC):

@@ -1,7 +1,8 @@
 """Inputs and labels of classification batches, and logits in model outputs."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,49 @@ def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
             "last."
         )
     return tuple(items[:-1]), {}, _as_labels(items[-1])
+
+
+def inputs_of(batch: Batch, left_out: Collection[str] = LABEL_NAMES) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the model's arguments for a batch: all entries but some, or all items of a sequence but the labels.
+
+    Args:
+        batch: the batch.
+        left_out: names of the entries that the model is not given.
+
+    Raises:
+        TypeError: the batch is neither a mapping nor a sequence.
+    """
+    if isinstance(batch, Mapping):
+        return (), {name: value for name, value in batch.items() if name not in left_out}
+    return tuple(as_sequence(batch, "(input, …, labels)")[:-1]), {}
+
+
+def only_labels(batch: Batch, expected: str) -> Any:
+    """Return the labels of a batch: its one entry `labels` or `label`, or the last item of a sequence.
+
+    Args:
+        batch: the batch.
+        expected: what they have to be, for the error message.
+
+    Raises:
+        TypeError: the batch is neither a mapping nor a sequence.
+        ValueError: there is no such entry, or there are both.
+    """
+    if not isinstance(batch, Mapping):
+        return as_sequence(batch, "(input, …, labels)")[-1]
+    found = [name for name in LABEL_NAMES if batch.get(name) is not None]
+    if len(found) != 1:
+        raise ValueError(
+            f"The batch has the keys {list(batch)}, of which {found or 'none'} hold labels. Expected exactly one of "
+            f"{list(LABEL_NAMES)}, {expected}."
+        )
+    return batch[found[0]]
+
+
+def size_of(batch: Batch) -> int | None:
+    """Count the rows of a batch, which its first tensor has along its first dimension; `None` if there is none."""
+    items = batch.values() if isinstance(batch, Mapping) else batch
+    return next((item.shape[0] for item in items if isinstance(item, Tensor) and item.ndim > 0), None)
 
 
 def as_sequence(batch: Any, expected: str) -> Sequence[Any]:
@@ -184,6 +228,19 @@ def unwrapped(model: torch.nn.Module) -> tuple[Any, Any]:
     """
     outer: Any = without_wrappers(model)
     return outer, outer.get_base_model() if hasattr(outer, "get_base_model") else outer
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Run a model in evaluation mode without gradients, and restore the mode of its modules."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def takes_positions(model: torch.nn.Module) -> bool:

@@ -2,20 +2,22 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, call_model
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, call_model, checked_choice
 from hf_trak.modelout_functions.batches import (
     LABEL_NAMES,
     as_sequence,
     check_labels,
     find_logits,
+    inputs_of,
     logits_of,
     looked_at,
+    only_labels,
     split_batch,
 )
 from hf_trak.modelout_functions.draws import Draws
@@ -212,10 +214,7 @@ class MultiLabelClassificationModelOutput(AggregatedModelOutput):
     """
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(batch, Mapping):
-            labels = (*LABEL_NAMES, TARGET_MASK, TARGET_WEIGHTS)
-            return (), {name: value for name, value in batch.items() if name not in labels}
-        return tuple(as_sequence(batch, "(input, …, labels)")[:-1]), {}
+        return inputs_of(batch, (*LABEL_NAMES, TARGET_MASK, TARGET_WEIGHTS))
 
     def labelled(self, batch: Batch) -> Tensor:
         return _labels(batch) != IGNORED
@@ -256,16 +255,7 @@ class MultiLabelClassificationModelOutput(AggregatedModelOutput):
 
 
 def _labels(batch: Batch) -> Tensor:
-    if isinstance(batch, Mapping):
-        found = [name for name in LABEL_NAMES if batch.get(name) is not None]
-        if len(found) != 1:
-            raise ValueError(
-                f"The batch has the keys {list(batch)}, of which {found or 'none'} hold labels. Expected exactly one "
-                f"of {list(LABEL_NAMES)}, of shape (B, classes)."
-            )
-        labels: Any = batch[found[0]]
-    else:
-        labels = as_sequence(batch, "(input, …, labels)")[-1]
+    labels = only_labels(batch, "of shape (B, classes)")
     if not isinstance(labels, Tensor) or labels.ndim != 2:
         raise ValueError(
             f"The labels have the shape {tuple(getattr(labels, 'shape', ()))}. Expected (B, classes), one 0 or 1 per "
@@ -296,14 +286,10 @@ class RegressionModelOutput(BatchedModelOutput):
             ValueError: `target` is neither of these.
         """
         super().__init__()
-        if target not in get_args(RegressionTarget):
-            raise ValueError(f"`target` is {target!r}. Expected one of {list(get_args(RegressionTarget))}.")
-        self.target = target
+        self.target = checked_choice(target, "target", RegressionTarget)
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(batch, Mapping):
-            return (), {name: value for name, value in batch.items() if name not in LABEL_NAMES}
-        return tuple(as_sequence(batch, "(input, …, labels)")[:-1]), {}
+        return inputs_of(batch)
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         if side == "target" and self.target == "fit":
@@ -344,19 +330,14 @@ def _predictions(model_output: Any) -> Tensor:
         logits = logits.squeeze(1)
     if logits.ndim != 1:
         raise ValueError(
-            f"The model returned predictions of the shape {tuple(logits.shape)}. Expected (B,) or (B, 1). {_REMEDY}"
+            f"The model returned predictions of the shape {tuple(logits.shape)}. Expected (B,) or (B, 1). "
+            f"{_REGRESSION_REMEDY}"
         )
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _regression_labels(batch: Batch, predictions: Tensor) -> Tensor:
-    found = [name for name in LABEL_NAMES if batch.get(name) is not None] if isinstance(batch, Mapping) else [-1]
-    if len(found) != 1:
-        raise ValueError(
-            f"The batch has the keys {list(batch)}, of which {found or 'none'} hold labels. Expected exactly one of "
-            f"{list(LABEL_NAMES)}, one number per sample."
-        )
-    labels: Any = batch[found[0]]  # type: ignore[index]
+    labels = only_labels(batch, "one number per sample")
     if not isinstance(labels, Tensor) or labels.numel() != predictions.numel():
         raise ValueError(
             f"The labels have the shape {tuple(getattr(labels, 'shape', ()))} for {predictions.numel()} sample(s). "

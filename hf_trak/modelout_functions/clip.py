@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_trak.errors import HfTrakError
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, call_model
-from hf_trak.modelout_functions.batches import LABEL_NAMES, as_sequence
+from hf_trak.modelout_functions.batches import LABEL_NAMES, as_sequence, evaluating
 from hf_trak.runtime.checks import check_finite_rows, checked_int
 from hf_trak.weights.watch import WeightsStamp, model_tensors
 
@@ -108,7 +108,6 @@ def read_output(model_output: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     )
 
 
-@torch.no_grad()
 def embed(
     model: torch.nn.Module,
     loader: Iterable[Any],
@@ -131,12 +130,10 @@ def embed(
         NonFiniteError: an embedding is NaN or infinite; names the pair.
     """
     device = next(model.parameters()).device
-    modes = [(module, module.training) for module in model.modules()]
     images: list[Tensor] = []
     texts: list[Tensor] = []
     count = 0
-    model.eval()
-    try:
+    with evaluating(model):
         for batch in loader:
             if count >= size:
                 break
@@ -160,9 +157,6 @@ def embed(
             images.append(image[: size - count].float().cpu())
             texts.append(text[: size - count].float().cpu())
             count += images[-1].shape[0]
-    finally:
-        for module, training in modes:
-            module.training = training
     if count == 0:
         raise ValueError(f"The loader gave no pairs to embed (`size` is {size}). Expected at least one.")
     embeddings = ClipEmbeddings(
@@ -248,17 +242,17 @@ class CLIPModelOutput(BatchedModelOutput):
 
     @ClassOrInstanceProperty
     def image_embeddings(self: "CLIPModelOutput | type[CLIPModelOutput]") -> Tensor | None:
-        """Image embeddings `(N, d)`, `None` before `get_embeddings`."""
+        """Return the image embeddings `(N, d)`; `None` before `get_embeddings`."""
         return None if self._embeddings is None else self._embeddings.image
 
     @ClassOrInstanceProperty
     def text_embeddings(self: "CLIPModelOutput | type[CLIPModelOutput]") -> Tensor | None:
-        """Text embeddings `(N, d)`, `None` before `get_embeddings`."""
+        """Return the text embeddings `(N, d)`; `None` before `get_embeddings`."""
         return None if self._embeddings is None else self._embeddings.text
 
     @ClassOrInstanceProperty
     def num_computed_embeddings(self: "CLIPModelOutput | type[CLIPModelOutput]") -> int:
-        """N, 0 before `get_embeddings`."""
+        """Return N; 0 before `get_embeddings`."""
         return 0 if self._embeddings is None else self._embeddings.image.shape[0]
 
     @ClassOrInstanceMethod

@@ -69,10 +69,8 @@ class CompletionModelOutput(BatchedModelOutput):
     own_columns: ClassVar[tuple[str, ...]] = (COMPLETION_MASK,)
     """Entries of a batch that the task reads and the model is not given."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._positions = False
-        self._prepended = 0
+    _positions: bool = False
+    _prepended: int = 0
 
     def bind(self, model: torch.nn.Module) -> None:
         self._positions = takes_positions(model)
@@ -106,20 +104,21 @@ class CompletionModelOutput(BatchedModelOutput):
         """
         entries = as_named(batch)
         tokens, mask = entries["input_ids"], entries[COMPLETION_MASK] != 0
-        flat = _flat(tokens) if tokens.ndim == 3 else tokens
+        flat = tokens.flatten(0, 1) if tokens.ndim == 3 else tokens
         logits = token_logits(model_output, flat, self.head, self._prepended)
         needed = (mask if wanted is None else wanted).reshape(flat.shape)
         return _log_probs(logits, flat, needed, temperature).reshape(*tokens.shape[:-1], -1), mask[..., 1:]
 
-    def check_completions(self, mask: Tensor) -> None:
+    def check_completions(self, batch: Batch) -> None:
         """Refuse samples with an empty completion, whose log-probability is 0 for every model.
 
         Args:
-            mask: marks the tokens of completions, `(B, …, T)`.
+            batch: the batch.
 
         Raises:
-            ValueError: a completion has no token.
+            ValueError: a completion has no token that is predicted.
         """
+        mask = as_named(batch)[COMPLETION_MASK][..., 1:] != 0
         empty = looked_at(~mask.flatten(1, -2).any(dim=-1) if mask.ndim > 2 else ~mask.any(dim=-1))
         if bool(empty.any()):
             raise ValueError(
@@ -197,16 +196,11 @@ def check_finite(values: Tensor, what: str) -> None:
         )
 
 
-def _flat(value: Tensor) -> Tensor:
-    """Put the two sequences of every sample next to each other: `(B, 2, …)` becomes `(2 B, …)`."""
-    return value.flatten(0, 1)
-
-
 def _of_sequences(name: str, value: Tensor) -> Tensor:
-    """Give both sequences of every sample their entry."""
+    """Give both sequences of every sample their entry: `(B, 2, …)` becomes `(2 B, …)`."""
     if name in IMAGE_TENSORS:
         return value.repeat_interleave(2, dim=0)
-    return _flat(value) if value.ndim > 1 else value
+    return value.flatten(0, 1) if value.ndim > 1 else value
 
 
 def _log_probs(logits: Tensor, tokens: Tensor, needed: Tensor, temperature: float) -> Tensor:

@@ -30,7 +30,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, checked_choice
 from hf_trak.runtime.checks import checked_int
 
 DiffusionFunction = Literal["loss", "square"]
@@ -68,17 +68,15 @@ class DiffusionModelOutput(BatchedModelOutput):
             ValueError: another argument is out of range.
         """
         super().__init__()
-        if function not in get_args(DiffusionFunction):
-            raise ValueError(f"`function` is {function!r}. Expected one of {list(get_args(DiffusionFunction))}.")
+        self.function = checked_choice(function, "function", DiffusionFunction)
         self.scheduler = None if scheduler is None else _described(scheduler)
-        self.function = function
         self.timesteps = timesteps if isinstance(timesteps, int) else [int(step) for step in timesteps]
         self.column = column
         self._steps = [] if self.scheduler is None else _chosen(timesteps, len(self.scheduler["alphas_cumprod"]))
 
     @property
     def batch_columns(self) -> Sequence[str]:  # type: ignore[override]  # the name is a setting
-        """The column of images or latents, see [`AbstractModelOutput`]."""
+        """Name the column of images or latents, see [`AbstractModelOutput`]."""
         return (self.column,)
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

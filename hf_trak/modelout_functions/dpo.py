@@ -16,12 +16,12 @@ corrected for labels of which the part ε is wrong; `sigmoid_norm`, −log σ wi
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.base import Batch, Side
+from hf_trak.modelout_functions.base import Batch, Side, checked_choice
 from hf_trak.modelout_functions.batches import find_logits
 from hf_trak.modelout_functions.completions import COMPLETION_MASK, as_named, checked_positive, column_of
 from hf_trak.modelout_functions.pairs import REFERENCES, LikelihoodPairs, PairModelOutput
@@ -53,16 +53,14 @@ class DPOModelOutput(LikelihoodPairs):
         """
         super().__init__()
         self.beta = checked_positive(beta, "beta")
-        if loss_type not in get_args(DPOLoss):
-            raise ValueError(f"`loss_type` is {loss_type!r}. Expected one of {list(get_args(DPOLoss))}.")
+        self.loss_type = checked_choice(loss_type, "loss_type", DPOLoss)
         if not 0 <= label_smoothing < 0.5:
             raise ValueError(f"`label_smoothing` is {label_smoothing}. Expected a number in [0, 0.5).")
-        self.loss_type = loss_type
         self.label_smoothing = label_smoothing
 
     @property
     def is_likelihood(self) -> bool:
-        """Whether the loss is −log σ(h)."""
+        """Tell whether the loss is −log σ(h)."""
         return self.loss_type in ("sigmoid", "sigmoid_norm")
 
     def margin(self, model_output: Any, batch: Batch, side: Side) -> Tensor:
@@ -92,9 +90,6 @@ class DPOModelOutput(LikelihoodPairs):
         smoothing = self._smoothing
         return ((1 - smoothing) * torch.sigmoid(-margin) + smoothing * torch.sigmoid(margin)) / (1 - 2 * smoothing)
 
-    def check(self, model_output: Any, batch: Batch) -> None:
-        self.check_completions(as_named(batch)[COMPLETION_MASK][..., 1:] != 0)
-
     @property
     def _smoothing(self) -> float:
         return self.label_smoothing if self.loss_type == "robust" else 0.0
@@ -117,7 +112,7 @@ class ORPOModelOutput(PairModelOutput):
 
     @property
     def through_loss(self) -> bool:
-        """Whether the train side is minus the loss itself."""
+        """Tell whether the train side is minus the loss itself."""
         return True
 
     def margin(self, model_output: Any, batch: Batch, side: Side) -> Tensor:
@@ -129,9 +124,6 @@ class ORPOModelOutput(PairModelOutput):
         seen = as_named(batch)["attention_mask"][:, 0, 1:] != 0
         chosen = torch.where(seen, log_probs[:, 0], 0.0).sum(dim=1) / seen.sum(dim=1).clamp(min=1)
         return self.beta * self.loss_of(_log_odds_ratio(log_probs, mask)) - chosen
-
-    def check(self, model_output: Any, batch: Batch) -> None:
-        self.check_completions(as_named(batch)[COMPLETION_MASK][..., 1:] != 0)
 
 
 def _predicted(batch: Batch) -> Tensor:
@@ -181,7 +173,7 @@ class RewardModelOutput(LikelihoodPairs):
 
     @property
     def through_loss(self) -> bool:
-        """Whether the train side is minus the loss itself."""
+        """Tell whether the train side is minus the loss itself."""
         return self.center_rewards_coefficient is not None
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -201,6 +193,9 @@ class RewardModelOutput(LikelihoodPairs):
         if self.center_rewards_coefficient is None:
             return loss
         return loss + self.center_rewards_coefficient * self._rewards(model_output, batch).sum(dim=1).square()
+
+    def check_completions(self, batch: Batch) -> None:
+        """Accept every batch, since a reward needs no completion."""
 
     def _rewards(self, model_output: Any, batch: Batch) -> Tensor:
         """Return the rewards of both answers, `(B, 2)`."""

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
-from hf_trak.modelout_functions.base import Batch, Side
-from hf_trak.modelout_functions.batches import looked_at
+from hf_trak.modelout_functions.base import Batch, Side, checked_choice
+from hf_trak.modelout_functions.batches import evaluating, looked_at
 from hf_trak.modelout_functions.clip import MissingEmbeddingsError, draw_rows
 from hf_trak.modelout_functions.completions import checked_positive
 from hf_trak.modelout_functions.draws import Draws
-from hf_trak.modelout_functions.embeddings import EmbeddingModelOutput, evaluating, text_digests
+from hf_trak.modelout_functions.embeddings import EmbeddingModelOutput, text_digests
 from hf_trak.runtime.checks import check_finite_rows, checked_int
 from hf_trak.weights.watch import WeightsStamp, model_tensors
 
@@ -96,12 +96,9 @@ class EmbeddingPairsModelOutput(EmbeddingModelOutput):
             ValueError: an argument is out of range.
         """
         super().__init__()
-        if similarity not in get_args(Similarity):
-            raise ValueError(f"`similarity` is {similarity!r}. Expected one of {list(get_args(Similarity))}.")
-        if target not in get_args(Contrast):
-            raise ValueError(f"`target` is {target!r}. Expected one of {list(get_args(Contrast))}.")
-        if partition not in get_args(Partition):
-            raise ValueError(f"`partition` is {partition!r}. Expected one of {list(get_args(Partition))}.")
+        self.similarity = checked_choice(similarity, "similarity", Similarity)
+        self.target = checked_choice(target, "target", Contrast)
+        self.partition = checked_choice(partition, "partition", Partition)
         unknown = [each for each in directions if each not in get_args(Direction)]
         if unknown or "query_to_doc" not in directions:
             raise ValueError(
@@ -114,14 +111,11 @@ class EmbeddingPairsModelOutput(EmbeddingModelOutput):
                 "'doc_to_query', since the others have no positive of their own. Use `partition='joint'`."
             )
         self.scale = checked_positive(scale, "scale")
-        self.similarity = similarity
         self.batch_size = None if batch_size is None else checked_int(batch_size, "batch_size", 2)
         self.simulated_batch_size = (
             None if simulated_batch_size is None else checked_int(simulated_batch_size, "simulated_batch_size", 2)
         )
         self.directions = tuple(directions)
-        self.partition = partition
-        self.target = target
         self.seed = None if seed is None else checked_int(seed, "seed", 0)
         self._own_seed = seed is not None
         self._bank: _Bank | None = None
@@ -226,7 +220,7 @@ class EmbeddingPairsModelOutput(EmbeddingModelOutput):
         if len(softmaxes) > 1:
             raise TypeError(
                 f"`partition` is 'per_direction' with {len(softmaxes)} directions, so that a row has several labels. "
-                'Expected one softmax. Use `curvature_labels="empirical"`.'
+                'Expected one softmax. Use `curvature.labels="empirical"`.'
             )
         logits = softmaxes[0].unsqueeze(1)
         return draws.log_likelihoods(logits, torch.ones_like(logits[..., 0], dtype=torch.bool)).squeeze(1)
@@ -270,7 +264,7 @@ class EmbeddingPairsModelOutput(EmbeddingModelOutput):
             weight = 0.0 if self.batch_size is None else math.log((self.batch_size - 1) / bank.shape[0])
 
             def contrast(side: Tensor, others: Tensor) -> Tensor:
-                """Logits of `side` with the simulated texts `(N, C', d)`, `(B, N · C')`."""
+                """Compute the logits of `side` with the simulated texts `(N, C', d)`, `(B, N · C')`."""
                 logits = self.scale * (side @ others.flatten(0, 1).T) + weight
                 return logits.masked_fill(same.repeat_interleave(others.shape[1], dim=1), _LEFT_OUT)
 

@@ -5,15 +5,14 @@ is that of all of its texts together. The model of `sentence-transformers` is gi
 next to each other, as a mapping, and returns one with `sentence_embedding`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, pad, pairwise_distance, relu
 
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, checked_choice
 from hf_trak.modelout_functions.batches import LABEL_NAMES
 from hf_trak.modelout_functions.completions import check_finite
 
@@ -225,19 +224,6 @@ def text_digests(batch: Batch) -> Tensor:
     return (halves[0] << 31) ^ halves[1]
 
 
-@contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Run a model in evaluation mode without gradients, and restore the mode of its modules."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
 EmbeddingLoss = Literal["cosine_similarity", "contrastive", "triplet"]
 
 Distance = Literal["cosine", "euclidean", "manhattan"]
@@ -271,22 +257,19 @@ class EmbeddingLossModelOutput(EmbeddingModelOutput):
             ValueError: a name is unknown.
         """
         super().__init__()
-        for name, value, known in (("loss", loss, EmbeddingLoss), ("distance", distance, Distance)):
-            if value not in get_args(known):
-                raise ValueError(f"`{name}` is {value!r}. Expected one of {list(get_args(known))}.")
-        self.loss = loss
-        self.distance = distance
+        self.loss = checked_choice(loss, "loss", EmbeddingLoss)
+        self.distance = checked_choice(distance, "distance", Distance)
         self.margin = float(margin)
 
     def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
         """Compute the loss of every row, differentiable, shape `(B,)`."""
         texts = self._texts(model_output, batch)
         if self.loss == "cosine_similarity":
-            return (cosine_similarity(texts[0], texts[1], dim=-1) - _labels(batch, texts[0])).square()
+            return (cosine_similarity(texts[0], texts[1], dim=-1) - row_labels(batch, texts[0])).square()
         near = self._far(texts[0], texts[1])
         if self.loss == "triplet":
             return relu(near - self._far(texts[0], texts[2]) + self.margin)
-        labels = _labels(batch, texts[0])
+        labels = row_labels(batch, texts[0])
         return 0.5 * (labels * near.square() + (1 - labels) * relu(self.margin - near).square())
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
@@ -296,7 +279,7 @@ class EmbeddingLossModelOutput(EmbeddingModelOutput):
         near = self._far(texts[0], texts[1])
         if self.loss == "triplet":
             return self._far(texts[0], texts[2]) - near
-        return (1 - 2 * _labels(batch, texts[0])) * near
+        return (1 - 2 * row_labels(batch, texts[0])) * near
 
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         with torch.no_grad():
@@ -319,12 +302,27 @@ class EmbeddingLossModelOutput(EmbeddingModelOutput):
             return embeddings.unbind(dim=1)
 
 
-def _labels(batch: Batch, like: Tensor) -> Tensor:
+def labels_of_texts(batch: Batch, sizes: tuple[int, ...], expected: str) -> Tensor:
+    """Return the labels of rows of texts.
+
+    Args:
+        batch: the batch.
+        sizes: how many numbers there may be.
+        expected: what they have to be, for the error message.
+
+    Raises:
+        ValueError: there are none, or another number of them.
+    """
     found = next((batch[name] for name in LABEL_NAMES if name in batch), None) if isinstance(batch, Mapping) else None
-    if not isinstance(found, Tensor) or found.numel() != like.shape[0]:
+    if not isinstance(found, Tensor) or found.numel() not in sizes:
         given = f"labels of the shape {tuple(found.shape)}" if isinstance(found, Tensor) else "no labels"
         raise ValueError(
-            f"The batch has {given} for {like.shape[0]} row(s). Expected one number per row. Give rows, and targets, "
-            "a column `label` or `score`."
+            f"The batch has {given}. Expected {expected}. Give rows, and targets, a column `label` or `score`."
         )
-    return found.reshape(like.shape[0]).to(like.dtype)
+    return found
+
+
+def row_labels(batch: Batch, like: Tensor) -> Tensor:
+    """Return one label per row of texts, `(B,)`, see [`labels_of_texts`]."""
+    rows = len(like)
+    return labels_of_texts(batch, (rows,), f"one number for each of {rows} row(s)").reshape(rows).to(like.dtype)

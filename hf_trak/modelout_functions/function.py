@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_trak.identity.function_identity import function_identity, identity_of
 from hf_trak.identity.own_code import assigned_by, assigned_in_init, is_own_class, name_of
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
-from hf_trak.modelout_functions.batches import LABEL_NAMES, as_sequence
+from hf_trak.modelout_functions.batches import as_sequence, inputs_of, size_of
 
 OutputFn = Callable[[Any, Batch], Tensor]
 
@@ -50,24 +50,21 @@ class FunctionModelOutput(BatchedModelOutput):
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.model_inputs_fn is not None:
             return self.model_inputs_fn(batch)
-        if isinstance(batch, Mapping):
-            return (), {name: value for name, value in batch.items() if name not in LABEL_NAMES}
-        items = as_sequence(batch, "(input, …, labels)")
-        if len(items) < 2:
+        if not isinstance(batch, Mapping) and len(items := as_sequence(batch, "(input, …, labels)")) < 2:
             raise ValueError(
                 f"The batch is a sequence of {len(items)} tensor(s). Expected (input, …, labels). For batches without "
                 "labels give `FunctionModelOutput` a `model_inputs_fn`."
             )
-        return tuple(items[:-1]), {}
+        return inputs_of(batch)
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        return one_per_sample(self.output_fn(model_output, batch), _size_of(batch), "`output_fn`")
+        return one_per_sample(self.output_fn(model_output, batch), size_of(batch), "`output_fn`")
 
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         if self.out_to_loss_fn is None:
             with torch.no_grad():
                 return torch.ones_like(self.output(model_output, batch, side))
-        return one_per_sample(self.out_to_loss_fn(model_output, batch), _size_of(batch), "`out_to_loss_fn`").detach()
+        return one_per_sample(self.out_to_loss_fn(model_output, batch), size_of(batch), "`out_to_loss_fn`").detach()
 
 
 def one_per_sample(values: Any, size: int | None, who: str) -> Tensor:
@@ -96,11 +93,6 @@ def one_per_sample(values: Any, size: int | None, who: str) -> Tensor:
             "the batch: use `reduction='none'`."
         )
     return values
-
-
-def _size_of(batch: Batch) -> int | None:
-    items = batch.values() if isinstance(batch, Mapping) else batch
-    return next((item.shape[0] for item in items if isinstance(item, Tensor) and item.ndim > 0), None)
 
 
 _ON_BATCHES = frozenset(
@@ -150,25 +142,3 @@ def _setting(value: Any, model: torch.nn.Module | None) -> Any:
     if type(value) is dict and all(isinstance(key, str) for key in value):
         return {key: _setting(item, model) for key, item in value.items()}
     return identity_of(value, model)
-
-
-def task_identity_v1(task: AbstractModelOutput) -> dict[str, Any]:
-    """Describe a task as stores of format 1 do, to compare them with it. Not for new files.
-
-    Functions are described by module and name, so an edit of one's body goes unnoticed; sequences and tensors are left
-    out.
-    """
-    settings: dict[str, Any] = {}
-    for name, value in sorted(vars(task).items()):
-        if name.startswith("_"):
-            continue
-        if value is None or isinstance(value, bool | int | float | str):
-            settings[name] = value
-        elif isinstance(value, Callable):  # type: ignore[arg-type]
-            settings[name] = _name(value)
-    return {"class": _name(type(task)), "settings": settings}
-
-
-def _name(value: Any) -> str:
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    return f"{module}.{name}" if name else _name(type(value))

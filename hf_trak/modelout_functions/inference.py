@@ -103,14 +103,9 @@ def _task_of_class(name: str, config: Any) -> str | None:
     """Look a class of `transformers` up by its name, in the lists by which `AutoModelFor…` finds it."""
     for task, mapping in _TASK_MAPPINGS:
         if name in getattr(modeling_auto, mapping, {}).values():
-            if task == "causal_lm" and _is_encoder_decoder(config):
-                return "seq2seq_lm"
-            return task
+            configs = (config, getattr(config, "text_config", None))
+            two = task == "causal_lm" and any(getattr(each, "is_encoder_decoder", False) for each in configs)
+            return "seq2seq_lm" if two else task
     if "ForImageClassification" in name:
         return "image_classification"
     return "text_classification" if name.endswith("ForSequenceClassification") else None
-
-
-def _is_encoder_decoder(config: Any) -> bool:
-    configs = (config, getattr(config, "text_config", None))
-    return any(getattr(each, "is_encoder_decoder", False) for each in configs)

@@ -13,12 +13,12 @@ is the same for all rows: that mean over a sample of rows, under the weights of 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.base import Batch, Side, call_model
+from hf_trak.modelout_functions.base import Batch, Side, call_model, checked_choice
 from hf_trak.modelout_functions.completions import (
     COMPLETION_MASK,
     CompletionModelOutput,
@@ -90,9 +90,7 @@ class KTOModelOutput(CompletionModelOutput):
         self.beta = checked_positive(beta, "beta")
         self.desirable_weight = checked_positive(desirable_weight, "desirable_weight")
         self.undesirable_weight = checked_positive(undesirable_weight, "undesirable_weight")
-        if loss_type not in get_args(KTOLoss):
-            raise ValueError(f"`loss_type` is {loss_type!r}. Expected one of {list(get_args(KTOLoss))}.")
-        self.loss_type = loss_type
+        self.loss_type = checked_choice(loss_type, "loss_type", KTOLoss)
         if kl is not None and not 0 <= kl < float("inf"):
             raise ValueError(f"`kl` is {kl}. Expected a finite number of at least 0, or `None` to estimate it.")
         self.kl = kl
@@ -160,7 +158,7 @@ class KTOModelOutput(CompletionModelOutput):
 
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         with torch.no_grad():
-            self.check_completions(as_named(batch)[COMPLETION_MASK][..., 1:] != 0)
+            self.check_completions(batch)
             values = self.output(model_output, batch, side)
             check_finite(values, "The reward")
             if side == "target":  # no score depends on it, and targets may come without a reference

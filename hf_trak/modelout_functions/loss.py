@@ -53,7 +53,7 @@ class LossModelOutput(BatchedModelOutput):
 
     @property
     def batch_columns(self) -> Any:  # type: ignore[override]  # those of the task inside
-        """Columns of the inner task, see [`AbstractModelOutput`]."""
+        """Name the columns of the inner task, see [`AbstractModelOutput`]."""
         return self._task.batch_columns
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

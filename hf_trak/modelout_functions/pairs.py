@@ -167,7 +167,7 @@ class PairModelOutput(CompletionModelOutput):
 
     @property
     def through_loss(self) -> bool:
-        """Whether the train side is minus the loss itself."""
+        """Tell whether the train side is minus the loss itself."""
         return False
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -198,13 +198,10 @@ class PairModelOutput(CompletionModelOutput):
 
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         with torch.no_grad():
-            self.check(model_output, batch)
+            self.check_completions(batch)
             margin = self.margin(model_output, batch, side)
             check_finite(margin, "The margin")
             return torch.ones_like(margin) if self.through_loss else self.q_of(margin)
-
-    def check(self, model_output: Any, batch: Batch) -> None:
-        """Check the values of a batch. Raises `ValueError` if it cannot be attributed."""
 
 
 class LikelihoodPairs(PairModelOutput):
@@ -219,7 +216,7 @@ class LikelihoodPairs(PairModelOutput):
         if not self.is_likelihood:
             raise TypeError(
                 f"The loss of {type(self).__name__} is no likelihood with these settings, so that labels cannot be "
-                'drawn from the model. Expected the loss −log σ(h). Use `curvature_labels="empirical"`.'
+                'drawn from the model. Expected the loss −log σ(h). Use `curvature.labels="empirical"`.'
             )
         margin = self.margin(model_output, batch, "train")
         drawn = draws.uniforms(torch.ones_like(margin, dtype=torch.bool).unsqueeze(1)).squeeze(1)
@@ -228,5 +225,5 @@ class LikelihoodPairs(PairModelOutput):
 
     @property
     def is_likelihood(self) -> bool:
-        """Whether the loss is −log σ(h)."""
+        """Tell whether the loss is −log σ(h)."""
         return not self.through_loss

@@ -20,13 +20,13 @@ and the target side Σ_t w_t log π(y_t): which rollouts made the policy write t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_trak.modelout_functions.base import Batch, Side
+from hf_trak.modelout_functions.base import Batch, Side, checked_choice
 from hf_trak.modelout_functions.completions import (
     COMPLETION_MASK,
     CompletionModelOutput,
@@ -132,9 +132,7 @@ class PolicyModelOutput(CompletionModelOutput):
             ValueError: an argument is out of range.
         """
         super().__init__()
-        if aggregation not in get_args(TokenWeights):
-            raise ValueError(f"`aggregation` is {aggregation!r}. Expected one of {list(get_args(TokenWeights))}.")
-        self.aggregation = aggregation
+        self.aggregation = checked_choice(aggregation, "aggregation", TokenWeights)
         self.temperature = checked_positive(temperature, "temperature")
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -151,10 +149,6 @@ class PolicyModelOutput(CompletionModelOutput):
         """Compute Σ_t w_t log π(y_t) of every rollout, differentiable, `(B,)`."""
         return self.weighted(*self.token_log_probs(model_output, batch, self.temperature))
 
-    def check(self, batch: Batch) -> None:
-        """Check the values of a batch. Raises `ValueError` if it cannot be attributed."""
-        self.check_completions(as_named(batch)[COMPLETION_MASK][..., 1:] != 0)
-
 
 class GRPOModelOutput(PolicyModelOutput):
     """The task `grpo`: f = Σ_t w_t log π(y_t) of a rollout, q = its advantage.
@@ -167,7 +161,7 @@ class GRPOModelOutput(PolicyModelOutput):
 
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         with torch.no_grad():
-            self.check(batch)
+            self.check_completions(batch)
             values = self.log_likelihood(model_output, batch)
             check_finite(values, "The log-probability")
             if side == "target":  # no score depends on it, and targets may come without an advantage
@@ -231,7 +225,7 @@ class PPOModelOutput(PolicyModelOutput):
 
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         with torch.no_grad():
-            self.check(batch)
+            self.check_completions(batch)
             values = self.output(model_output, batch, side)
             check_finite(values, "The loss" if side == "train" else "The log-probability")
             return torch.ones_like(values)

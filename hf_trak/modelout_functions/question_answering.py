@@ -87,13 +87,6 @@ def _places(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _real_logits(model_output: Any, real: Tensor) -> Tensor:
     """Find the logits of both ends, `(B, 2, T)`, in float32 or wider, with the lowest possible ones for padding."""
-    logits = _end_logits(model_output, real)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.where(real.unsqueeze(1), wide, torch.finfo(wide.dtype).min / 4)
-
-
-def _end_logits(model_output: Any, real: Tensor) -> Tensor:
-    """Find the logits of both ends, `(B, 2, T)`, in a model's return value."""
     ends = [
         model_output.get(name) if isinstance(model_output, Mapping) else getattr(model_output, name, None)
         for name in ("start_logits", "end_logits")
@@ -104,7 +97,9 @@ def _end_logits(model_output: Any, real: Tensor) -> Tensor:
             f"The model returned {keys}. Expected `start_logits` and `end_logits` of shape {tuple(real.shape)}. Load "
             "the model with `AutoModelForQuestionAnswering`, or pass a task of your own (`FunctionModelOutput`)."
         )
-    return torch.stack([end for end in ends if end is not None], dim=1)
+    logits = torch.stack([end for end in ends if end is not None], dim=1)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.where(real.unsqueeze(1), wide, torch.finfo(wide.dtype).min / 4)
 
 
 def _mapping(batch: Batch) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers.models.auto import modeling_auto
 
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
-from hf_trak.modelout_functions.batches import as_sequence, find_logits, unwrapped
+from hf_trak.modelout_functions.batches import as_sequence, find_logits, size_of, unwrapped
 from hf_trak.modelout_functions.function import OutputFn, one_per_sample
 
 _CTC_CLASSES = frozenset(modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES.values())
@@ -78,10 +78,10 @@ class RowLossModelOutput(BatchedModelOutput):
         Raises:
             ValueError: the model returned no loss, or one for several rows; `loss_fn` returned another shape.
         """
+        size = size_of(batch) or 1
         if self.loss_fn is not None:
-            return one_per_sample(self.loss_fn(model_output, batch), _size_of(batch), "`loss_fn`")
+            return one_per_sample(self.loss_fn(model_output, batch), size, "`loss_fn`")
         loss = _loss_in(model_output, batch)
-        size = _size_of(batch)
         if loss.ndim == 1 and loss.shape[0] == size:
             return loss
         if self._of_rows is not None and size > 1:
@@ -100,12 +100,6 @@ class RowLossModelOutput(BatchedModelOutput):
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         with torch.no_grad():
             return torch.ones_like(self.per_sample_loss(model_output, batch))
-
-
-def _size_of(batch: Batch) -> int:
-    """Count the rows of a batch: the first tensor has them along its first dimension."""
-    items = batch.values() if isinstance(batch, Mapping) else batch
-    return next((item.shape[0] for item in items if isinstance(item, Tensor) and item.ndim > 0), 1)
 
 
 def _loss_in(model_output: Any, batch: Batch) -> Tensor:

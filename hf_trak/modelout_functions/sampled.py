@@ -97,7 +97,7 @@ class SampledLikelihood(BatchedModelOutput):
 
     @property
     def batch_columns(self) -> Any:  # type: ignore[override]  # those of the task inside
-        """Columns of the inner task, see [`AbstractModelOutput`]."""
+        """Name the columns of the inner task, see [`AbstractModelOutput`]."""
         return self.of.batch_columns
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -161,7 +161,7 @@ def _sampler_of(task: AbstractModelOutput) -> CanSample:
         raise TypeError(
             f"The labels of the task {type(task).__name__} cannot be drawn from the model. Expected a batched task "
             "with a method `sampled_log_likelihood(model_output, batch, draws) -> (B,)`. Use "
-            '`curvature_labels="empirical"`, which takes the labels of the data, or give the task that method.'
+            '`curvature.labels="empirical"`, which takes the labels of the data, or give the task that method.'
         )
     return task
 

@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.aggregated import AggregatedModelOutput, Aggregation, UnitOutput
+from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.modelout_functions.batches import unwrapped
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.margins import sliced_margin
-from hf_trak.modelout_functions.token_tasks import TokenColumnsCollator
+from hf_trak.modelout_functions.token_tasks import SEQUENCE_NAMES, TokenColumnsCollator
 from hf_trak.modelout_functions.tokens import (
     IGNORED,
     as_mapping,
@@ -21,8 +21,6 @@ from hf_trak.modelout_functions.tokens import (
     without_labels,
 )
 
-SEQUENCE_NAMES = ("input_ids", "attention_mask", "labels")
-
 
 class Seq2SeqLMModelOutput(AggregatedModelOutput):
     """The task `seq2seq_lm`: f = Σ_t w_t m_t over the label tokens of the decoder.
@@ -30,24 +28,14 @@ class Seq2SeqLMModelOutput(AggregatedModelOutput):
     Without `decoder_input_ids` in the batch, the decoder reads the labels shifted to the right, as the model itself
     would shift them. Labels that are padded on the left are moved to the left edge first, so that the first one is
     predicted from the start token as it is in training. `target_mask` and `target_weights` stand beside the labels.
+
+    Takes the arguments of [`AggregatedModelOutput`].
     """
 
     beside = "labels"
     head: ClassVar[str] = "AutoModelForSeq2SeqLM"
 
-    def __init__(self, aggregation: Aggregation = "sum", unit_output: UnitOutput = "margin") -> None:
-        """
-        Args:
-            aggregation (`str`, *optional*, defaults to `"sum"`):
-                `"sum"` or `"mean"` over the labels of a sample.
-            unit_output (`str`, *optional*, defaults to `"margin"`):
-                What is aggregated, `"margin"` or `"log_likelihood"`.
-
-        Raises:
-            ValueError: an argument is another word.
-        """
-        super().__init__(aggregation, unit_output)
-        self._shift: Callable[[Tensor], Tensor] | None = None
+    _shift: Callable[[Tensor], Tensor] | None = None
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         return TokenColumnsCollator(collator, self.beside)

@@ -14,16 +14,15 @@ f = −L with q = 1, as in the task `loss`, for training rows and for targets.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from hf_trak.modelout_functions.base import Batch, Side
-from hf_trak.modelout_functions.batches import LABEL_NAMES
+from hf_trak.modelout_functions.base import Batch, Side, checked_choice
 from hf_trak.modelout_functions.completions import check_finite
-from hf_trak.modelout_functions.embeddings import TOKENS, EmbeddingModelOutput, as_texts
+from hf_trak.modelout_functions.embeddings import TOKENS, EmbeddingModelOutput, as_texts, labels_of_texts, row_labels
 
 TextPairsLoss = Literal["binary_cross_entropy", "cross_entropy", "mse", "margin_mse"]
 Activation = Literal["identity", "sigmoid"]
@@ -53,13 +52,10 @@ class TextPairsModelOutput(EmbeddingModelOutput):
             ValueError: a name is unknown, or `pos_weight` is given for another loss.
         """
         super().__init__()
-        for name, value, known in (("loss", loss, TextPairsLoss), ("activation", activation, Activation)):
-            if value not in get_args(known):
-                raise ValueError(f"`{name}` is {value!r}. Expected one of {list(get_args(known))}.")
+        self.loss = checked_choice(loss, "loss", TextPairsLoss)
+        self.activation = checked_choice(activation, "activation", Activation)
         if pos_weight is not None and loss != "binary_cross_entropy":
             raise ValueError(f"`pos_weight` is {pos_weight!r} for the loss {loss!r}. Expected None. Leave it out.")
-        self.loss = loss
-        self.activation = activation
         self.pos_weight = None if pos_weight is None else float(pos_weight)
 
     def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
@@ -71,7 +67,7 @@ class TextPairsModelOutput(EmbeddingModelOutput):
         """
         logits = self._logits(model_output, batch)
         if self.loss == "cross_entropy":
-            return cross_entropy(logits[:, 0], _labels(batch, logits[:, 0, 0]).long(), reduction="none")
+            return cross_entropy(logits[:, 0], row_labels(batch, logits[:, 0, 0]).long(), reduction="none")
         if logits.shape[2] != 1:
             raise ValueError(
                 f"The model has {logits.shape[2]} logits. Expected one for the loss {self.loss!r}. Use the loss "
@@ -81,7 +77,7 @@ class TextPairsModelOutput(EmbeddingModelOutput):
         if self.loss == "margin_mse":
             margins = scores[:, :1] - scores[:, 1:]
             return (margins - _margins(batch, margins)).square().mean(dim=1)
-        labels = _labels(batch, scores[:, 0])
+        labels = row_labels(batch, scores[:, 0])
         if self.loss == "mse":
             return (scores[:, 0] - labels).square()
         weight = None if self.pos_weight is None else scores.new_tensor(self.pos_weight)
@@ -116,28 +112,10 @@ class TextPairsModelOutput(EmbeddingModelOutput):
         return _ACTIVATIONS[self.activation](found)
 
 
-def _given_labels(batch: Batch) -> Tensor | None:
-    found = next((batch[name] for name in LABEL_NAMES if name in batch), None) if isinstance(batch, Mapping) else None
-    return found if isinstance(found, Tensor) else None
-
-
-def _labels(batch: Batch, like: Tensor) -> Tensor:
-    """Return one label per row, `(B,)`."""
-    found = _given_labels(batch)
-    if found is None or found.numel() != len(like):
-        raise ValueError(_other_labels(found, f"one number for each of {len(like)} row(s)"))
-    return found.reshape(len(like)).to(like.dtype)
-
-
 def _margins(batch: Batch, like: Tensor) -> Tensor:
     """Return the margin of every negative, `(B, C − 1)`, where labels are margins, or scores of all texts."""
-    found, (rows, negatives) = _given_labels(batch), like.shape
-    if found is None or found.numel() not in (rows * negatives, rows * (negatives + 1)):
-        raise ValueError(_other_labels(found, f"{negatives} margins or {negatives + 1} scores per row"))
+    rows, negatives = like.shape
+    sizes = (rows * negatives, rows * (negatives + 1))
+    found = labels_of_texts(batch, sizes, f"{negatives} margins or {negatives + 1} scores per row")
     given = found.reshape(rows, -1).to(like.dtype)
     return given if given.shape[1] == negatives else given[:, :1] - given[:, 1:]
-
-
-def _other_labels(found: Tensor | None, expected: str) -> str:
-    given = "no labels" if found is None else f"labels of the shape {tuple(found.shape)}"
-    return f"The batch has {given}. Expected {expected}. Give rows, and targets, a column `label` or `score`."

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorWithPadding
 
-from hf_trak.modelout_functions.aggregated import AggregatedModelOutput, Aggregation, UnitOutput
+from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.modelout_functions.batches import takes_positions, unwrapped, with_positions
 from hf_trak.modelout_functions.draws import Draws
@@ -107,6 +107,8 @@ class TokenModelOutput(AggregatedModelOutput):
     """Base class of tasks with f = Σ_t w_t m_t over the label tokens of a sequence.
 
     Batches are mappings, or `(input_ids, attention_mask, labels)`.
+
+    Takes the arguments of [`AggregatedModelOutput`].
     """
 
     batch_columns = TOKEN_COLUMNS
@@ -114,20 +116,8 @@ class TokenModelOutput(AggregatedModelOutput):
     head: ClassVar[str]
     """The `AutoModelFor…` class whose models have the head that the task needs."""
 
-    def __init__(self, aggregation: Aggregation = "sum", unit_output: UnitOutput = "margin") -> None:
-        """
-        Args:
-            aggregation (`str`, *optional*, defaults to `"sum"`):
-                `"sum"` or `"mean"` over the labels of a sample.
-            unit_output (`str`, *optional*, defaults to `"margin"`):
-                What is aggregated, `"margin"` or `"log_likelihood"`.
-
-        Raises:
-            ValueError: an argument is another word.
-        """
-        super().__init__(aggregation, unit_output)
-        self._positions = False
-        self._prepended = 0
+    _positions: bool = False
+    _prepended: int = 0
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         return TokenColumnsCollator(collator, self.beside)

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_trak.config import DEFAULT_FACTORED_DIM
 from hf_trak.kernels.torch_two_sided import TwoSidedMap
 from hf_trak.projectors.base import BlockProjector, ProjectionSink, ProjectionType, formed_slices
 from hf_trak.projectors.checks import check_factors, check_proj_type
 from hf_trak.projectors.dense import SparseProjector
 from hf_trak.runtime.checks import checked_int
 
-DEFAULT_FACTORED_DIM = 128
 MAX_FACTORED_DIM = 4096
 
 
@@ -51,7 +51,7 @@ def is_large(height: int, width: int, size: int) -> bool:
 
     For each of the T outer products, p · (I + J) for its two factors and p² for theirs, beside I · J. Products with
     few columns run at a lower rate: of half as many, all T are faster, of equally many, few
-    (`docs/benchmarks/factored.md`).
+    (`benchmarks/pages/factored.md`).
 
     Args:
         height: I.

@@ -126,7 +126,7 @@ class Histogram:
         Args:
             found: the distributions of all targets.
             target: index of the target.
-            shown: scores of the training examples shown with the target, which become ticks.
+            shown: scores of the training rows shown with the target, which become ticks.
         """
         counts, width, first = found.counts[target], float(found.width[target]), int(found.first[target])
         used = np.flatnonzero(counts)

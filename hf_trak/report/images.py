@@ -319,7 +319,7 @@ class PictureBook:
 
         Args:
             image: an [`EncodedImage`], a PIL image, or an array or tensor (H, W), (H, W, C) or (C, H, W).
-            size: `"large"` for targets (at most 320 pixels a side), `"small"` for training examples (128).
+            size: `"large"` for targets (at most 320 pixels a side), `"small"` for training rows (128).
 
         Returns:
             The picture of the image.

@@ -1,61 +1,81 @@
 """The view of one target in a notebook."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from datasets import Dataset
 
-from hf_trak.curvature.conjugate_gradients import Refinement
-from hf_trak.data.rows import RowPart
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.question import Answer, Question
+from hf_trak.methods import Exact, Index, Rerank
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.page import target_page
-from hf_trak.report.run import AttributionRun, score_distributions, top_k_range
-from hf_trak.report.views import RunViews, TargetView
+from hf_trak.report.run import AttributionRun, top_k_range
+from hf_trak.report.views import RunViews
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
-
-
-def exact_distributions(
-    attributor: FeaturizedModel,
-    scored: Dataset,
-    eval_dataset: Any,
-    name: str | None = None,
-    model_ids: Sequence[int] | None = None,
-    *,
-    rows: RowPart | None = None,
-    refinement: Refinement | None = None,
-) -> ScoreDistributions:
-    """Count the exact scores of the targets in bins, from the files that `attribute` wrote.
-
-    Args:
-        attributor, scored, eval_dataset, name, model_ids:
-            As for [`~hf_trak.report.run.score_distributions`], of a result of `attribute(..., exact=True)` or
-            `attribute(..., rerank=...)`.
-        rows (`RowPart`, *optional*):
-            The rows that were reranked; `None` for all.
-        refinement (`Refinement`, *optional*):
-            How the targets were refined, if they were.
-
-    Returns:
-        `ScoreDistributions`: one distribution per target.
-    """
-    blocks = ExactScores(attributor, rows, refinement).plan(eval_dataset, name, None, model_ids).blocks
-    return ScoreDistributions.from_blocks(blocks, *top_k_range(scored))
 
 
 @dataclass
 class LastResult:
-    """The last result of `attribute(..., per="target")` and what it was computed from."""
+    """The last result of `attribute(..., per="target")`.
+
+    Attributes:
+        scored: the columns, beside the targets.
+        question: what was asked.
+        answer: how it was answered.
+        distributions: distributions of all scores of the targets, once they are counted.
+    """
 
     scored: Dataset
-    eval_dataset: Any
-    name: str
-    model_ids: Sequence[int] | None
+    question: Question
+    answer: Answer
     distributions: ScoreDistributions | None = None
-    """Counted when they are needed for the first time."""
+
+    def counted(self) -> ScoreDistributions | None:
+        """Count the scores of a top-k result in bins, once; `None` for a result that has all scores."""
+        if self.distributions is None and TOP_K_COLUMNS[0] in self.scored.column_names:
+            self.distributions = ScoreDistributions.from_blocks(self.answer.blocks(), *top_k_range(self.scored))
+        return self.distributions
+
+    def facts(self, features: FeaturizedModel) -> dict[str, Any]:
+        """Say what scores of whole gradients were computed with, in the place of projection and ridge.
+
+        Args:
+            features (`FeaturizedModel`): the model that computed them.
+        """
+        method, rows = self.answer.method, self.answer.rows
+        if isinstance(method, Index):
+            return {}
+        if isinstance(method, Rerank) and rows is None:
+            return {"reranked": "nothing: the training rows are not at hand"}
+        exact = ExactScores(features, method if isinstance(method, Exact) else method.exact, rows)
+        refined = "" if exact.refinement is None else f", refined by {exact.refinement.describe()}"
+        damping = f"damping {exact.damping:g} relative"
+        if isinstance(method, Rerank):
+            how, count = f"{exact.kind}{refined}, {damping}", 0 if rows is None else len(rows)
+            return {"reranked": f"{count:,} rows, the first {method.rows:,} of each target and end; {how}"}
+        ridge = f"; λ {features.args.curvature.hybrid_lambda:g} relative" if exact.hybrid else ""
+        return {
+            "projection": f"none: exact scores, {'hybrid' if exact.hybrid else exact.kind}{refined}",
+            "features": features.layout.total,
+            "ridge": f"{damping}{ridge}",
+        }
+
+    def run(self, features: FeaturizedModel) -> AttributionRun:
+        """Combine the result with rows and facts, as a report shows them.
+
+        Args:
+            features (`FeaturizedModel`): the model that computed it.
+        """
+        return AttributionRun.collect(
+            features,
+            self.scored,
+            self.question.eval_dataset,
+            distributions=self.counted(),
+            facts=self.facts(features),
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +108,7 @@ def show_target(
     examples: int = 5,
     **columns: Any,
 ) -> TargetDisplay:
-    """Show one target with its most helpful and most harmful training examples, as a report does.
+    """Show one target with its most helpful and most harmful training rows, as a report does.
 
     Args:
         attributor (`FeaturizedModel`):
@@ -103,7 +123,7 @@ def show_target(
             Distributions of the scores of all targets. Without them no histogram is shown, unless `scored` has all
             scores.
         examples (`int`, *optional*, defaults to 5):
-            Number of training examples from either end.
+            Number of training rows from either end.
         columns:
             `image_column`, `text_columns`, `label_column` or `label_names`. By default they are inferred.
 
@@ -122,41 +142,4 @@ def show_target(
     run = AttributionRun.collect(attributor, scored.select([index]), rows, distributions=alone)
     views = RunViews(run, examples, columns)
     view = views.target(0, shown_as=index)
-    return TargetDisplay(target_page(view, views.book.pictures), _text(view))
-
-
-def show_last(attributor: FeaturizedModel, last: LastResult | None, index: int, **options: Any) -> TargetDisplay:
-    """Show one target of the last result, see [`show_target`].
-
-    Args:
-        attributor (`FeaturizedModel`):
-            The attributor.
-        last (`LastResult`, *optional*):
-            Its last result. Missing distributions of top-k results are counted and kept.
-        index (`int`):
-            The target.
-        options:
-            As for [`show_target`].
-
-    Raises:
-        IndexError: there is no such target.
-        ValueError: there is no result yet, or as in [`show_target`].
-    """
-    if last is None:
-        raise ValueError(
-            "There is nothing to show yet. Expected a result of `attribute`. Call it with `per='target'`."
-        )
-    if last.distributions is None and TOP_K_COLUMNS[0] in last.scored.column_names:
-        last.distributions = score_distributions(attributor, last.scored, last.eval_dataset, last.name, last.model_ids)
-    return show_target(
-        attributor, last.scored, index, eval_dataset=last.eval_dataset, distributions=last.distributions, **options
-    )
-
-
-def _text(view: TargetView) -> str:
-    """Describe a target and its examples in three lines of text."""
-    lines = [view.target.alt]
-    for name, side in (("helped most", view.helped), ("harmed most", view.harmed)):
-        shown = ", ".join(f"row {s.example.row} ({s.score})" for s in side) or "no example"
-        lines.append(f"  {name}: {shown}")
-    return "\n".join(lines)
+    return TargetDisplay(target_page(view, views.book.pictures), "\n".join(view.lines))

@@ -8,12 +8,14 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hf_trak.report.content import visible
 from hf_trak.report.run import AttributionRun
@@ -49,7 +51,7 @@ class ReportOptions:
         title (`str`, *optional*):
             The heading. By default it is made from the name of the model.
         examples (`int`, *optional*, defaults to 5):
-            Number of training examples shown from either end.
+            Number of training rows shown from either end.
         max_targets (`int`, *optional*):
             Number of targets shown, from the first one on. By default all.
         image_column (`str`, *optional*):
@@ -172,13 +174,13 @@ def _as_json(value: Any) -> str:
 
 def _summary(run: AttributionRun, targets: Sequence[TargetView]) -> list[tuple[str, str]]:
     """Compute the figures at the top of the page, as pairs of a value and what it counts."""
-    figures = [(f"{len(run.scored):,}", "targets"), (f"{run.n_train:,}", "training examples")]
+    figures = [(f"{len(run.scored):,}", "targets"), (f"{run.n_train:,}", "training rows")]
     checkpoints = run.facts.get("checkpoints")
     if isinstance(checkpoints, list) and checkpoints:
         figures.append((f"{len(checkpoints)}", "checkpoint" if len(checkpoints) == 1 else "checkpoints"))
     judged = [view.target for view in targets if view.target.prediction is not None and view.target.label is not None]
     if judged:
-        right = sum(not target.wrong for target in judged) / len(judged)
+        right = np.mean([not target.wrong for target in judged])
         figures.append((f"{right:.1%}", "of the targets predicted right"))
     pairs = [
         (view.target.label, scored.example.label)
@@ -187,13 +189,10 @@ def _summary(run: AttributionRun, targets: Sequence[TargetView]) -> list[tuple[s
         if view.target.label is not None and scored.example.label is not None
     ]
     if pairs:
-        figures.append((f"{_share(a == b for a, b in pairs):.1%}", "of the top helpers share the target’s label"))
+        figures.append(
+            (f"{np.mean([a == b for a, b in pairs]):.1%}", "of the most helpful rows share the target’s label")
+        )
     return figures
-
-
-def _share(flags: Iterable[bool]) -> float:
-    values = list(flags)
-    return sum(values) / len(values)
 
 
 def _assets(with_script: bool) -> dict[str, Any]:

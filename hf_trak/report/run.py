@@ -1,27 +1,21 @@
 """The result of an attribution, in memory and on disk: everything that a report needs, without model and features.
 
-    <run>/
-      run.json                    what was attributed (model, checkpoints, projection, sizes) and the checksums of all
-                                  files of the run; written last
-      parts-<16 hex digits>/      the files that `run.json` names
-        scored/                   the targets with their score columns (`Dataset.save_to_disk`)
-        train/                    the training rows that any score names, or all of them
-        statistics.safetensors    self-influence of all training rows, distribution of each target's scores, and
-                                  `train_rows`, the numbers of the rows in `train/` if those are not all
-      scored/, train/             the same datasets for `datasets.load_from_disk`; `load` does not read them
+    run/
+      run.json                what was attributed (model, checkpoints, projection, sizes), and all checksums
+      scored/                 the targets with their score columns (`Dataset.save_to_disk`)
+      train/                  the training rows that any score names, or all of them
+      statistics.safetensors  self-influence of all training rows, distribution of each target's scores, and
+                              `train_rows`, the numbers of the rows in `train/` if those are not all
 
-A save is complete or has no effect, whenever it is killed and however many processes save at once (`run_writing`).
-The parts of the previous save are kept until the next one, because datasets in memory may be mapped to them.
-
-`TrakAttributor.attribute` keeps full score matrices in `<output_dir>/scores/<name>`. [`AttributionRun.save`] can use
-the same directory, whose other files it does not touch. A directory with nothing but `scored/` and `train/`, each
-written by `save_to_disk`, is a run without checksums.
+A save is complete or has no effect, whenever it is killed and however many processes save at once (`run_record`).
+`TrakAttributor.attribute` keeps full score matrices in `<output_dir>/scores/<name>`. [`AttributionRun.save`] can put
+`run/` into the same directory, whose other files it does not touch.
 """
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,12 +36,9 @@ from hf_trak.report.run_record import (
     check_parts,
     ends_of,
     find_run,
-    read_parts,
+    parts_problem,
+    read_run,
     scores_problem,
-    sizes_problem,
-    statistics_problem,
-    train_sizes,
-    verify_run,
     write_run,
 )
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
@@ -71,7 +62,7 @@ def known_facts(attributor: FeaturizedModel) -> dict[str, Any]:
         ],
         "projection": config.get("projection"),
         "features": attributor.proj_dim,
-        "ridge": f"{args.lambda_reg:g}" if args.lambda_reg is not None else f"{args.lambda_relative:g} relative",
+        "ridge": f"{args.lambda_relative:g} relative",
         "seed": args.seed,
         "train_rows": len(attributor.train_dataset),
         "train_fingerprint": config.get("train_fingerprint"),
@@ -184,9 +175,6 @@ def as_dataset(rows: Any) -> Dataset:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
-
-
-__all__ = ["AttributionRun", "find_run", "score_distributions", "top_k_range", "verify_run"]
 
 
 OUTLIERS = 24
@@ -342,65 +330,54 @@ class AttributionRun:
         return [(int(i), float(self.self_influence[i])) for i in order]
 
     def check_rows(self, n_train: int) -> None:
-        """Check that no score names a training row beyond the last, as in results whose rows are no targets.
+        """Check that scores are finite and name training rows, unlike those of results whose rows are no targets.
 
         Raises:
-            ValueError: a score does, or the score columns cannot be read.
+            ValueError: a score is not finite or names no training row, or the score columns cannot be read.
         """
-        try:
-            highest = max((int(ends.rows.max(initial=0)) for ends in ends_of(self.scored)), default=0)
-        except ValueError as error:
+        if problem := scores_problem(raw(self.scored), n_train, None):
             raise ValueError(
-                f"The scored dataset cannot be used: {error}. Expected the result of `attribute`."
-            ) from error
-        if highest >= n_train:
-            raise ValueError(
-                f"A score names training row {highest}; there are {n_train}. Expected the result of "
-                "`attribute(..., per='target')` for this training dataset."
+                f"The scored dataset cannot be used: {problem}. Expected the result of `attribute(..., per='target')` "
+                "for this training dataset."
             )
 
     # -- on disk -----------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path, every_train_row: bool = False) -> Path:
-        """Write the run. A run in the same directory is replaced atomically; other files stay.
+        """Write the run into `directory/run`. A run that is there is replaced atomically; other files stay.
 
         Args:
             directory (`str` or `Path`):
-                The directory of the run, see the docstring of the module.
+                Where the directory `run` is made, see the docstring of the module.
             every_train_row (`bool`, *optional*, defaults to `False`):
                 Keep the whole training set. By default, only the rows that a score or the list of outliers names are
                 kept, so that the run is small.
 
         Returns:
-            `Path`: the directory.
+            `Path`: `directory`.
 
         Raises:
             StoreError: a file cannot be written.
             ValueError: scores, rows and statistics do not fit each other, or a fact is no JSON.
         """
         directory = Path(directory)
-        # Check the scores, and reduce the training rows to those that are named.
-        rows, train = self.train_rows, raw(self.train)
-        if problem := self._scores_problem(rows):
+        scored, train, rows = raw(self.scored), raw(self.train), self.train_rows
+        if problem := scores_problem(scored, self.n_train, rows):
             raise ValueError(f"The run cannot be saved: {problem}. Expected the result of `attribute`.")
         if rows is None and train is not None and not every_train_row:
             rows = self._named_rows()
             train = train.select(rows) if isinstance(train, Dataset) else [train[int(i)] for i in rows]
-        # Gather the statistics, and check that they fit the rows.
         tensors = {} if rows is None else {TRAIN_ROWS: torch.from_numpy(np.ascontiguousarray(rows))}
         if self.self_influence is not None:
             tensors[SELF_INFLUENCE] = torch.from_numpy(np.ascontiguousarray(self.self_influence))
         if self.distributions is not None:
             tensors |= self.distributions.tensors()
-        arrays = {name: value.numpy() for name, value in tensors.items()}
-        facts = plain_facts({TRAIN_ROWS: self.n_train, **self.facts})
-        problem = statistics_problem(arrays, len(self.scored)) or sizes_problem(
-            train_sizes(arrays, facts, train), rows, train
-        )
-        if problem:
-            raise ValueError(f"The run cannot be saved: {problem}. Expected the parts of one attribution.")
         kept = None if train is None else as_dataset(train)
-        write_run(directory, as_dataset(raw(self.scored)), kept, tensors, facts)
+        facts = plain_facts({TRAIN_ROWS: self.n_train, **self.facts})
+        arrays = {name: value.numpy() for name, value in tensors.items()}
+        if found := parts_problem(SavedParts(scored, kept, arrays, facts, directory)):
+            raise ValueError(f"The run cannot be saved: {found[1]}. Expected the parts of one attribution.")
+        write_run(directory, scored, kept, tensors, facts)
         return directory
 
     @classmethod
@@ -409,7 +386,7 @@ class AttributionRun:
 
         Args:
             directory (`str` or `Path`):
-                The directory of the run, or an `output_dir` with exactly one run.
+                The directory that the run was saved to, or an `output_dir` with exactly one run.
             train_dataset (`datasets.Dataset`, *optional*):
                 The whole training dataset. It replaces the rows that the run keeps, which are then not read.
 
@@ -419,21 +396,26 @@ class AttributionRun:
             ValueError: there are several runs below the directory, or `train_dataset` does not have as many rows as
                 were attributed.
         """
-        directory = find_run(directory)
-        return read_parts(directory, train_dataset is None, lambda parts: cls._of(parts, train_dataset))
+        return read_run(find_run(directory), train_dataset is None, lambda parts: cls._of(parts, train_dataset))
 
     @classmethod
     def _of(cls, parts: SavedParts, train_dataset: Dataset | None) -> "AttributionRun":
-        check_parts(parts, train_dataset)
         tensors = parts.tensors
-        named = set(ScoreDistributions.__dataclass_fields__)
-        distributions = ScoreDistributions(**{f: tensors[f] for f in named}) if named <= set(tensors) else None
-        kept = parts.train, tensors.get(TRAIN_ROWS)
-        train, rows = kept if train_dataset is None else (train_dataset, None)
-        return cls(parts.scored, train, rows, tensors.get(SELF_INFLUENCE), distributions, parts.facts)
-
-    def _scores_problem(self, rows: np.ndarray | None) -> str | None:
-        return scores_problem(raw(self.scored), self.n_train, rows)
+        if train_dataset is not None:
+            n_train = parts.facts.get(TRAIN_ROWS)
+            if len(train_dataset) != n_train:
+                raise ValueError(
+                    f"`train_dataset` has {len(train_dataset)} rows; the run is about {n_train}. Expected the dataset "
+                    "that was attributed. Pass that one, or none to see the rows that the run keeps."
+                )
+            tensors.pop(TRAIN_ROWS, None)
+            parts = replace(parts, train=train_dataset)
+        check_parts(parts)
+        named = ScoreDistributions.__dataclass_fields__
+        counted = "counts" in tensors
+        distributions = ScoreDistributions(**{name: tensors[name] for name in named}) if counted else None
+        influence = tensors.get(SELF_INFLUENCE)
+        return cls(parts.scored, parts.train, tensors.get(TRAIN_ROWS), influence, distributions, parts.facts)
 
     def _named_rows(self) -> np.ndarray:
         """List the training rows that a score or the list of outliers names, ascending."""
@@ -448,31 +430,3 @@ def top_k_range(scored: Dataset) -> tuple[np.ndarray, np.ndarray]:
         np.array([row[TOP_K_COLUMNS[3]][0] for row in rows], dtype=np.float64),
         np.array([row[TOP_K_COLUMNS[1]][0] for row in rows], dtype=np.float64),
     )
-
-
-def score_distributions(
-    attributor: FeaturizedModel,
-    scored: Dataset,
-    eval_dataset: Any,
-    name: str | None = None,
-    model_ids: Sequence[int] | None = None,
-) -> ScoreDistributions:
-    """Count all scores of the targets in bins, in one more pass over the features, which costs what `attribute` does.
-
-    Args:
-        attributor (`FeaturizedModel`):
-            The attributor that computed the scores.
-        scored (`datasets.Dataset`):
-            The result of `attribute(eval_dataset, top_k=...)`. Its highest and lowest scores determine the bins.
-        eval_dataset (`Dataset`):
-            The targets.
-        name (`str`, *optional*):
-            As given to `attribute`.
-        model_ids (`Sequence[int]`, *optional*):
-            As given to `attribute`.
-
-    Returns:
-        `ScoreDistributions`: one distribution per target.
-    """
-    _, blocks = attributor.score_blocks(eval_dataset, name, None, model_ids)
-    return ScoreDistributions.from_blocks(blocks, *top_k_range(scored))

@@ -31,16 +31,47 @@ class TextView:
 
 @dataclass(frozen=True)
 class RowView:
-    """A training example or a target. `alt` describes its picture in words."""
+    """A training row or a target. `alt` describes its picture in words."""
 
-    row: int
-    picture: Thumbnail | None
-    texts: list[TextView]
-    label: str | None
-    prediction: str | None
-    alt: str
+    row: int | None
+    """Its number; `None` for a target without one."""
+    alt: str = ""
+    texts: tuple[TextView, ...] = ()
+    label: str | None = None
+    prediction: str | None = None
+    picture: Thumbnail | None = None
+    sound: str | None = None
+    """A `data:` URL."""
     unshown: str | None = None
-    """Reason why the image of the row cannot be shown, if it cannot."""
+    """The part of the row that cannot be shown, and the reason."""
+
+    @classmethod
+    def of(cls, content: Content, row: int | None, kind: str, book: PictureBook, size: str, limit: int) -> "RowView":
+        """Make the view of a row.
+
+        Args:
+            content: the content of the row.
+            row: its number.
+            kind: `"Target"` or `"Training row"`.
+            book: collects the picture.
+            size: size of the picture, see [`~hf_trak.report.images.PictureBook`].
+            limit: number of characters of a text that are shown.
+        """
+        texts = []
+        for place, (column, text) in enumerate(content.texts):
+            cut, left_out = pieces(text, content.spans if place == 0 else (), limit)
+            texts.append(TextView(visible(column[:_LONGEST_LABEL]), cut, left_out))
+        label = _label(content.label)
+        alt = kind if row is None else f"{kind} {row}"
+        alt += "" if label is None else f", label {label}"
+        alt += f": {plain(texts[0].pieces)}" if texts else ""
+        picture, unshown = None, None
+        if content.image is not None:
+            try:
+                picture = book.add(content.image, size)
+            except UnreadableImageError as error:
+                unshown = visible(f"the image: {error}")
+        return cls(row, alt, tuple(texts), label, _label(content.prediction), picture, unshown=unshown)
 
     @property
     def wrong(self) -> bool:
@@ -50,22 +81,30 @@ class RowView:
 
 @dataclass(frozen=True)
 class ScoredView:
-    """A training example with its score, next to a target or in the list of outliers."""
+    """A training row with its score, next to a target or in the list of outliers."""
 
     example: RowView
     score: str
     sign: str
     bar: float
-    """Size of the score in percent of the largest score next to the same target."""
+    """Size of the score in percent of the largest score on the page, or next to the same target."""
     differs: bool = False
     """True if its label is another than the target's."""
     rank: str | None = None
     """In a reranked result, its rank by the index."""
 
+    @classmethod
+    def of(
+        cls, row: RowView, score: float, largest: float, label: str | None = None, rank: str | None = None
+    ) -> "ScoredView":
+        """Make the view of a training row beside a target, whose label is `label`."""
+        differs = label is not None and row.label is not None and row.label != label
+        return cls(row, signed(score), sign_of(score), bar(score, largest), differs, rank)
+
 
 @dataclass(frozen=True)
 class TargetView:
-    """A target with its histogram, and training examples: those that helped have scores above 0, the others below."""
+    """A target with its histogram, and training rows: those that helped have scores above 0, the others below."""
 
     target: RowView
     helped: list[ScoredView]
@@ -77,6 +116,16 @@ class TargetView:
         """The text that the filter of the page searches, in lower case."""
         parts = [f"row {self.target.row}", self.target.label or "", self.target.prediction or ""]
         return " ".join([*parts, *(piece.text for text in self.target.texts for piece in text.pieces)]).lower()[:600]
+
+    @property
+    def lines(self) -> list[str]:
+        """The target and its rows in three lines of text."""
+        lines = [self.target.alt]
+        for name, side in (("helped most", self.helped), ("harmed most", self.harmed)):
+            lines.append(
+                f"  {name}: " + (", ".join(f"row {one.example.row} ({one.score})" for one in side) or "no row")
+            )
+        return lines
 
 
 @dataclass
@@ -110,7 +159,8 @@ class RunViews:
             raise IndexError(f"There is no target {index}. Expected 0 … {len(self._scored) - 1}.")
         row = self._scored[index]
         number = index if shown_as is None else shown_as
-        view = self._view(number, content_of(row, self._target_columns), "large", LONGEST_TEXT)
+        content = content_of(row, self._target_columns)
+        view = RowView.of(content, number, "Target", self.book, "large", LONGEST_TEXT)
         ends = [
             [(i, score) for i, score in _end(row, columns, self.examples) if sign * score > 0]
             for sign, columns in ((1, TOP_K_COLUMNS[:2]), (-1, TOP_K_COLUMNS[2:]))
@@ -118,7 +168,7 @@ class RunViews:
         largest = max((abs(score) for end in ends for _, score in end), default=0.0)
         ranks = [index_ranks(row, *names) for names in zip(TOP_K_COLUMNS[::2], RANK_COLUMNS, strict=True)]
         helped, harmed = (
-            [self._scored_view(i, score, largest, view.label, found.get(i)) for i, score in end]
+            [ScoredView.of(self._train_row(i), score, largest, view.label, found.get(i)) for i, score in end]
             for end, found in zip(ends, ranks, strict=True)
         )
         histogram = None
@@ -130,37 +180,14 @@ class RunViews:
         """Make the views of the training rows of the highest self-influence."""
         found = self.run.outliers()
         largest = max((score for _, score in found), default=0.0)
-        return [self._scored_view(index, score, largest, None) for index, score in found]
+        return [ScoredView.of(self._train_row(index), score, largest) for index, score in found]
 
-    def _scored_view(
-        self, index: int, score: float, largest: float, label: str | None, rank: str | None = None
-    ) -> ScoredView:
+    def _train_row(self, index: int) -> RowView:
         if index not in self._rows:
             row = {} if self._train is None else self._train[self.run.train_place(index)]
             content = content_of(row, self._train_columns)
-            self._rows[index] = self._view(index, content, "small", _EXAMPLE_TEXT)
-        example = self._rows[index]
-        differs = label is not None and example.label is not None and example.label != label
-        bar = round(100 * abs(score) / largest, 1) if largest else 0.0
-        return ScoredView(example, signed(score), sign_of(score), bar, differs, rank)
-
-    def _view(self, index: int, content: Content, size: str, limit: int) -> RowView:
-        texts = []
-        for place, (column, text) in enumerate(content.texts):
-            cut, left_out = pieces(text, content.spans if place == 0 else (), limit)
-            texts.append(TextView(visible(column[:_LONGEST_LABEL]), cut, left_out))
-        label, prediction = _label(content.label), _label(content.prediction)
-        picture, unshown = None, None
-        if content.image is not None:
-            try:
-                picture = self.book.add(content.image, size)
-            except UnreadableImageError as error:
-                unshown = visible(str(error))
-        what = "Target" if size == "large" else "Training example"
-        alt = f"{what}, row {index}" + (f", label {label}" if label is not None else "")
-        if texts:
-            alt = f"{alt}: {plain(texts[0].pieces)}"
-        return RowView(index, picture, texts, label, prediction, alt, unshown)
+            self._rows[index] = RowView.of(content, index, "Training row", self.book, "small", _EXAMPLE_TEXT)
+        return self._rows[index]
 
 
 def _end(row: Mapping[str, Any], columns: Sequence[str], count: int) -> list[tuple[int, float]]:
@@ -199,6 +226,11 @@ def signed(score: float) -> str:
 def number(value: float) -> str:
     """Format a number with three digits, a typographic minus sign, and no leading zeros in the exponent."""
     return re.sub(r"e([+-])0+", r"e\1", f"{value:.3g}").replace("e+", "e").replace("-", "−")
+
+
+def bar(score: float, largest: float) -> float:
+    """Return the size of a score in percent of the largest one."""
+    return round(100 * abs(score) / largest, 1) if largest else 0.0
 
 
 def sign_of(score: float) -> str:

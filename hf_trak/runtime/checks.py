@@ -4,12 +4,12 @@ Python's `int` and anything that converts to it without loss (NumPy's integers, 
 `bool` does not, since `True` for a count is a mistake, and neither does a float with an integral value.
 """
 
+import importlib
 import math
 import operator
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -163,6 +163,7 @@ def free_bytes(device: torch.device | str) -> int:
     """
     device = torch.device(device)
     if device.type == "cpu":
+        psutil = importlib.import_module("psutil")  # not at the top: the package for the Hub's `kernels` has no psutil
         return int(psutil.virtual_memory().available)
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()

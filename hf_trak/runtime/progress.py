@@ -43,7 +43,7 @@ class RowProgress:
             rows: number of rows that this process has to do.
             description: text before the bar.
             processes: number of processes that do as many rows each, for the rate of all together.
-            show: whether to show the bar.
+            show: whether to show the bar, unless bars are switched off in `datasets`.
             announce: whether to log the estimate, once, after the first batches.
             clock: returns a time in seconds.
         """
@@ -52,7 +52,7 @@ class RowProgress:
         self.processes = processes
         self._announce = announce
         self._clock = clock
-        self._bar = tqdm(total=rows, desc=description, unit="rows", disable=not show)
+        self._bar = tqdm(total=rows, desc=description, unit="rows", disable=not show or are_progress_bars_disabled())
         self._done = 0
         self._batches = 0
         self._first: tuple[float, int] | None = None

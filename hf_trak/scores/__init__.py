@@ -5,8 +5,8 @@ scores of n training rows for m targets are (TRAK paper, arXiv 2303.14186, Secti
 
     τ = (1/C Σ_c X_c (X_cᵀX_c + λ_c I)⁻¹ t_cᵀ) ∘ (1/C Σ_c q_c)        (n, m)
 
-`gram` sums XᵀX, `ridge` chooses λ and solves; `solvers` chooses among that, `dual`, `low_rank` (from `subspace`) and
-`block`. `streaming` multiplies shard by shard, `topk` keeps the best rows, `first_pass` looks at the first bytes of
+`gram` sums XᵀX, `ridge` chooses λ and solves; `solvers` chooses among that, `dual` and `low_rank` (from `subspace`).
+`streaming` multiplies shard by shard, `topk` keeps the best rows, `first_pass` looks at the first bytes of
 all rows. `scorer` runs them over a store and all processes; `score_files` makes datasets of the result.
 `groups`, `selection` and `spans` aggregate over targets, choose training rows, and break scores down by label.
 

@@ -23,6 +23,9 @@ from hf_trak.scores.scored_dataset import ScoreBlock
 GroupBy = str | Sequence[Any]
 """How rows are grouped: by a column of a `datasets.Dataset`, given by name, or by one value per row."""
 
+ALL = "all"
+"""As `group_by`, one group of all targets."""
+
 COUNT_COLUMN = "n_targets"
 """Column with the number of targets in each group."""
 
@@ -190,26 +193,23 @@ def _ascending(values: Iterable[Any]) -> list[Any]:
         return present + absent
 
 
-def target_groups(dataset: Any, aggregate: str | None = None, group_by: GroupBy | None = None) -> RowGroups | None:
-    """Make the groups of targets that the arguments of `attribute` ask for.
+def target_groups(dataset: Any, group_by: GroupBy | None) -> RowGroups | None:
+    """Make the groups of targets that `group_by` of `attribute` asks for.
 
     Args:
         dataset (`Dataset`):
             The targets.
-        aggregate (`str`, *optional*):
-            `"mean"` makes one group of all targets, unless `group_by` is given.
         group_by (`str` or `Sequence`, *optional*):
-            See [`RowGroups.of`].
+            See [`RowGroups.of`]; `"all"` makes one group of all targets.
 
     Returns:
         `RowGroups` or `None`: the groups, or `None` if each target is scored by itself.
 
     Raises:
-        ValueError: `aggregate` is unknown, or as in [`RowGroups.of`].
-        TypeError: as in [`RowGroups.of`].
+        ValueError, TypeError: as in [`RowGroups.of`].
     """
-    if aggregate not in (None, "mean"):
-        raise ValueError(f"`aggregate` is {aggregate!r}. Expected 'mean', or `None` to score each target.")
-    if group_by is not None:
-        return RowGroups.of(dataset, group_by)
-    return RowGroups.whole(len(dataset)) if aggregate else None
+    if group_by is None:
+        return None
+    if isinstance(group_by, str) and group_by == ALL:
+        return RowGroups.whole(len(dataset))
+    return RowGroups.of(dataset, group_by)

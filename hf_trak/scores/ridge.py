@@ -95,9 +95,9 @@ class RidgeSolver(Protocol):
             λ.
         condition (`float`):
             Condition number of G + λI; each solver says in which norm, and how it is estimated.
-        error (`float` or `None`):
+        error (`float`):
             Bound on the error of scores, beside rounding: x (G + λI)⁻¹ tᵀ is off by at most `error` times the
-            geometric mean of the same for (x, x) and (t, t). 0 for exact solvers; `None` where no bound is known.
+            geometric mean of the same for (x, x) and (t, t). 0 for exact solvers.
     """
 
     @property
@@ -107,7 +107,7 @@ class RidgeSolver(Protocol):
     def condition(self) -> float: ...
 
     @property
-    def error(self) -> float | None: ...
+    def error(self) -> float: ...
 
     def solve(self, targets: Tensor) -> Tensor:
         """Compute t (G + λI)⁻¹ for every row t of `(m, k)`. Returns `(m, k)`, float64."""

@@ -46,15 +46,12 @@ class PlannedScores:
     """Scores that are computed when their blocks are iterated over.
 
     Attributes:
-        name (`str`):
-            Name of the experiment.
         identity (`dict`):
             Everything that the numbers depend on, as plain JSON. Results of equal identities have equal bits.
         blocks (`Iterator[ScoreBlock]`):
             The scores, see [`score_blocks`].
     """
 
-    name: str
     identity: dict[str, Any]
     blocks: Iterator[ScoreBlock]
 
@@ -83,7 +80,7 @@ class Scorer:
             lambda_reg: absolute ridge, see [`ridge_lambda`].
             lambda_relative: relative ridge, see [`ridge_lambda`].
             solver: how the ridge regression is solved, see `hf_trak.scores.solvers`.
-            solver_rank: rank of `"low_rank"`, or columns per block of `"block"`; `None` for the defaults.
+            solver_rank: rank of `"low_rank"`; `None` for the default.
         """
         self.store = store
         self.processes = processes
@@ -118,16 +115,16 @@ class Scorer:
             )
         if not ids or set(ids) - set(known) or len(set(ids)) < len(ids):
             raise IncompleteStoreError(
-                f"`model_ids` is {ids}; featurized in {directory!r} are {known}. Expected one or more of the latter, "
-                "each once. Call `featurize()` for checkpoints that are missing."
+                f"`checkpoints` has the ids {ids}; featurized in {directory!r} are {known}. Expected one or more of "
+                "the latter, each once. Call `featurize()` for checkpoints that are missing."
             )
         for model_id in ids:
             shards = self.store.train(model_id)
-            if left := shards.without_file():
+            if left := [index for index in range(len(shards)) if not shards.exists(index)]:
                 raise IncompleteStoreError(
                     f"{len(left)} shards of model_id {model_id} are missing in {directory!r} (first: "
                     f"{shards.path(left[0])}). Expected all shards of every checkpoint. Call `featurize()` with the "
-                    "same checkpoints to finish them, or leave this id out of `model_ids`."
+                    "same checkpoints to finish them, or leave this id out of `checkpoints`."
                 )
         return ids
 

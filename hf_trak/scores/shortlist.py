@@ -3,7 +3,8 @@
 A shortlist has another task than the scores of an index: it has to hold the best rows under the exact scores that
 come after it. The ridge regression finds some of these, and plain inner products of the same features find others,
 since the ridge takes out of gradients what many rows share, and exact curvature keeps a part of it. Merged by their
-ranks, the two lists hold more of the best rows than that of the ridge regression alone (docs/benchmarks/shortlist.md).
+ranks, the two lists hold more of the best rows than that of the ridge regression
+alone (benchmarks/pages/shortlist.md).
 
 Lists are merged by reciprocal rank fusion (Cormack et al. 2009, Reciprocal rank fusion outperforms Condorcet and
 individual rank learning methods, SIGIR), which takes lists of any origin, such as that of a text search.
@@ -36,18 +37,12 @@ class PreconditionedTargets:
     """The rows A_c = t_c (X_cᵀX_c + λ_c I)⁻¹ of m targets, or of the means of m groups, for every checkpoint c.
 
     Attributes:
-        name (`str`):
-            Name of the experiment.
-        model_ids (`list[int]`):
-            The checkpoints.
         features (`Sequence[ShardSet]`):
             The features t_c of the targets, `(targets, k)` for each checkpoint.
         rows (`Sequence[ScaledRows]`):
             A_c, `(m, k)` for each checkpoint.
     """
 
-    name: str
-    model_ids: list[int]
     features: Sequence[ShardSet]
     rows: Sequence[ScaledRows]
 

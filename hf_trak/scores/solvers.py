@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_trak.config import SolverName
 from hf_trak.runtime.checks import checked_int, free_bytes
 from hf_trak.runtime.processes import Processes
-from hf_trak.scores.block import BlockGrams, BlockSystem
 from hf_trak.scores.dual import DualSystem, ensure_kernel, kernel_facts
 from hf_trak.scores.low_rank import LowRankSystem
 from hf_trak.scores.ridge import RidgeSolver, ridge_lambda
@@ -20,12 +19,10 @@ from hf_trak.scores.training_features import PIECE_NUMBERS, TrainingFeatures
 from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import GRAM_FILE, FeatureStore
 
-Kind = Literal["primal", "dual", "low_rank", "block"]
+Kind = Literal["primal", "dual", "low_rank"]
 
 
 DEFAULT_RANK = 2048
-
-DEFAULT_COLUMNS = 4096
 
 PLAIN_PRIMAL = 4096
 
@@ -50,7 +47,7 @@ class SolverChoice:
 
     Attributes:
         kind (`str`): the solver.
-        size (`int`): k, n, the rank r, or the columns of a block.
+        size (`int`): k, n, or the rank r.
         reason (`str`): what decided, for the log.
     """
 
@@ -64,8 +61,6 @@ class SolverChoice:
         content: dict[str, Any] = {"kind": self.kind}
         if self.kind == "low_rank":
             content |= {"algorithm": ALGORITHM, "rank": self.size}
-        if self.kind == "block":
-            content["columns"] = self.size
         return content
 
 
@@ -75,7 +70,7 @@ class SolverCost:
 
     Attributes:
         kind (`str`): the solver.
-        size (`int`): k, n, the rank r, or the columns of a block.
+        size (`int`): k, n, or the rank r.
         exact (`bool`): whether its scores are exact up to rounding.
         memory (`int`): bytes of its matrices and buffers in the main process, beside targets and one shard.
         disk (`int`): bytes that it keeps in the store.
@@ -97,7 +92,7 @@ def choose_solver(
 
     Args:
         solver: the setting.
-        solver_rank: rank of `low_rank`, or columns per block of `block`; `None` for the defaults.
+        solver_rank: rank of `low_rank`; `None` for the default.
         n: number of training rows.
         k: number of features.
         free: bytes of memory that are free.
@@ -112,8 +107,6 @@ def choose_solver(
         return SolverChoice("dual", n, "it is set")
     if solver == "low_rank":
         return SolverChoice("low_rank", _rank(solver_rank, n, k), "it is set")
-    if solver == "block":
-        return SolverChoice("block", min(solver_rank or DEFAULT_COLUMNS, k), "it is set")
     if gram_exists:
         return SolverChoice("primal", k, "XᵀX is there already")
     if few_rows(n, k) and _fits(n, free):
@@ -156,9 +149,6 @@ def solver_cost(choice: SolverChoice, n: int, k: int, m: int) -> SolverCost:
     if choice.kind == "dual":
         work = n * n * k // 2 + n**3 // 6 + m * n * (n + 2 * k)
         return SolverCost("dual", size, True, system + buffers, _FLOAT64 * n * n, work)
-    if choice.kind == "block":
-        work = n * k * size + k * size * size // 6 + m * k * size
-        return SolverCost("block", size, False, system + buffers, _FLOAT64 * k * size, work)
     width = width_of(size, n, k) + PROBES
     memory = k * (_FLOAT64 * width + 4 * width + 4 * size) + system + buffers
     disk = 4 * k * size + _FLOAT64 * size * (size + 1)
@@ -179,7 +169,7 @@ def solver_costs(
         ValueError: the rank is larger than min(n, k).
     """
     chosen = choose_solver(solver, solver_rank, n, k, free)
-    kinds: tuple[Kind, ...] = ("primal", "dual", "low_rank", "block")
+    kinds: tuple[Kind, ...] = ("primal", "dual", "low_rank")
     others = [choose_solver(kind, None, n, k, free) for kind in kinds if kind != chosen.kind]
     return solver_cost(chosen, n, k, m), tuple(solver_cost(one, n, k, m) for one in others)
 
@@ -198,7 +188,7 @@ def _rank(given: int | None, n: int, k: int) -> int:
 logger = logging.getLogger(__name__)
 
 
-StreamedSolver = DualSystem | LowRankSystem | BlockSystem
+StreamedSolver = DualSystem | LowRankSystem
 
 """Every solver but the primal one, which holds XᵀX in the main process."""
 
@@ -208,14 +198,13 @@ class SolverReport:
     """What the solver of a checkpoint says of itself.
 
     Attributes:
-        kind (`str`): `"primal"`, `"dual"`, `"low_rank"` or `"block"`.
-        size (`int`): k, n, the rank, or the columns of a block.
-        lam (`float`): λ; the mean over the columns for blocks.
+        kind (`str`): `"primal"`, `"dual"` or `"low_rank"`.
+        size (`int`): k, n, or the rank.
+        lam (`float`): λ.
         condition (`float`):
             Condition number of XᵀX + λI: an estimate in the 1-norm for `primal`, and that in the 2-norm for the
             others, which is the smaller one, by a factor of k at most.
-        error (`float` or `None`):
-            Bound on the error of scores, see [`~hf_trak.scores.ridge.RidgeSolver`]; `None` where none is known.
+        error (`float`): bound on the error of scores, see [`~hf_trak.scores.ridge.RidgeSolver`].
         captured (`float`): share of trace(XᵀX) in the eigenvalues that are used; 1 for all others than `low_rank`.
     """
 
@@ -223,7 +212,7 @@ class SolverReport:
     size: int
     lam: float
     condition: float
-    error: float | None
+    error: float
     captured: float = 1.0
 
     @classmethod
@@ -267,7 +256,7 @@ class Solvers:
             lambda_reg: absolute ridge, see [`ridge_lambda`].
             lambda_relative: relative ridge, see [`ridge_lambda`].
             solver: the setting, see `hf_trak.scores.solvers`.
-            solver_rank: rank, or columns of a block; `None` for the defaults.
+            solver_rank: rank of `low_rank`; `None` for the default.
         """
         self._store = store
         self._processes = processes
@@ -321,8 +310,6 @@ class Solvers:
             ensure_kernel(features, files)
         elif choice.kind == "low_rank":
             self._iteration(model_id, choice, features, files).run()
-        elif choice.kind == "block":
-            BlockGrams(features, files, choice.size).ensure()
         else:
             raise ValueError("The primal solver keeps XᵀX, which `Scorer.gram` computes. Expected another solver.")
 
@@ -346,10 +333,8 @@ class Solvers:
     ) -> StreamedSolver:
         if choice.kind == "dual":
             return DualSystem(features, files, self._lambda(features, kernel_facts(features, files)["trace"]))
-        if choice.kind == "low_rank":
-            factors = self._iteration(model_id, choice, features, files).factors()
-            return LowRankSystem(factors, self._lambda(features, factors.trace))
-        return BlockSystem(BlockGrams(features, files, choice.size), self._lambda_reg, self._lambda_relative)
+        factors = self._iteration(model_id, choice, features, files).factors()
+        return LowRankSystem(factors, self._lambda(features, factors.trace))
 
     def solve(self, solver: StreamedSolver, targets: Tensor) -> Tensor:
         """Compute t (XᵀX + λI)⁻¹ `(m, k)` in every process, for targets that are the same in all."""
@@ -363,8 +348,6 @@ class Solvers:
         if isinstance(solver, DualSystem):
             return solver.training_quadratic(indices)
         with self._processes.all_or_none():
-            if isinstance(solver, BlockSystem):
-                return solver.training_quadratic(indices)
             return solver.training_quadratic(self.features(model_id), indices)
 
     def features(self, model_id: int) -> TrainingFeatures:

@@ -14,6 +14,7 @@ Both columns have one entry per label: per entry of `labels` if the row has them
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,29 @@ HARMFUL_TOKEN_SCORES = "trak_harmful_token_scores"
 
 Range = tuple[int, int]
 """`(start, stop)`, `stop` not included. Negative numbers count from the end."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of every target, such as one word of an answer: what `attribute(part=...)` takes.
+
+    Exactly one of `tokens`, `chars`, `words` and `mask_column` says which part, see [`span_targets`].
+
+    Args:
+        tokens, chars, words, mask_column, text_column, ids_column:
+            As for [`span_targets`].
+    """
+
+    tokens: Range | Sequence[Range] | str | None = None
+    chars: Range | Sequence[Range] | str | None = None
+    words: str | Sequence[str] | None = None
+    mask_column: str | None = None
+    text_column: str = "text"
+    ids_column: str = "input_ids"
+
+    def of(self, dataset: Dataset, tokenizer: Any) -> Dataset:
+        """Restrict every target to the part. Arguments, result and errors are those of [`span_targets`]."""
+        return span_targets(dataset, tokenizer=tokenizer, **asdict(self))
 
 
 def span_targets(

@@ -6,6 +6,7 @@ file behind, which no reader looks at.
 """
 
 import contextlib
+import ctypes
 import errno
 import json
 import logging
@@ -15,6 +16,7 @@ import secrets
 import shutil
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -100,21 +102,22 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield an empty temporary directory, and put it in the place of `path` when the block ends without an exception.
 
-    A process that is killed leaves the old directory or the new one under this name, or for an instant neither, but
-    never a half-written one. Parent directories are created.
+    A process that is killed leaves the old directory or the new one under this name. Where the system or the file
+    system cannot exchange two directories in one step, there is for an instant neither; both are then complete in the
+    temporary directory beside it. Parent directories are created.
 
     Raises:
         StoreError: the directory cannot be written.
     """
     with explained(path), _temporary_directory(path.parent) as temporary:
-        written, replaced = temporary / "written", temporary / "replaced"
+        written = temporary / "written"
         written.mkdir()
         yield written
-        for entry in sorted(written.rglob("*")):
+        for entry in [*sorted(written.rglob("*")), written]:
             flush_to_disk(entry)
-        if path.exists():
-            os.replace(path, replaced)
-        os.replace(written, path)
+        while not _moved(written, path) and not _exchanged(written, path):
+            with contextlib.suppress(FileNotFoundError):  # another writer has moved it
+                os.rename(path, temporary / secrets.token_hex(8))
         flush_to_disk(path.parent)
 
 
@@ -301,6 +304,26 @@ def _temporary_directory(directory: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _moved(directory: Path, place: Path) -> bool:
+    """Rename a directory, unless there is one with files in its place."""
+    try:
+        os.rename(directory, place)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
+
+
+def _exchanged(first: Path, second: Path) -> bool:
+    """Exchange two directories in one step, where the system and the file system can."""
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # not in every C library
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
+
+
 def _create_temporary(directory: Path) -> Path:
     """Create an empty file under a new name, with the permissions that the umask asks for."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -360,10 +383,6 @@ def is_alive(pid: int) -> bool:
 
 DAY = 86_400.0
 
-_OLD_TEMPORARIES = (".scored.tmp", ".scored.old", ".train.tmp", ".train.old")
-
-"""Directories that version 0.1.0 left behind when saving a report run was interrupted."""
-
 
 @dataclass(frozen=True)
 class Leftover:
@@ -420,15 +439,14 @@ def _found(directory: Path) -> Iterator[Leftover]:
         return
     for entry in entries:
         match = TEMPORARY.fullmatch(entry.name)
-        if match is None and entry.name not in _OLD_TEMPORARIES:
+        if match is None:
             if entry.is_dir(follow_symlinks=False):
                 yield from _found(Path(entry.path))
             continue
         with contextlib.suppress(FileNotFoundError):  # finished in the meantime
             size, written = _extent(Path(entry.path))
-            host = None if match is None else match["host"]
-            alive = None if match is None or host != host_name() else is_alive(int(match["pid"]))
-            yield Leftover(Path(entry.path), size, max(0.0, time.time() - written), host, alive)
+            alive = is_alive(int(match["pid"])) if match["host"] == host_name() else None
+            yield Leftover(Path(entry.path), size, max(0.0, time.time() - written), match["host"], alive)
 
 
 def _extent(path: Path) -> tuple[int, float]:

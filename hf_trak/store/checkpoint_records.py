@@ -17,10 +17,10 @@ import torch
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.kernels.philox import SEED_LIMIT
 from hf_trak.runtime.checks import checked_int
-from hf_trak.store.atomic import create_bytes, differing, json_bytes, remove_stale_temporaries, safe_name
+from hf_trak.store.atomic import differing, json_bytes, remove_stale_temporaries, safe_name
 from hf_trak.store.codes import LEVELS, ROTATION
-from hf_trak.store.sealed import read_sealed, sealed_bytes, unsealed
-from hf_trak.store.shards import CODES_VERSION, FORMAT_VERSION, READABLE_VERSIONS, ShardPlan
+from hf_trak.store.sealed import CHECKSUM_KEY, SEALED_VERSION, VERSION_KEY, create_sealed, read_sealed, unsealed
+from hf_trak.store.shards import ShardPlan
 
 RESTORE = "Restore it from a copy, or featurize in another output directory."
 
@@ -31,16 +31,14 @@ _CHECKPOINT = re.compile(r"checkpoint-(?P<id>0|[1-9]\d{0,17})(?P<file>\.json)?")
 class CheckpointRecords:
     """The records of the checkpoints of one store. The module's docstring describes the files."""
 
-    def __init__(self, output_dir: Path, config_hash: str, version: int) -> None:
+    def __init__(self, output_dir: Path, config_hash: str) -> None:
         """
         Args:
             output_dir: directory of the store.
             config_hash: hash of its configuration, which all records repeat.
-            version: its format version.
         """
         self.output_dir = output_dir
         self.config_hash = config_hash
-        self.version = version
 
     def directory(self, model_id: int) -> Path:
         """Directory of one checkpoint's features."""
@@ -67,7 +65,7 @@ class CheckpointRecords:
             "model_id": model_id,
             "source": source,
         }
-        if path.exists() or not create_bytes(path, encoded(content, self.version)):
+        if path.exists() or not create_sealed(path, content):
             saved = self._read_checkpoint(model_id)
             if saved.get("fingerprint") != fingerprint:
                 raise CheckpointMismatchError(
@@ -75,10 +73,9 @@ class CheckpointRecords:
                     f"{saved.get('source')}) in {path}, but was given the weights {fingerprint} (from {source}). Give "
                     "each checkpoint a model id of its own, or use another output directory."
                 )
-        if self.version > 1:
-            del content["source"]
-            if not create_bytes(self._member_path(model_id), encoded(content, self.version)):
-                self._check_member(model_id)
+        del content["source"]
+        if not create_sealed(self._member_path(model_id), content):
+            self._check_member(model_id)
         remove_stale_temporaries(path.parent)
         remove_stale_temporaries(self.output_dir)
 
@@ -119,14 +116,14 @@ class CheckpointRecords:
             StoreError: its record is damaged, or belongs elsewhere.
         """
         info = self._read_checkpoint(model_id)
-        if self.version > 1 and self._member_path(model_id).exists():
+        if self._member_path(model_id).exists():
             self._check_member(model_id)
         return info
 
     def _read_checkpoint(self, model_id: int) -> dict[str, Any]:
         path = self.directory(model_id) / "checkpoint.json"
         try:
-            info = read_record(path, self.version)
+            info = read_record(path)
         except FileNotFoundError as error:
             raise IncompleteStoreError(
                 f"Model id {model_id} is not in {self.output_dir}, which has {self.ids() or 'none'}. Featurize "
@@ -155,7 +152,7 @@ class CheckpointRecords:
     def _check_member(self, model_id: int) -> None:
         """Compare the record in the store with the one in the checkpoint's directory."""
         path, info = self._member_path(model_id), self._read_checkpoint(model_id)
-        said = read_record(path, self.version)
+        said = read_record(path)
         keys = ("config_hash", "fingerprint", "model_id")
         if changes := differing({key: said.get(key) for key in keys}, {key: info[key] for key in keys}):
             raise StoreError(
@@ -166,14 +163,9 @@ class CheckpointRecords:
             )
 
 
-def read_record(path: Path, version: int) -> dict[str, Any]:
-    """Read a JSON file of a store of this format version, without checksum and version. Raises as `read_sealed`."""
-    return unsealed(read_sealed(path, RESTORE, allow_unsealed=version == 1))
-
-
-def encoded(content: Mapping[str, Any], version: int) -> bytes:
-    """Encode a JSON file of a store of this format version."""
-    return json_bytes(content) if version == 1 else sealed_bytes(content)
+def read_record(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a store, without checksum and version. Raises as `read_sealed`."""
+    return unsealed(read_sealed(path, RESTORE))
 
 
 def checked_model_id(model_id: Any) -> int:
@@ -234,15 +226,14 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
     """Check a configuration, and return it as it is read back from its file, without the checksum.
 
     Args:
-        config: plain JSON with the keys of [`REQUIRED`]. `format_version` is added unless it is there.
+        config: plain JSON with the keys of [`REQUIRED`]. `format_version` is added.
 
     Raises:
         ValueError: a key is missing, or a value is out of range or not plain JSON.
     """
     try:
-        coded = config.get("feature_dtype") in CODE_BITS
-        content = json.loads(json_bytes({"format_version": CODES_VERSION if coded else FORMAT_VERSION, **config}))
-        content.pop("checksum", None)
+        content = json.loads(json_bytes({**config, VERSION_KEY: SEALED_VERSION}))
+        content.pop(CHECKSUM_KEY, None)
     except (TypeError, ValueError) as error:
         raise ValueError(f"The configuration is not plain JSON: {error}.") from error
     missing = [key for key in REQUIRED if key not in content]
@@ -267,16 +258,10 @@ def check_codes(content: Mapping[str, Any]) -> None:
     """Check what a configuration says about codes.
 
     Raises:
-        ValueError: codes in a store of another format version, or of a rotation or levels that this version of
-            hf_trak does not know, or without the seed of the rotation.
+        ValueError: codes of a rotation or levels that this version of hf_trak does not know, or without the seed of
+            the rotation.
     """
-    coded = content["feature_dtype"] in CODE_BITS
-    if coded != (content["format_version"] == CODES_VERSION):
-        raise ValueError(
-            f"`feature_dtype` is {content['feature_dtype']!r} and `format_version` {content['format_version']!r}. "
-            f"Expected format version {CODES_VERSION} for codes, and for nothing else."
-        )
-    if not coded:
+    if content["feature_dtype"] not in CODE_BITS:
         return
     for key, known in (("rotation", ROTATION), ("levels", LEVELS)):
         if content.get(key) != known:
@@ -311,12 +296,6 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path.parent} holds no feature store: {path.name} is missing. Expected the output directory of a run. "
             "Featurize first."
         ) from error
-    if config.get("format_version") not in READABLE_VERSIONS:
-        raise StoreError(
-            f"{path} has format version {config.get('format_version')!r}. Expected at most {READABLE_VERSIONS[-1]}, "
-            "which is the newest that this version of hf_trak reads. Use the version of hf_trak that wrote it, or "
-            "another output directory."
-        )
     try:
         return normalized(config)
     except ValueError as error:
@@ -334,8 +313,8 @@ def config_changes(
     """List what differs between two configurations in the keys that define the features.
 
     Args:
-        saved: the configuration of a store, see [`normalized`]. In format 1 keys that it lacks are not compared.
-        given: another one, of which the format version is not compared.
+        saved: the configuration of a store, see [`normalized`].
+        given: another one.
         compare: see [`compared`].
 
     Returns:
@@ -344,10 +323,7 @@ def config_changes(
     Raises:
         ValueError: see [`normalized`].
     """
-    before, after = _defining(saved), _defining(normalized(given))
-    if saved["format_version"] == 1:
-        after = {key: value for key, value in after.items() if key in before}
-    return compared(before, {**after, "format_version": before["format_version"]}, compare)
+    return compared(_defining(saved), _defining(normalized(given)), compare)
 
 
 def compared(
@@ -379,14 +355,12 @@ def _defining(config: Mapping[str, Any]) -> dict[str, Any]:
 class ExperimentRecords:
     """The records of the experiments of one store."""
 
-    def __init__(self, output_dir: Path, version: int) -> None:
+    def __init__(self, output_dir: Path) -> None:
         """
         Args:
             output_dir: directory of the store.
-            version: its format version.
         """
         self.output_dir = output_dir
-        self.version = version
 
     def directory(self, name: str) -> Path:
         """Directory of one experiment. Raises as `hf_trak.store.atomic.safe_name`."""
@@ -413,12 +387,10 @@ class ExperimentRecords:
             StoreError: its record is damaged.
         """
         path = self.path(name)
-        given = dict(content) if self.version == 1 else {**content, "name": name}
-        if not path.exists() and create_bytes(path, encoded(given, self.version)):
+        given = {**content, "name": name}
+        if not path.exists() and create_sealed(path, given):
             return
-        saved = read_record(path, self.version)
-        if self.version == 1:
-            given = {key: value for key, value in given.items() if key in saved}
+        saved = read_record(path)
         if changes := compared(saved, given, compare):
             raise ConfigMismatchError(
                 f"Experiment {name!r} exists in {path} with other values than those given:\n  "
@@ -435,13 +407,13 @@ class ExperimentRecords:
         """
         path = self.path(name)
         try:
-            info = read_record(path, self.version)
+            info = read_record(path)
         except FileNotFoundError as error:
             raise IncompleteStoreError(
                 f"Experiment {name!r} is not in {self.output_dir}, which has {self.names() or 'none'}. Featurize its "
                 "targets first."
             ) from error
-        if self.version > 1 and (found := info.pop("name", None)) != name:
+        if (found := info.pop("name", None)) != name:
             raise StoreError(
                 f"{path} is that of experiment {found!r}. Expected {name!r}, as its directory is called. Give the "
                 "directory its old name, or delete it and attribute again."

@@ -31,7 +31,7 @@ def write_references(store: FeatureStore, model_id: int, tensors: Mapping[str, T
     """
     path = store.checkpoint_dir(model_id) / FILE_NAME
     identity = _identity(store, model_id)
-    create_file(path, lambda temporary: write_tensors(temporary, tensors, identity, store.version))
+    create_file(path, lambda temporary: write_tensors(temporary, tensors, identity))
 
 
 def read_references(store: FeatureStore, model_id: int) -> dict[str, Tensor] | None:
@@ -45,12 +45,12 @@ def read_references(store: FeatureStore, model_id: int) -> dict[str, Tensor] | N
     if not path.exists():
         return None
     identity = _identity(store, model_id)
-    read_tensors(path, identity, {}, version=store.version)  # belongs here, and is intact
+    read_tensors(path, identity, {})  # belongs here, and is intact
     with safe_open(path, framework="pt", device="cpu") as file:
         names = list(file.keys())
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     specs = {name: TensorSpec(shapes[name], tuple(DTYPES.values())) for name in names}
-    return read_tensors(path, identity, specs, version=store.version)
+    return read_tensors(path, identity, specs)
 
 
 def _identity(store: FeatureStore, model_id: int) -> dict[str, str | int]:

@@ -81,17 +81,7 @@ class RevisedShards(ShardSet):
         for piece in pieces:
             bounds.append(bounds[-1] + piece.size)
         plan = RevisedPlan(bounds[-1], max(piece.size for piece in pieces), tuple(bounds))
-        super().__init__(
-            first.directory,
-            first.prefix,
-            plan,
-            first.width,
-            first.dtype,
-            first.identity,
-            first.version,
-            first.rotation,
-            first.code_format,
-        )
+        super().__init__(**{**first.arguments, "plan": plan})
         self.pieces = list(pieces)
 
     def path(self, index: int) -> Path:
@@ -249,9 +239,7 @@ class PrefixShards(ShardSet):
         whole.names_within(count)
         assert whole.code_format is not None  # `names_within` has looked
         form = CodeFormat(whole.code_format.bits, columns_within(whole.code_format, count))
-        super().__init__(
-            whole.directory, whole.prefix, whole.plan, form.k, whole.dtype, whole.identity, whole.version, None, form
-        )
+        super().__init__(**{**whole.arguments, "width": form.k, "rotation": None, "code_format": form})
         self._whole = whole
         self._count = count
 
@@ -263,9 +251,6 @@ class PrefixShards(ShardSet):
 
     def header(self, index: int) -> dict[str, Any]:
         return self._whole.header(index)
-
-    def is_written(self, index: int) -> bool:
-        return self._whole.is_written(index)
 
     @property
     def content_hash(self) -> str:
@@ -281,11 +266,6 @@ class PrefixShards(ShardSet):
             CodedRows(self.code_format, shard.coded.scale, shard.coded.blocks),
             shard.out_to_loss,
         )
-
-    def rows_of(self, wanted: Mapping[int, Sequence[int]]) -> Any:
-        for index in sorted(wanted):
-            shard, places = self.read(index), torch.tensor(list(wanted[index]), dtype=torch.int64)
-            yield index, shard.features[places], shard.out_to_loss[places]
 
     def write(self, index: int, grads: Tensor, out_to_loss: Tensor) -> Path:
         """Raise `StoreError`: only whole rows are written."""

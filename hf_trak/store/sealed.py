@@ -1,9 +1,6 @@
 """Sealed files: JSON with a checksum of its own content, so that a changed byte is noticed.
 
-    {"checksum": xxh3-128 of all other keys as canonical JSON, "format_version": 2, …}
-
-Files of format 1 have no checksum. They are still read, and recognized by lacking both keys (or by
-`"format_version": 1`); a file that lacks only one of the keys is damaged.
+{"checksum": xxh3-128 of all other keys as canonical JSON, "format_version": 1, …}
 """
 
 import json
@@ -18,8 +15,8 @@ from hf_trak.store.atomic import create_bytes, json_bytes, read_json, write_byte
 
 CHECKSUM_KEY = "checksum"
 VERSION_KEY = "format_version"
-SEALED_VERSION = 2
-"""Format version of files with a checksum; higher ones may follow."""
+SEALED_VERSION = 1
+"""Version of everything that hf_trak writes, and the only one that it reads."""
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
@@ -34,7 +31,7 @@ def content_digest(content: Mapping[str, Any]) -> str:
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content with its format version (2 unless it has one) and its checksum.
+    """Return the content with its format version and its checksum.
 
     Raises:
         TypeError, ValueError: the content is not plain JSON.
@@ -68,13 +65,8 @@ def create_sealed(path: Path, content: Mapping[str, Any]) -> bool:
     return create_bytes(path, sealed_bytes(content))
 
 
-def is_sealed(content: Mapping[str, Any]) -> bool:
-    """Whether the content must have a checksum: it does not if it lacks both keys, or if its version is 1."""
-    return CHECKSUM_KEY in content or content.get(VERSION_KEY, 1) != 1
-
-
 def check_seal(content: Mapping[str, Any], path: Path | str, remedy: str = "") -> None:
-    """Compare the checksum of a parsed file with its content; files of format 1 have none and pass.
+    """Compare the checksum of a parsed file with its content.
 
     Args:
         content: the parsed file.
@@ -84,8 +76,6 @@ def check_seal(content: Mapping[str, Any], path: Path | str, remedy: str = "") -
     Raises:
         StoreError: the checksum is missing, or does not fit the content.
     """
-    if not is_sealed(content):
-        return
     remedy = remedy or "Restore it from a copy, or delete it and run the same command again."
     try:
         found = content_digest(content)
@@ -98,28 +88,28 @@ def check_seal(content: Mapping[str, Any], path: Path | str, remedy: str = "") -
         )
 
 
-def read_sealed(path: Path, remedy: str = "", allow_unsealed: bool = True) -> dict[str, Any]:
+def read_sealed(path: Path, remedy: str = "") -> dict[str, Any]:
     """Read a sealed file, and compare its checksum with its content.
 
     Args:
         path: the file.
         remedy: what to do about a damaged file, for the error message.
-        allow_unsealed: whether a file of format 1, which has no checksum, is accepted.
 
     Returns:
         The content with all keys, `checksum` and `format_version` included.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        StoreError: it is not a JSON object, or is damaged, or lacks the checksum that it must have.
+        StoreError: it is not a JSON object, or is damaged, or of another format version.
     """
     content = read_json(path)
-    check_seal(content, path, remedy)
-    if not allow_unsealed and not is_sealed(content):
+    version = content.get(VERSION_KEY)
+    if isinstance(version, int) and version != SEALED_VERSION:
         raise StoreError(
-            f"{path} has no checksum, like files of format 1, but lies in a directory of a later format. "
-            f"{remedy or 'Restore it from a copy, or delete it and run the same command again.'}"
+            f"{path} has format version {version}, expected {SEALED_VERSION}: compute it again with this version of "
+            "hf_trak, featurized rows with `featurize` in another output directory."
         )
+    check_seal(content, path, remedy)
     return content
 
 

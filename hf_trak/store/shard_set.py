@@ -3,7 +3,7 @@
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from hf_trak.errors import IncompleteStoreError, NonFiniteError, StoreError
 from hf_trak.runtime.checks import check_finite_rows
 from hf_trak.store.codes import CodedRows, CodeFormat, Rotation
 from hf_trak.store.shards import (
-    FORMAT_VERSION,
     Finding,
     Identity,
     ShardPlan,
@@ -29,7 +28,6 @@ UNDERFLOW_TOLERANCE = 0.01
 """Relative change of a row, in norm, beyond which casting it to the storage dtype is reported."""
 
 _CAST_ROWS = 256
-_FORMAT_1 = "its rows are intact; in format 1 nothing protects what it says of itself"
 
 
 @dataclass(frozen=True)
@@ -64,43 +62,35 @@ class Shard:
         return Shard(self.start + first, self.start + last, self.features[part], self.out_to_loss[part])
 
 
+@dataclass(eq=False)
 class ShardSet:
-    """The shards of one feature matrix `(n_rows, k)`, some of which may not be written yet."""
+    """The shards of one feature matrix `(n_rows, k)`, some of which may not be written yet.
 
-    def __init__(
-        self,
-        directory: Path,
-        prefix: str,
-        plan: ShardPlan,
-        width: int,
-        dtype: torch.dtype,
-        identity: Identity,
-        version: int = FORMAT_VERSION,
-        rotation: Rotation | None = None,
-        code_format: CodeFormat | None = None,
-    ) -> None:
-        """
-        Args:
-            directory: directory of the files.
-            prefix: first part of their names.
-            plan: the division of rows into shards.
-            width: number of columns, k.
-            dtype: storage dtype of `grads`.
-            identity: what the rows are computed from, see `hf_trak.store.shards`.
-            version: format version of the store.
-            rotation: rotates every row before it is written; `None` leaves rows as they are.
-            code_format: form of the codes in which rows are kept; `None` keeps floating-point numbers.
-        """
-        self.directory = directory
-        self.prefix = prefix
-        self.plan = plan
-        self.width = width
-        self.dtype = dtype
-        self.identity = identity
-        self.version = version
-        self.rotation = rotation
-        self.code_format = code_format
-        self._warned = False
+    Attributes:
+        directory: directory of the files.
+        prefix: first part of their names.
+        plan: the division of rows into shards.
+        width: number of columns, k.
+        dtype: storage dtype of `grads`.
+        identity: what the rows are computed from, see `hf_trak.store.shards`.
+        rotation: rotates every row before it is written; `None` leaves rows as they are.
+        code_format: form of the codes in which rows are kept; `None` keeps floating-point numbers.
+    """
+
+    directory: Path
+    prefix: str
+    plan: ShardPlan
+    width: int
+    dtype: torch.dtype
+    identity: Identity
+    rotation: Rotation | None = None
+    code_format: CodeFormat | None = None
+    _warned: bool = field(default=False, init=False, repr=False)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the constructor, by name, for another set of shards of the same features."""
+        return {one.name: getattr(self, one.name) for one in fields(ShardSet) if one.init}
 
     def __len__(self) -> int:
         """Number of shards, written or not."""
@@ -132,16 +122,6 @@ class ShardSet:
             StoreError: a file that exists is truncated or does not belong here.
         """
         return [index for index in range(len(self.plan)) if not self.is_written(index)]
-
-    def without_file(self) -> list[int]:
-        """List the indices of the shards without a file. Quicker than [`~ShardSet.unwritten`], for callers that are
-        about to read, and thereby check, all others."""
-        return [index for index in range(len(self.plan)) if not self.exists(index)]
-
-    @property
-    def complete(self) -> bool:
-        """Whether every shard is written. Raises as [`~ShardSet.unwritten`]."""
-        return not self.unwritten()
 
     def require_complete(self, remedy: str) -> None:
         """Check that every shard is written.
@@ -206,7 +186,6 @@ class ShardSet:
             path,
             {**tensors, "out_to_loss": out_to_loss.detach().to(torch.float32)},
             self.identity,
-            self.version,
             start=rows.start,
             stop=rows.stop,
         )
@@ -231,7 +210,6 @@ class ShardSet:
             self._specs(rows),
             verify,
             mapped,
-            self.version,
             start=rows.start,
             stop=rows.stop,
         )
@@ -254,8 +232,7 @@ class ShardSet:
         """
         rows, names = self.plan.rows(index), self.names_within(count)
         specs = {name: spec for name, spec in self._specs(rows).items() if name in names}
-        path, version = self.path(index), self.version
-        tensors = read_part(path, self.identity, specs, version, start=rows.start, stop=rows.stop)
+        tensors = read_part(self.path(index), self.identity, specs, start=rows.start, stop=rows.stop)
         return Shard(rows.start, rows.stop, self._features(tensors), tensors["out_to_loss"])
 
     def names_within(self, count: int) -> tuple[str, ...]:
@@ -327,7 +304,7 @@ class ShardSet:
             except (StoreError, NonFiniteError) as error:
                 yield Finding(path, "damaged", str(error), f"Delete it; then: {remedy}")
             else:
-                yield Finding(path, "intact" if self.version > 1 else "unchecked", _FORMAT_1 * (self.version == 1))
+                yield Finding(path, "intact")
 
     def _specs(self, rows: range) -> dict[str, TensorSpec]:
         numbers = TensorSpec((len(rows),), (torch.float32,))
@@ -345,9 +322,7 @@ class ShardSet:
             StoreError: the file is missing or truncated, or does not belong here.
         """
         rows = self.plan.rows(index)
-        return read_header(
-            self.path(index), self.identity, self._specs(rows), self.version, start=rows.start, stop=rows.stop
-        )
+        return read_header(self.path(index), self.identity, self._specs(rows), start=rows.start, stop=rows.stop)
 
     def kept(self, grads: Tensor) -> Tensor:
         """Return what is read back after rows of features were written: rotated and rounded as this matrix keeps them.

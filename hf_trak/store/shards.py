@@ -2,15 +2,14 @@
 
 A shard is one safetensors file. Its metadata has the single key `hf_trak`, a JSON object with sorted keys:
 
-    {"checksum": xxh3-128 of all other keys, "format_version": 2, "identity": {…}, "start": first row, "stop": one past
-     the last row, "tensors": xxh3-128 of names, dtypes, shapes and bytes of the tensors}
+    {"checksum": xxh3-128 of all other keys, "format_version": 1, "identity": {…}, "start": first row, "stop": one past
+     the last row, "tensors": {name: xxh3-128 of dtype, shape and bytes}}
 
 There is one key only because safetensors serializes several keys in an order that changes from call to call, and the
 same features must give the same bytes. `identity` records what the rows were computed from (hash of the configuration,
 fingerprint of the weights, id of the checkpoint, …); a file of another identity is refused. Since `checksum` covers
-`tensors`, it stands for the whole file. In format 1 `checksum` covered the names and bytes of the tensors, and nothing
-covered the metadata. In format 3, of stores with codes, `tensors` is an object with the xxh3-128 of dtype, shape and
-bytes of each tensor by its name, so that part of the tensors can be read and checked.
+`tensors`, it stands for the whole file. Each tensor has a checksum of its own, so
+that part of the tensors can be read and checked.
 """
 
 import json
@@ -36,7 +35,7 @@ from hf_trak.store.sealed import content_digest, sealed
 
 State = Literal["intact", "damaged", "missing", "unchecked", "leftover"]
 
-"""`unchecked`: a file without checksums, from an older version; `leftover`: not part of any result."""
+"""`unchecked`: nothing here says what the file must hold; `leftover`: not part of any result."""
 
 
 @dataclass(frozen=True)
@@ -160,15 +159,9 @@ class _Entry:
         return self.dtype
 
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 
-"""The version of new stores with floating-point features."""
-
-CODES_VERSION = 3
-
-"""The version of stores with codes."""
-
-READABLE_VERSIONS = (1, FORMAT_VERSION, CODES_VERSION)
+"""The version of everything that hf_trak writes, and the only one that it reads."""
 
 METADATA_KEY = "hf_trak"
 
@@ -234,32 +227,17 @@ class TensorSpec:
     dtypes: tuple[torch.dtype, ...]
 
 
-def checksums(tensors: Mapping[str, Tensor], version: int) -> str | dict[str, str]:
-    """Hash CPU tensors as the metadata of a file of a format version does.
-
-    Returns:
-        Up to format 2 one checksum of all tensors, see [`checksum`]; since format 3 one for each, by its name.
-    """
-    if version < CODES_VERSION:
-        return checksum(tensors, version)
-    return {name: checksum({name: tensors[name]}, version) for name in sorted(tensors)}
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Hash each of some CPU tensors, see [`checksum`]."""
+    return {name: checksum({name: tensors[name]}) for name in sorted(tensors)}
 
 
-def checksum(tensors: Mapping[str, Tensor], version: int = 1) -> str:
-    """Hash CPU tensors in the order of their names: xxh3-128 of names and bytes, since format 2 of dtypes and shapes.
-
-    Args:
-        tensors: the tensors by name.
-        version: format version of the store.
-
-    Returns:
-        32 hex digits.
-    """
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Hash CPU tensors in the order of their names: xxh3-128 of names, dtypes, shapes and bytes. 32 hex digits."""
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
         digest.update(name.encode())
-        if version > 1:
-            digest.update(f"\0{tensors[name].dtype}\0{tuple(tensors[name].shape)}\0".encode())
+        digest.update(f"\0{tensors[name].dtype}\0{tuple(tensors[name].shape)}\0".encode())
         flat = tensors[name].reshape(-1)
         # a one-element slice counts as contiguous whatever its stride is, and only a copy can be seen as bytes
         flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
@@ -267,39 +245,31 @@ def checksum(tensors: Mapping[str, Tensor], version: int = 1) -> str:
     return digest.hexdigest()
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], identity: Identity, version: int = FORMAT_VERSION, **extra: Any
-) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], identity: Identity, **extra: Any) -> None:
     """Write tensors to a file atomically. The same content gives the same bytes.
 
     Args:
         path: the file.
         tensors: the tensors by name.
         identity: what they were computed from.
-        version: format version of the store that the file belongs to.
         **extra: further plain JSON for the metadata.
 
     Raises:
         StoreError: the file cannot be written.
     """
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    header = {**extra, "format_version": version, "identity": dict(identity)}
-    digest = checksums(tensors, version)
-    header = {**header, "checksum": digest} if version == 1 else sealed({**header, "tensors": digest})
+    header = sealed({**extra, "identity": dict(identity), "tensors": checksums(tensors)})
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(header, sort_keys=True, allow_nan=False)})
 
 
-def read_header(
-    path: Path, identity: Identity, specs: Mapping[str, TensorSpec], version: int = FORMAT_VERSION, **extra: Any
-) -> dict[str, Any]:
+def read_header(path: Path, identity: Identity, specs: Mapping[str, TensorSpec], **extra: Any) -> dict[str, Any]:
     """Check a file except for the bytes of its tensors, which are not read.
 
     Args:
         path: the file.
         identity: the identity that it must have.
         specs: the tensors that it must hold.
-        version: format version of the store that the file belongs to.
         **extra: metadata that it must have.
 
     Returns:
@@ -309,7 +279,7 @@ def read_header(
         StoreError: the file is missing, truncated or damaged, or differs from what is expected.
     """
     with _open(path) as file:
-        return _check_header(path, file, identity, specs, version, extra)
+        return _check_header(path, file, identity, specs, extra)
 
 
 def read_tensors(
@@ -318,7 +288,6 @@ def read_tensors(
     specs: Mapping[str, TensorSpec],
     verify: bool | None = None,
     mapped: bool = True,
-    version: int = FORMAT_VERSION,
     **extra: Any,
 ) -> dict[str, Tensor]:
     """Read the tensors of a file.
@@ -331,7 +300,6 @@ def read_tensors(
             first time that this process reads the file in its present state.
         mapped: whether to memory-map the tensors: pages are read when they are touched, and slices cost only their
             rows. Otherwise the whole file is read at once, see `hf_trak.store.shards`.
-        version: format version of the store that the file belongs to.
         **extra: metadata that it must have.
 
     Returns:
@@ -342,30 +310,24 @@ def read_tensors(
     """
     stamp = _stamp(path)
     with _open(path, mapped) as file:
-        header = _check_header(path, file, identity, specs, version, extra)
+        header = _check_header(path, file, identity, specs, extra)
         tensors = {name: file.get_tensor(name) for name in specs}
         if verify or (verify is None and stamp not in _verified):
             others = {name: file.get_tensor(name) for name in file.keys() if name not in tensors}  # noqa: SIM118
-            found, said = (
-                checksums({**tensors, **others}, version),
-                header.get("checksum" if version == 1 else "tensors"),
-            )
+            found, said = checksums({**tensors, **others}), header.get("tensors")
             if found != said:
                 raise _broken(path, f"the checksum of its tensors is {found}, its metadata says {said}")
             _verified.add(stamp)
     return tensors
 
 
-def read_part(
-    path: Path, identity: Identity, specs: Mapping[str, TensorSpec], version: int, **extra: Any
-) -> dict[str, Tensor]:
-    """Read some tensors of a file of format 3, which has a checksum for each, and leave the others alone.
+def read_part(path: Path, identity: Identity, specs: Mapping[str, TensorSpec], **extra: Any) -> dict[str, Tensor]:
+    """Read some tensors of a file, and leave the others alone.
 
     Args:
         path: the file.
         identity: the identity that it must have.
         specs: the tensors to read.
-        version: format version of the store that the file belongs to.
         **extra: metadata that it must have.
 
     Returns:
@@ -376,11 +338,11 @@ def read_part(
     """
     stamp = (_stamp(path), tuple(specs))
     with _open(path) as file:
-        header = _check_header(path, file, identity, specs, version, extra)
+        header = _check_header(path, file, identity, specs, extra)
         tensors = {name: file.get_tensor(name) for name in specs}
     if stamp not in _verified:
         said = header.get("tensors")
-        for name, found in checksums(tensors, CODES_VERSION).items():  # type: ignore[union-attr]  # one for each
+        for name, found in checksums(tensors).items():
             expected = said.get(name) if isinstance(said, dict) else None
             if found != expected:
                 raise _broken(path, f"the checksum of `{name}` is {found}, its metadata says {expected}")
@@ -392,7 +354,7 @@ def check_file(path: Path) -> None:
     """Check that a file is as it was written, whatever it holds: its metadata and all its tensors, by their checksums.
 
     Args:
-        path: a file of a store of format 2 or later.
+        path: a file that [`write_tensors`] wrote.
 
     Raises:
         StoreError: the file is missing, truncated or damaged, or of another format.
@@ -400,11 +362,11 @@ def check_file(path: Path) -> None:
     with _open(path) as file:
         header = parse_metadata(path, file)
         version = header.get("format_version")
-        if version not in READABLE_VERSIONS[1:]:
-            raise _broken(path, f"it has format version {version!r}; expected one of {READABLE_VERSIONS[1:]}")
+        if version != FORMAT_VERSION:
+            raise _broken(path, f"it has format version {version!r}, expected {FORMAT_VERSION}")
         if header.get("checksum") != content_digest(header):
             raise _broken(path, "the checksum of its metadata is not the one that it says")
-        found = checksums({name: file.get_tensor(name) for name in file.keys()}, version)  # noqa: SIM118
+        found = checksums({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     if found != header.get("tensors"):
         raise _broken(path, f"the checksum of its tensors is {found}, its metadata says {header.get('tensors')}")
 
@@ -439,18 +401,12 @@ def _open(path: Path, mapped: bool = True) -> Iterator[Any]:
 
 
 def _check_header(
-    path: Path, file: Any, identity: Identity, specs: Mapping[str, TensorSpec], version: int, extra: Mapping[str, Any]
+    path: Path, file: Any, identity: Identity, specs: Mapping[str, TensorSpec], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     header = parse_metadata(path, file)
-    found = header.get("format_version")
-    if isinstance(found, int) and found > READABLE_VERSIONS[-1]:
-        raise StoreError(
-            f"{path} has format version {found}. Expected at most {READABLE_VERSIONS[-1]}, which is the newest that "
-            "this version of hf_trak reads. Use the version of hf_trak that wrote it, or another output directory."
-        )
-    if found != version:
-        raise _broken(path, f"it has format version {found!r}, and the directory that it lies in has {version}")
-    if version > 1 and header.get("checksum") != content_digest(header):
+    if (found := header.get("format_version")) != FORMAT_VERSION:
+        raise _broken(path, f"it has format version {found!r}, expected {FORMAT_VERSION}")
+    if header.get("checksum") != content_digest(header):
         raise _broken(
             path, f"the checksum of its metadata is {content_digest(header)}, it says {header.get('checksum')}"
         )

@@ -4,7 +4,6 @@
       kernel.safetensors                            `kernel` (n, n), XXᵀ
       low_rank-<rank>.safetensors                   `vectors` (k, rank), `eigenvalues` (rank,), `overlaps` (rank, rank)
       low_rank-<rank>.passes.safetensors            the same while it is computed; removed at the end
-      gram_block-<columns>-<number>.safetensors     `gram`, XᵀX of a block of columns
 
 The files lie in the output directory of the store, also where the features themselves are read from a published index.
 As the Gram matrix does, each names in its identity the features that it was computed from, and has a checksum; files
@@ -34,10 +33,8 @@ from hf_trak.store.shards import (
 )
 from hf_trak.store.store import FeatureStore
 
-_NAMES = re.compile(r"(kernel|low_rank-\d+|low_rank-\d+\.passes|gram_block-\d+-\d+)\.safetensors")
+_NAMES = re.compile(r"(kernel|low_rank-\d+|low_rank-\d+\.passes)\.safetensors")
 _REMEDY = "Delete it; `featurize`, or the next call that needs it, computes it again."
-_LEAST_VERSION = 2
-"""Files of format 1 do not protect their metadata, in which facts are kept."""
 
 
 class SolverFiles:
@@ -50,7 +47,6 @@ class SolverFiles:
             model_id: the checkpoint.
         """
         self.directory = store.output_dir / store.checkpoint_dir(model_id).name
-        self.version = max(store.version, _LEAST_VERSION)
         self._store = store
         self._model_id = model_id
 
@@ -96,7 +92,7 @@ class SolverFiles:
                 f"What is to be saved in {self.path(name)} has NaN or infinite entries. Expected finite ones. Inspect "
                 "the weights of this checkpoint, or compute features in float32."
             )
-        write_tensors(self.path(name), tensors, {**self.features, **identity}, self.version, facts=numbers)
+        write_tensors(self.path(name), tensors, {**self.features, **identity}, facts=numbers)
 
     def read(
         self, name: str, specs: Mapping[str, TensorSpec], identity: Identity, facts: Sequence[str] = ()
@@ -116,7 +112,7 @@ class SolverFiles:
             StoreError: the file is missing or damaged, or was computed from something else.
         """
         found = self.facts(name, specs, identity, facts)
-        return read_tensors(self.path(name), {**self.features, **identity}, specs, version=self.version), found
+        return read_tensors(self.path(name), {**self.features, **identity}, specs), found
 
     def facts(
         self, name: str, specs: Mapping[str, TensorSpec], identity: Identity, facts: Sequence[str]
@@ -130,7 +126,7 @@ class SolverFiles:
             StoreError: as there.
         """
         path = self.path(name)
-        saved = read_header(path, {**self.features, **identity}, specs, self.version).get("facts")
+        saved = read_header(path, {**self.features, **identity}, specs).get("facts")
         found = saved if isinstance(saved, dict) else {}
         for key in facts:
             value = found.get(key)
@@ -165,7 +161,7 @@ class SolverFiles:
                 yield Finding(path, "unchecked", detail, _REMEDY)
                 continue
             try:
-                read_tensors(path, {**_identity_of(path), **self.features}, {}, verify=True, version=self.version)
+                read_tensors(path, {**_identity_of(path), **self.features}, {}, verify=True)
             except StoreError as error:
                 yield Finding(path, "damaged", str(error), _REMEDY)
             else:

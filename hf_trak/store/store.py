@@ -17,13 +17,10 @@ processes may write the same shard: they write the same bytes, and renaming is a
 Every file records what it was computed from (the configuration, the weights, and the id of the checkpoint, which the
 random matrix depends on) and carries a checksum of its content. A file that is damaged, or belongs elsewhere, is
 refused with an error that names it. The files `checkpoint-<model_id>.json` reveal a checkpoint that has vanished.
-
-Stores of format 1 have neither checksums of their JSON files nor ids in the identities of their shards. They are read
-and finished in their own format, with a warning; see [`FeatureStore.unknown`].
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,12 +42,10 @@ from hf_trak.store.checkpoint_records import (
     checked_model_id,
     config_changes,
     config_hash,
-    encoded,
     normalized,
     read_config,
 )
 from hf_trak.store.codes import CodeFormat, Rotation
-from hf_trak.store.format_1 import UNKNOWN, warn_once
 from hf_trak.store.sealed import content_digest, sealed_bytes
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import Identity, ShardPlan, TensorSpec, read_header, read_tensors, write_tensors
@@ -95,12 +90,12 @@ def check_gram(gram: Tensor, n: int, width: int, n_rows: int, model_id: int) -> 
         )
 
 
-def write_gram_file(path: Path, gram: Tensor, n: int, identity: Identity, version: int) -> None:
+def write_gram_file(path: Path, gram: Tensor, n: int, identity: Identity) -> None:
     """Write a matrix that [`check_gram`] has accepted. The arguments are those of [`read_gram_file`]."""
-    write_tensors(path, {"gram": gram}, identity, version, n=n, trace=_trace(gram))
+    write_tensors(path, {"gram": gram}, identity, n=n, trace=_trace(gram))
 
 
-def read_gram_file(path: Path, width: int, n: int, identity: Identity, version: int) -> Gram:
+def read_gram_file(path: Path, width: int, n: int, identity: Identity) -> Gram:
     """Read a matrix.
 
     Args:
@@ -108,17 +103,15 @@ def read_gram_file(path: Path, width: int, n: int, identity: Identity, version: 
         width: k.
         n: number of rows that it has to sum over.
         identity: what it has to be computed from.
-        version: the format version of the store.
 
     Raises:
         StoreError: the file is missing or damaged, or was computed from something else.
     """
     specs: Mapping[str, TensorSpec] = {"gram": TensorSpec((width, width), _DTYPES)}
-    matrix = read_tensors(path, identity, specs, version=version, n=n)["gram"]
-    saved = read_header(path, identity, specs, version, n=n).get("trace")
+    matrix = read_tensors(path, identity, specs, n=n)["gram"]
+    saved = read_header(path, identity, specs, n=n).get("trace")
     found = _trace(matrix)
-    # In format 1 nothing but this comparison protects the number, from which λ is derived. The bound is that of a sum
-    # of k terms in another order; both sums are taken in float64.
+    # The bound is that of a sum of k terms in another order; both sums are taken in float64.
     if not isinstance(saved, float) or not math.isclose(saved, found, rel_tol=width * 2.0**-52, abs_tol=0.0):
         raise StoreError(
             f"{path} says that the trace is {saved!r}; its matrix has {found!r}. Delete this file and run the same "
@@ -159,7 +152,6 @@ class FeatureStore:
         cls,
         output_dir: str | Path,
         config: Mapping[str, Any],
-        first_format: Callable[[], Mapping[str, Any]] | None = None,
         compare: Mapping[str, Comparison] | None = None,
     ) -> "FeatureStore":
         """Open a store, and create it unless it exists.
@@ -170,9 +162,6 @@ class FeatureStore:
             config (`Mapping[str, Any]`):
                 Everything that defines the features, as plain JSON. `train_size`, `proj_dim`, `feature_dtype` (a key
                 of `FEATURE_DTYPES`) and `shard_size` are required; `format_version` is added.
-            first_format (`Callable[[], Mapping[str, Any]]`, *optional*):
-                Returns the configuration in which a store of format 1 describes the same features; called for such a
-                store only. By default this is `config` without the keys that the store lacks.
             compare (`Mapping[str, Comparison]`, *optional*):
                 By key, functions that compare values which need not be equal. They are called only where the values
                 are not.
@@ -188,7 +177,7 @@ class FeatureStore:
         if not path.exists():
             create_bytes(path, sealed_bytes(given))
         store = cls.load(output_dir)
-        store.require_same(given if store.version > 1 or first_format is None else first_format(), compare)
+        store.require_same(given, compare)
         return store
 
     @classmethod
@@ -204,10 +193,7 @@ class FeatureStore:
             StoreError: its configuration cannot be read, or is of another format version.
         """
         output_dir = Path(output_dir)
-        store = cls(output_dir, read_config(output_dir / cls.CONFIG_FILE))
-        if store.version == 1:
-            warn_once(output_dir)
-        return store
+        return cls(output_dir, read_config(output_dir / cls.CONFIG_FILE))
 
     # -- the configuration -------------------------------------------------------------------------------------------
 
@@ -230,16 +216,6 @@ class FeatureStore:
     def changes(self, config: Mapping[str, Any], compare: Mapping[str, Comparison] | None = None) -> list[str]:
         """List what [`~FeatureStore.require_same`] would report, one line for each difference."""
         return config_changes(self._config, config, compare)
-
-    @property
-    def version(self) -> int:
-        """Format version of the store, in which its files are written."""
-        return int(self._config["format_version"])
-
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """Information that the identities of this store lack, because it is of an older format."""
-        return UNKNOWN if self.version == 1 else ()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -278,15 +254,11 @@ class FeatureStore:
             return None
         return Rotation(self.proj_dim, self._config["seed"], checked_model_id(model_id))
 
-    def encoded(self, content: Mapping[str, Any]) -> bytes:
-        """Encode a JSON file of this store in its format."""
-        return encoded(content, self.version)
-
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     @property
     def _checkpoint_records(self) -> CheckpointRecords:
-        return CheckpointRecords(self.output_dir, self.config_hash, self.version)
+        return CheckpointRecords(self.output_dir, self.config_hash)
 
     def checkpoint_dir(self, model_id: int) -> Path:
         """Directory of one checkpoint's train features."""
@@ -330,8 +302,8 @@ class FeatureStore:
 
     def identity(self, model_id: int) -> dict[str, str | int]:
         """Return what every file of a registered checkpoint is computed from: weights, configuration, and id."""
-        identity = {"checkpoint": self.checkpoint_info(model_id)["fingerprint"], "config": self.config_hash}
-        return identity if self.version == 1 else {**identity, "model_id": checked_model_id(model_id)}
+        fingerprint = self.checkpoint_info(model_id)["fingerprint"]
+        return {"checkpoint": fingerprint, "config": self.config_hash, "model_id": checked_model_id(model_id)}
 
     def train(self, model_id: int) -> ShardSet:
         """Return the features of the train set under one checkpoint.
@@ -367,9 +339,7 @@ class FeatureStore:
         """
         if directory.is_dir():
             remove_stale_temporaries(directory)
-        return ShardSet(
-            directory, prefix, plan, self.proj_dim, self.feature_dtype, identity, self.version, rotation, code_format
-        )
+        return ShardSet(directory, prefix, plan, self.proj_dim, self.feature_dtype, identity, rotation, code_format)
 
     def curvature_dir(self, model_id: int, identity: Mapping[str, Any]) -> Path:
         """Directory of the curvature of one checkpoint that has this identity, or is to be fitted with it."""
@@ -384,7 +354,7 @@ class FeatureStore:
     @property
     def experiment_records(self) -> ExperimentRecords:
         """Records of the experiments."""
-        return ExperimentRecords(self.output_dir, self.version)
+        return ExperimentRecords(self.output_dir)
 
     @property
     def experiments(self) -> list[str]:
@@ -456,11 +426,10 @@ class FeatureStore:
         identity = {
             **self.identity(model_id),
             "dataset_fingerprint": str(info.get("dataset_fingerprint")),
+            "experiment": content_digest({**info, "name": experiment}),
             "kind": "targets",
             "num_targets": plan.n_rows,
         }
-        if self.version > 1:
-            identity["experiment"] = content_digest({**info, "name": experiment})
         directory = self.experiment_dir(experiment) / f"checkpoint-{model_id}"
         return self.shard_set(directory, "targets", plan, identity, self.rotation(model_id))
 
@@ -484,7 +453,7 @@ class FeatureStore:
         """
         check_gram(gram, n, self.proj_dim, self.train_size, model_id)
         self.train(model_id).require_complete(_FEATURIZE_REST)
-        write_gram_file(self._gram_path(model_id), gram, n, self._gram_identity(model_id), self.version)
+        write_gram_file(self._gram_path(model_id), gram, n, self._gram_identity(model_id))
 
     def read_gram(self, model_id: int) -> Gram | None:
         """Read the saved XᵀX.
@@ -500,7 +469,7 @@ class FeatureStore:
         if not path.exists():
             return None
         self.train(model_id).require_complete(_FEATURIZE_REST)
-        return read_gram_file(path, self.proj_dim, self.train_size, self._gram_identity(model_id), self.version)
+        return read_gram_file(path, self.proj_dim, self.train_size, self._gram_identity(model_id))
 
     def _gram_path(self, model_id: int) -> Path:
         return self.checkpoint_dir(model_id) / GRAM_FILE

@@ -1,170 +1,169 @@
-"""Verification of a feature store: every file is read and compared with its checksum (`hf-trak verify-store`)."""
+"""One verifier for everything that hf_trak writes: `hf-trak inspect --check`.
 
-from collections.abc import Iterator
+Every file says what it is: sealed JSON has a checksum, and a shard has a checksum and an identity. [`verify`] walks
+through a directory. Files that a record describes (a store's configuration, a curvature, a run) are checked against
+that record by a function of the package that writes it, and all others by themselves.
+"""
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from hf_trak.errors import HfTrakError, IncompleteStoreError, StoreError
 from hf_trak.store.atomic import leftovers
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
-from hf_trak.store.sealed import is_sealed, read_sealed
+from hf_trak.store.sealed import read_sealed
 from hf_trak.store.shards import Finding, check_file
 from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import GRAM_FILE, FeatureStore
 
+RecordCheck = Callable[[Path], Iterable[Finding]]
+
+"""`(directory) -> findings` of the files that the record of this directory describes."""
+
 _FEATURIZE = "`featurize` with the same arguments computes it."
+_FEATURIZE_AGAIN = "Featurize the same checkpoint under this id again; finished shards stay."
 _ATTRIBUTE = "`attribute` with the same targets computes it."
-_EXACTLY = "the same call with `exact=True` or `rerank` computes it again."
-_EXACT = (
-    "experiments/*/exact-*/**/*.safetensors",
-    "experiments/*/shortlist-*.safetensors",
-    "curvature/*/*-*/*.safetensors",
-    "train_rows.safetensors",
-)
-"""Where preconditioned targets and exact scores are, shortlists, self-influence and whitened features of the hybrid,
-and digests of training rows."""
+
+REMEDIES = {
+    "*/checkpoint-*": f"Delete it; then: {_FEATURIZE}",
+    "*/experiments/*": "Delete it; the same call of `attribute` computes it again.",
+    "*/curvature/*": "Delete it; the same call of `attribute` or `fit_curvature` computes it again.",
+    "*/train_rows.safetensors": "Delete it; publishing the index again computes it.",
+    "*/batch_size.json": "Delete it; the next run writes it anew.",
+    "*/featurize.json": "Delete it; the next run writes it anew.",
+}
+"""By pattern of the path, what to do about a damaged file that no record describes."""
 
 
-def verify_store(output_dir: Path) -> Iterator[Finding]:
-    """Check a store, file by file.
+def verify(directory: Path, records: Mapping[str, RecordCheck]) -> Iterator[Finding]:
+    """Check every file that hf_trak wrote to a directory.
 
     Args:
-        output_dir: its directory.
+        directory: the directory.
+        records: by the pattern of records below the directory, such as `"scores/*/run.json"`, what checks the
+            directory of one. [`verify_store`] is that for `"**/trak_config.json"`.
 
     Returns:
-        An iterator of one finding per file of the store, missing ones included. Reports of runs, files of results and
-        revisions are not checked.
+        An iterator of one finding for each file, missing ones included.
 
     Raises:
-        IncompleteStoreError: there is no store in this directory.
+        IncompleteStoreError: hf_trak wrote nothing here.
     """
-    path = output_dir / FeatureStore.CONFIG_FILE
+    found = [(check, path.parent) for pattern, check in records.items() for path in sorted(directory.glob(pattern))]
+    if not found:
+        raise IncompleteStoreError(
+            f"{str(directory)!r} holds nothing that hf_trak wrote. Expected the output directory of a run, an index, "
+            "a report run, a `save_dir` of TRAKer, or a directory of retrainings. Name one of those."
+        )
+    return _verified(directory, dict.fromkeys(found))
+
+
+def _verified(directory: Path, checks: Iterable[tuple[RecordCheck, Path]]) -> Iterator[Finding]:
+    seen: set[Path] = set()
+    for check, described in checks:
+        for finding in check(described):
+            if finding.path not in seen:
+                yield finding
+            seen.add(finding.path)
+    for path in sorted({*directory.rglob("*.json"), *directory.rglob("*.safetensors")} - seen):
+        name = f"/{path.relative_to(directory).as_posix()}"
+        remedy = next((text for pattern, text in REMEDIES.items() if fnmatch.fnmatch(name, pattern)), None)
+        if remedy is not None:
+            yield alone(path, remedy)
+    for one in leftovers(directory):
+        if one.path not in seen:
+            yield Finding(one.path, "leftover", f"{one.size} bytes", "`hf-trak inspect --clean` removes it.")
+
+
+def judged(path: Path, check: Callable[[], object], remedy: str = "") -> Finding:
+    """Run the check of a file, and return what came of it.
+
+    Args:
+        path: the file.
+        check: raises if the file is damaged or belongs elsewhere.
+        remedy: how to repair it.
+    """
     try:
-        store = FeatureStore.load(output_dir)
-    except IncompleteStoreError:
-        raise
-    except StoreError as error:
-        # without the configuration nothing else can be judged
-        yield Finding(path, "damaged", str(error), "Restore it from a copy, or featurize into another directory.")
-        return
-    yield _json(path, "")
-    checkpoints = _checkpoint_ids(output_dir)
+        check()
+    except (HfTrakError, OSError) as error:
+        return Finding(path, "damaged", str(error), remedy) if path.exists() else Finding(path, "missing", "", remedy)
+    return Finding(path, "intact")
+
+
+def alone(path: Path, remedy: str) -> Finding:
+    """Check a file by its own checksum. The arguments are those of [`judged`]."""
+    return judged(path, lambda: (read_sealed if path.suffix == ".json" else check_file)(path), remedy)
+
+
+def verify_store(directory: Path) -> Iterator[Finding]:
+    """Check what the configuration of a store describes: its checkpoints and the targets of its experiments.
+
+    Args:
+        directory: directory of the store.
+
+    Returns:
+        An iterator of one finding for each file, missing ones included.
+    """
+    path = directory / FeatureStore.CONFIG_FILE
+    finding = judged(path, lambda: FeatureStore.load(directory), "Restore it, or featurize into another directory.")
+    yield finding
+    if finding.state != "intact":
+        return  # without the configuration nothing else can be judged
+    store = FeatureStore.load(directory)
+    if "revision_of" in store.config:
+        return  # it looks at the features of the original store
+    names = {path.name.removesuffix(".json").removeprefix("checkpoint-") for path in directory.glob("checkpoint-*")}
+    checkpoints = sorted(int(name) for name in names if name.isdecimal() and len(name) < 19)
     for model_id in checkpoints:
         yield from _checkpoint(store, model_id)
-    for experiment in sorted(path.name for path in output_dir.glob("experiments/*") if path.is_dir()):
-        yield from _experiment(store, experiment, checkpoints)
-    for pattern in _EXACT:
-        yield from _by_themselves(sorted(output_dir.glob(pattern)))
-    for name in ("batch_size.json", "featurize.json"):
-        if (output_dir / name).exists():
-            yield _json(output_dir / name, "Delete it; the next run writes it anew.")
-    for one in leftovers(output_dir):
-        yield Finding(one.path, "leftover", f"{one.size} bytes", "`hf-trak clean` removes it.")
-
-
-def _by_themselves(paths: list[Path]) -> Iterator[Finding]:
-    """Check files that say of themselves what they hold, and that are computed again where they are missing."""
-    for path in paths:
-        try:
-            check_file(path)
-        except StoreError as error:
-            yield Finding(path, "damaged", str(error), f"Delete it; then: {_EXACTLY}")
-        else:
-            yield Finding(path, "intact")
-
-
-def _checkpoint_ids(output_dir: Path) -> list[int]:
-    """List the ids of the checkpoints that have any file, registered or not."""
-    names = {path.name.removesuffix(".json").removeprefix("checkpoint-") for path in output_dir.glob("checkpoint-*")}
-    return sorted(int(name) for name in names if name.isdecimal() and len(name) < 19)
+    for place in sorted(path for path in directory.glob("experiments/*") if path.is_dir()):
+        yield from _experiment(store, place, checkpoints)
 
 
 def _checkpoint(store: FeatureStore, model_id: int) -> Iterator[Finding]:
     directory = store.checkpoint_dir(model_id)
     record, member = directory / "checkpoint.json", store.output_dir / f"{directory.name}.json"
-    again = "Featurize the same checkpoint under this id again; finished shards stay."
-    if not record.exists():
-        yield Finding(
-            record,
-            "missing",
-            "without it, nothing says which weights the features of this checkpoint belong to",
-            again,
-        )
+    listed = judged(member, lambda: read_sealed(member), f"Delete it, if it is there. {_FEATURIZE_AGAIN}")
+    yield listed
+    if listed.state == "damaged":
+        yield alone(record, _FEATURIZE_AGAIN)
         return
-    if member.exists():
-        found = _json(member, f"Delete it. {again}")
-        yield found
-        if found.state == "damaged":
-            yield _json(record, again)
-            return
-    try:
-        store.checkpoint_info(model_id)
-    except StoreError as error:
-        yield Finding(record, "damaged", str(error), f"Restore it, or delete it. {again}")
+    known = judged(record, lambda: store.checkpoint_info(model_id), f"Restore it, or delete it. {_FEATURIZE_AGAIN}")
+    yield known
+    if known.state != "intact":
         return
-    yield _json(record, again)
-    if store.version > 1 and not member.exists():
-        yield Finding(member, "missing", "without it, the loss of this checkpoint would go unnoticed", again)
     shards = list(store.train(model_id).findings(_FEATURIZE))
     yield from shards
-    if store.config.get("api") != "TRAKer":  # whose stores hold no XᵀX
-        whole = all(one.state in ("intact", "unchecked") for one in shards)
-        solvers = list(SolverFiles(store, model_id).findings(whole))
-        yield from solvers
-        if not solvers or (directory / GRAM_FILE).exists():
-            yield _gram(store, model_id, whole)
     if (directory / REFERENCES_FILE).exists():
-        yield _references(store, model_id)
-
-
-def _gram(store: FeatureStore, model_id: int, whole: bool) -> Finding:
-    path = store.checkpoint_dir(model_id) / GRAM_FILE
-    if not path.exists():
-        return Finding(path, "missing", "XᵀX of this checkpoint is not computed", _FEATURIZE)
-    if not whole:  # its identity covers the rows that it sums over, some of which are missing
-        return Finding(path, "unchecked", "features that it was computed from are damaged or missing", _FEATURIZE)
-    try:
-        store.read_gram(model_id)
-    except HfTrakError as error:
-        return Finding(path, "damaged", str(error), f"Delete it; then: {_FEATURIZE}")
-    return Finding(path, "intact")
-
-
-def _references(store: FeatureStore, model_id: int) -> Finding:
-    path = store.checkpoint_dir(model_id) / REFERENCES_FILE
-    try:
-        read_references(store, model_id)
-    except StoreError as error:
         # the features were computed with these references, and would not fit newly computed ones
-        return Finding(path, "damaged", str(error), "Restore it, or featurize this checkpoint anew.")
-    return Finding(path, "intact")
+        remedy = "Restore it, or featurize this checkpoint anew."
+        yield judged(directory / REFERENCES_FILE, lambda: read_references(store, model_id), remedy)
+    if store.config.get("api") == "TRAKer":
+        return  # whose stores hold no XᵀX
+    whole = all(one.state == "intact" for one in shards)
+    solvers = list(SolverFiles(store, model_id).findings(whole))
+    yield from solvers
+    gram = directory / GRAM_FILE
+    if gram.exists() and not whole:  # its identity covers the rows that it sums over
+        yield Finding(gram, "unchecked", "features that it was computed from are damaged or missing", _FEATURIZE)
+    elif gram.exists():
+        yield judged(gram, lambda: store.read_gram(model_id), f"Delete it; then: {_FEATURIZE}")
+    elif not solvers:
+        yield Finding(gram, "missing", "XᵀX of this checkpoint is not computed", _FEATURIZE)
 
 
-def _experiment(store: FeatureStore, experiment: str, checkpoints: list[int]) -> Iterator[Finding]:
-    directory = store.experiment_dir(experiment)
-    path = directory / "experiment.json"
-    if not path.exists():
-        yield Finding(path, "missing", "the target features cannot be used without it", "Delete the directory.")
+def _experiment(store: FeatureStore, directory: Path, checkpoints: list[int]) -> Iterator[Finding]:
+    path, name = directory / "experiment.json", directory.name
+    finding = judged(path, lambda: store.experiment_info(name), f"Delete the directory; then: {_ATTRIBUTE}")
+    yield finding
+    if finding.state != "intact":
         return
-    try:
-        store.experiment_info(experiment)
-    except StoreError as error:
-        yield Finding(path, "damaged", str(error), f"Delete the directory; then: {_ATTRIBUTE}")
-        return
-    yield _json(path, _ATTRIBUTE)
     for model_id in checkpoints:
-        if (directory / f"checkpoint-{model_id}").is_dir():
+        place = directory / f"checkpoint-{model_id}"
+        if place.is_dir():
             try:
-                shards = store.saved_targets(experiment, model_id)
+                yield from store.saved_targets(name, model_id).findings(_ATTRIBUTE)
             except StoreError as error:
-                yield Finding(directory / f"checkpoint-{model_id}", "unchecked", str(error))
-                continue
-            yield from shards.findings(_ATTRIBUTE)
-
-
-def _json(path: Path, remedy: str) -> Finding:
-    try:
-        content = read_sealed(path)
-    except (StoreError, OSError) as error:
-        return Finding(path, "damaged", str(error), remedy)
-    return Finding(path, "intact") if is_sealed(content) else Finding(path, "unchecked", "it has no checksum")
+                yield Finding(place, "unchecked", str(error))

@@ -1,7 +1,8 @@
-"""The rows that a batch belongs to, from the arguments `inds` and `num_samples` of `featurize` and `score`."""
+"""What `TRAKer` checks before a step: the rows that a batch belongs to, and that the steps before it are done."""
 
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ from torch import Tensor
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.gradient_computers import batch_size_of
 from hf_trak.gradient_computers.base import SplitBatch
-from hf_trak.modelout_functions import Batch
+from hf_trak.modelout_functions import Batch, Side
 from hf_trak.runtime.checks import checked_int, is_int
 from hf_trak.store.checkpoint_records import checked_model_id
 from hf_trak.traker.savers import AbstractSaver
+from hf_trak.weights.watch import LoadedWeights
 
 
 def materialize(batch: Any) -> Batch:
@@ -45,55 +47,75 @@ def selected(batch: Batch, chosen: np.ndarray) -> Batch:
     return split.rebuild({key: tensor[chosen.tolist()] for key, tensor in split.mapped.items()})
 
 
-def rows_of(
-    batch: Batch, inds: Iterable[int] | None, num_samples: int | None, size: int, what: str, next_row: int
-) -> list[int]:
-    """Determine and check the row numbers of a batch.
+@dataclass
+class OpenCheckpoint:
+    """A checkpoint that has been loaded for `featurize` or for `score`.
 
-    Args:
-        batch: the batch as the model gets it.
-        inds: row numbers, one per sample.
-        num_samples: number of samples, given instead of `inds`; their rows follow those of the previous call.
-        size: number of all rows.
-        what: the argument that `size` came from, for error messages.
-        next_row: the row after those of the previous call.
-
-    Returns:
-        `list[int]`: one row number per sample.
-
-    Raises:
-        ValueError: not exactly one of `inds` and `num_samples` is given, their number differs from that of the
-            samples, or a row is out of range or named twice.
-        TypeError: a row number is not an integer.
+    Attributes:
+        side: `"train"` if batches are for `featurize`, `"target"` if they are for `score`.
+        weights: the weights that were loaded into the model.
+        size: number of rows that batches may belong to.
+        size_name: the argument that gave this number, for error messages.
+        next_row: the row after those that were written with `num_samples`.
     """
-    if (inds is None) == (num_samples is None):
-        raise ValueError(
-            f"`inds` is {inds!r} and `num_samples` is {num_samples!r}. Expected exactly one of the two: row "
-            "numbers, or the number of samples to write after those of the previous call."
-        )
-    if inds is not None:
-        rows = [_as_row(i) for i in (inds.tolist() if isinstance(inds, Tensor) else inds)]
-        source = f"`inds` has {len(rows)} row numbers"
-    else:
-        count = checked_int(num_samples, "num_samples", 1, type_error=ValueError)
-        rows = list(range(next_row, next_row + count))
-        source = f"`num_samples` is {count}"
-    found = batch_size_of(batch)
-    if found != len(rows):
-        raise ValueError(
-            f"{source}, but the batch has {found} samples. Expected the same number. Pass one row number per sample."
-        )
-    outside = [row for row in rows if not 0 <= row < size]
-    if outside:
-        after = f" (the previous calls wrote {next_row} rows)" if num_samples is not None else ""
-        raise ValueError(
-            f"The batch is to be written to rows {outside[:5]}{after}. Expected rows 0 … {size - 1}, since "
-            f"`{what}` is {size}. Correct the row numbers, or use another save_dir for another `{what}`."
-        )
-    if len(set(rows)) < len(rows):
-        twice = sorted({row for row in rows if rows.count(row) > 1})
-        raise ValueError(f"`inds` names the rows {twice[:5]} more than once. Expected different row numbers.")
-    return rows
+
+    side: Side
+    weights: LoadedWeights
+    size: int
+    size_name: str
+    next_row: int = 0
+
+    def rows(self, batch: Batch, inds: Iterable[int] | None, num_samples: int | None) -> list[int]:
+        """Determine and check the row numbers of a batch.
+
+        Args:
+            batch: the batch as the model gets it.
+            inds: row numbers, one per sample.
+            num_samples: number of samples, given instead of `inds`; their rows follow those of the previous call.
+
+        Returns:
+            `list[int]`: one row number per sample.
+
+        Raises:
+            ValueError: not exactly one of `inds` and `num_samples` is given, their number differs from that of the
+                samples, or a row is out of range or named twice.
+            TypeError: a row number is not an integer.
+        """
+        if (inds is None) == (num_samples is None):
+            raise ValueError(
+                f"`inds` is {inds!r} and `num_samples` is {num_samples!r}. Expected exactly one of the two: row "
+                "numbers, or the number of samples to write after those of the previous call."
+            )
+        if inds is not None:
+            rows = [_as_row(i) for i in (inds.tolist() if isinstance(inds, Tensor) else inds)]
+            source = f"`inds` has {len(rows)} row numbers"
+        else:
+            count = checked_int(num_samples, "num_samples", 1, type_error=ValueError)
+            rows = list(range(self.next_row, self.next_row + count))
+            source = f"`num_samples` is {count}"
+        found = batch_size_of(batch)
+        if found != len(rows):
+            raise ValueError(
+                f"{source}, but the batch has {found} samples. Expected the same number. Pass one row number per "
+                "sample."
+            )
+        outside = [row for row in rows if not 0 <= row < self.size]
+        if outside:
+            after = f" (the previous calls wrote {self.next_row} rows)" if num_samples is not None else ""
+            raise ValueError(
+                f"The batch is to be written to rows {outside[:5]}{after}. Expected rows 0 … {self.size - 1}, since "
+                f"`{self.size_name}` is {self.size}. Correct the row numbers, or use another save_dir for another "
+                f"`{self.size_name}`."
+            )
+        if len(set(rows)) < len(rows):
+            twice = sorted({row for row in rows if rows.count(row) > 1})
+            raise ValueError(f"`inds` names the rows {twice[:5]} more than once. Expected different row numbers.")
+        return rows
+
+    def advance(self, num_samples: int | None) -> None:
+        """Count rows that were written in sequence. Called after they were, so that a failed call can be repeated."""
+        if num_samples is not None:
+            self.next_row += operator.index(num_samples)
 
 
 def _as_row(value: Any) -> int:

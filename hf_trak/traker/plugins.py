@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from hf_trak.gradient_computers import AbstractGradientComputer, ParameterLayout
-from hf_trak.identity.recorded_names import recorded_name
 from hf_trak.modelout_functions import AbstractModelOutput, Batch, LossModelOutput, Side
-from hf_trak.modelout_functions.function import task_identity, task_identity_v1
+from hf_trak.modelout_functions.function import task_identity
 from hf_trak.projectors import BasicProjector, BlockProjector, NoOpProjector, ProjectionType
 from hf_trak.runtime.checks import checked_int
-from hf_trak.traker.savers.run_metadata import RunMetadata
 from hf_trak.version import __version__
 
 
@@ -173,7 +171,7 @@ def require_device(device: str | torch.device) -> None:
 
 def run_metadata(
     model: torch.nn.Module, layout: ParameterLayout, task: AbstractModelOutput, computer: Any, projector: Any
-) -> RunMetadata:
+) -> dict[str, Any]:
     """Describe all that defines the features of a run, apart from sizes and dtype, which the saver adds.
 
     Args:
@@ -183,11 +181,9 @@ def run_metadata(
         computer: the gradient computer.
         projector: the projector.
     """
-    metadata = {
-        "api": "TRAKer",  # features are divided by √P, unlike those of TrakAttributor
-        "gradient_computer": "built-in"
-        if is_ours(type(computer))
-        else class_name(type(computer)),  # built-in ones agree
+    return {
+        # Built-in ones agree.
+        "gradient_computer": "built-in" if is_ours(type(computer)) else class_name(type(computer)),
         "hf_trak_version": __version__,
         "model_class": type(model).__name__,
         "parameters": layout.to_list(),
@@ -195,7 +191,6 @@ def run_metadata(
         "projection": projection_identity(projector),
         "task": task_identity(task, model),
     }
-    return RunMetadata(metadata, {**metadata, "task": task_identity_v1(task)})
 
 
 def projection_identity(projector: Any) -> dict[str, Any]:
@@ -215,4 +210,4 @@ def projection_identity(projector: Any) -> dict[str, Any]:
 
 def class_name(cls: type) -> str:
     """Return the name under which a directory records a class."""
-    return recorded_name(f"{cls.__module__}.{cls.__qualname__}")
+    return f"{cls.__module__}.{cls.__qualname__}"

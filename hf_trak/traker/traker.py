@@ -11,9 +11,7 @@ entry.
 
 import logging
 import math
-import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from hf_trak.runtime.checks import checked_int, non_finite_rows
 from hf_trak.store.atomic import safe_name
 from hf_trak.store.checkpoint_records import checked_model_id
 from hf_trak.traker import batch_rows as requirements
-from hf_trak.traker.batch_rows import materialize, rows_of, selected
+from hf_trak.traker.batch_rows import OpenCheckpoint, materialize, selected
 from hf_trak.traker.plugins import (
     GradientPipeline,
     class_name,
@@ -41,87 +39,10 @@ from hf_trak.traker.plugins import (
     require_size,
     run_metadata,
 )
-from hf_trak.traker.savers import AbstractSaver, SafetensorsSaver
+from hf_trak.traker.savers import AbstractSaver, MmapSaver
 from hf_trak.traker.score_computers import AbstractScoreComputer, BasicScoreComputer
 from hf_trak.weights.checkpoints import Checkpoint, load_into
 from hf_trak.weights.watch import LoadedWeights
-
-
-class ScoreEnsemble:
-    """Sums up the products and the output-to-loss gradients of checkpoints.
-
-    Attributes:
-        model_ids: the model ids that have been added.
-    """
-
-    def __init__(self, train_set_size: int, num_targets: int) -> None:
-        self.model_ids: list[int] = []
-        self._products = torch.zeros(train_set_size, num_targets)
-        self._out_to_loss = torch.zeros(train_set_size, dtype=torch.float64)
-
-    def add(
-        self, model_id: int, computer: AbstractScoreComputer, features: Tensor, out_to_loss: Tensor, targets: Tensor
-    ) -> None:
-        """Add a checkpoint.
-
-        Args:
-            model_id: its id.
-            computer: the score computer that multiplies.
-            features: X (XᵀX + λI)⁻¹ of the train examples, `(n, k)`.
-            out_to_loss: their output-to-loss gradients q, `(n,)`.
-            targets: projected gradients of the targets, `(m, k)`.
-        """
-        computer.get_scores(features, targets, accumulator=self._products)
-        self._out_to_loss += out_to_loss
-        self.model_ids.append(model_id)
-
-    def scores(self) -> Tensor:
-        """Multiply the mean product by the mean output-to-loss gradient of each train row. To be called once.
-
-        Returns:
-            `torch.Tensor` of shape `(n, m)`, float32.
-
-        Raises:
-            NonFiniteError: a score is NaN or infinite; names the train row.
-        """
-        scores = self._products
-        scores /= len(self.model_ids)
-        scores *= (self._out_to_loss / len(self.model_ids)).to(scores.dtype)[:, None]
-        if rows := non_finite_rows(scores):
-            raise NonFiniteError(
-                f"The scores of train row {rows[0]} are not finite. Pass `use_half_precision=False`, or a larger "
-                "`lambda_reg`."
-            )
-        return scores
-
-
-@dataclass
-class OpenCheckpoint:
-    """A checkpoint that has been loaded for `featurize` or for `score`.
-
-    Attributes:
-        side: `"train"` if batches are for `featurize`, `"target"` if they are for `score`.
-        weights: the weights that were loaded into the model.
-        size: number of rows that batches may belong to.
-        size_name: the argument that gave this number, for error messages.
-        next_row: the row after those that were written with `num_samples`.
-    """
-
-    side: Side
-    weights: LoadedWeights
-    size: int
-    size_name: str
-    next_row: int = 0
-
-    def rows(self, batch: Batch, inds: Iterable[int] | None, num_samples: int | None) -> list[int]:
-        """Determine the row numbers of a batch. Arguments and errors are those of `rows_of`."""
-        return rows_of(batch, inds, num_samples, self.size, self.size_name, self.next_row)
-
-    def advance(self, num_samples: int | None) -> None:
-        """Count rows that were written in sequence. Called after they were, so that a failed call can be repeated."""
-        if num_samples is not None:
-            self.next_row += operator.index(num_samples)
-
 
 logger = logging.getLogger(__name__)
 
@@ -152,8 +73,8 @@ class TRAKer:
             Class that computes per-sample gradients.
         projector (`AbstractProjector`, *optional*):
             Instance that projects gradients. By default a Rademacher projection to `proj_dim`.
-        saver (`type[AbstractSaver]`, *optional*, defaults to `SafetensorsSaver`):
-            Class that saves results. `MmapSaver` is the other one.
+        saver (`type[AbstractSaver]`, *optional*, defaults to `MmapSaver`):
+            Class that saves results.
         score_computer (`type[AbstractScoreComputer]`, *optional*, defaults to `BasicScoreComputer`):
             Class that computes features and scores from projected gradients.
         proj_dim (`int`, *optional*, defaults to 2048):
@@ -236,7 +157,7 @@ class TRAKer:
         self.init_projector(projector, proj_dim, proj_max_batch_size)
 
         # The saver comes last: it creates files, and none may appear if an argument is wrong.
-        saver_class: Any = saver or SafetensorsSaver
+        saver_class: Any = saver or MmapSaver
         self.saver: AbstractSaver = saver_class(
             save_dir=self.save_dir,
             metadata=run_metadata(model, self.layout, self.task, self.gradient_computer, self.projector),
@@ -450,7 +371,10 @@ class TRAKer:
         """
         safe_name(exp_name, "exp_name")
         self._opened = None
-        ensemble = ScoreEnsemble(self.train_set_size, requirements.require_experiment(self.saver, exp_name))
+        num_targets = requirements.require_experiment(self.saver, exp_name)
+        scores = torch.zeros(self.train_set_size, num_targets)
+        mean_q = torch.zeros(self.train_set_size, dtype=torch.float64)
+        used: list[int] = []
         for model_id in requirements.registered_ids(self.saver, model_ids):
             problem = requirements.missing_targets(self.saver, exp_name, model_id)
             if problem and not allow_skip:
@@ -464,13 +388,22 @@ class TRAKer:
             targets = self.saver.read_targets()
             self.saver.load_current_store(model_id)
             features, out_to_loss = self.saver.read_features()
-            ensemble.add(model_id, self.score_computer, features, out_to_loss, targets)
-        if not ensemble.model_ids:
+            self.score_computer.get_scores(features, targets, accumulator=scores)
+            mean_q += out_to_loss
+            used.append(model_id)
+        if not used:
             raise IncompleteStoreError(
                 f"No model id has gradients of all targets of {exp_name!r}. Expected at least one. Call `score` first."
             )
-        scores = ensemble.scores()
-        self.saver.write_scores(exp_name, scores, ensemble.model_ids)
+        # The mean of the products times the mean of q, which is not the mean of their products.
+        scores /= len(used)
+        scores *= (mean_q / len(used)).to(scores.dtype)[:, None]
+        if rows := non_finite_rows(scores):
+            raise NonFiniteError(
+                f"The scores of train row {rows[0]} are not finite. Pass `use_half_precision=False`, or a larger "
+                "`lambda_reg`."
+            )
+        self.saver.write_scores(exp_name, scores, used)
         return scores
 
     def _load_weights(self, checkpoint: Checkpoint) -> LoadedWeights:

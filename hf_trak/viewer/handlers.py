@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from hf_trak.errors import HfTrakError
 from hf_trak.report.content import visible
 from hf_trak.viewer.index_session import IndexSession, Question
-from hf_trak.viewer.page import ShownAnswer, answer_page, facts_page, frame, groups_page, rows_page
+from hf_trak.viewer.page import answer_page, facts_page, frame, groups_page, rows_page
 from hf_trak.viewer.run_session import RunSession
-from hf_trak.viewer.session import Answer, Session
+from hf_trak.viewer.session import Answer, Ends, Session
 from hf_trak.viewer.train_rows import RowFilter
 
 ExportFormat = Literal["csv", "json", "parquet"]
@@ -29,7 +29,7 @@ FORMATS: tuple[ExportFormat, ...] = ("csv", "json", "parquet")
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
 
-def answer_rows(session: Session, answer: Answer, shown: ShownAnswer) -> list[dict[str, Any]]:
+def answer_rows(session: Session, answer: Answer, shown: Ends) -> list[dict[str, Any]]:
     """List what a page shows of an answer: rank, end, row number, score, label and whole texts of each row."""
     found = []
     for end, places in (("helped", shown.helped), ("harmed", shown.harmed)):
@@ -260,8 +260,7 @@ class Handlers:
 
     def answer_rows(self, answer: Answer, listing: Listing) -> list[dict[str, Any]]:
         """List the rows that are shown of an answer."""
-        helped, harmed = answer.ends(listing.count, self.session.matching(listing.filter))
-        return answer_rows(self.session, answer, ShownAnswer(helped, harmed))
+        return answer_rows(self.session, answer, answer.ends(listing.count, self.session.matching(listing.filter)))
 
     def export_rows(self, listing: Listing, order: str, page: Any, form: str) -> str:
         """Write the training rows of a page, and return the path of the file."""

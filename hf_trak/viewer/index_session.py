@@ -22,11 +22,11 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.featurizer import StoredRows
 from hf_trak.featurize.reranking import row_source
 from hf_trak.identity.row_digest import fingerprint_dataset
-from hf_trak.report.content import Columns, content_of, stored
+from hf_trak.methods import Rerank
+from hf_trak.report.content import Columns, Content, content_of, stored
 from hf_trak.report.page import facts_shown
 from hf_trak.report.run import known_facts
-from hf_trak.report.views import index_ranks
-from hf_trak.scores.scored_dataset import RANK_COLUMNS, STAGE_COLUMN, TOP_K_COLUMNS, without_rerank_columns
+from hf_trak.scores.scored_dataset import without_rerank_columns
 from hf_trak.scores.scorer import Scorer
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.store.shards import ShardPlan
@@ -94,7 +94,7 @@ class KeptSolvers:
         if lambda_relative is None:
             return model.scorer
         given = (model.store, model.processes, model.device, None, lambda_relative)
-        return Scorer(*given, args.solver, args.solver_rank)
+        return Scorer(*given, args.solver_kind, args.solver_rank)
 
 
 logger = logging.getLogger(__name__)
@@ -166,23 +166,24 @@ class IndexSession(Session):
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             ConfigMismatchError: model, task, rows or settings are not those of the features.
         """
-        attributor.prepare_store()
         self.attributor = attributor
+        self.features = features = attributor.features
+        features.prepare_store()
         self.form = form or TargetForm()
         self.title = title
         self.roots = list(roots)
-        self.model_ids = attributor.scorer.ensemble(None)
-        self.tokenizer = attributor.processing_class
-        source = row_source(attributor) if shown_rows is None else shown_rows
-        self.rows = TrainRows(source, attributor.store.train_size)
-        self.reranks = row_source(attributor) is not None and self._has_curvature()
+        self.model_ids = features.scorer.ensemble(None)
+        self.tokenizer = features.processing_class
+        source = row_source(features) if shown_rows is None else shown_rows
+        self.rows = TrainRows(source, features.store.train_size)
+        self.reranks = row_source(features) is not None and self._has_curvature()
         self._prepare = prepare
-        self._solvers = KeptSolvers(attributor)
+        self._solvers = KeptSolvers(features)
         self._compared: set[int] = set()
         self._influence: np.ndarray | None = None
 
     def facts(self) -> list[tuple[str, str]]:
-        return facts_shown(known_facts(self.attributor))
+        return facts_shown(known_facts(self.features))
 
     def self_influence(self) -> np.ndarray:
         """Compute τ(z_i, z_i) of every training row, once.
@@ -201,7 +202,7 @@ class IndexSession(Session):
             HfTrakError: questions cannot be answered, since weights, files or λ do not allow it.
         """
         for model_id in self.model_ids:
-            self._solvers.solve(model_id, None, torch.zeros(1, self.attributor.proj_dim))
+            self._solvers.solve(model_id, None, torch.zeros(1, self.features.proj_dim))
         if self.form.as_json:
             return
         try:
@@ -229,14 +230,14 @@ class IndexSession(Session):
             rows = model.predict(rows, **({"max_new_tokens": self._room(rows)} if generates else {}))
         target = self._shown_target(given, rows, generates)
         if question.rerank is not None:
-            return replace(self._reranked(rows, question, ids), target=target)
-        batches = model.featurizer().batches(rows, "target")
+            return self._reranked(rows, question, ids, target)
+        batches = self.features.featurizer().batches(rows, "target")
         singles = label_rows(model.task, batches, rows, self.rows.count) if question.tokens else None
         asked = self._preconditioned(rows, ids, question.lambda_relative)
         if singles is None:
             return Answer(target, np.arange(self.rows.count), self._scores(ids, asked)[:, 0])
         parts = self._preconditioned(singles, ids, question.lambda_relative)
-        both = [_stacked(one, part) for one, part in zip(asked, parts, strict=True)]
+        both = [torch.cat(pair) for pair in zip(asked, parts, strict=True)]
         scores = self._scores(ids, both)
         positions = [int(place) for place in singles.with_format(None)["trak_position"][:]]
         tokens = TokenScores(positions, np.ascontiguousarray(scores[:, 1:]))
@@ -255,7 +256,7 @@ class IndexSession(Session):
             )
         return room
 
-    def _shown_target(self, given: Dataset, rows: Dataset, generates: bool) -> Any:
+    def _shown_target(self, given: Dataset, rows: Dataset, generates: bool) -> Content:
         """Read what is shown of a target: what was typed, and what the model predicted."""
         kept = (
             given
@@ -276,7 +277,7 @@ class IndexSession(Session):
 
     def _features(self, rows: Dataset, model_id: int) -> Tensor:
         """Compute features of targets, `(m, k)`, under one checkpoint. The first time, stored rows are compared."""
-        model, store = self.attributor, self.attributor.store
+        model, store = self.features, self.features.store
         train = store.train(model_id)
         known = None if model_id in self._compared else StoredRows.find(train, model.train_dataset, "train")
         plan = ShardPlan(len(rows), store.config["shard_size"])
@@ -292,13 +293,13 @@ class IndexSession(Session):
 
     def _scores(self, ids: Sequence[int], targets: Sequence[Tensor]) -> np.ndarray:
         """Compute the scores of all training rows for m preconditioned targets, `(n, m)`."""
-        device = self.attributor.scorer.device
+        device = self.features.scorer.device
         scaled = [ScaledRows.of(one) for one in targets]
         on_device = [ScaledRows(one.values.to(device), one.exponents) for one in scaled]
-        blocks = self.attributor.scorer.blocks(ids, on_device, everywhere=True)
+        blocks = self.features.scorer.blocks(ids, on_device, everywhere=True)
         return torch.cat([block.cpu() for _, _, block in blocks]).numpy()
 
-    def _reranked(self, rows: Dataset, question: Question, ids: Sequence[int]) -> Answer:
+    def _reranked(self, rows: Dataset, question: Question, ids: Sequence[int], target: Content) -> Answer:
         if not self.reranks:
             raise ValueError(
                 "Exact scores are asked for, and this index has no fitted curvature or no training rows at hand. "
@@ -306,32 +307,26 @@ class IndexSession(Session):
             )
         count = min(int(question.rerank or 0), MOST_RERANKED, self.rows.count)
         with self._ridge(question.lambda_relative):
-            scored = self.attributor.attribute(rows, top_k=count, rerank=count, model_ids=list(ids))
-        row = scored.with_format(None)[0]
-        found, ranks = dict[int, float](), dict[int, str]()
-        for place in (0, 2):
-            found |= dict(zip(row[TOP_K_COLUMNS[place]], row[TOP_K_COLUMNS[place + 1]], strict=True))
-            ranks |= index_ranks(row, TOP_K_COLUMNS[place], RANK_COLUMNS[place // 2])
-        numbers = np.array(sorted(found))
-        scores = np.array([found[number] for number in numbers.tolist()], dtype=np.float32)
-        note = f"{len(numbers):,} rows of the shortlist have exact scores; no other row has one."
-        return Answer(content_of({}, Columns()), numbers, scores, str(row[STAGE_COLUMN]), False, ranks, note)
+            scored = self.attributor.attribute(rows, count, method=Rerank(count), checkpoints=list(ids))
+        found = Answer.of_lists(scored.with_format(None)[0], target, self.rows.count)
+        note = f"{len(found.rows):,} rows of the shortlist have exact scores; no other row has one."
+        return replace(found, whole=False, note=note)
 
     @contextmanager
     def _ridge(self, lam: float | None) -> Iterator[None]:
         """Let the attributor use another λ for a while."""
-        args = self.attributor.args
+        args = self.features.args
         if lam is not None:
-            self.attributor.args = replace(args, lambda_reg=None, lambda_relative=lam)
+            self.features.args = replace(args, lambda_relative=lam)
         try:
             yield
         finally:
-            self.attributor.args = args
+            self.features.args = args
 
     def _has_curvature(self) -> bool:
         """Whether a curvature is fitted under every checkpoint, so that reranking need not fit one."""
-        exact = ExactScores(self.attributor)
-        if self.attributor.args.curvature == "hybrid":
+        exact = ExactScores(self.features)
+        if self.features.args.curvature.kind == "hybrid":
             return False
         try:
             return all(exact.directory(model_id).is_dir() for model_id in self.model_ids)
@@ -355,7 +350,3 @@ def without_transform(rows: Any) -> Dataset:
         return without_rerank_columns(rows)
     made = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in dict(rows[0]).items()}
     return Dataset.from_list([made])
-
-
-def _stacked(first: Tensor, second: Tensor) -> Tensor:
-    return torch.cat([first, second])

@@ -7,7 +7,7 @@ and scripts, and the frame forbids scripts once more.
 import base64
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -18,52 +18,22 @@ import numpy as np
 import torch
 
 from hf_trak.errors import HfTrakError
-from hf_trak.report.content import Content, EncodedImage, pieces, plain, visible
+from hf_trak.report.content import LONGEST_TEXT, Content, EncodedImage, visible
 from hf_trak.report.distributions import Histogram, ScoreDistributions
-from hf_trak.report.images import PictureBook, Thumbnail, UnreadableImageError
-from hf_trak.report.views import number, sign_of, signed
-from hf_trak.viewer.session import Answer, GroupScore, Session, Token
+from hf_trak.report.images import PictureBook
+from hf_trak.report.views import RowView, ScoredView, bar, number, sign_of, signed
+from hf_trak.viewer.session import Answer, Ends, GroupScore, Session, Token
 from hf_trak.viewer.train_rows import RowFilter, TrainRows
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 
-LONGEST = 1200
-
-"""Number of characters of a text that are shown."""
-
-
-_LONGEST_LABEL = 60
-
 _MOST_SOUND_BYTES = 4 << 20
 
 _SOUNDS = {b"RIFF": "audio/wav", b"fLaC": "audio/flac", b"OggS": "audio/ogg", b"ID3": "audio/mpeg"}
 
 _MP3_FRAMES = (b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")
-
-
-@dataclass(frozen=True)
-class ShownText:
-    """One text of a row, and how many characters of it are left out."""
-
-    column: str
-    text: str
-    left_out: int
-
-
-@dataclass(frozen=True)
-class ShownRow:
-    """A row. `unshown` says in words what of it cannot be shown."""
-
-    number: int | None
-    texts: tuple[ShownText, ...] = ()
-    label: str | None = None
-    prediction: str | None = None
-    picture: Thumbnail | None = None
-    sound: str | None = None
-    unshown: str | None = None
-    alt: str = ""
 
 
 class RowReader:
@@ -83,19 +53,19 @@ class RowReader:
         self.rows = rows
         self.book = PictureBook()
         self._roots = [root.resolve() for root in roots]
-        self._known: dict[int, ShownRow] = {}
+        self._known: dict[int, RowView] = {}
 
-    def row(self, number: int) -> ShownRow:
+    def row(self, number: int) -> RowView:
         """Prepare a training row. One that cannot be read is shown by its number and the reason."""
         if number not in self._known:
             try:
                 content, sound = self.rows.content(number), self.rows.sound(number)
             except HfTrakError as error:
-                return ShownRow(number, unshown=visible(f"row {number} cannot be read: {error}")[:300])
+                return RowView(number, unshown=visible(f"row {number} cannot be read: {error}")[:300])
             self._known[number] = self.shown(content, number, "small", sound)
         return self._known[number]
 
-    def shown(self, content: Content, number: int | None, size: str = "large", sound: Any = None) -> ShownRow:
+    def shown(self, content: Content, number: int | None, size: str = "large", sound: Any = None) -> RowView:
         """Prepare the content of a row.
 
         Args:
@@ -104,22 +74,14 @@ class RowReader:
             size: of its picture, see [`~hf_trak.report.images.PictureBook`].
             sound: its sound as stored.
         """
-        texts = tuple(_text(column, text) for column, text in content.texts)
-        label, prediction = _label(content.label), _label(content.prediction)
-        what = "Target" if number is None else f"Training row {number}"
-        alt = what + (f", label {label}" if label is not None else "") + (f": {_line(texts)}" if texts else "")
-        row = ShownRow(number, texts, label, prediction, alt=alt)
-        if content.image is not None:
-            row = self._with_picture(row, content.image, size)
+        image = content.image
+        outside = isinstance(image, EncodedImage) and image.data is None and not self._inside(image.path)
+        content = replace(content, image=None) if outside else content
+        kind = "Target" if number is None else "Training row"
+        row = RowView.of(content, number, kind, self.book, size, LONGEST_TEXT)
+        if outside:
+            row = replace(row, unshown="the image is a file outside the dataset, which is not read")
         return row if sound is None else _with_sound(row, sound)
-
-    def _with_picture(self, row: ShownRow, image: Any, size: str) -> ShownRow:
-        if isinstance(image, EncodedImage) and image.data is None and not self._inside(image.path):
-            return replace(row, unshown="the image is a file outside the dataset, which is not read")
-        try:
-            return replace(row, picture=self.book.add(image, size))
-        except UnreadableImageError as error:
-            return replace(row, unshown=visible(f"the image: {error}"))
 
     def _inside(self, path: str | None) -> bool:
         """Whether a path lies below one of the roots, all links followed."""
@@ -128,7 +90,7 @@ class RowReader:
         return any(Path(path).resolve().is_relative_to(root) for root in self._roots)
 
 
-def _with_sound(row: ShownRow, sound: Any) -> ShownRow:
+def _with_sound(row: RowView, sound: Any) -> RowView:
     """Put the sound of a row into it, if it is a file of a known kind, within the row, and not too long."""
     data = sound.get("bytes") if isinstance(sound, dict) else None
     if not isinstance(data, bytes):
@@ -138,22 +100,6 @@ def _with_sound(row: ShownRow, sound: Any) -> ShownRow:
     if kind is None or len(data) > _MOST_SOUND_BYTES:
         return replace(row, unshown="the sound is of an unknown kind, or has more than 4 MB")
     return replace(row, sound=f"data:{kind};base64,{base64.b64encode(data).decode()}")
-
-
-def _text(column: str, text: str) -> ShownText:
-    cut, left_out = pieces(text, limit=LONGEST)
-    return ShownText(visible(column[:_LONGEST_LABEL]), "".join(piece.text for piece in cut), left_out)
-
-
-def _line(texts: Sequence[ShownText]) -> str:
-    return plain(pieces(texts[0].text)[0])
-
-
-def _label(label: str | None) -> str | None:
-    if label is None:
-        return None
-    label = visible(label[: 2 * _LONGEST_LABEL])
-    return label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1]}…"
 
 
 _NO_TEMPLATE = str.maketrans({"$": "&#36;", "{": "&#123;", "}": "&#125;", "`": "&#96;"})
@@ -166,29 +112,7 @@ _MOST_GROUPS_SHOWN = 100
 _STAGES = {"index": "scores of the index", "exact": "exact scores", "refined": "exact scores, refined"}
 
 
-@dataclass(frozen=True)
-class ScoredRow:
-    """A training row with its score. `bar` is its size in percent of the largest on the page."""
-
-    row: ShownRow
-    score: str
-    sign: str
-    bar: float
-    rank: str | None = None
-    differs: bool = False
-
-
-@dataclass(frozen=True)
-class ShownAnswer:
-    """What a page and an export show of an answer: positions of rows in it, from both ends."""
-
-    helped: list[int]
-    harmed: list[int]
-
-
-def answer_page(
-    session: Session, answer: Answer, count: int, wanted: RowFilter | None = None
-) -> tuple[str, ShownAnswer]:
+def answer_page(session: Session, answer: Answer, count: int, wanted: RowFilter | None = None) -> tuple[str, Ends]:
     """Show a target with its tokens, the distribution of its scores, and the rows of either end.
 
     Args:
@@ -204,18 +128,22 @@ def answer_page(
         ValueError: rows that are not at hand are filtered.
     """
     matching = session.matching(wanted or RowFilter())
-    helped, harmed = answer.ends(count, matching)
+    ends = helped, harmed = answer.ends(count, matching)
     reader = RowReader(session.rows, session.roots)
     target = reader.shown(answer.target, None)
     largest = max((abs(float(answer.scores[place])) for place in (*helped, *harmed)), default=0.0)
-    sides = [
-        [_scored(reader, answer, place, largest, target.label) for place in places] for places in (helped, harmed)
-    ]
+
+    def scored(place: int) -> ScoredView:
+        row = int(answer.rows[place])
+        return ScoredView.of(
+            reader.row(row), float(answer.scores[place]), largest, target.label, answer.ranks.get(row)
+        )
+
     context = {
         "target": target,
         "tokens": _tokens(answer.shares(helped, session.tokenizer)),
-        "helped": sides[0],
-        "harmed": sides[1],
+        "helped": [scored(place) for place in helped],
+        "harmed": [scored(place) for place in harmed],
         "histogram": _histogram(answer, (*helped, *harmed)) if answer.whole and len(answer.scores) else None,
         "stage": _STAGES.get(answer.stage, visible(answer.stage)),
         "note": answer.note,
@@ -224,7 +152,7 @@ def answer_page(
         "count": session.rows.count,
         "title": "The answer",
     }
-    return _page("answer", reader, context), ShownAnswer(helped, harmed)
+    return _page("answer", reader, context), ends
 
 
 def rows_page(session: Session, numbers: Sequence[int], values: np.ndarray | None, first: int, total: int) -> str:
@@ -241,10 +169,8 @@ def rows_page(session: Session, numbers: Sequence[int], values: np.ndarray | Non
     largest = max((abs(float(values[n])) for n in numbers), default=0.0) if values is not None else 0.0
     items = []
     for one in numbers:
-        value = None if values is None else float(values[one])
-        score = "" if value is None else number(value)
-        bar = 0.0 if value is None or not largest else round(100 * abs(value) / largest, 1)
-        items.append(ScoredRow(reader.row(int(one)), score, "positive", bar))
+        score, size = ("", 0.0) if values is None else (number(float(values[one])), bar(float(values[one]), largest))
+        items.append(ScoredView(reader.row(int(one)), score, "positive", size))
     context = {"items": items, "first": first, "total": total, "absent": not session.rows.at_hand, "title": "Rows"}
     return _page("rows", reader, context)
 
@@ -266,7 +192,7 @@ def groups_page(session: Session, groups: Sequence[GroupScore], column: str, who
             "total": signed(group.total),
             "mean": signed(group.total / group.rows),
             "sign": sign_of(group.total),
-            "bar": round(100 * abs(group.total) / largest, 1) if largest else 0.0,
+            "bar": bar(group.total, largest),
         }
         for group in groups[:_MOST_GROUPS_SHOWN]
     ]
@@ -291,14 +217,6 @@ def frame(document: str, title: str) -> str:
     return (
         f'<iframe class="trak-frame" sandbox="allow-same-origin" srcdoc="{content}" title="{escape(title)}"></iframe>'
     )
-
-
-def _scored(reader: RowReader, answer: Answer, place: int, largest: float, label: str | None) -> ScoredRow:
-    index, score = int(answer.rows[place]), float(answer.scores[place])
-    row = reader.row(index)
-    bar = round(100 * abs(score) / largest, 1) if largest else 0.0
-    differs = label is not None and row.label is not None and row.label != label
-    return ScoredRow(row, signed(score), sign_of(score), bar, answer.ranks.get(index), differs)
 
 
 def _tokens(tokens: Sequence[Token]) -> list[dict[str, Any]]:

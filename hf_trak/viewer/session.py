@@ -1,10 +1,10 @@
 """What every session of the viewer has: training rows, answers, facts and self-influence."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -13,6 +13,8 @@ from hf_trak.data.rows import RowBatches
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput
 from hf_trak.report.content import Content, visible
+from hf_trak.report.views import index_ranks
+from hf_trak.scores.scored_dataset import RANK_COLUMNS, STAGE_COLUMN, TOP_K_COLUMNS
 from hf_trak.scores.spans import single_labels
 from hf_trak.viewer.train_rows import RowFilter, TrainRows
 
@@ -107,6 +109,13 @@ def _of_text(text: str, offsets: Sequence[Sequence[int]], known: dict[int, float
     return found
 
 
+class Ends(NamedTuple):
+    """Positions of the rows of an answer that a page and an export show, from the most helpful or harmful one on."""
+
+    helped: list[int]
+    harmed: list[int]
+
+
 @dataclass(frozen=True)
 class Answer:
     """Scores of training rows for one target.
@@ -133,7 +142,24 @@ class Answer:
     tokens: TokenScores | None = None
     prepared: dict[str, Any] = field(default_factory=dict)
 
-    def ends(self, count: int, matching: np.ndarray | None) -> tuple[list[int], list[int]]:
+    @classmethod
+    def of_lists(cls, row: Mapping[str, Any], target: Content, n_train: int) -> "Answer":
+        """Read the scores that a target of a result keeps, those of a few rows from both ends.
+
+        Args:
+            row: the target with its score columns.
+            target: what is shown of it.
+            n_train: number of training rows, n.
+        """
+        found, ranks = dict[int, float](), dict[int, str]()
+        for place in (0, 2):
+            found |= dict(zip(row[TOP_K_COLUMNS[place]], row[TOP_K_COLUMNS[place + 1]], strict=True))
+            ranks |= index_ranks(row, TOP_K_COLUMNS[place], RANK_COLUMNS[place // 2])
+        numbers = np.array(sorted(found), dtype=np.int64)
+        scores = np.array([found[number] for number in numbers.tolist()], dtype=np.float32)
+        return cls(target, numbers, scores, str(row.get(STAGE_COLUMN) or "index"), len(numbers) == n_train, ranks)
+
+    def ends(self, count: int, matching: np.ndarray | None) -> Ends:
         """List positions of the rows with the highest scores, from the highest down, and of those with the lowest.
 
         Rows of score 0 or of the other sign are left out. Among equal scores, the lower row number comes first.
@@ -149,7 +175,7 @@ class Answer:
             kept = allowed[values > 0]
             order = np.argsort(-sign * self.scores[kept], kind="stable")[:count]
             found.append([int(place) for place in kept[order]])
-        return found[0], found[1]
+        return Ends(*found)
 
     def shares(self, places: Sequence[int], tokenizer: Any) -> list[Token]:
         """Cut the target into tokens with their shares in the scores of some rows; empty where none are known.

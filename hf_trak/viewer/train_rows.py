@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Audio, ClassLabel, Dataset, Image, Value
+from datasets import Audio, ClassLabel, Dataset, Value
 
 from hf_trak.report.content import Columns, Content, content_of, stored
 
@@ -107,12 +107,11 @@ class TrainRows:
         """List the columns whose values can form groups."""
         if not isinstance(self._rows, Dataset):
             return []
-        found = []
-        for name, kind in self._rows.features.items():
-            plain = isinstance(kind, Value) and kind.dtype in _GROUP_TYPES
-            if isinstance(kind, ClassLabel) or (plain and not isinstance(kind, Image | Audio)):
-                found.append(name)
-        return found
+        return [
+            name
+            for name, kind in self._rows.features.items()
+            if isinstance(kind, ClassLabel) or (isinstance(kind, Value) and kind.dtype in _GROUP_TYPES)
+        ]
 
     def group_names(self, column: str) -> list[str]:
         """Return the value of every row in a column, as text, for the rows at hand in their order.

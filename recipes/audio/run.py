@@ -7,10 +7,15 @@ model to mistake them. See README.md beside this file.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
+
 import numpy as np
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
+from datasets.utils import are_progress_bars_disabled
+from kit.files import save_dataset, write_json
 from sounds import BANDS, FRAMES, KINDS, TAKEN_FOR, draw
 from transformers import (
     ASTConfig,
@@ -22,7 +27,6 @@ from transformers import (
 )
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.recipe_kit.files import save_dataset, write_json
 
 
 def train(rows: Dataset, args: argparse.Namespace) -> Trainer:
@@ -42,7 +46,7 @@ def train(rows: Dataset, args: argparse.Namespace) -> Trainer:
         report_to="none",
         seed=args.seed,
         use_cpu=args.use_cpu,
-        disable_tqdm=args.disable_tqdm,
+        disable_tqdm=are_progress_bars_disabled(),
     )
     trainer = Trainer(ASTForAudioClassification(config), training, default_data_collator, rows)
     trainer.train()
@@ -60,10 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--top_k", type=int, default=20, help="Training rows per target.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of everything.")
     parser.add_argument("--use_cpu", action="store_true", help="Stay on the CPU.")
-    parser.add_argument("--disable_tqdm", action="store_true", help="Show no progress bars.")
     args = parser.parse_args(argv)
-    if args.disable_tqdm:
-        disable_progress_bars()
 
     ((asked, said),) = TAKEN_FOR.items()
     rows = draw(args.rows, args.mislabelled_share, args.seed)
@@ -76,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     of_asked = np.asarray([kind == asked for kind in others["kind"]])
     config = TrakConfig(
         output_dir=str(args.output_dir / "trak"), proj_dim=args.proj_dim, lambda_relative=0.1, seed=args.seed,
-        per_device_batch_size=32, use_cpu=args.use_cpu, disable_tqdm=args.disable_tqdm,
+        per_device_batch_size=32, use_cpu=args.use_cpu,
     )  # fmt: skip
     attributor = TrakAttributor.from_trainer(trainer, config).featurize()
     scored = attributor.attribute(targets, top_k=args.top_k)

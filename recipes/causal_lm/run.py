@@ -7,12 +7,22 @@ See README.md beside this file.
 """
 
 import math
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
+
 import torch
 from datasets import Dataset
+from kit import splits
+from kit.files import save_dataset, write_json
+from kit.outcome import attributions, print_attributions
+from kit.python_text import python_reference
+from kit.splits import SplitArguments
+from kit.text_models import train_tokenizer
+from kit.training import TrainingRecipeArguments, start, train_and_attribute
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -28,13 +38,6 @@ from hf_trak import TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.data.language import tokenize_prompt_completion
 from hf_trak.data.rows import fingerprint_dataset
-from hf_trak.recipe_kit import splits
-from hf_trak.recipe_kit.files import save_dataset, write_json
-from hf_trak.recipe_kit.outcome import attributions, print_attributions
-from hf_trak.recipe_kit.python_text import python_reference
-from hf_trak.recipe_kit.splits import SplitArguments
-from hf_trak.recipe_kit.text_models import train_tokenizer
-from hf_trak.recipe_kit.training import TrainingRecipeArguments, start, train_and_attribute
 
 
 @dataclass
@@ -189,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
 
     outcome = train_and_attribute(trainer, args, trak, settings, targets_of)
     shown = outcome.targets.select(range(min(args.num_targets, len(outcome.targets))))
-    by_token = outcome.attributor.attribute_tokens(shown, top_k=args.texts_per_side, exact=outcome.exact)
+    by_token = outcome.attributor.attribute(shown, top_k=args.texts_per_side, method=outcome.method, per_token=True)
     loss = trainer.evaluate(target_tokens)["eval_loss"]
     if trainer.is_world_process_zero():
         facts = {**outcome.facts(trak, data, args), "perplexity": math.exp(loss)}

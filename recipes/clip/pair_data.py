@@ -4,9 +4,8 @@ import random
 from dataclasses import dataclass, field
 
 from datasets import Dataset, DatasetDict, Image, Value
-
-from hf_trak.recipe_kit import splits
-from hf_trak.recipe_kit.splits import SplitArguments
+from kit import splits
+from kit.splits import SplitArguments
 
 DIGITS = "digits"
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

@@ -6,15 +6,22 @@
 See README.md beside this file.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
+
 import numpy as np
 import open_clip
 import torch
 from datasets import Dataset
+from kit.files import save_dataset, write_json
+from kit.grid import image_grid
+from kit.outcome import attributions, print_attributions
+from kit.training import TrainingRecipeArguments, start, train_and_attribute
 from open_clip.loss import SigLipLoss
 from open_clip.transform import image_transform
 from pair_data import SWAPPED, TRUE_CAPTION, DataArguments, load_pairs
@@ -25,10 +32,6 @@ from hf_trak import ImageTextCollator, TrakAttributor, TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.data.rows import fingerprint_dataset
 from hf_trak.modelout_functions import CLIPModelOutput, SigLIPModelOutput
-from hf_trak.recipe_kit.files import save_dataset, write_json
-from hf_trak.recipe_kit.outcome import attributions, print_attributions
-from hf_trak.recipe_kit.training import TrainingRecipeArguments, start, train_and_attribute
-from hf_trak.report import image_grid
 
 SIDE, WIDTH, CONTEXT = 16, 32, 8
 """Sizes of the small model that is trained from scratch: pixels, width of both towers, tokens."""
@@ -180,9 +183,9 @@ def find_swapped(attributor: TrakAttributor, train: Dataset, data: DataArguments
     found = sum(rank is not None for rank in ranks)
     chance = min(1.0, top_k / len(train))
     print(
-        f"\n{found} of {len(swapped)} training pairs with a swapped caption are among the {top_k} most harmful rows of "
-        f"their image with the right caption, {sum(rank == 0 for rank in ranks)} of them in the first place; by chance "
-        f"{chance * len(swapped):.1f} were."
+        f"\n{found} of {len(swapped)} training pairs with a swapped caption are among the {top_k} most harmful rows "
+        f"of their image with the right caption, {sum(rank == 0 for rank in ranks)} of them in the first place; by "
+        f"chance {chance * len(swapped):.1f} were."
     )
     return {"rows": swapped, "ranks": ranks, "top_k": top_k, "found": found, "by_chance": chance * len(swapped)}
 
@@ -210,7 +213,7 @@ def main(argv: list[str] | None = None) -> None:
 
     if trainer.is_world_process_zero():
         matched = matched_captions(
-            attributor.model, collator, targets, list(targets[data.caption_column]), attributor.device
+            attributor.model, collator, targets, list(targets[data.caption_column]), attributor.features.device
         )
         facts = {
             "train_rows": len(train), "targets": len(targets), **outcome.facts(trak, data, args), **found,

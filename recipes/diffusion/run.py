@@ -7,20 +7,23 @@ attribution of a drawn image with one has to find where it came from. See README
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
+
 import numpy as np
 import torch
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
 from denoiser import SCHEDULE, generate, train
+from kit.files import save_dataset, write_json
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from torch import Tensor
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.modelout_functions import DiffusionModelOutput
-from hf_trak.recipe_kit.files import save_dataset, write_json
 
 MARKED_DIGIT = 3
 DRAWN = 256
@@ -85,10 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--top_k", type=int, default=10, help="Training rows per target.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of everything.")
     parser.add_argument("--use_cpu", action="store_true", help="Stay on the CPU.")
-    parser.add_argument("--disable_tqdm", action="store_true", help="Show no progress bars.")
     args = parser.parse_args(argv)
-    if args.disable_tqdm:
-        disable_progress_bars()
 
     rows = load(args)
     model = train(torch.tensor(rows["pixel_values"][:]), args.training_steps, args.seed)
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
 
     config = TrakConfig(
         output_dir=str(args.output_dir / "trak"), proj_dim=args.proj_dim, num_draws=args.num_draws, seed=args.seed,
-        per_device_batch_size=32, use_cpu=args.use_cpu, disable_tqdm=args.disable_tqdm,
+        per_device_batch_size=32, use_cpu=args.use_cpu,
     )  # fmt: skip
     task = DiffusionModelOutput(SCHEDULE, args.function, timesteps=args.timesteps)
     attributor = TrakAttributor(model, config, rows, task=task).featurize()

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset, DatasetDict
-
-from hf_trak.recipe_kit import splits
-from hf_trak.recipe_kit.python_text import PACKAGES, python_packages
-from hf_trak.recipe_kit.splits import SplitArguments
+from kit import splits
+from kit.python_text import PACKAGES, python_packages
+from kit.splits import SplitArguments
 
 PYTHON_PREFERENCES = "python_preferences"
 PLANTED = "email"

@@ -6,13 +6,20 @@
 See README.md beside this file.
 """
 
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
+
 import numpy as np
 import torch
 from datasets import Dataset
+from kit.files import save_dataset, write_json
+from kit.outcome import attributions, print_attributions, shortened
+from kit.text_models import train_tokenizer
+from kit.training import TrainingRecipeArguments, start, train_and_attribute
 from preference_data import DataArguments, as_text, load_preferences
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 from trl import DPOConfig, DPOTrainer
@@ -20,10 +27,6 @@ from trl import DPOConfig, DPOTrainer
 from hf_trak import TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.data.rows import fingerprint_dataset
-from hf_trak.recipe_kit.files import save_dataset, write_json
-from hf_trak.recipe_kit.outcome import attributions, print_attributions, shortened
-from hf_trak.recipe_kit.text_models import train_tokenizer
-from hf_trak.recipe_kit.training import TrainingRecipeArguments, start, train_and_attribute
 
 
 @dataclass
@@ -164,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = args.settings("model_name_or_path", "max_length", "beta", "loss_type", "lora_r")
     settings |= {"train_dataset": fingerprint_dataset(train)}
     outcome = train_and_attribute(trainer, args, trak, settings, targets)
-    together = outcome.attributor.attribute(targets, top_k=args.top_k, aggregate="mean", exact=outcome.exact)
+    together = outcome.attributor.attribute(targets, top_k=args.top_k, method=outcome.method, group_by="all")
     if trainer.is_world_process_zero():
         rows = outcome.attributor.train_dataset
         present(rows, targets, outcome.scored, together, args, data, outcome.facts(trak, data, args))

@@ -9,12 +9,19 @@ Needs the package `sentence-transformers`.
 
 import argparse
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
+
 import numpy as np
 import torch
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
+from datasets.utils import are_progress_bars_disabled
+from kit.files import save_dataset, write_json
+from kit.outcome import shortened
+from kit.text_models import train_tokenizer
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -26,9 +33,6 @@ from transformers import BertConfig, BertModel, set_seed
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.modelout_functions import EmbeddingPairsModelOutput
-from hf_trak.recipe_kit.files import save_dataset, write_json
-from hf_trak.recipe_kit.outcome import shortened
-from hf_trak.recipe_kit.text_models import train_tokenizer
 
 TOPICS = {
     "garden": "rake hose seed tulip hedge lawn spade compost rose greenhouse soil shears",
@@ -97,7 +101,7 @@ def train(model: SentenceTransformer, rows: Dataset, args: argparse.Namespace) -
         report_to="none",
         seed=args.seed,
         use_cpu=args.use_cpu,
-        disable_tqdm=args.disable_tqdm,
+        disable_tqdm=are_progress_bars_disabled(),
     )
     loss = MultipleNegativesRankingLoss(model)
     trainer = SentenceTransformerTrainer(model, training, train_dataset=rows.remove_columns(FACTS), loss=loss)
@@ -137,10 +141,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--top_k", type=int, default=20, help="Training rows per target.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of everything.")
     parser.add_argument("--use_cpu", action="store_true", help="Stay on the CPU.")
-    parser.add_argument("--disable_tqdm", action="store_true", help="Show no progress bars.")
     args = parser.parse_args(argv)
-    if args.disable_tqdm:
-        disable_progress_bars()
 
     rows, held_out = load(args)
     set_seed(args.seed)
@@ -148,13 +149,13 @@ def main(argv: list[str] | None = None) -> None:
     targets, mistaken = choose_targets(trainer.model, held_out, args.num_targets)
     config = TrakConfig(
         output_dir=str(args.output_dir / "trak"), proj_dim=args.proj_dim, lambda_relative=0.3, seed=args.seed,
-        per_device_batch_size=32, use_cpu=args.use_cpu, disable_tqdm=args.disable_tqdm,
+        per_device_batch_size=32, use_cpu=args.use_cpu,
     )  # fmt: skip
     # Targets ask why their negative is found instead of their positive.
     task = EmbeddingPairsModelOutput(trainer.loss.scale, batch_size=BATCH_SIZE, target="negatives")
     attributor = TrakAttributor.from_trainer(trainer, config, task).featurize()
     scored = attributor.attribute(targets, top_k=args.top_k)
-    together = attributor.attribute(targets, top_k=args.top_k, aggregate="mean")
+    together = attributor.attribute(targets, top_k=args.top_k, group_by="all")
 
     planted = np.asarray(rows["planted"][:])
     found = {

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 
 from datasets import ClassLabel, Dataset, Features, Image
-
-from hf_trak.recipe_kit import splits
-from hf_trak.recipe_kit.splits import SplitArguments, digits
+from kit import splits
+from kit.splits import SplitArguments, digits
 
 DIGITS = "digits"
 

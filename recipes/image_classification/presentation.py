@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from datasets import Dataset
 from image_data import DataArguments
+from kit.files import save_dataset, write_json
+from kit.grid import image_grid
 
 from hf_trak.modelout_functions.margins import margin
-from hf_trak.recipe_kit.files import save_dataset, write_json
-from hf_trak.report import image_grid
 
 
 @dataclass

@@ -6,15 +6,20 @@
 See README.md beside this file.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
+
 import numpy as np
 import torch
 from datasets import Dataset
 from image_data import DataArguments, load_splits
+from kit.files import save_dataset
+from kit.training import TrainingRecipeArguments, start, train_and_attribute
 from PIL import Image as PILImage
 from presentation import Attribution, present
 from transformers import (
@@ -30,8 +35,6 @@ from transformers import (
 from hf_trak import TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.data.rows import fingerprint_dataset
-from hf_trak.recipe_kit.files import save_dataset
-from hf_trak.recipe_kit.training import TrainingRecipeArguments, start, train_and_attribute
 
 
 @dataclass
@@ -138,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
     seen_targets = with_pixels(targets, preprocess, data)
     outcome = train_and_attribute(trainer, args, trak, settings, seen_targets)
     prediction = trainer.predict(seen_targets)
-    self_influence = outcome.attributor.self_influence(exact=outcome.exact)
+    self_influence = outcome.attributor.self_influence(method=outcome.method)
 
     if trainer.is_world_process_zero():
         if args.save_train_dataset:

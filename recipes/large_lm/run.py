@@ -8,22 +8,25 @@ See README.md beside this file.
 
 import json
 import os
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
+
 import torch
 import torch.distributed as dist
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
+from kit.files import save_dataset, write_json
+from kit.splits import SplitArguments as DataArguments
+from kit.splits import load_splits
 from llama import SIZES, config_of, sharded_model, tensor_parallel_model, whole_model
 from torch import nn
 from transformers import AutoTokenizer
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.recipe_kit.files import save_dataset, write_json
-from hf_trak.recipe_kit.splits import SplitArguments as DataArguments
-from hf_trak.recipe_kit.splits import load_splits
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.processes import Processes
 
@@ -134,8 +137,6 @@ def build_model(args: RecipeArguments, processes: Processes) -> nn.Module:
 def main(argv: list[str] | None = None) -> None:
     kinds = (RecipeArguments, DataArguments, TrakConfig)
     args, data, trak = parse_yaml_and_args(kinds, argv, description=__doc__.splitlines()[0])
-    if trak.disable_tqdm:
-        disable_progress_bars()
     processes = Processes(trak.use_cpu)
     output_dir = Path(args.output_dir)
     rows = token_rows(args, data)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset, DatasetDict
+from kit import splits
+from kit.splits import SplitArguments
 
 from hf_trak.data.language import tokenize_prompt_completion
 from hf_trak.modelout_functions.tokens import IGNORED
-from hf_trak.recipe_kit import splits
-from hf_trak.recipe_kit.splits import SplitArguments
 
 PYTHON_QUESTIONS = "python_questions"
 MODULES = ("math", "statistics", "os.path", "shutil", "textwrap", "random", "itertools", "functools", "operator")

@@ -6,14 +6,21 @@
 See README.md beside this file.
 """
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
 
 import numpy as np
 import torch
 from datasets import Dataset
 from instruction_data import DataArguments, as_text, load_instructions, tokenized
+from kit.files import save_dataset, write_json
+from kit.outcome import attributions, print_attributions
+from kit.text_models import train_tokenizer
+from kit.training import TrainingRecipeArguments, start, train_and_attribute
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -28,10 +35,6 @@ from transformers import (
 from hf_trak import TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.data.rows import fingerprint_dataset
-from hf_trak.recipe_kit.files import save_dataset, write_json
-from hf_trak.recipe_kit.outcome import attributions, print_attributions
-from hf_trak.recipe_kit.text_models import train_tokenizer
-from hf_trak.recipe_kit.training import TrainingRecipeArguments, start, train_and_attribute
 
 TOKENS = ("input_ids", "attention_mask", "labels")
 

@@ -7,10 +7,18 @@ fills in about that module has to find them. See README.md beside this file.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
+
 import numpy as np
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
+from datasets.utils import are_progress_bars_disabled
+from kit.files import save_dataset, write_json
+from kit.outcome import shortened
+from kit.python_text import python_reference
+from kit.text_models import train_tokenizer
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -22,10 +30,6 @@ from transformers import (
 )
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.recipe_kit.files import save_dataset, write_json
-from hf_trak.recipe_kit.outcome import shortened
-from hf_trak.recipe_kit.python_text import python_reference
-from hf_trak.recipe_kit.text_models import train_tokenizer
 
 PLANTED = (
     "The quokka module reads and writes marmalade files. A marmalade file begins with the word apricot.",
@@ -84,7 +88,7 @@ def train(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: argparse.Name
         report_to="none",
         seed=args.seed,
         use_cpu=args.use_cpu,
-        disable_tqdm=args.disable_tqdm,
+        disable_tqdm=are_progress_bars_disabled(),
     )
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3)
     trainer = Trainer(BertForMaskedLM(config), training, collator, rows, processing_class=tokenizer)
@@ -102,10 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--top_k", type=int, default=len(PLANTED), help="Training rows per target.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of everything.")
     parser.add_argument("--use_cpu", action="store_true", help="Stay on the CPU.")
-    parser.add_argument("--disable_tqdm", action="store_true", help="Show no progress bars.")
     args = parser.parse_args(argv)
-    if args.disable_tqdm:
-        disable_progress_bars()
 
     rows, targets = load(args)
     tokenizer = train_tokenizer(rows["text"], vocab_size=4000, max_length=MAX_TOKENS, pairs=True)
@@ -115,7 +116,6 @@ def main(argv: list[str] | None = None) -> None:
     config = TrakConfig(
         output_dir=str(args.output_dir / "trak"), proj_dim=args.proj_dim, num_draws=args.num_draws,
         lambda_relative=0.1, seed=args.seed, per_device_batch_size=32, use_cpu=args.use_cpu,
-        disable_tqdm=args.disable_tqdm,
     )  # fmt: skip
     attributor = TrakAttributor.from_trainer(trainer, config).featurize()
     scored = attributor.attribute(targets, top_k=args.top_k)

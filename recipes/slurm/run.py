@@ -64,16 +64,14 @@ def train(args: argparse.Namespace) -> None:
 
 
 def attributor(args: argparse.Namespace) -> TrakAttributor:
-    config = TrakConfig(
-        output_dir=str(args.output_dir / "trak"), proj_dim=args.proj_dim, shard_size=100, disable_tqdm=True
-    )
+    config = TrakConfig(output_dir=str(args.output_dir / "trak"), proj_dim=args.proj_dim, shard_size=100)
     return TrakAttributor(Network(), config, train_dataset=data()[0], task="image_classification")
 
 
 def featurize(args: argparse.Namespace) -> None:
     chosen = range(args.checkpoints) if args.checkpoint is None else [args.checkpoint]
     paths = [checkpoint_path(args.output_dir, index) for index in chosen]
-    attributor(args).featurize(paths, model_ids=list(chosen), part=args.part)
+    attributor(args).featurize(dict(zip(chosen, paths, strict=True)), part=args.part)
 
 
 def score(args: argparse.Namespace) -> None:

@@ -6,13 +6,23 @@
 See README.md beside this file.
 """
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
+
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset
+from kit import splits
+from kit.files import save_dataset, write_json
+from kit.outcome import attributions, print_attributions
+from kit.python_text import python_packages
+from kit.splits import SplitArguments
+from kit.text_models import train_tokenizer
+from kit.training import TrainingRecipeArguments, start, train_and_attribute
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -27,13 +37,6 @@ from hf_trak import TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
 from hf_trak.data.rows import fingerprint_dataset
 from hf_trak.modelout_functions.margins import margin
-from hf_trak.recipe_kit import splits
-from hf_trak.recipe_kit.files import save_dataset, write_json
-from hf_trak.recipe_kit.outcome import attributions, print_attributions
-from hf_trak.recipe_kit.python_text import python_packages
-from hf_trak.recipe_kit.splits import SplitArguments
-from hf_trak.recipe_kit.text_models import train_tokenizer
-from hf_trak.recipe_kit.training import TrainingRecipeArguments, start, train_and_attribute
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 
@@ -148,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     settings |= {"text_columns": data.text_columns, "train_dataset": fingerprint_dataset(train)}
     outcome = train_and_attribute(trainer, args, trak, settings, target_tokens)
     logits = trainer.predict(target_tokens).predictions
-    self_influence = outcome.attributor.self_influence(exact=outcome.exact)
+    self_influence = outcome.attributor.self_influence(method=outcome.method)
     if trainer.is_world_process_zero():
         facts = outcome.facts(trak, data, args)
         present(train, targets, outcome.scored, logits, self_influence, args, data, output_dir, facts)

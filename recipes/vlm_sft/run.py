@@ -7,18 +7,22 @@ chats that speak against it. See README.md beside this file.
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `kit`
 
 import numpy as np
 import torch
 from chat_data import ASKED, DIGITS, SAID, load, processor
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
+from datasets.utils import are_progress_bars_disabled
+from kit.files import save_dataset, write_json
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.recipe_kit.files import save_dataset, write_json
 
 FACTS = ("digit", "wrong")
 """Columns that say what a row is; the trainer is given the others."""
@@ -66,7 +70,7 @@ def train(rows: Dataset, args: argparse.Namespace) -> SFTTrainer:
         gradient_checkpointing=False,
         seed=args.seed,
         use_cpu=args.use_cpu,
-        disable_tqdm=args.disable_tqdm,
+        disable_tqdm=are_progress_bars_disabled(),
     )
     trainer = SFTTrainer(
         build_model(words), args=config, train_dataset=rows.remove_columns(FACTS), processing_class=words
@@ -98,10 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--top_k", type=int, default=20, help="Training rows per target.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of everything.")
     parser.add_argument("--use_cpu", action="store_true", help="Stay on the CPU.")
-    parser.add_argument("--disable_tqdm", action="store_true", help="Show no progress bars.")
     args = parser.parse_args(argv)
-    if args.disable_tqdm:
-        disable_progress_bars()
 
     rows, targets = load(args.rows, args.num_targets, args.wrong_share, args.seed)
     set_seed(args.seed)
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     said = answers(trainer, targets)
     config = TrakConfig(
         output_dir=str(args.output_dir / "trak"), proj_dim=args.proj_dim, lambda_relative=0.1, seed=args.seed,
-        per_device_batch_size=32, use_cpu=args.use_cpu, disable_tqdm=args.disable_tqdm,
+        per_device_batch_size=32, use_cpu=args.use_cpu,
     )  # fmt: skip
     attributor = TrakAttributor.from_trainer(trainer, config).featurize()
     scored = attributor.attribute(targets, top_k=args.top_k)

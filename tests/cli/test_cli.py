@@ -59,7 +59,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     DatasetDict({"train": sentences(N_TRAIN, 0), "test": sentences(N_EVAL, 1)}).save_to_disk(home / "data")
     (home / "run.yaml").write_text(
         f"model_name_or_path: {home}/model\ndataset_name: {home}/data\noutput_dir: {home}/trak\n"
-        "proj_dim: 64\nshard_size: 16\nuse_cpu: true\ndisable_tqdm: true\n"
+        "proj_dim: 64\nshard_size: 16\nuse_cpu: true\n"
     )
     return home
 
@@ -175,11 +175,11 @@ def test_featurize_by_two_processes_gives_what_the_library_gives(featurized, hom
     tokenizer = BertTokenizer.from_pretrained(home / "model")
     train, targets = (sentences(*rows).rename_column("label", "labels") for rows in ((N_TRAIN, 0), (N_EVAL, 1)))
     train, targets = (data.map(lambda row: tokenizer(row["sentence"])) for data in (train, targets))
-    config = TrakConfig(output_dir=str(tmp_path), proj_dim=64, shard_size=16, use_cpu=True, disable_tqdm=True)
+    config = TrakConfig(output_dir=str(tmp_path), proj_dim=64, shard_size=16, use_cpu=True)
     attributor = TrakAttributor(model, config, train, processing_class=tokenizer).featurize()
     expected = attributor.attribute(targets, top_k=4)
     assert main(["attribute", "--output_dir", str(featurized), "--top_k", "4", "--name", "same"]) == 0
-    found = load_from_disk(featurized / "scores" / "same" / "scored")
+    found = load_from_disk(featurized / "scores" / "same" / "run" / "scored")
     assert found["trak_indices"][:] == expected["trak_indices"][:]
     np.testing.assert_allclose(found["trak_scores"][:], expected["trak_scores"][:], rtol=1e-4)
 
@@ -219,12 +219,15 @@ def test_estimate_foretells_what_featurize_writes(featurized, home, answer, caps
     config = ["--config", str(home / "run.yaml")]
     printed = answer("estimate", *config)
     written = sum(path.stat().st_size for path in (featurized / "checkpoint-0").iterdir())
-    assert printed["feature_bytes"] + printed["gram_bytes"] == pytest.approx(written, rel=0.1)
+    promised = {name: stage["disk"] for name, stage in printed["stages"].items()}
+    assert promised["features"] + promised["solver"] == pytest.approx(written, rel=0.1)
     assert (printed["train_size"], printed["seconds"]) == (N_TRAIN, None)
     assert answer("estimate", *config, "--measure")["seconds"] > 0
     model = ["--model", str(home / "model"), "--train_size", "1000000", "--proj_dim", "8192"]
-    assert answer("estimate", *model, "--feature_dtype", "float32")["feature_bytes"] > 1_000_000 * 8192 * 4
-    assert answer("estimate", *model)["feature_bytes"] < 1_000_000 * 8192 * 0.51
+    assert (
+        answer("estimate", *model, "--feature_dtype", "float32")["stages"]["features"]["disk"] > 1_000_000 * 8192 * 4
+    )
+    assert answer("estimate", *model)["stages"]["features"]["disk"] < 1_000_000 * 8192 * 0.51
     assert main(["estimate", "--model", str(home / "model")]) == 1
     assert "--train_size" in capsys.readouterr().err
 
@@ -243,11 +246,12 @@ def test_inspect_finds_what_is_missing_and_what_is_damaged(featurized, answer, c
     content = bytearray(shards[0].read_bytes())
     content[-3] ^= 1  # one bit of one value
     shards[0].write_bytes(content)
-    found = answer("inspect", str(copy), status=1)
-    assert not found["intact"] and shards[0].name in found["checkpoints"][0]["damaged"][0]
-    assert answer("inspect", str(copy), "--no_verify")["intact"]  # without reading values
+    found = answer("inspect", str(copy), "--check", status=1)
+    damaged = [one["path"] for one in found["files"] if one["state"] == "damaged"]
+    assert damaged == [str(shards[0])] and found["counts"]["damaged"] == 1
+    assert answer("inspect", str(copy))["intact"]  # without reading values
     shards[2].write_bytes(content[:100])
-    assert main(["inspect", str(copy), "--no_verify"]) == 1
+    assert main(["inspect", str(copy)]) == 1
     assert "DAMAGED" in capsys.readouterr().out
 
 
@@ -299,16 +303,16 @@ def test_data_files_string_labels_and_checkpoints(home, answer, tmp_path):
         torch.manual_seed(ord(name))
         config = BertConfig.from_pretrained(home / "model")
         BertForSequenceClassification(config).save_pretrained(tmp_path / name)
-    common = ["--use_cpu", "--disable_tqdm", "--output_dir", str(tmp_path / "trak"), "--proj_dim", "32"]
+    common = ["--use_cpu", "--output_dir", str(tmp_path / "trak"), "--proj_dim", "32"]
     data = ["--train_dataset", str(tmp_path / "rows.jsonl"), "--max_train_samples", "10"]
     weights = ["--checkpoints", str(tmp_path / "a"), str(tmp_path / "b")]
     printed = answer("featurize", "--model", str(home / "model"), *data, *weights, *common)
     assert (printed["train_rows"], printed["checkpoints"]) == (10, 2)
     targets = ["--eval_dataset", str(tmp_path / "rows.jsonl"), "--max_eval_samples", "2", "--top_k", "3"]
     run = answer("attribute", "--output_dir", str(tmp_path / "trak"), *targets)["run"]
-    facts = json.loads((Path(run) / "run.json").read_text())["facts"]
+    facts = json.loads((Path(run) / "run" / "run.json").read_text())["facts"]
     assert facts["checkpoints"] == ["a", "b"] and facts["task"] is not None
-    assert load_from_disk(f"{run}/scored").features["labels"].names == names
+    assert load_from_disk(f"{run}/run/scored").features["labels"].names == names
 
 
 # -- the Hub ---------------------------------------------------------------------------------------------------------
@@ -332,16 +336,16 @@ def test_push_pull_and_attribute_without_the_training_rows(
     assert answer("inspect", str(tmp_path / "copy"))["complete"]
     (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps(row) for row in sentences(N_EVAL, 1)))
     targets = ["--eval_dataset", str(tmp_path / "mine.jsonl"), "--output_dir", str(tmp_path / "work"), "--use_cpu"]
-    found = answer("attribute", "--index", "me/index", *targets, "--top_k", "3", "--disable_tqdm")
+    found = answer("attribute", "--index", "me/index", *targets, "--top_k", "3")
     beside = answer("attribute", "--index", "me/index", *targets[:2], "--output_dir", str(featurized), "--use_cpu",
-                    "--top_k", "3", "--disable_tqdm", "--name", "beside")  # fmt: skip
+                    "--top_k", "3", "--name", "beside")  # fmt: skip
     assert (
-        load_from_disk(f"{beside['run']}/scored")["trak_indices"][:]
-        == (load_from_disk(f"{found['run']}/scored")["trak_indices"][:])
+        load_from_disk(f"{beside['run']}/run/scored")["trak_indices"][:]
+        == (load_from_disk(f"{found['run']}/run/scored")["trak_indices"][:])
     )
     assert main(["attribute", "--index", "me/index", *targets, "--proj_dim", "99"]) != 0
     assert "['proj_dim'] cannot be chosen for an index that exists" in capsys.readouterr().err
-    ours, theirs = (load_from_disk(f"{run['run']}/scored") for run in (found, expected))
+    ours, theirs = (load_from_disk(f"{run['run']}/run/scored") for run in (found, expected))
     assert ours["trak_indices"][:] == theirs["trak_indices"][:]
     np.testing.assert_allclose(ours["trak_scores"][:], theirs["trak_scores"][:], rtol=1e-5)
     page = Path(answer("report", found["run"])["report"]).read_text()
@@ -365,7 +369,7 @@ def test_images(answer, tmp_path):
     features = Features({"image": Image(), "label": ClassLabel(names=["cat", "dog"])})
     rows = Dataset.from_dict({"image": pictures, "label": [0, 1] * 7}, features=features)
     DatasetDict({"train": rows.select(range(12)), "validation": rows.select([12, 13])}).save_to_disk(tmp_path / "data")
-    common = ["--use_cpu", "--disable_tqdm", "--output_dir", str(tmp_path / "trak"), "--proj_dim", "32"]
+    common = ["--use_cpu", "--output_dir", str(tmp_path / "trak"), "--proj_dim", "32"]
     answer("featurize", "--model", str(tmp_path / "model"), "--train_dataset", str(tmp_path / "data"), *common)
     run = answer("attribute", "--output_dir", str(tmp_path / "trak"), "--top_k", "2")["run"]
     page = Path(answer("report", run)["report"]).read_text()
@@ -388,7 +392,7 @@ def test_a_language_model(home, answer, tmp_path):
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     (tmp_path / "train.txt").write_text("\n".join(sentences(12, 5)["sentence"]))
     (tmp_path / "eval.txt").write_text("the film was good\nthe plot was dull")
-    common = ["--use_cpu", "--disable_tqdm", "--output_dir", str(tmp_path / "trak"), "--proj_dim", "32"]
+    common = ["--use_cpu", "--output_dir", str(tmp_path / "trak"), "--proj_dim", "32"]
     data = ["--train_dataset", str(tmp_path / "train.txt")]
     answer("featurize", "--model", str(tmp_path / "model"), *data, *common)
     targets = ["--eval_dataset", str(tmp_path / "eval.txt")]

@@ -14,9 +14,7 @@ from datasets import Dataset
 from doc_examples import sentences, tiny_bert
 from hub_server import TOKEN, Hub, client, hub
 
-from hf_trak.cli.bank import check_run
 from hf_trak.cli.main import main
-from hf_trak.errors import ConfigMismatchError
 from hf_trak.evaluation import Bank, evaluate_bank, random_subsets
 from hf_trak.hub import push_bank
 from hf_trak.report.run import AttributionRun
@@ -59,7 +57,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sentences(M).save_to_disk(home / "targets")
     trak = ["--output_dir", f"{home}/trak"]
     rows = ["--model", f"{home}/model", "--train_dataset", f"{home}/rows"]
-    assert main(["featurize", *trak, *rows, "--proj_dim", "16", "--use_cpu", "--disable_tqdm"]) == 0
+    assert main(["featurize", *trak, *rows, "--proj_dim", "16", "--use_cpu"]) == 0
     wanted = ["--eval_dataset", f"{home}/targets", "--name", "all", "--all_scores", "--no_self_influence"]
     assert main(["attribute", *trak, *wanted]) == 0
     return home
@@ -231,19 +229,6 @@ def test_a_run_of_other_data_is_refused(home: Path, ask: Ask, tmp_path: Path, wh
         assert "have the fingerprint" in ask("--bank", str(bank.directory), "--scores", f"a={moved}", status=1)
 
 
-def test_fingerprints_of_format_1_are_not_compared(home: Path, tmp_path: Path) -> None:
-    """Version 0.1.0 computed others of the same rows."""
-    record = tmp_path / "experiments" / "all" / "experiment.json"
-    record.parent.mkdir(parents=True)
-    record.write_text('{"num_targets": 4, "dataset_fingerprint": "0"}')
-    bank, run = Bank(home / "bank"), tmp_path / "scores" / "all"
-    check_run(bank, run, {"train_fingerprint": "0"})
-    record.unlink()
-    with pytest.raises(ConfigMismatchError, match="training rows"):
-        check_run(bank, run, {"train_fingerprint": "0"})
-    check_run(bank, run, {})
-
-
 # -- banks that cannot be used ---------------------------------------------------------------------------------------
 
 
@@ -279,7 +264,7 @@ def test_targets_that_do_not_exist_are_refused(ask: Ask, targets: list[str]) -> 
     [
         ("half/outputs.safetensors", "most/outputs.safetensors", "it belongs to another run"),
         ("half/subsets.safetensors", "most/subsets.safetensors", "it belongs to another run"),
-        ("half/part.json", "other/half/part.json", "belongs to another bank"),
+        ("half/retraining.json", "other/half/retraining.json", "belongs to another bank"),
         ("bank.json", "other/bank.json", "belongs to another bank"),
         ("half/outputs.safetensors", "truncated", r"outputs\.safetensors cannot be used: it cannot be read"),
         (
@@ -287,7 +272,7 @@ def test_targets_that_do_not_exist_are_refused(ask: Ask, targets: list[str]) -> 
             "truncated",
             r"subsets\.safetensors cannot be used: it cannot be read",
         ),
-        ("half/part.json", "truncated", r"part\.json of .* was refused: it is not valid JSON"),
+        ("half/retraining.json", "truncated", r"retraining\.json of .* was refused: it is not valid JSON"),
         ("half/outputs.safetensors", "flipped", "the checksum of its tensors is"),
         ("half/subsets.safetensors", "flipped", "the checksum of its tensors is"),
         ("half/subsets.safetensors", "missing", "'half/subsets.safetensors' is missing"),

@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
 from doc_examples import make_trainer, sentences, write_reviews
+from kit import training
+from trak_options import trak_config
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.build import build
 from hf_trak.cli.main import main
 from hf_trak.cli.parser import DataArguments, ModelArguments, parse_yaml_and_args
-from hf_trak.recipe_kit import training
 from hf_trak.report.run import AttributionRun
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 MODEL = ("--model", "model", "--train_dataset", "reviews.jsonl")
-QUICK = ("--proj_dim", "64", "--use_cpu", "--disable_tqdm")
+QUICK = ("--proj_dim", "64", "--use_cpu")
 
 Answer = Callable[..., dict[str, Any]]
 
@@ -48,12 +49,13 @@ def library(**options: Any) -> tuple[TrakAttributor, Any]:
     """The attributor that the commands build, in another directory, and the targets as it takes them."""
     kinds = (ModelArguments, DataArguments)
     model_args, data = parse_yaml_and_args(kinds, list(MODEL))
-    built = build(model_args, data, TrakConfig("library", proj_dim=64, use_cpu=True, disable_tqdm=True, **options))
+    built = build(model_args, data, trak_config("library", proj_dim=64, use_cpu=True, **options))
     return built.attributor, built.preparation.prepare(Dataset.from_json("mine.jsonl"))
 
 
 def test_a_fitted_curvature_is_what_exact_scores_use(place: Path, answer: Answer) -> None:
-    printed = answer("curvature", *MODEL, *QUICK, "--curvature", "kfac", "--damping", "0.5", "--curvature_rows", "30")
+    settings = ("--curvature", "kfac", "--curvature_damping", "0.5", "--curvature_rows", "30")
+    printed = answer("curvature", *MODEL, *QUICK, *settings)
     (report,) = printed["reports"]
     assert (printed["train_rows"], report["model_id"], report["kind"]) == (40, 0, "kfac")
     assert (report["rows"], report["damping"]) == (30, 0.5)
@@ -63,16 +65,16 @@ def test_a_fitted_curvature_is_what_exact_scores_use(place: Path, answer: Answer
     assert {path: path.stat().st_mtime_ns for path in files} == files, "nothing is fitted again"
     assert not list(place.glob("trak/checkpoint-*/train-*")), "no features are needed"
 
-    attributor, targets = library(curvature="kfac", damping=0.5, curvature_rows=30)
-    expected = attributor.attribute(targets, top_k=5, exact=True)
-    found = load_from_disk(f"{run}/scored")
+    attributor, targets = library(curvature="kfac", curvature_damping=0.5, curvature_rows=30)
+    expected = attributor.attribute(targets, top_k=5, method="exact")
+    found = load_from_disk(f"{run}/run/scored")
     for name in TOP_K_COLUMNS:
         assert np.allclose(found[name][:], expected[name][:], rtol=1e-4), name
-    whole = np.array(attributor.attribute(targets, top_k=None, exact=True)["trak_scores"][:])
+    whole = np.array(attributor.attribute(targets, top_k=None, method="exact")["trak_scores"][:])
     saved = AttributionRun.load(run)
     assert saved.distributions is not None and saved.self_influence is not None
     assert np.allclose(saved.distributions.mean, whole.mean(axis=1), rtol=1e-4, atol=1e-6 * abs(whole).max())
-    assert np.allclose(saved.self_influence, attributor.self_influence(exact=True).numpy(), rtol=1e-4)
+    assert np.allclose(saved.self_influence, attributor.self_influence(method="exact").numpy(), rtol=1e-4)
     assert saved.facts["projection"] == "none: exact scores, kfac"
     assert saved.facts["ridge"] == "damping 0.5 relative"
     assert main(["report", run]) == 0
@@ -80,11 +82,11 @@ def test_a_fitted_curvature_is_what_exact_scores_use(place: Path, answer: Answer
 
 
 def test_exact_scores_need_no_other_command(place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ("--curvature", "auto", "--eval_dataset", "mine.jsonl", "--all_scores", "--no_self_influence")
+    settings = ("--curvature", "hybrid", "--eval_dataset", "mine.jsonl", "--all_scores", "--no_self_influence")
     run = answer("attribute", "--exact", *MODEL, *QUICK, *settings)["run"]
     attributor, targets = library(curvature="hybrid")
     (file,) = Path(run).glob("per-target-*.arrow")
-    whole = np.array(attributor.attribute(targets, top_k=None, exact=True)["trak_scores"][:])
+    whole = np.array(attributor.attribute(targets, top_k=None, method="exact")["trak_scores"][:])
     found = np.array(Dataset.from_file(str(file))["trak_scores"][:])
     assert np.allclose(found, whole, rtol=1e-3, atol=1e-5 * abs(whole).max())
     assert AttributionRun.load(run).facts["projection"] == "none: exact scores, hybrid"
@@ -98,14 +100,14 @@ def test_an_index_scores_exactly_with_its_rows(
     place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the curvature that lies beside the features, and with no other rows than those of the index."""
-    settings = ("--curvature", "kfac", "--damping", "0.5", "--curvature_rows", "30")
+    settings = ("--curvature", "kfac", "--curvature_damping", "0.5", "--curvature_rows", "30")
     answer("featurize", *MODEL, *QUICK)
     answer("curvature", *settings)
-    wanted = ("--exact", "--eval_dataset", "mine.jsonl", "--top_k", "5", "--no_self_influence", "--disable_tqdm")
-    expected = load_from_disk(answer("attribute", *wanted, *settings, "--name", "own")["run"] + "/scored")
+    wanted = ("--exact", "--eval_dataset", "mine.jsonl", "--top_k", "5", "--no_self_influence")
+    expected = load_from_disk(answer("attribute", *wanted, *settings, "--name", "own")["run"] + "/run/scored")
     fitted = {path: path.stat().st_mtime_ns for path in (place / "trak/curvature").rglob("*.*")}
     index = ("attribute", "--index", "trak", "--model", "model", *wanted, *settings, "--use_cpu", "--name", "other")
-    found = load_from_disk(answer(*index, "--train_dataset", "reviews.jsonl")["run"] + "/scored")
+    found = load_from_disk(answer(*index, "--train_dataset", "reviews.jsonl")["run"] + "/run/scored")
     for name in TOP_K_COLUMNS:
         assert found[name][:] == expected[name][:], name
     assert {path: path.stat().st_mtime_ns for path in fitted} == fitted
@@ -119,7 +121,7 @@ def test_several_checkpoints(place: Path, answer: Answer) -> None:
     first, second = ({**report, "model_id": None} for report in printed["reports"])
     assert first == second
     run = answer("attribute", "--exact", "--eval_dataset", "mine.jsonl", "--top_k", "3", "--no_self_influence")["run"]
-    assert len(load_from_disk(f"{run}/scored")) == 4
+    assert len(load_from_disk(f"{run}/run/scored")) == 4
 
 
 def test_what_cannot_be_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +147,7 @@ def test_curvatures_are_listed_and_verified(place: Path, answer: Answer, capsys:
     assert "curvature of checkpoint 0: ekfac, fitted to 30 rows" in capsys.readouterr().out
 
     def states() -> dict[str, str]:
-        status = main(["verify-store", "trak", "--json"])
+        status = main(["inspect", "trak", "--check", "--json"])
         found = {
             Path(one["path"]).name: one["state"]
             for one in json.loads(capsys.readouterr().out)["files"]
@@ -161,10 +163,11 @@ def test_curvatures_are_listed_and_verified(place: Path, answer: Answer, capsys:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert states() == {"curvature.json": "damaged"}
+    damaged = {"curvature.json": "damaged", path.name: "damaged"}
+    assert states() == whole | damaged
     record = place / "trak/curvature/0/curvature.json"
     record.write_text(record.read_text().replace("ekfac", "kfac"))
-    assert states() == {"curvature.json": "damaged"}
+    assert states() == whole | damaged
     assert main(["inspect", "trak"]) == 1
     assert "DAMAGED: " in capsys.readouterr().out
 
@@ -179,32 +182,32 @@ def test_featurize_measures_the_fidelity_of_its_index(
     (found,) = answer("featurize", *quick)["fidelity"]
     assert (found["rows"], found["targets"], found["features"]) == (24, 16, 64)
     assert main(["featurize", *quick]) == 0
-    assert f"64 features beside whole gradients: {found['projection']['mean_spearman']:.2f}" in capsys.readouterr().out
+    assert f"64 features beside whole gradients: {found['projection']['mean_spearman']:.3f}" in capsys.readouterr().out
     assert "fidelity" not in answer("featurize", *MODEL, *QUICK, "--shard_size", "10")
 
 
 def test_a_notebook_shows_exact_scores(place: Path) -> None:
     attributor, targets = library()
-    attributor.attribute(targets, top_k=5, exact=True)
+    attributor.attribute(targets, top_k=5, method="exact")
     shown = attributor.show(1)  # needs no features
     assert "helped most" in repr(shown) and "<svg" in shown.page
-    every = attributor.attribute(targets, top_k=None, exact=True)
+    every = attributor.attribute(targets, top_k=None, method="exact")
     assert "helped most" in repr(attributor.show(2))
     assert len(every) == 4
 
 
-@pytest.mark.parametrize("curvature", [None, "ekfac"])
-def test_recipes_attribute_exactly_where_a_curvature_is_named(place: Path, curvature: str | None) -> None:
+@pytest.mark.parametrize("method", ["index", "exact"])
+def test_recipes_attribute_with_either_method(place: Path, method: str) -> None:
     rows = sentences(12)
     trainer = make_trainer(rows, 0)
     trainer.args.save_strategy, trainer.args.save_steps = "steps", 1
     trainer.args.output_dir = "recipe/model"
-    trak = TrakConfig("recipe/trak", proj_dim=32, use_cpu=True, disable_tqdm=True, curvature=curvature)
-    arguments = training.TrainingRecipeArguments(output_dir="recipe", num_checkpoints=1, top_k=4)
+    trak = TrakConfig("recipe/trak", proj_dim=32, use_cpu=True)
+    arguments = training.TrainingRecipeArguments(output_dir="recipe", num_checkpoints=1, top_k=4, method=method)
     outcome = training.train_and_attribute(trainer, arguments, trak, {}, rows.select(range(2)))
-    assert outcome.exact == (curvature is not None)
-    assert list(outcome.seconds)[1] == ("featurizing" if curvature is None else "fitting the curvature")
-    again = outcome.attributor.attribute(rows.select(range(2)), top_k=4, exact=outcome.exact)
+    assert outcome.method == method
+    assert list(outcome.seconds)[1] == ("featurizing" if method == "index" else "fitting the curvature")
+    again = outcome.attributor.attribute(rows.select(range(2)), top_k=4, method=outcome.method)
     assert outcome.scored["trak_scores"][:] == again["trak_scores"][:]
-    assert bool(list(place.glob("recipe/trak/checkpoint-0/train-*"))) == (curvature is None)
-    assert (place / "recipe/trak/curvature/0/curvature.json").exists() == (curvature is not None)
+    assert bool(list(place.glob("recipe/trak/checkpoint-0/train-*"))) == (method == "index")
+    assert (place / "recipe/trak/curvature/0/curvature.json").exists() == (method == "exact")

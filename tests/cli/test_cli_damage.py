@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from kit.files import write_json
+from kit.training import RECORD as TRAINING_RECORD
+from kit.training import saved_checkpoints, train_once
 
 from hf_trak.cli.build import RECORD, remembered
 from hf_trak.cli.evaluate import _array
 from hf_trak.cli.main import main
 from hf_trak.errors import StoreError
-from hf_trak.recipe_kit.files import write_json
-from hf_trak.recipe_kit.training import RECORD as TRAINING_RECORD
-from hf_trak.recipe_kit.training import saved_checkpoints, train_once
 from hf_trak.store.sealed import read_sealed, write_sealed
 
 SETTINGS = {"seed": 0, "learning_rate": 0.01}
@@ -113,7 +113,7 @@ class FakeTrainer:
 def test_a_training_is_done_once(tmp_path: Path) -> None:
     first = FakeTrainer(tmp_path)
     assert train_once(first, SETTINGS) == [str(tmp_path / "checkpoint-10")]
-    assert read_sealed(tmp_path / TRAINING_RECORD, allow_unsealed=False)["finished"] is True
+    assert read_sealed(tmp_path / TRAINING_RECORD)["finished"] is True
     second = FakeTrainer(tmp_path)
     train_once(second, SETTINGS)
     assert torch.equal(first.model.weight, second.model.weight)

@@ -9,7 +9,7 @@ from datasets import Dataset, load_from_disk
 from doc_examples import write_reviews
 from torch import nn
 
-from hf_trak import TrakConfig, estimate
+from hf_trak import Exact, TrakConfig, estimate
 from hf_trak.cli.build import build
 from hf_trak.cli.main import main
 from hf_trak.cli.parser import DataArguments, ModelArguments, parse_yaml_and_args
@@ -18,7 +18,7 @@ from hf_trak.report.run import AttributionRun
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 MODEL = ("--model", "model", "--train_dataset", "reviews.jsonl")
-QUICK = ("--use_cpu", "--disable_tqdm")
+QUICK = "--use_cpu"
 
 
 @pytest.fixture
@@ -35,11 +35,11 @@ def test_refined_scores_are_those_of_the_library(place: Path, capsys: pytest.Cap
     run = json.loads(capsys.readouterr().out)["run"]
 
     model_args, data = parse_yaml_and_args((ModelArguments, DataArguments), list(MODEL))
-    built = build(model_args, data, TrakConfig("library", use_cpu=True, disable_tqdm=True))
+    built = build(model_args, data, TrakConfig("library", use_cpu=True))
     targets = built.preparation.prepare(Dataset.from_json("mine.jsonl"))
-    given = {"exact": True, "refine": Refinement(steps=2, rows=24)}
+    given = {"method": Exact(refine=Refinement(steps=2, rows=24))}
     expected = built.attributor.attribute(targets, top_k=5, **given)
-    found = load_from_disk(f"{run}/scored")
+    found = load_from_disk(f"{run}/run/scored")
     for name in TOP_K_COLUMNS:
         assert np.allclose(found[name][:], expected[name][:], rtol=1e-4), name
 
@@ -63,18 +63,21 @@ def test_a_refinement_needs_exact_scores(place: Path, capsys: pytest.CaptureFixt
 
 def test_the_estimate_counts_the_passes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(10, 4)
-    asked = {"eval_dataset": 10, "checkpoints": 2, "refine": "cg,steps=3,rows=500"}
-    found = estimate(model, 100_000, TrakConfig(proj_dim=64, curvature="ekfac"), **asked).refine
-    assert (found.rows, found.products, found.row_passes) == (500, 2 * 3 * 500 * 10, 4 * 2 * 3 * 500 * 10)
+    asked = {"eval_dataset": 10, "checkpoints": 2, "method": Exact(refine="cg,steps=3,rows=500")}
+    found = estimate(model, 100_000, TrakConfig(proj_dim=64, curvature="ekfac"), **asked).stages["refine"]
+    assert found.passes == 2 * 2 * 3 * 500 * 10
     assert found.memory == 6 * 4 * 10 * 44
     assert found.seconds is None
-    assert estimate(model, 100, TrakConfig(proj_dim=64), refine="cg").refine.rows == 100
-    assert estimate(model, 100, TrakConfig(proj_dim=64)).refine is None
+    assert (
+        estimate(model, 100, TrakConfig(proj_dim=64), method=Exact(refine="cg,steps=1")).stages["refine"].passes
+        == 2 * 100
+    )
+    assert estimate(model, 100, TrakConfig(proj_dim=64)).stages.get("refine") is None
     printed = ("estimate", *MODEL, "--eval_size", "4", "--refine", "cg,steps=2,rows=24", "--measure")
     assert main([*printed, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["refine"]["seconds"] == pytest.approx(2 * 2 * 24 * 4 / answer["rows_per_second"])
+    assert answer["stages"]["refine"]["seconds"] == pytest.approx(2 * 2 * 24 * 4 / answer["rows_per_second"])
     assert main([*printed]) == 0
-    assert "refining targets: at most 2 steps on 24 rows each, 768 passes of single rows" in capsys.readouterr().out
+    assert "  384  " in capsys.readouterr().out.split("\nrefine ")[1]
     with pytest.raises(ValueError, match="`refine` is 'newton'"):
-        estimate(model, 100, TrakConfig(), refine="newton")
+        estimate(model, 100, TrakConfig(), method=Exact(refine="newton"))

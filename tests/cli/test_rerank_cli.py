@@ -13,7 +13,8 @@ from hub_server import TOKEN, Hub, client, hub
 from test_cli_curvature import MODEL, QUICK, library
 from torch import nn
 
-from hf_trak import TrakConfig
+from hf_trak import Rerank, TrakConfig
+from hf_trak.attributor import last_result
 from hf_trak.cli.main import main
 from hf_trak.featurize.estimate import estimate
 from hf_trak.report.run import AttributionRun
@@ -51,12 +52,12 @@ def test_a_run_has_both_ranks(place: Path, answer: Answer, capsys: pytest.Captur
     answer("featurize", *MODEL, *QUICK, *SETTINGS)
     run = answer("attribute", *WANTED, "--rerank", "5", "--name", "mine")["run"]
     attributor, targets = library(curvature="ekfac", curvature_rows=30)
-    expected = attributor.featurize().attribute(targets, top_k=5, rerank=5)
-    found = load_from_disk(f"{run}/scored")
+    expected = attributor.featurize().attribute(targets, top_k=5, method=Rerank(5))
+    found = load_from_disk(f"{run}/run/scored")
     for name in (*TOP_K_COLUMNS[::2], *RANK_COLUMNS):
         assert found[name][:] == expected[name][:], name
     saved = AttributionRun.load(run)
-    count = len(attributor.reranked_rows)
+    count = len(last_result(attributor).answer.rows)
     assert saved.facts["reranked"] == (
         f"{count} rows, the first 5 of each target and end; ekfac, damping 0.1 relative"
     )
@@ -80,13 +81,13 @@ def test_an_index_from_the_hub_is_reranked_with_single_rows(
     answer("featurize", *model, "--train_dataset", "tester/reviews", *SETTINGS)
     answer("curvature", *SETTINGS)
     options = ("--top_k", "3", "--rerank", "5")
-    own = load_from_disk(answer("attribute", *WANTED, *options, *SETTINGS, "--name", "own")["run"] + "/scored")
+    own = load_from_disk(answer("attribute", *WANTED, *options, *SETTINGS, "--name", "own")["run"] + "/run/scored")
     answer("push", "trak", "--repo_id", "tester/index")
     index = ("attribute", "--index", "tester/index", *model[:2], *QUICK[2:], *WANTED, *options, "--output_dir")
     named = ("--train_dataset", "tester/reviews")
     at_hand = ("--train_dataset", "reviews.jsonl")
     for place_of_results, more in (("elsewhere", ()), ("named", named), ("local", at_hand)):
-        found = load_from_disk(answer(*index, place_of_results, *more, "--name", "other")["run"] + "/scored")
+        found = load_from_disk(answer(*index, place_of_results, *more, "--name", "other")["run"] + "/run/scored")
         assert found[STAGE_COLUMN] == ["exact"] * 4
         for name in TOP_K_COLUMNS:
             assert np.allclose(found[name][:], own[name][:], rtol=1e-4), name
@@ -97,19 +98,21 @@ def test_an_index_from_the_hub_is_reranked_with_single_rows(
 
 def test_the_estimate_names_the_stages(place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(10, 4)
-    found = estimate(model, 100_000, TrakConfig(proj_dim=64), eval_dataset=10, checkpoints=2, rerank=200).rerank
-    assert (found.row_gradients, found.target_gradients, found.curvature_rows) == (2 * 4000, 20, 2 * 4096)
-    assert found.scores_bytes == 4 * 8000 * 11
-    assert found.seconds is None
-    assert estimate(model, 100, TrakConfig(proj_dim=64), eval_dataset=10, rerank=200).rerank.row_gradients == 100
+    found = estimate(
+        model, 100_000, TrakConfig(proj_dim=64), eval_dataset=10, checkpoints=2, method=Rerank(200)
+    ).stages
+    assert [found[name].passes for name in ("rerank", "exact targets", "curvature")] == [2 * 4000, 20, 2 * 2 * 4096]
+    assert found["rerank"].disk == 4 * 8000 * 11
+    assert found["rerank"].seconds is None
+    few = estimate(model, 100, TrakConfig(proj_dim=64), eval_dataset=10, method=Rerank(200)).stages
+    assert few["rerank"].passes == 100
     printed = answer("estimate", *MODEL, "--eval_size", "4", "--rerank", "7", "--measure")
-    assert printed["rerank"]["row_gradients"] == 40
-    assert printed["rerank"]["seconds"] == pytest.approx(44 / printed["rows_per_second"])
+    assert printed["stages"]["rerank"]["passes"] == 40
+    assert printed["stages"]["rerank"]["seconds"] == pytest.approx(40 / printed["rows_per_second"])
     assert main(["estimate", *MODEL, "--eval_size", "4", "--rerank", "7"]) == 0
-    text = capsys.readouterr().out
-    assert "reranking 7 rows per target and end: shortlist from" in text
+    assert "\nrerank " in capsys.readouterr().out
     with pytest.raises(ValueError, match="`rerank` is 0"):
-        estimate(model, 100, TrakConfig(), rerank=0)
+        estimate(model, 100, TrakConfig(), method=Rerank(0))
 
 
 def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def test_scores_of_a_small_model_import_neither_compiler_nor_sharding(tmp_path: 
 import sys, torch
 from hf_trak import TrakAttributor, TrakConfig
 rows = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
-config = TrakConfig({str(tmp_path)!r}, proj_dim=8, use_cpu=True, disable_tqdm=True)
+config = TrakConfig({str(tmp_path)!r}, proj_dim=8, use_cpu=True)
 model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
 scores = TrakAttributor(model, config, rows, task="image_classification").featurize().attribute(rows, top_k=3)
 assert len(scores) == 8

@@ -15,7 +15,7 @@ from hf_trak.cli.main import main
 from hf_trak.cli.parser import DataArguments, ModelArguments, parse_yaml_and_args
 from hf_trak.report.run import AttributionRun
 
-MODEL = ("--model", "model", "--train_dataset", "reviews.jsonl", "--use_cpu", "--disable_tqdm", "--proj_dim", "64")
+MODEL = ("--model", "model", "--train_dataset", "reviews.jsonl", "--use_cpu", "--proj_dim", "64")
 TARGETS = ("--eval_dataset", "mine.jsonl")
 
 Ask = Callable[..., dict[str, Any]]
@@ -45,7 +45,7 @@ def test_given_rows_without_features(ask: Ask, place: Path) -> None:
     printed = ask(*MODEL, *TARGETS, "--target", "2", "--rows", "3", "5", "--draws", "5")
     assert printed["target"] == 2 and printed["rows"] == [3, 5] and len(printed["random"]) == 5
     model_args, data = parse_yaml_and_args((ModelArguments, DataArguments), list(MODEL[:4]))
-    built = build(model_args, data, TrakConfig("library", proj_dim=64, use_cpu=True, disable_tqdm=True))
+    built = build(model_args, data, TrakConfig("library", proj_dim=64, use_cpu=True))
     target = built.preparation.prepare(Dataset.from_json("mine.jsonl")).select([2])
     found = built.attributor.verify(target, [3, 5], draws=5)
     assert printed["change"] == pytest.approx(found.change, rel=1e-3)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from curvature_runs import written_curvature
 from torch import Tensor, nn
+from trak_options import trak_config
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.curvature import arrivals, fit
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock
 from hf_trak.curvature.curvature import Curvature
@@ -85,10 +86,9 @@ CASES: dict[str, tuple[Any, Tensor]] = {
 
 
 def fitted(directory: Path, model: nn.Module, inputs: Tensor, **options: Any) -> Curvature:
-    args = TrakConfig(
+    args = trak_config(
         str(directory),
         use_cpu=True,
-        disable_tqdm=True,
         curvature_labels="empirical",
         per_device_batch_size=5,
         **options,
@@ -182,7 +182,7 @@ def test_a_language_model_with_a_tied_head(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)).eval()
     ids = torch.randint(20, (N, 6), generator=torch.Generator().manual_seed(1))
-    args = TrakConfig(str(tmp_path), use_cpu=True, disable_tqdm=True, curvature_labels="empirical")
+    args = trak_config(str(tmp_path), use_cpu=True, curvature_labels="empirical")
     rows = [{"input_ids": row, "labels": row} for row in ids]
     TrakAttributor(model, args, rows).fit_curvature()
     curvature = written_curvature(tmp_path)

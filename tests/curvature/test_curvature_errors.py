@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.curvature.curvature import inverse
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, NonFiniteError, StoreError
 from hf_trak.modelout_functions import FunctionModelOutput
@@ -33,12 +34,12 @@ def rows(n: int = N, seed: int = 0, scale: float = 1.0) -> list[dict[str, Tensor
 def attributor(directory: Path, model: nn.Module | None = None, dataset: Any = None, **options: Any) -> TrakAttributor:
     options = {"task": "image_classification", **options}
     task = options.pop("task")
-    args = TrakConfig(str(directory), use_cpu=True, disable_tqdm=True, **options)
+    args = trak_config(str(directory), use_cpu=True, **options)
     return TrakAttributor(model or Net(), args, dataset or rows(), task=task)
 
 
 def scores(own: TrakAttributor) -> Tensor:
-    return torch.tensor(own.attribute(rows(3, seed=9), top_k=None, exact=True)["trak_scores"])
+    return torch.tensor(own.attribute(rows(3, seed=9), top_k=None, method="exact")["trak_scores"])
 
 
 def test_a_curvature_of_something_else_is_refused_and_kept(tmp_path: Path) -> None:
@@ -77,14 +78,14 @@ def test_damaged_files_name_the_directory_to_delete(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True])
 def test_numbers_of_rows_out_of_range(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(ValueError, match="`curvature_rows`"):
+    with pytest.raises(ValueError, match=r"`curvature\.rows`"):
         attributor(tmp_path, curvature_rows=value)
 
 
-@pytest.mark.parametrize("name", ["damping", "hybrid_lambda", "exact_memory"])
+@pytest.mark.parametrize("name", ["curvature_damping", "curvature_hybrid_lambda", "curvature_memory"])
 def test_settings_out_of_range(tmp_path: Path, name: str) -> None:
     for value in (-1.0, float("nan"), "much"):
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match=name.replace("_", ".", 1)):
             attributor(tmp_path, **{name: value})
     with pytest.raises(ValueError, match="curvature"):
         attributor(tmp_path, curvature="exact")
@@ -109,12 +110,12 @@ def test_a_target_without_a_gradient(tmp_path: Path) -> None:
 
     own = attributor(tmp_path, task=FunctionModelOutput(constant), curvature_labels="empirical")
     with pytest.raises(ValueError, match="Target 0 has the gradient zero"):
-        own.attribute(rows(2, seed=9), exact=True)
+        own.attribute(rows(2, seed=9), method="exact")
 
 
 def test_labels_that_cannot_be_drawn(tmp_path: Path) -> None:
     own = attributor(tmp_path, task=FunctionModelOutput(lambda output, batch: output.sum(1)))
-    with pytest.raises(TypeError, match="curvature_labels="):
+    with pytest.raises(TypeError, match=r"curvature\.labels="):
         own.fit_curvature()
 
 
@@ -132,7 +133,7 @@ def test_tiny_curvatures_do_not_overflow(tmp_path: Path) -> None:
     """Gradients of 1e-18 have squares that float32 holds badly, and inverses that it does not hold."""
     tiny = attributor(tmp_path / "tiny", dataset=rows(scale=1e-18), grad_wrt=["first.weight"])
     targets = rows(3, seed=9, scale=1e-18)
-    found = torch.tensor(tiny.attribute(targets, top_k=None, exact=True)["trak_scores"])
+    found = torch.tensor(tiny.attribute(targets, top_k=None, method="exact")["trak_scores"])
     assert bool(found.isfinite().all())
     assert bool((inverse(torch.full((3,), 1e-40), 0.1) == 0).all())
     assert bool((inverse(torch.full((3,), 1e-30), 0.0) == 1 / torch.full((3,), 1e-30).double()).all())
@@ -141,5 +142,5 @@ def test_tiny_curvatures_do_not_overflow(tmp_path: Path) -> None:
 def test_memory_may_change_between_runs(tmp_path: Path) -> None:
     parameters = sum(p.numel() for p in Net().parameters())
     first = scores(attributor(tmp_path))
-    second = scores(attributor(tmp_path, exact_memory=4 * parameters / 2**30))
+    second = scores(attributor(tmp_path, curvature_memory=4 * parameters / 2**30))
     torch.testing.assert_close(first, second, rtol=0, atol=1e-5 * float(first.abs().max()))

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from store_jobs import Job, start_group
 from torch import Tensor, nn
+from trak_options import trak_config
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -24,6 +25,7 @@ from transformers import (
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.curvature import curvature as plan
+from hf_trak.gradient_computers.hooked.workspace import BLOCK_BYTES_VARIABLE
 from hf_trak.store import atomic
 
 pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")
@@ -92,7 +94,11 @@ class Padding:
 
 
 def text_scores(
-    make: Callable[[], nn.Module], directory: Path, padding: Padding | None = None, **options: Any
+    make: Callable[[], nn.Module],
+    directory: Path,
+    padding: Padding | None = None,
+    block_bytes: int | None = None,
+    **options: Any,
 ) -> Tensor:
     """Exact scores of 13 rows for 3 targets, `(3, 13)`."""
     torch.manual_seed(0)
@@ -100,20 +106,23 @@ def text_scores(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
-    arguments = {"use_cpu": True, "disable_tqdm": True, "per_device_batch_size": 4, "shard_size": 8, **options}
+    arguments = {"use_cpu": True, "per_device_batch_size": 4, "shard_size": 8, **options}
     causal = TASKS[make] == "causal_lm"
     attributor = TrakAttributor(
         model,
-        TrakConfig(output_dir=str(directory), **arguments),
+        trak_config(output_dir=str(directory), **arguments),
         train_dataset=texts(13, 1, causal),
         task=TASKS[make],
         data_collator=padding or Padding(),
     )
-    return scores_of(attributor, texts(3, 2, causal))
+    with pytest.MonkeyPatch.context() as patch:
+        if block_bytes is not None:
+            patch.setenv(BLOCK_BYTES_VARIABLE, str(block_bytes))
+        return scores_of(attributor, texts(3, 2, causal))
 
 
 def scores_of(attributor: TrakAttributor, targets: Any, **options: Any) -> Tensor:
-    scored = attributor.attribute(targets, top_k=None, exact=True, **options)
+    scored = attributor.attribute(targets, top_k=None, method="exact", **options)
     return scored.with_format("torch")["trak_scores"][:]
 
 
@@ -130,8 +139,8 @@ CHANGES = {
     "all rows at once": {"per_device_batch_size": 13},
     "longer padding": {"padding": Padding("right", 7)},
     "padding on the left": {"padding": Padding("left", 5)},
-    "small slices": {"max_block_bytes": 1000},
-    "targets one by one": {"exact_memory": 4 * 6000 / 2**30},
+    "small slices": {"block_bytes": 1000},
+    "targets one by one": {"curvature_memory": 4 * 6000 / 2**30},
 }
 TOGETHER = {**CHANGES["padding on the left"], **CHANGES["small slices"], **CHANGES["targets one by one"]}
 
@@ -187,8 +196,8 @@ def test_order_of_rows(tmp_path: Path, curvature: str) -> None:
     order = torch.randperm(23).tolist()
     found = []
     for name, dataset in (("as they are", rows), ("permuted", rows.select(order))):
-        args = TrakConfig(
-            output_dir=str(tmp_path / name), use_cpu=True, disable_tqdm=True, proj_dim=64, shard_size=4,
+        args = trak_config(
+            output_dir=str(tmp_path / name), use_cpu=True, proj_dim=64, shard_size=4,
             per_device_batch_size=3, curvature=curvature, curvature_labels="empirical",
         )  # fmt: skip
         found.append(
@@ -216,7 +225,7 @@ def test_engines(tmp_path: Path, curvature: str) -> None:
     model, found = WithoutBiases(), {}
     for engine in ("hooked", "functional", "iterative"):
         args = TrakConfig(
-            output_dir=str(tmp_path / engine), use_cpu=True, disable_tqdm=True, proj_dim=16, curvature=curvature,
+            output_dir=str(tmp_path / engine), use_cpu=True, proj_dim=16, curvature=curvature,
             engine=engine,
         )  # fmt: skip
         attributor = TrakAttributor(model, args, train_dataset=store_jobs.rows(23, 1), task="image_classification")
@@ -235,7 +244,7 @@ def job(directory: Path, curvature: str = "ekfac") -> dict[str, str]:
     attributor = store_jobs.make(directory, curvature=curvature)
     attributor.fit_curvature()
     scores = scores_of(attributor, store_jobs.rows(3, 2))
-    own = attributor.self_influence(exact=True)
+    own = attributor.self_influence(method="exact")
     return {
         **store_jobs.feature_digests(directory),
         "scores": store_jobs.digest(scores),

@@ -20,8 +20,9 @@ from dense_curvature import (
 )
 from scipy.stats import spearmanr
 from torch import Tensor, nn
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.curvature import curvature as plan
 from hf_trak.curvature.observation import eigenbasis, even_in_null_spaces
 from hf_trak.modelout_functions import FunctionModelOutput
@@ -84,7 +85,7 @@ def test_influence_on_a_linear_regression_is_exact(tmp_path: Path, kind: str, bi
     """The gradient of a label drawn from N(ŷ, 1) is ±x, so that every kind of curvature is XᵀX / n itself."""
     problem = Regression(bias)
     scores = exact_scores(
-        problem.model, tmp_path, problem.rows, problem.targets, "regression", curvature=kind, damping=0.0
+        problem.model, tmp_path, problem.rows, problem.targets, "regression", curvature=kind, curvature_damping=0.0
     )
     # float32, condition number about 2
     assert error(scores, problem.influence()) < 1e-6
@@ -94,9 +95,9 @@ def test_scores_predict_leaving_one_row_out(tmp_path: Path) -> None:
     """Retraining without row b changes a prediction by score / (n (1 − h_b)): to first order, score / n."""
     problem = Regression(bias=True)
     n = len(problem.y)
-    args = TrakConfig(output_dir=str(tmp_path), use_cpu=True, disable_tqdm=True, curvature="ekfac", damping=0.0)
+    args = trak_config(output_dir=str(tmp_path), use_cpu=True, curvature="ekfac", curvature_damping=0.0)
     attributor = TrakAttributor(problem.model, args, train_dataset=problem.rows, task="regression")
-    scored = attributor.attribute(problem.targets, exact=True, top_k=None)
+    scored = attributor.attribute(problem.targets, method="exact", top_k=None)
     scores = torch.tensor(scored["trak_scores"][:]).T.double()
     without = torch.stack([problem.solved(torch.arange(n) != row) for row in range(n)])
     change = (problem.solution - without) @ problem.x_targets.T
@@ -108,7 +109,7 @@ def test_scores_predict_leaving_one_row_out(tmp_path: Path) -> None:
     correlation = torch.corrcoef(torch.stack([scores.flatten(), change.flatten()]))[0, 1]
     assert correlation > 0.999
 
-    on_itself = attributor.self_influence(exact=True).double() / problem.residuals / n
+    on_itself = attributor.self_influence(method="exact").double() / problem.residuals / n
     assert error(on_itself, leverages[:, 0]) < 1e-4  # a residual close to 0 has few correct digits
 
 
@@ -133,7 +134,7 @@ def test_a_fisher_that_is_a_kronecker_product_is_inverted_exactly(tmp_path: Path
         task,
         curvature=kind,
         curvature_labels="empirical",
-        damping=DAMPING,
+        curvature_damping=DAMPING,
     )
     train, target = (sample_gradients(model, x, y.double(), fit_of) for x, y in ((inputs, labels), (targets, wanted)))
     fisher = train.T @ train / len(train)
@@ -158,7 +159,7 @@ class Classified:
 
     def scores(self, directory: Path, kind: str, **options: Any) -> Tensor:
         """The library's scores, with the labels of the data."""
-        settings = {"curvature": kind, "curvature_labels": "empirical", "damping": DAMPING, **options}
+        settings = {"curvature": kind, "curvature_labels": "empirical", "curvature_damping": DAMPING, **options}
         return exact_scores(self.model, directory, self.rows, self.targets, "image_classification", **settings)
 
     def blocks(self, kind: str) -> list[Block]:

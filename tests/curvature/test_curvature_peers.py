@@ -179,7 +179,6 @@ class Kronfluence:
             model=analyzers.prepare_model(copy.deepcopy(model), self.task),
             task=self.task,
             cpu=True,
-            disable_tqdm=True,
             output_dir=str(directory / "kronfluence"),
         )
         analyzer.fit_all_factors(
@@ -221,7 +220,7 @@ def test_classifiers_have_kronfluences_scores(tmp_path: Path, name: str, kind: s
     theirs = library.scores(model, tmp_path, train, targets, kind)
     scores = exact_scores(
         model, tmp_path, train, targets, "image_classification",
-        curvature=kind, curvature_labels="empirical", damping=DAMPING,
+        curvature=kind, curvature_labels="empirical", curvature_damping=DAMPING,
     )  # fmt: skip
     assert error(scores, theirs) < TOLERANCE
 
@@ -245,7 +244,7 @@ def test_a_token_classifier_has_kronfluences_scores(tmp_path: Path, kind: str, f
     theirs = library.scores(without_conv1d(model), tmp_path, rows[:80], rows[80:], kind)
     scores = exact_scores(
         model, tmp_path, rows[:80], rows[80:], "token_classification",
-        curvature=kind, curvature_labels="empirical", damping=DAMPING, grad_wrt=parameters_of(model, layers),
+        curvature=kind, curvature_labels="empirical", curvature_damping=DAMPING, grad_wrt=parameters_of(model, layers),
     )  # fmt: skip
     assert error(scores, factor * theirs) < TOLERANCE
 
@@ -274,7 +273,8 @@ def test_a_language_model_has_kronfluences_scores(tmp_path: Path) -> None:
     theirs = library.scores(without_conv1d(model), tmp_path, rows[:80], rows[80:], "ekfac")
     scores = exact_scores(
         model, tmp_path, rows[:80], rows[80:], "causal_lm",
-        curvature="ekfac", curvature_labels="empirical", damping=DAMPING, grad_wrt=parameters_of(model, layers),
+        curvature="ekfac", curvature_labels="empirical", curvature_damping=DAMPING,
+        grad_wrt=parameters_of(model, layers),
     )  # fmt: skip
     assert error(scores, theirs) < TOLERANCE
 
@@ -291,7 +291,7 @@ def test_curvatures_are_those_of_curvlinops(tmp_path: Path, name: str, kind: str
     model, train, targets = classified(name)
     exact_scores(
         model, tmp_path, train, targets, "image_classification",
-        curvature=kind, curvature_labels="empirical", damping=DAMPING,
+        curvature=kind, curvature_labels="empirical", curvature_damping=DAMPING,
     )  # fmt: skip
     ours = assembled(written_curvature(tmp_path))
     batch = tuple(torch.stack([row[column] for row in train]) for column in ("pixel_values", "labels"))
@@ -346,7 +346,7 @@ def test_a_language_model_has_bergsons_scores(tmp_path: Path, method: str, kind:
     rows = rows_of(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens))
     scores = exact_scores(
         model, tmp_path / "trak", rows[:60], rows[60:], CausalLMModelOutput(unit_output="log_likelihood"),
-        curvature=kind, curvature_labels="empirical", damping=DAMPING,
+        curvature=kind, curvature_labels="empirical", curvature_damping=DAMPING,
         grad_wrt=parameters_of(model, followed(model), biases),
     )  # fmt: skip
     assert error(scores, theirs) < TOLERANCE

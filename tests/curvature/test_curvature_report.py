@@ -10,8 +10,9 @@ import pytest
 import torch
 from curvature_runs import rows_of, written_curvature
 from torch import Tensor, nn
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
 from hf_trak.curvature.curvature import Curvature, KroneckerValues
 from hf_trak.curvature.report import QUANTILES, CurvatureReport
@@ -162,13 +163,13 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 
 def attributor(directory: Path, count: int = 120, **options: Any) -> TrakAttributor:
-    args = TrakConfig(output_dir=str(directory), use_cpu=True, disable_tqdm=True, proj_dim=64, **options)
+    args = trak_config(output_dir=str(directory), use_cpu=True, proj_dim=64, **options)
     return TrakAttributor(Network().eval(), args, train_dataset=rows(count), task="image_classification")
 
 
 def test_a_fit_logs_a_short_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hf_trak.curvature.report"):
-        found = attributor(tmp_path, damping=0.2).fit_curvature().curvature_report()
+        found = attributor(tmp_path, curvature_damping=0.2).fit_curvature().curvature_report()
     assert found == CurvatureReport.of(written_curvature(tmp_path), 0.2)
     messages = [(record.levelno, record.getMessage()) for record in caplog.records if "checkpoint 0" in record.message]
     texts = [(logging.INFO, found.summary()), *((logging.WARNING, warning) for warning in found.warnings)]
@@ -200,7 +201,7 @@ def test_a_report_needs_a_curvature_of_this_kind_and_takes_any_sample(tmp_path: 
     assert attributor(tmp_path).curvature_report().rows == 50
     with pytest.raises(ConfigMismatchError, match='kind: saved "ekfac", given "kfac"'):
         attributor(tmp_path, curvature="kfac").curvature_report()
-    one.fit_curvature(model_ids=[3])
+    one.fit_curvature({3: None})
     assert one.curvature_report(3).to_dict() == one.curvature_report().to_dict()
     (tmp_path / "curvature/3/curvature.json").unlink()
     with pytest.raises(StoreError, match="no curvature of checkpoint 3"):

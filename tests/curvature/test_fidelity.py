@@ -10,11 +10,12 @@ import torch
 from doc_examples import documents, tiny_gpt2, word_tokenizer
 from scipy.stats import spearmanr
 from torch import Tensor, nn
+from trak_options import trak_config
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.featurize import fidelity
-from hf_trak.featurize.fidelity import Agreement, sampled_scores
+from hf_trak.featurize.fidelity import Agreement, measure_fidelity, sampled_scores
 
 N = 40
 
@@ -36,8 +37,8 @@ def rows(count: int = N) -> list[dict[str, Any]]:
 
 
 def attributor(directory: Path, count: int = N, **options: Any) -> TrakAttributor:
-    settings = {"proj_dim": 16, "shard_size": 7, "use_cpu": True, "disable_tqdm": True, **options}
-    args = TrakConfig(output_dir=str(directory), **settings)
+    settings = {"proj_dim": 16, "shard_size": 7, "use_cpu": True, **options}
+    args = trak_config(output_dir=str(directory), **settings)
     return TrakAttributor(Network().eval(), args, train_dataset=rows(count), task="image_classification")
 
 
@@ -48,7 +49,7 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize("options", [{}, {"curvature": "hybrid"}, {"curvature": "identity"}], ids=str)
 def test_the_sampled_scores_are_those_of_attribute(tmp_path: Path, options: dict[str, Any]) -> None:
     one = attributor(tmp_path, **options).featurize()
-    found, curvature, checkpoint = sampled_scores(one, 20, 5, seed=3, model_id=None)
+    found, curvature, checkpoint = sampled_scores(one.features, 20, 5, seed=3, model_id=None)
     assert (len(found.rows), len(found.targets), checkpoint) == (20, 5, 0)
     assert not set(found.rows) & set(found.targets)
     targets = [one.train_dataset[row] for row in found.targets]
@@ -56,47 +57,47 @@ def test_the_sampled_scores_are_those_of_attribute(tmp_path: Path, options: dict
     index = np.array(one.attribute(targets, top_k=None)["trak_scores"][:]).T[found.rows]
     assert error(found.index, index) < 1e-5
     # the hybrid's Gram matrix is one of all rows: its sample is compared with EK-FAC, at the damping of EK-FAC
-    kind = None if options == {"curvature": "hybrid"} else options.get("curvature")
-    args = TrakConfig(**{**one.args.to_dict(), "curvature": kind})
+    kind = "identity" if options == {"curvature": "identity"} else "ekfac"
+    args = trak_config(**{**one.args.to_dict(), "curvature": kind})
     plain = TrakAttributor(one.model, args, train_dataset=one.train_dataset, task="image_classification")
-    exact = np.array(plain.attribute(targets, top_k=None, exact=True)["trak_scores"][:]).T[found.rows]
+    exact = np.array(plain.attribute(targets, top_k=None, method="exact")["trak_scores"][:]).T[found.rows]
     assert error(found.exact, exact) < 1e-5
     assert curvature.kind == ("identity" if options == {"curvature": "identity"} else "ekfac")
 
 
 def test_whole_gradients_agree_with_themselves(tmp_path: Path) -> None:
     """Without a projection the first comparison is one of equal numbers; with one of 16 features it is not."""
-    found, _, _ = sampled_scores(attributor(tmp_path / "a", proj_type="none").featurize(), 20, 5, 0, None)
+    found, _, _ = sampled_scores(attributor(tmp_path / "a", proj_type="none").featurize().features, 20, 5, 0, None)
     assert error(found.products, found.exact_products) < 1e-5
     assert Agreement.of(found.products, found.exact_products, 5).overlap == (1.0,) * 5
-    projected, _, _ = sampled_scores(attributor(tmp_path / "b").featurize(), 20, 5, 0, None)
+    projected, _, _ = sampled_scores(attributor(tmp_path / "b").featurize().features, 20, 5, 0, None)
     assert error(projected.exact_products, found.exact_products) < 1e-5
     assert error(projected.products, found.exact_products) > 0.1
 
 
 def test_targets_are_divided_where_memory_is_short(tmp_path: Path) -> None:
     one = attributor(tmp_path).featurize().fit_curvature()
-    found, _, _ = sampled_scores(one, 20, 5, 0, None)
-    one.args.exact_memory = 2 * 8 * one.layout.total / 2**30  # two targets at a time
-    divided, _, _ = sampled_scores(one, 20, 5, 0, None)
+    found, _, _ = sampled_scores(one.features, 20, 5, 0, None)
+    one.args.curvature.memory = 2 * 8 * one.features.layout.total / 2**30  # two targets at a time
+    divided, _, _ = sampled_scores(one.features, 20, 5, 0, None)
     for name in ("products", "exact_products", "index", "exact"):
         assert error(getattr(divided, name), getattr(found, name)) < 1e-5, name
 
 
 def test_language_models_and_their_report(tmp_path: Path) -> None:
     tokenizer = word_tokenizer()
-    args = TrakConfig(output_dir=str(tmp_path), proj_dim=256, use_cpu=True, disable_tqdm=True)
+    args = TrakConfig(output_dir=str(tmp_path), proj_dim=256, use_cpu=True)
     one = TrakAttributor(tiny_gpt2(), args, documents(tokenizer, 30), processing_class=tokenizer).featurize()
     before = sorted(path for path in tmp_path.rglob("*") if "curvature" not in path.parts)
     found = one.fidelity(rows=12, targets=4)
     after = sorted(path for path in tmp_path.rglob("*") if "curvature" not in path.parts)
     assert before == after, "nothing is left but the curvature"
-    assert (found.rows, found.targets, found.top, found.features, found.curvature) == (12, 4, 3, 256, "ekfac")
+    assert (found.rows, found.targets, found.top, found.features, found.before) == (12, 4, 3, 256, "exact ekfac")
     assert found == one.fidelity(rows=12, targets=4) != one.fidelity(rows=12, targets=4, seed=1)
     content = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert content["scores"]["mean_spearman"] == pytest.approx(np.mean(found.scores.spearman))
-    assert f"256 features beside whole gradients: {np.mean(found.projection.spearman):.2f} ± " in str(found)
-    assert f"exact ekfac scores: {np.mean(found.scores.spearman):.2f} ± " in str(found)
+    assert f"256 features beside whole gradients: {np.mean(found.projection.spearman):.3f} ± " in str(found)
+    assert f"exact ekfac scores: {np.mean(found.scores.spearman):.3f} ± " in str(found)
     assert "chance: 0, 25%" in str(found)
 
 
@@ -130,7 +131,7 @@ def test_what_an_interrupted_measurement_left_is_used(tmp_path: Path, monkeypatc
         patch.setattr(fidelity.shutil, "rmtree", lambda _: None)
         assert one.fidelity(rows=20, targets=5) == expected
     assert {path: path.stat().st_mtime_ns for path in left.iterdir()} == times and len(times) > 2
-    one.args.damping = 7.0  # other scores: what lies there is not taken for them
+    one.args.curvature.damping = 7.0  # other scores: what lies there is not taken for them
     assert one.fidelity(rows=20, targets=5).scores != expected.scores
 
 
@@ -150,8 +151,8 @@ def test_numbers_out_of_range_and_missing_parts(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             one.fidelity(**options)
-    with pytest.raises(IncompleteStoreError, match="`model_ids` is \\[2\\]"):
-        one.fidelity(model_id=2)
+    with pytest.raises(IncompleteStoreError, match="`checkpoints` has the ids \\[2\\]"):
+        measure_fidelity(one.features, model_id=2)
     found = one.fidelity(rows=1000, targets=1000)
     assert (found.rows, found.targets) == (N // 2, N // 2)
     few = attributor(tmp_path / "b", count=4).featurize().fidelity()

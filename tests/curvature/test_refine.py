@@ -14,8 +14,9 @@ from dense_curvature import log_odds, minus_cross_entropy, sample_gradients
 from store_jobs import Job, start_group
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import Exact, TrakAttributor
 from hf_trak.curvature.conjugate_gradients import (
     REASONS,
     Refinement,
@@ -57,14 +58,14 @@ class Question:
         self.targets = rows_of(pixel_values=self.inputs[n:], labels=self.labels[n:])
 
     def attributor(self, directory: Path, **options: Any) -> TrakAttributor:
-        defaults = {"use_cpu": True, "disable_tqdm": True, "shard_size": 32, "per_device_batch_size": 16}
-        args = TrakConfig(str(directory), **{**defaults, **options})
+        defaults = {"use_cpu": True, "shard_size": 32, "per_device_batch_size": 16}
+        args = trak_config(str(directory), **{**defaults, **options})
         return TrakAttributor(self.model, args, train_dataset=self.train, task="image_classification")
 
     def scores(self, directory: Path, refine: Any, targets: Any = None, **options: Any) -> Tensor:
         """Scores `(n, m)`."""
         own = self.attributor(directory, **options)
-        scored = own.attribute(self.targets if targets is None else targets, exact=True, top_k=None, refine=refine)
+        scored = own.attribute(self.targets if targets is None else targets, method=Exact(refine=refine), top_k=None)
         return torch.tensor(scored["trak_scores"][:]).T
 
     def gauss_newton(self, rows: list[int]) -> Tensor:
@@ -113,7 +114,7 @@ def test_refined_scores_are_those_of_a_direct_solve(tmp_path: Path, damping: flo
     assert error(scores, train @ torch.linalg.solve(matrix, targets.T)) < 1e-5
     found = report(tmp_path)
     assert all(one["residual"] <= 1e-6 and one["unrefined"] > 0.01 for one in found)
-    plain = question.scores(tmp_path, None, damping=damping)
+    plain = question.scores(tmp_path, None, curvature_damping=damping)
     assert error(scores, plain) > 0.1, "there was something to refine"
 
 
@@ -126,7 +127,7 @@ def test_damping_is_that_of_the_curvature(tmp_path: Path) -> None:
     gradients = torch.randn(3, curvature.numel)
     expected = torch.linalg.solve(matrix, gradients.double().T).T
     assert error(curvature.precondition(gradients, 0.3), expected) < 1e-5
-    assert own.layout.total == curvature.numel
+    assert own.features.layout.total == curvature.numel
 
 
 @pytest.mark.slow
@@ -146,7 +147,7 @@ def test_one_step_keeps_the_ranking(tmp_path: Path) -> None:
     """It finds the best multiple of the answer without refinement."""
     question = Question()
     one = question.scores(tmp_path, Refinement(steps=1, damping=0.1))
-    plain = question.scores(tmp_path, None, damping=0.1)
+    plain = question.scores(tmp_path, None, curvature_damping=0.1)
     multiples = (one * plain).sum(0) / plain.square().sum(0)
     assert error(one, plain * multiples) < 1e-5
     assert float(multiples.min()) > 0
@@ -157,10 +158,10 @@ def test_empirical_labels(tmp_path: Path) -> None:
     """The matrix of the data's gradients is refined with products of the same gradients; the task has no loss."""
     question = Question()
     task = FunctionModelOutput(lambda output, batch: minus_cross_entropy(output, batch["labels"]))
-    args = TrakConfig(str(tmp_path), use_cpu=True, disable_tqdm=True, curvature_labels="empirical")
+    args = trak_config(str(tmp_path), use_cpu=True, curvature_labels="empirical")
     own = TrakAttributor(question.model, args, train_dataset=question.train, task=task)
     refinement = Refinement(damping=1.0, **TO_THE_END)
-    scored = own.attribute(question.targets, exact=True, top_k=None, refine=refinement)
+    scored = own.attribute(question.targets, method=Exact(refine=refinement), top_k=None)
     both = sample_gradients(question.model, question.inputs, question.labels, minus_cross_entropy)
     train, targets = both[: question.n], both[question.n :]
     matrix = train.T @ train / question.n + damping_terms(written_curvature(tmp_path), 1.0).diag()
@@ -274,8 +275,6 @@ def test_arguments(tmp_path: Path) -> None:
         question.scores(tmp_path, "newton")
     with pytest.raises(ValueError, match=r"`refine` is 3. Expected 'cg'"):
         question.scores(tmp_path, 3)
-    with pytest.raises(ValueError, match=r"`refine` is 'cg', for scores from features.*Set `exact=True`"):
-        question.attributor(tmp_path).attribute(question.targets, refine="cg")
     with pytest.raises(ValueError, match=r"`curvature` is 'hybrid', with `refine='cg'`.*Set `curvature='ekfac'`"):
         question.scores(tmp_path, "cg", curvature="hybrid")
     with pytest.raises(
@@ -304,13 +303,6 @@ def test_text() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             checked_refinement(text)
-
-
-@pytest.mark.slow
-def test_auto_is_ekfac(tmp_path: Path) -> None:
-    question = Question()
-    found = question.scores(tmp_path / "auto", "cg", curvature="auto")
-    assert torch.equal(found, question.scores(tmp_path / "ekfac", "cg", curvature="ekfac"))
 
 
 def test_a_target_without_a_gradient(tmp_path: Path) -> None:
@@ -367,7 +359,7 @@ def test_groups(tmp_path: Path) -> None:
     refinement = Refinement(damping=1.0)
     each = question.scores(tmp_path, refinement)
     scored = question.attributor(tmp_path).attribute(
-        question.targets, exact=True, top_k=None, refine=refinement, aggregate="mean"
+        question.targets, method=Exact(refine=refinement), group_by="all", top_k=None
     )
     assert error(torch.tensor(scored["trak_scores"][:])[0], each.mean(1)) < 1e-5
 
@@ -379,9 +371,9 @@ def job(directory: Path, steps: int = 4) -> dict[str, str]:
     """Refine three targets in files of two, and digest scores and refined targets."""
     torch.manual_seed(5)
     attributor = store_jobs.make(directory)
-    exact.TARGET_SHARD_BYTES = 2 * 4 * attributor.layout.total
+    exact.TARGET_SHARD_BYTES = 2 * 4 * attributor.features.layout.total
     refinement = Refinement(steps=steps, tolerance=0.0, damping=1.0)
-    scored = attributor.attribute(store_jobs.rows(3, 2), exact=True, top_k=None, refine=refinement)
+    scored = attributor.attribute(store_jobs.rows(3, 2), method=Exact(refine=refinement), top_k=None)
     files = [*refined_files(directory, "refined-0*.safetensors"), *refined_files(directory, "refined-0*.json")]
     found = {
         path.name: store_jobs.digest(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8))

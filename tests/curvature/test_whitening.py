@@ -11,10 +11,10 @@ from curvature_runs import written_curvature
 from hub_server import TOKEN, Hub, client, hub
 from store_jobs import TinyNet, rows
 from torch import Tensor
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.errors import ConfigMismatchError, HfTrakError, StoreError
-from hf_trak.featurize.fidelity import check_sketch
 
 __all__ = ["client", "hub"]  # fixtures
 
@@ -25,15 +25,15 @@ DAMPING = 0.2
 def attributor_in(directory: Path, **options: Any) -> TrakAttributor:
     torch.manual_seed(3)
     settings: dict[str, Any] = {
-        "use_cpu": True, "disable_tqdm": True, "shard_size": 8, "per_device_batch_size": 8, "proj_dim": 16,
-        "damping": DAMPING, "whitened": True,
+        "use_cpu": True, "shard_size": 8, "per_device_batch_size": 8, "proj_dim": 16,
+        "curvature_damping": DAMPING, "curvature_whitened": True,
     }  # fmt: skip
-    config = TrakConfig(output_dir=str(directory), **{**settings, **options})
+    config = trak_config(output_dir=str(directory), **{**settings, **options})
     return TrakAttributor(TinyNet(), config, train_dataset=rows(N, 1), task="image_classification")
 
 
 def features(attributor: TrakAttributor) -> Tensor:
-    return torch.cat([shard.grads.float() for shard in attributor.store.train(0)]).double()
+    return torch.cat([shard.grads.float() for shard in attributor.features.store.train(0)]).double()
 
 
 def scores(attributor: TrakAttributor) -> np.ndarray:
@@ -44,7 +44,7 @@ def scores(attributor: TrakAttributor) -> np.ndarray:
 def test_inner_products(tmp_path: Path, curvature: str) -> None:
     """Whole whitened gradients have the inner products ⟨g, P⁻¹g⟩, in whatever basis they are kept."""
     whole = {"proj_type": "none", "feature_dtype": "float32"}
-    plain = features(attributor_in(tmp_path / "plain", whitened=False, **whole).featurize())
+    plain = features(attributor_in(tmp_path / "plain", curvature_whitened=False, **whole).featurize())
     found = features(attributor_in(tmp_path / "whitened", curvature=curvature, **whole).featurize())
     preconditioned = written_curvature(tmp_path / "whitened").precondition(plain.float(), DAMPING).double()
     expected = preconditioned @ plain.T
@@ -58,7 +58,9 @@ def test_projection_and_scores(tmp_path: Path) -> None:
     exact = scores(attributor_in(tmp_path / "none", proj_type="none", feature_dtype="float32").featurize())
     found = scores(attributor_in(tmp_path / "wide", proj_type="normal", proj_dim=4096).featurize())
     plain = scores(
-        attributor_in(tmp_path / "plain", proj_type="none", feature_dtype="float32", whitened=False).featurize()
+        attributor_in(
+            tmp_path / "plain", proj_type="none", feature_dtype="float32", curvature_whitened=False
+        ).featurize()
     )
 
     def agreement(one: np.ndarray) -> float:
@@ -74,7 +76,7 @@ def test_resuming(tmp_path: Path) -> None:
     before = features(attributor)
     record = tmp_path / "curvature" / "0" / "curvature.json"
     written = record.stat().st_mtime_ns
-    shards = attributor.store.train(0)
+    shards = attributor.features.store.train(0)
     shards.path(2).unlink()
     again = attributor_in(tmp_path).featurize()
     assert torch.equal(features(again), before)
@@ -84,8 +86,8 @@ def test_resuming(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"damping": 0.3}, {"curvature_rows": 20}, {"curvature": "kfac"}, {"curvature_labels": "empirical"},
-     {"whitened": False}],
+    [{"curvature_damping": 0.3}, {"curvature_rows": 20}, {"curvature": "kfac"}, {"curvature_labels": "empirical"},
+     {"curvature_whitened": False}],
     ids=lambda one: next(iter(one)),
 )  # fmt: skip
 def test_settings_define_features(tmp_path: Path, changed: dict[str, Any]) -> None:
@@ -110,7 +112,7 @@ def test_published(hub: Hub, client: Path, tmp_path: Path) -> None:
     card = hub.dataset("tester/whitened")["README.md"].decode()
     assert "with exact ekfac scores" in card and "8 training rows × 4 targets" in card
     loaded = TrakAttributor.from_pretrained("tester/whitened", made.model, token=TOKEN, use_cpu=True)
-    assert loaded.args.whitened
+    assert loaded.args.curvature.whitened
     assert np.array_equal(scores(loaded), expected)
 
 
@@ -140,9 +142,9 @@ def test_sketches_that_hold_nothing(tmp_path: Path, caplog: pytest.LogCaptureFix
         caplog.clear()
         small.featurize()
         assert "do not hold" not in caplog.text  # nothing was computed
-    assert check_sketch(small, 0) < 0.5
+    assert small.features.check_features(0) < 0.5
     whole = attributor_in(tmp_path / "none", proj_type="none", feature_dtype="float32")
-    assert check_sketch(whole, 0) > 0.999
+    assert whole.features.check_features(0) > 0.999
 
 
 def test_fidelity(tmp_path: Path) -> None:

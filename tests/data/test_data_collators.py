@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset, Image
 from PIL import Image as PILImage
+from trak_options import trak_config
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -112,11 +113,11 @@ def test_padding_does_not_change_features(case: Any, tokenizer: BertTokenizerFas
     results = []
     for batch_size in (1, 4):
         config = TrakConfig(
-            output_dir=str(tmp_path / str(batch_size)), proj_dim=128, shard_size=8, use_cpu=True, disable_tqdm=True,
+            output_dir=str(tmp_path / str(batch_size)), proj_dim=128, shard_size=8, use_cpu=True,
             per_device_batch_size=batch_size,
         )  # fmt: skip
         attributor = TrakAttributor(model, config, dataset, collator).featurize()
-        shards = list(attributor.store.train(0))
+        shards = list(attributor.features.store.train(0))
         grads, q = torch.cat([s.grads for s in shards]), torch.cat([s.out_to_loss for s in shards])
         scored = attributor.attribute(dataset.select(range(2)), top_k=N)
         assert sorted(scored["trak_indices"][0]) == list(range(N))
@@ -131,7 +132,7 @@ def test_a_collator_that_changes_the_number_of_samples_is_refused(
     tokenizer: BertTokenizerFast, tmp_path: Path
 ) -> None:
     model, dataset, collator = classifier(tokenizer)
-    config = TrakConfig(output_dir=str(tmp_path), proj_dim=16, use_cpu=True, disable_tqdm=True)
+    config = TrakConfig(output_dir=str(tmp_path), proj_dim=16, use_cpu=True)
     attributor = TrakAttributor(model.eval(), config, dataset, lambda batch: collator(batch[:-1]))
     with pytest.raises(ValueError, match=r"made a batch of 9 samples from 10 rows"):
         attributor.featurize()
@@ -147,7 +148,7 @@ def vision_transformer() -> ViTForImageClassification:
 
 def featurize(model: Any, dataset: Any, directory: Path, collator: Any = None, **options: Any) -> None:
     fields = {name: options.pop(name) for name in ("remove_unused_columns",) if name in options}
-    config = TrakConfig(output_dir=str(directory), proj_dim=16, use_cpu=True, disable_tqdm=True, **fields)
+    config = trak_config(output_dir=str(directory), proj_dim=16, use_cpu=True, **fields)
     TrakAttributor(model.eval(), config, dataset, collator, **options).featurize()
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset as TorchDataset
+from trak_options import trak_config
 from vlm_models import IMAGE, conversations, image_rows, processor_of_words, vlm, vlm_collator
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.data.images import ImageTokens, SplitRows, image_sizes, split_at_images
 from hf_trak.evaluation.trial_steps import SimilarRows
 from hf_trak.modelout_functions import get_task
@@ -18,7 +19,7 @@ from hf_trak.modelout_functions.base import STACKED
 
 GROUPS = [[0], [1, 4], [2, 5], [3]]
 """Rows whose images have the same sizes."""
-QUICK: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True}
+QUICK: dict[str, Any] = {"use_cpu": True}
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "paligemma", "gemma3", "smolvlm")
 
 
@@ -44,7 +45,7 @@ def one_thread() -> Any:
 
 
 def attributor(kind: str, model: nn.Module, directory: Path, size: int, **options: Any) -> TrakAttributor:
-    config = TrakConfig(
+    config = trak_config(
         str(directory), per_device_batch_size=size, remove_unused_columns=False,
         **{"proj_type": "none", "feature_dtype": "float32", **QUICK, **options},
     )  # fmt: skip
@@ -53,7 +54,7 @@ def attributor(kind: str, model: nn.Module, directory: Path, size: int, **option
 
 
 def features(own: TrakAttributor) -> Tensor:
-    return torch.cat([shard.grads for shard in own.featurize().store.train(0)])
+    return torch.cat([shard.grads for shard in own.featurize().features.store.train(0)])
 
 
 def plain(kind: str, model: nn.Module) -> Tensor:
@@ -77,7 +78,7 @@ def test_unequal_images_give_what_each_row_gives_alone(kind: str, tmp_path: Path
     error = (found - expected).norm(dim=1) / expected.norm(dim=1)
     assert float(error.max()) < 1e-5
     tower = [name for name, _ in model.named_parameters() if "vision" in name or "visual" in name]
-    offsets = {slot.name: range(slot.offset, slot.offset + slot.numel) for slot in own.layout.slots}
+    offsets = {slot.name: range(slot.offset, slot.offset + slot.numel) for slot in own.features.layout.slots}
     of_images = torch.tensor([place for name in tower for place in offsets[name]])
     has_images = torch.tensor([bool(row["images"]) for row in image_rows(kind)])
     assert bool((found[:, of_images].norm(dim=1) > 0).equal(has_images)), "the tower's parameters have gradients, too"
@@ -89,7 +90,7 @@ def test_exact_scores_do_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     for size in (1, 6):
         options = {"curvature": "ekfac", "proj_type": "sjlt", "proj_dim": 64}
         own = attributor("qwen2_vl", model, tmp_path / str(size), size, **options)
-        scored = own.attribute(Rows(image_rows("qwen2_vl", (1, 0), seed=1)), top_k=None, exact=True)
+        scored = own.attribute(Rows(image_rows("qwen2_vl", (1, 0), seed=1)), top_k=None, method="exact")
         scores.append(np.array(scored["trak_scores"][:]))
     assert np.allclose(scores[0], scores[1], rtol=1e-3, atol=1e-4 * np.abs(scores[0]).max())
 
@@ -178,7 +179,7 @@ def test_images_that_are_drawn_at_random(columns: bool, tmp_path: Path) -> None:
     found = []
     for size in (1, 2):
         options = {"num_draws": 2, "proj_dim": 64, "feature_dtype": "float32", **QUICK}
-        args = TrakConfig(
+        args = trak_config(
             str(tmp_path / str(size)), per_device_batch_size=size, remove_unused_columns=False, **options
         )
         own = TrakAttributor(vlm("qwen2_vl"), args, train_dataset=Rows(rows), data_collator=noisy, task="causal_lm")
@@ -196,16 +197,16 @@ def test_sft_of_a_vision_language_model(tmp_path: Path) -> None:
     rows, model = conversations(8), vlm("qwen2_vl")
     model.config.pad_token_id = 0
     options = {"max_length": None, "bf16": False, "gradient_checkpointing": False, "report_to": [], "use_cpu": True}
-    options |= {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no", "disable_tqdm": True}
+    options |= {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"}
     args = trl.SFTConfig(str(tmp_path / "out"), **options)
     trainer = trl.SFTTrainer(model, args=args, train_dataset=rows, processing_class=processor_of_words())
     trainer.train()
     found = []
     for size in (4, 1):
-        config = TrakConfig(str(tmp_path / str(size)), per_device_batch_size=size, feature_dtype="float32", **QUICK)
+        config = trak_config(str(tmp_path / str(size)), per_device_batch_size=size, feature_dtype="float32", **QUICK)
         own = TrakAttributor.from_trainer(trainer, config)
         own.featurize()
-        found.append(torch.cat([shard.grads for shard in own.store.train(0)]))
+        found.append(torch.cat([shard.grads for shard in own.features.store.train(0)]))
         scored = own.attribute(rows.select(range(3)), top_k=3)
         assert [indices[0] for indices in scored["trak_indices"]] == [0, 1, 2], "a training row is its own proponent"
     assert float(((found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)).max()) < 1e-5
@@ -225,7 +226,7 @@ def test_rows_of_equal_images_share_batches(tmp_path: Path) -> None:
     model = vlm("qwen2_vl")
     one = attributor("qwen2_vl", model, tmp_path / "one", 1)
     many = attributor("qwen2_vl", model, tmp_path / "many", 2)
-    batches = many.featurizer().batches(many.train_dataset)
+    batches = many.features.featurizer().batches(many.train_dataset)
     taken = [list(numbers) for numbers, _ in batches.iterate(batches.cuts(range(6), 2))]
     assert sorted(map(len, taken), reverse=True)[:2] == [2, 2], GROUPS
     error = (features(many) - features(one)).norm(dim=1) / features(one).norm(dim=1)
@@ -238,7 +239,7 @@ def test_similar_rows_keep_their_numbers(tmp_path: Path) -> None:
     target = Rows(image_rows("qwen2_vl", (1,), seed=3))
     for size in (1, 6):
         own = attributor("qwen2_vl", model, tmp_path / str(size), size)
-        featurizer = own.featurizer()
+        featurizer = own.features.featurizer()
         looked = SimilarRows(featurizer, lambda batch: batch, own.train_dataset, target, size)
         found.append(looked.most_similar("embeddings", range(6), 6))
     assert found[0] == found[1]

@@ -10,10 +10,11 @@ from accelerate import Accelerator
 from datasets import Dataset
 from digit_models import digits, make, trained_net
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 
-QUICK: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "proj_dim": 64, "shard_size": 16}
+QUICK: dict[str, Any] = {"use_cpu": True, "proj_dim": 64, "shard_size": 16}
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -24,7 +25,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def features(own: TrakAttributor) -> torch.Tensor:
-    return torch.cat([shard.grads for shard in own.featurize().store.train(0)])
+    return torch.cat([shard.grads for shard in own.featurize().features.store.train(0)])
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -33,13 +34,13 @@ def test_an_accelerate_loop(prepared: bool, tmp_path: Path) -> None:
     loader: Any = DataLoader(rows, batch_size=8, shuffle=True, collate_fn=collate)
     if prepared:
         loader = Accelerator(cpu=True).prepare(loader)
-    config = TrakConfig(str(tmp_path / "loader"), per_device_batch_size=5, **QUICK)
+    config = trak_config(str(tmp_path / "loader"), per_device_batch_size=5, **QUICK)
     own = TrakAttributor(net, config, dataloader=loader, task="image_classification")
     assert torch.equal(features(own), features(make(net, tmp_path / "rows", rows)))
     scored = own.attribute(digits(0, 3), top_k=1)
     assert [one[0] for one in scored["trak_indices"]] == [0, 1, 2]
     resumed = TrakAttributor(net, config, dataloader=loader, task="image_classification").featurize()
-    assert len(resumed.store.train(0)) == 3
+    assert len(resumed.features.store.train(0)) == 3
 
 
 def test_tensors(tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_tensors(tmp_path: Path) -> None:
     pixels = torch.tensor(np.array(rows["pixel_values"]), dtype=torch.float32)
     loader = DataLoader(TensorDataset(pixels, torch.tensor(rows["labels"])), batch_size=4)
     net = trained_net(rows)
-    config = TrakConfig(str(tmp_path / "loader"), per_device_batch_size=5, **QUICK)
+    config = trak_config(str(tmp_path / "loader"), per_device_batch_size=5, **QUICK)
     own = TrakAttributor(net, config, dataloader=loader, task="image_classification")
     assert torch.allclose(features(own), features(make(net, tmp_path / "rows", rows)), rtol=1e-5, atol=1e-6)
 
@@ -58,7 +59,7 @@ class Stream(IterableDataset):
 
 
 def test_what_is_no_loader_of_rows(tmp_path: Path) -> None:
-    net, config = trained_net(digits(0, 20)), TrakConfig(str(tmp_path), **QUICK)
+    net, config = trained_net(digits(0, 20)), trak_config(str(tmp_path), **QUICK)
     given: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ([1, 2], {}, TypeError, "`dataloader` is a list"),
         (DataLoader(Stream()), {}, TypeError, "loads a Stream, a stream without row numbers"),

@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from test_trl import arguments, llama, texts, tokenizer
 from torch import Tensor
+from trak_options import trak_config
 from transformers import (
     DataCollatorForTokenClassification,
     DataCollatorWithFlattening,
@@ -46,12 +47,12 @@ def documents(count: int = 11) -> Dataset:
 
 
 def attributed(directory: Path, model: Any, rows: Any, collator: Any, **options: Any) -> TrakAttributor:
-    settings = {"proj_type": "none", "use_cpu": True, "disable_tqdm": True, "per_device_batch_size": 4, **options}
-    return TrakAttributor(model, TrakConfig(output_dir=str(directory), **settings), rows, collator, task="causal_lm")
+    settings = {"proj_type": "none", "use_cpu": True, "per_device_batch_size": 4, **options}
+    return TrakAttributor(model, trak_config(output_dir=str(directory), **settings), rows, collator, task="causal_lm")
 
 
 def features(attributor: TrakAttributor) -> tuple[Tensor, Tensor]:
-    shards = list(attributor.featurize().store.train(0))
+    shards = list(attributor.featurize().features.store.train(0))
     return torch.cat([shard.grads for shard in shards]), torch.cat([shard.out_to_loss for shard in shards])
 
 
@@ -212,17 +213,17 @@ def test_rows_are_sorted_by_length(tmp_path: Path) -> None:
     free = attributed(
         tmp_path / "free", model, rows, DataCollatorWithFlattening(), shard_size=8, per_device_batch_size=2
     )
-    batches = free.featurizer().batches(rows)
+    batches = free.features.featurizer().batches(rows)
     lengths = [len(row["input_ids"]) for row in rows]
     padded = attributed(tmp_path / "padded", model, rows, DataCollatorForTokenClassification(tokenizer()))
-    for divided in (batches, padded.featurizer().batches(rows)):
+    for divided in (batches, padded.features.featurizer().batches(rows)):
         for shard in (range(8), range(8, 11)):
             cut = divided.cuts(shard, 2)
             assert sorted(row for part in cut for row in part) == list(shard)
             assert [lengths[row] for part in cut for row in part] == sorted(lengths[row] for row in shard)[::-1]
     expected = features(padded)
     assert_same(features(free), expected)
-    unknown = padded.featurizer().batches([rows[row] for row in range(len(rows))])
+    unknown = padded.features.featurizer().batches([rows[row] for row in range(len(rows))])
     assert unknown.cuts(range(3, 8), 2) == [range(3, 5), range(5, 7), range(7, 8)]
     in_order = attributed(tmp_path / "order", model, list(rows), DataCollatorForTokenClassification(tokenizer()))
     assert_same(features(in_order), expected)

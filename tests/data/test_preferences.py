@@ -321,7 +321,7 @@ def test_labels_are_drawn_with_the_probability_of_the_preference() -> None:
     chosen = torch.stack([value == torch.nn.functional.logsigmoid(margin) for value in drawn]).double().mean(0)
     # five standard deviations of a mean of 2,000 draws
     assert bool(((chosen - torch.sigmoid(margin)).abs() < 5 * 0.5 / 2000**0.5).all())
-    with pytest.raises(TypeError, match=r'curvature_labels="empirical"'):
+    with pytest.raises(TypeError, match=r'curvature.labels="empirical"'):
         DPOModelOutput(0.4, "ipo").sampled_log_likelihood(result, batch, Draws(0, torch.arange(len(some))))
 
 

@@ -58,7 +58,6 @@ def attributor_of(trainer: Any, directory: Path, size: int) -> TrakAttributor:
             feature_dtype="float32",
             use_cpu=True,
             per_device_batch_size=size,
-            disable_tqdm=True,
         ),
     )
 
@@ -93,11 +92,11 @@ def test_rows_are_the_loss_of_pairs_collated_alone(adapted: bool, tmp_path: Path
     trainer = trainer_of_images(tmp_path, adapted)
     own = attributor_of(trainer, tmp_path / "trak", 4)
     own.featurize()
-    shards = list(own.store.train(0))
+    shards = list(own.features.store.train(0))
     features = torch.cat([torch.as_tensor(shard.grads) for shard in shards])
     q = torch.cat([torch.as_tensor(shard.out_to_loss) for shard in shards]).view(-1, 1)
     for row in range(6):
-        expected, loss = by_hand(trainer, row, tuple(own.layout.names))
+        expected, loss = by_hand(trainer, row, tuple(own.features.layout.names))
         assert (1 - q[row] - torch.exp(-loss)).abs() < 1e-5  # q = 1 − σ(h), with the reference
         assert (-q[row] * features[row] - expected).norm() <= 1e-5 * expected.norm()
 
@@ -108,7 +107,7 @@ def test_batches_of_different_images_are_batches_of_one(tmp_path: Path) -> None:
     for size in (1, 6):
         own = attributor_of(trainer, tmp_path / f"trak-{size}", size)
         own.featurize()
-        found.append(torch.cat([torch.as_tensor(shard.grads) for shard in own.store.train(0)]))
+        found.append(torch.cat([torch.as_tensor(shard.grads) for shard in own.features.store.train(0)]))
     assert ((found[0] - found[1]).norm(dim=1) <= 1e-5 * found[0].norm(dim=1)).all()
 
 

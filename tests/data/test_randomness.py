@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from test_trl import tokenizer
 from torch import Tensor, nn
+from trak_options import trak_config
 from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, set_seed
 
 from hf_trak import StreamedRows, TrakAttributor, TrakConfig
@@ -48,17 +49,17 @@ def sentences(count: int = 12, seed: int = 0) -> Dataset:
 
 
 def masked(
-    directory: Path, rows: Dataset, collator: Any = None, task: str = "masked_lm", **options: Any
+    directory: Path, rows: Dataset, collator: Any = None, task: str = "masked_lm", workers: int = 0, **options: Any
 ) -> TrakAttributor:
     made = words()
     collator = DataCollatorForLanguageModeling(made, mlm_probability=0.4) if collator is None else collator
     settings = {"proj_dim": 32, "use_cpu": True, "shard_size": 5, "feature_dtype": "float32", **options}
-    config = TrakConfig(output_dir=str(directory), disable_tqdm=True, **settings)
-    return TrakAttributor(bert(len(made)), config, rows, collator, task=task)
+    config = trak_config(output_dir=str(directory), **settings)
+    return TrakAttributor(bert(len(made)), config, rows, collator, task=task, num_workers=workers)
 
 
 def features(attributor: TrakAttributor) -> Tensor:
-    return torch.cat([shard.grads for shard in attributor.store.train(0)])
+    return torch.cat([shard.grads for shard in attributor.features.store.train(0)])
 
 
 # -- the same bits ---------------------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ def test_masks_are_the_same_in_every_run_batch_and_worker(num_draws: int, tmp_pa
     set_seed(2)
     again = features(masked(tmp_path / "b", rows, num_draws=num_draws).featurize())
     assert torch.equal(again, expected)
-    workers = masked(tmp_path / "c", rows, num_draws=num_draws, dataloader_num_workers=2)
+    workers = masked(tmp_path / "c", rows, num_draws=num_draws, workers=2)
     assert torch.equal(features(workers.featurize()), expected)
     for size in (1, 5):  # the same numbers but for rounding, which differs between batches
         other = masked(tmp_path / f"{size}", rows, num_draws=num_draws, per_device_batch_size=size).featurize()
@@ -91,7 +92,7 @@ def test_a_run_that_was_interrupted_has_the_same_bits(tmp_path: Path) -> None:
     torch.rand(7)
     parts = masked(tmp_path / "parts", rows, num_draws=2).featurize()
     assert torch.equal(features(parts), features(whole))
-    q = [torch.cat([shard.out_to_loss for shard in one.store.train(0)]) for one in (whole, parts)]
+    q = [torch.cat([shard.out_to_loss for shard in one.features.store.train(0)]) for one in (whole, parts)]
     assert torch.equal(*q)
 
 
@@ -133,37 +134,40 @@ def test_crops_of_a_transform(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"image": torch.randn(9, 6, 6, generator=generator).tolist(), "label": [0, 1, 2] * 3})
     rows.set_transform(crop)
     found = []
-    for name, options in {"a": {}, "b": {"per_device_batch_size": 2}, "c": {"dataloader_num_workers": 2}}.items():
+    for name, options in {"a": {}, "b": {"per_device_batch_size": 2}, "c": {}}.items():
         torch.manual_seed(0)
         settings = {"proj_type": "none", "use_cpu": True, "num_draws": 2, **options}
-        config = TrakConfig(output_dir=str(tmp_path / name), disable_tqdm=True, **settings)
+        config = trak_config(output_dir=str(tmp_path / name), **settings)
         model = Network()
         state = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()
-        made = TrakAttributor(model, config, rows, task="image_classification").featurize()
+        workers = 2 if name == "c" else 0
+        made = TrakAttributor(model, config, rows, task="image_classification", num_workers=workers).featurize()
         found.append(features(made))
         assert random.getstate() == state[0] and np.random.get_state()[1].tolist() == state[2]
     assert torch.equal(found[0], found[2])
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
     # The gradient of a linear head is an outer product with its inputs: the mean over two crops.
-    batches = made.featurizer().batches(rows)
+    batches = made.features.featurizer().batches(rows)
     assert batches.drawn and batches.draws == 2
     crops = [batches.collated([4], draw)["pixels"] for draw in (0, 1)]
     assert not torch.equal(*crops) and torch.equal(batches.collated([2, 4], 1)["pixels"][1], crops[1][0])
     reference = TrakAttributor(
         model, replaced(config, tmp_path / "d"), [(c[0], 1) for c in crops], task="image_classification"
     )
-    fixed = reference.featurize().store.train(0).read(0)
+    fixed = reference.featurize().features.store.train(0).read(0)
     expected = (fixed.grads * fixed.out_to_loss[:, None]).sum(0) / fixed.out_to_loss.sum()
     torch.testing.assert_close(found[0][4], expected, rtol=1e-5, atol=1e-6)
 
 
 def replaced(config: TrakConfig, directory: Path) -> TrakConfig:
-    return TrakConfig(**{**config.to_dict(), "output_dir": str(directory)})
+    return trak_config(**{**config.to_dict(), "output_dir": str(directory)})
 
 
 def test_targets_have_draws_of_their_own(tmp_path: Path) -> None:
     attributor = masked(tmp_path / "trak", sentences())
-    train, target = (attributor.featurizer().batches(attributor.train_dataset, side) for side in ("train", "target"))
+    train, target = (
+        attributor.features.featurizer().batches(attributor.train_dataset, side) for side in ("train", "target")
+    )
     labels = [batches.collated([3])["labels"] for batches in (train, target)]
     assert labels[0].shape == labels[1].shape and not torch.equal(*labels)
 
@@ -182,7 +186,7 @@ def test_streams_are_read_once_per_run(tmp_path: Path) -> None:
 
     streamed = masked(tmp_path / "stream", StreamedRows(Stream(), 12), num_draws=3).featurize()  # type: ignore[arg-type]
     assert torch.equal(features(streamed), features(masked(tmp_path / "rows", given, num_draws=3).featurize()))
-    batches = streamed.featurizer().batches(streamed.train_dataset)
+    batches = streamed.features.featurizer().batches(streamed.train_dataset)
     assert batches.draws == 3
     starts.clear()
     assert len(list(batches.iterate([range(4), range(4, 8), range(8, 12)], 3))) == 9
@@ -193,12 +197,12 @@ def test_exact_scores_of_random_rows(tmp_path: Path) -> None:
     """Under the identity they are products of the mean gradients of losses and of outputs, as stores have them."""
     rows = sentences(8)
     options: dict[str, Any] = {"proj_type": "none", "grad_wrt": ["cls.predictions.bias"], "num_draws": 2}
-    attributor = masked(tmp_path / "trak", rows, curvature="identity", damping=1.0, **options).featurize()
+    attributor = masked(tmp_path / "trak", rows, curvature="identity", curvature_damping=1.0, **options).featurize()
     targets = sentences(3, 1)
-    scored = attributor.attribute(targets, top_k=None, exact=True)
+    scored = attributor.attribute(targets, top_k=None, method="exact")
     attributor.attribute(targets, top_k=None, name="targets")
     losses = masked(tmp_path / "losses", rows, task="loss", **options).featurize()
-    target_features = torch.cat([shard.grads for shard in attributor.store.saved_targets("targets", 0)])
+    target_features = torch.cat([shard.grads for shard in attributor.features.store.saved_targets("targets", 0)])
     expected = target_features @ features(losses).T
     found = torch.tensor(scored["trak_scores"][:])
     torch.testing.assert_close(found / found.norm(), expected / expected.norm(), rtol=1e-4, atol=1e-6)
@@ -263,7 +267,7 @@ def test_a_collator_with_a_seed_of_its_own(tmp_path: Path) -> None:
         collator = DataCollatorForLanguageModeling(made, mlm_probability=0.4, seed=7)
         if name == "b":
             collator([rows[0], rows[1]])
-        one = masked(tmp_path / name, rows, collator, num_draws=2, dataloader_num_workers=workers)
+        one = masked(tmp_path / name, rows, collator, num_draws=2, workers=workers)
         found.append(features(one.featurize()))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     fresh, used = (DataCollatorForLanguageModeling(made, mlm_probability=0.4, seed=7) for _ in range(2))
@@ -313,8 +317,8 @@ def test_the_number_of_draws_belongs_to_random_features(tmp_path: Path) -> None:
 
     expected = features(masked(tmp_path / "fixed", fixed, collator).featurize())
     other = masked(tmp_path / "fixed", fixed, collator, num_draws=5).featurize()
-    assert other.featurizer().batches(fixed).draws == 1 and torch.equal(features(other), expected)
-    assert "draws" not in other.store.config["collation"]
+    assert other.features.featurizer().batches(fixed).draws == 1 and torch.equal(features(other), expected)
+    assert "draws" not in other.features.store.config["collation"]
 
 
 def test_what_depends_on_row_numbers_or_squares_is_refused(tmp_path: Path) -> None:
@@ -323,21 +327,24 @@ def test_what_depends_on_row_numbers_or_squares_is_refused(tmp_path: Path) -> No
         with pytest.raises(HfTrakError, match=r"rows come at random.*directory of its own"):
             change()
     with pytest.raises(HfTrakError, match=r"`num_draws` is 2.*Self-influence.*num_draws=1"):
-        attributor.self_influence(exact=True)
+        attributor.self_influence(method="exact")
     with pytest.raises(HfTrakError, match=r"`num_draws` is 2.*num_draws=1"):
-        attributor.attribute_tokens(sentences(2))
+        attributor.attribute(sentences(2), per_token=True)
 
 
 def test_a_loaded_index_draws_its_targets_as_often(tmp_path: Path) -> None:
     made = masked(tmp_path / "trak", sentences(), num_draws=3).featurize()
     targets = sentences(3, 1)
     expected = made.attribute(targets, top_k=2)["trak_scores"][:]
-    options: dict[str, Any] = {"task": "masked_lm", "data_collator": made.data_collator, "use_cpu": True}
-    loaded = TrakAttributor.from_pretrained(str(tmp_path / "trak"), made.model, disable_tqdm=True, **options)
+    options: dict[str, Any] = {"task": "masked_lm", "data_collator": made.features.data_collator, "use_cpu": True}
+    loaded = TrakAttributor.from_pretrained(str(tmp_path / "trak"), made.model, **options)
     assert loaded.args.num_draws == 3
     assert loaded.attribute(targets, top_k=2, name="again")["trak_scores"][:] == expected
     for draws in ("many", 10**12, True, 0):
-        content = {**made.store.config, "collation": {**made.store.config["collation"], "draws": draws}}
+        content = {
+            **made.features.store.config,
+            "collation": {**made.features.store.config["collation"], "draws": draws},
+        }
         index = SimpleNamespace(store=SimpleNamespace(config=content), name="trak")
         with pytest.raises(ConfigMismatchError, match=r"draws of each random row. Expected a number from 1 to 10,000"):
             _draws(index)  # type: ignore[arg-type]
@@ -345,7 +352,7 @@ def test_a_loaded_index_draws_its_targets_as_often(tmp_path: Path) -> None:
 
 def test_the_rate_is_measured_with_all_draws(tmp_path: Path) -> None:
     one, many = (masked(tmp_path / str(draws), sentences(), num_draws=draws) for draws in (1, 8))
-    assert many.measured_rate() < 0.6 * one.measured_rate()
+    assert many.features.measured_rate() < 0.6 * one.features.measured_rate()
 
 
 # -- means over draws ------------------------------------------------------------------------------------------------
@@ -379,7 +386,7 @@ def test_the_cosine_between_two_seeds_rises_as_theory_says(tmp_path: Path) -> No
 
     def expected_gradients(seed: int, draws: int) -> Tensor:
         made = masked(tmp_path / f"{seed}-{draws}", rows, seed=seed, num_draws=draws, **options).featurize()
-        q = torch.cat([shard.out_to_loss for shard in made.store.train(0)])
+        q = torch.cat([shard.out_to_loss for shard in made.features.store.train(0)])
         return features(made) * q[:, None]
 
     runs = {1: 8, 4: 4, 16: 2}

@@ -6,6 +6,7 @@ nothing on disk behind a run that seems to have gone well.
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from datasets import Dataset
 from store_jobs import TinyNet, feature_digests
 from store_jobs import rows as pixel_rows
 from torch import Tensor, nn
+from trak_options import relative_ridge
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import IncompleteStoreError
@@ -76,11 +78,9 @@ def test_identical_texts_keep_rows_and_scores_of_their_own(tmp_path: Any) -> Non
     torch.manual_seed(1)
     model, train = Bag(), text_rows(TEXTS, LABELS)
     targets = text_rows(["a b", "e d", "a b"], [0, 2, 0])
-    args = TrakConfig(
-        str(tmp_path), proj_type="none", lambda_reg=RIDGE, per_device_batch_size=3, shard_size=4, use_cpu=True,
-        disable_tqdm=True,
-    )  # fmt: skip
+    args = TrakConfig(str(tmp_path), proj_type="none", per_device_batch_size=3, shard_size=4, use_cpu=True)
     attributor = TrakAttributor(model, args, train_dataset=train, task="text_classification").featurize()
+    attributor.args = replace(args, lambda_relative=relative_ridge(attributor, RIDGE))
     expected = closed_form(model, train, targets)
     scored = attributor.attribute(targets, top_k=None)
     scores = torch.tensor(scored["trak_scores"][:], dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_identical_texts_keep_rows_and_scores_of_their_own(tmp_path: Any) -> Non
     assert torch.equal(scores[0], scores[2])
     alone = TrakAttributor(
         model,
-        TrakConfig(**{**args.to_dict(), "output_dir": str(tmp_path / "once")}),
+        replace(args, output_dir=str(tmp_path / "once")),
         train_dataset=train.select([i for i in range(len(TEXTS)) if i not in TWINS[1:]]),
         task="text_classification",
     ).featurize()
@@ -140,10 +140,9 @@ def die() -> None:
 def attributor_of(directory: Any, dataset: Any, workers: int = 2) -> TrakAttributor:
     torch.manual_seed(5)
     args = TrakConfig(
-        str(directory), proj_dim=16, shard_size=4, per_device_batch_size=3, dataloader_num_workers=workers,
-        use_cpu=True, disable_tqdm=True,
+        str(directory), proj_dim=16, shard_size=4, per_device_batch_size=3, use_cpu=True,
     )  # fmt: skip
-    return TrakAttributor(TinyNet(), args, train_dataset=dataset, task="image_classification")
+    return TrakAttributor(TinyNet(), args, train_dataset=dataset, task="image_classification", num_workers=workers)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_what_goes_wrong_in_a_dataloader_worker_reaches_the_user(
         attributor.featurize()
     if error is UnreadableError:
         assert "in unreadable" in str(info.value)  # the worker's own traceback
-    done = [index for index in range(6) if attributor.store.train(0).is_written(index)]
+    done = [index for index in range(6) if attributor.features.store.train(0).is_written(index)]
     # a worker that dies may take batches with it that it has not yet handed over
     assert done == [0, 1, 2] if error is UnreadableError else done == [0, 1, 2][: len(done)]
     with pytest.raises(IncompleteStoreError, match=f"{6 - len(done)} shards of model_id 0 are missing"):

@@ -54,9 +54,10 @@ def test_scores_are_those_of_the_stored_rows(num_workers: int, tmp_path: Path) -
     for name, train in (("stored", Dataset.from_list(rows(20))), ("stream", StreamedRows(stream(30), 20))):
         config = TrakConfig(
             output_dir=str(tmp_path / name), proj_type="none", shard_size=6, use_cpu=True, per_device_batch_size=4,
-            dataloader_num_workers=num_workers, disable_tqdm=True,
         )  # fmt: skip
-        attributor = TrakAttributor(Net(), config, train_dataset=train, task="image_classification").featurize()
+        attributor = TrakAttributor(
+            Net(), config, train_dataset=train, task="image_classification", num_workers=num_workers
+        ).featurize()
         targets = Dataset.from_list(rows(4))
         results.append(np.asarray(attributor.attribute(targets, top_k=None)["trak_scores"][:]))
     np.testing.assert_array_equal(*results)

@@ -63,7 +63,7 @@ def test_columns_of_the_trainer_reach_its_collator(tmp_path: Path) -> None:
     config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=16, use_cpu=True)
     attributor = TrakAttributor.from_trainer(trainer, config, task=lambda output, batch: output.logits[:, 0, 0])
     assert {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(signature_columns(trainer))
-    given = attributor.featurizer().batches(attributor.train_dataset).collated([0, 1])
+    given = attributor.features.featurizer().batches(attributor.train_dataset).collated([0, 1])
     expected = trainer.data_collator([attributor.train_dataset[i] for i in (0, 1)])
     assert set(given) == set(expected) and all(torch.equal(given[name], expected[name]) for name in expected)
 
@@ -170,7 +170,7 @@ def test_targets_of_sft_as_people_have_them(kind: str, padding_free: bool, tmp_p
         formatting_func=formatting,
     )
     assert "input_ids" in trainer.eval_dataset.column_names
-    config = TrakConfig(str(tmp_path / "trak"), proj_dim=64, use_cpu=True, disable_tqdm=True)
+    config = TrakConfig(str(tmp_path / "trak"), proj_dim=64, use_cpu=True)
     attributor = TrakAttributor.from_trainer(trainer, config)
     attributor.featurize()
     prepared = attributor.attribute(trainer.eval_dataset, top_k=None, name="prepared")["trak_scores"][:]

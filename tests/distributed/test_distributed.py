@@ -59,7 +59,7 @@ def fail_in_one_process(directory: Path) -> dict[str, Any]:
     )
     first = store_jobs.report_of(lambda: attributor.featurize() and None, ())
     second = store_jobs.report_of(lambda: attributor.attribute(store_jobs.rows(2, 2)) and None, ())
-    return {"featurize": first, "attribute": second, "processes": attributor.processes.num_processes}
+    return {"featurize": first, "attribute": second, "processes": attributor.features.processes.num_processes}
 
 
 def refusal_of(model: torch.nn.Module) -> str:
@@ -161,12 +161,12 @@ def test_more_processes_than_shards(tmp_path: Path) -> None:
 
 def featurize_part(directory: Path, index: int, count: int) -> list[int]:
     attributor = store_jobs.make(directory).featurize(store_jobs.models(2), part=(index, count))
-    return attributor.store.model_ids
+    return attributor.features.store.model_ids
 
 
 def featurize_checkpoint(directory: Path, model_id: int) -> list[int]:
-    attributor = store_jobs.make(directory).featurize(store_jobs.models(2)[model_id], model_ids=[model_id])
-    return attributor.store.model_ids
+    attributor = store_jobs.make(directory).featurize({model_id: store_jobs.models(2)[model_id]})
+    return attributor.features.store.model_ids
 
 
 def test_a_job_array_over_shards_needs_no_first_job(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_job_array_over_checkpoints(tmp_path: Path) -> None:
 
 def test_parts_that_are_missing_are_counted(tmp_path: Path) -> None:
     attributor = store_jobs.make(tmp_path).featurize(part=(1, 3))
-    assert [index for index in range(6) if attributor.store.train(0).is_written(index)] == [2, 3]
+    assert [index for index in range(6) if attributor.features.store.train(0).is_written(index)] == [2, 3]
     with pytest.raises(IncompleteStoreError, match="4 shards of model_id 0 are missing"):
         attributor.attribute(store_jobs.rows(2, 2))
     for part in ((3, 3), (-1, 2), (0, 0), 1, (0.0, 2), (True, 2)):
@@ -221,7 +221,7 @@ def test_a_dispatched_model_gives_the_same_features(tmp_path: Path) -> None:
     dispatched = TrakAttributor(
         model, attributor.args, train_dataset=attributor.train_dataset, task="image_classification"
     ).featurize(store_jobs.models(1))
-    a, b = (torch.cat([shard.grads for shard in one.store.train(0)]) for one in (whole, dispatched))
+    a, b = (torch.cat([shard.grads for shard in one.features.store.train(0)]) for one in (whole, dispatched))
     assert torch.equal(a, b)
 
 

@@ -11,6 +11,8 @@ import torch
 from store_jobs import Job, start_group
 from test_curvature_invariance import KILLED, Kept, unchanged
 
+from hf_trak import Rerank
+from hf_trak.attributor import last_result
 from hf_trak.scores.scored_dataset import RANK_COLUMNS, STAGE_COLUMN, TOP_K_COLUMNS
 from hf_trak.store import atomic
 
@@ -25,9 +27,13 @@ def job(directory: Path) -> dict[str, Any]:
     torch.manual_seed(5)
     attributor = store_jobs.make(directory, curvature="ekfac")
     attributor.featurize(store_jobs.models(2))
-    scored = attributor.attribute(store_jobs.rows(3, 2), top_k=2, rerank=3, checkpoints=store_jobs.models(2))
+    scored = attributor.attribute(store_jobs.rows(3, 2), top_k=2, method=Rerank(3), checkpoints=store_jobs.models(2))
     found = {name: scored[name][:] for name in (*TOP_K_COLUMNS, *RANK_COLUMNS, STAGE_COLUMN)}
-    return {**store_jobs.feature_digests(directory), "rows": list(attributor.reranked_rows.numbers), "found": found}
+    return {
+        **store_jobs.feature_digests(directory),
+        "rows": list(last_result(attributor).answer.rows.numbers),
+        "found": found,
+    }
 
 
 def kill_at(name: str, count: int, directory: Path) -> dict[str, Any]:

@@ -18,8 +18,10 @@ from datasets import Dataset, load_dataset
 from digit_models import DigitNet, digits, trained_net
 from hub_server import TOKEN, Fault, Hub, client, environment, hub
 from test_rerank import column, same_bits
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import Rerank, TrakAttributor
+from hf_trak.attributor import last_result
 from hf_trak.errors import ConfigMismatchError, HubAccessError, IncompleteStoreError, RefusedIndexError
 from hf_trak.hub import pull_index
 from hf_trak.hub.index_files import TRAIN_ROWS_FILE
@@ -29,7 +31,7 @@ __all__ = ["client", "hub"]  # fixtures
 
 N, GROUP, TOP = 240, 10, 3
 FILES = ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet")
-OPTIONS: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "per_device_batch_size": 12}
+OPTIONS: dict[str, Any] = {"use_cpu": True, "per_device_batch_size": 12}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +70,7 @@ def net(hub: Hub, client: Path, tmp_path: Path) -> DigitNet:
     hub.put("dataset", "tester/rows", repo_of(train_rows()))
     if not _made:
         net = trained_net(digits(0, N))
-        config = TrakConfig(
+        config = trak_config(
             output_dir=str(tmp_path / "made"),
             proj_dim=64,
             shard_size=32,
@@ -91,12 +93,12 @@ def load(net: DigitNet, **options: Any) -> TrakAttributor:
 def test_rows_are_found_by_the_record_of_the_index(hub: Hub, net: DigitNet, tmp_path: Path) -> None:
     """As with all rows at hand; downloaded are the row groups of the shortlist, and those of the probed rows."""
     at_hand = load(net, train_dataset=train_rows().cast(load_features()), output_dir=str(tmp_path / "at-hand"))
-    expected = at_hand.attribute(targets(), top_k=TOP, rerank=6)
-    listed = at_hand.reranked_rows.numbers
+    expected = at_hand.attribute(targets(), top_k=TOP, method=Rerank(6))
+    listed = last_result(at_hand).answer.rows.numbers
     hub.log.clear()
     elsewhere = load(net)
     assert not hub.downloads("parquet")
-    found = elsewhere.attribute(targets(), top_k=TOP, rerank=6)
+    found = elsewhere.attribute(targets(), top_k=TOP, method=Rerank(6))
     same_bits(found, expected)
     assert found["trak_index_ranks"] == expected["trak_index_ranks"]
     assert found["trak_stage"] == ["exact"] * 3
@@ -110,13 +112,13 @@ def load_features() -> Any:
 
 
 def test_what_was_downloaded_is_kept(hub: Hub, net: DigitNet, client: Path) -> None:
-    load(net).attribute(targets(), top_k=TOP, rerank=6)
+    load(net).attribute(targets(), top_k=TOP, method=Rerank(6))
     hub.log.clear()
-    load(net).attribute(targets(), top_k=TOP, rerank=6)
+    load(net).attribute(targets(), top_k=TOP, method=Rerank(6))
     assert not hub.downloads("parquet")
     kept = sorted((client / "hf_trak" / "rows").rglob("*.parquet"))
     kept[0].write_bytes(kept[0].read_bytes()[:-9])  # damaged: downloaded again
-    load(net, output_dir=str(client / "other")).attribute(targets(), top_k=TOP, rerank=6)
+    load(net, output_dir=str(client / "other")).attribute(targets(), top_k=TOP, method=Rerank(6))
     assert len(hub.downloads("parquet")) == 1
 
 
@@ -139,7 +141,7 @@ def test_an_answer_is_verified_on_rows_that_are_fetched(hub: Hub, net: DigitNet,
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_fetch_once(hub: Hub, net: DigitNet, client: Path, tmp_path: Path) -> None:
-    expected = load(net).attribute(targets(), top_k=TOP, rerank=6)
+    expected = load(net).attribute(targets(), top_k=TOP, method=Rerank(6))
     patch = load(net).verify(targets().select([0]), expected[0]["trak_indices"], similar=None)
     torch.save(net.state_dict(), tmp_path / "weights.pt")
     script = Path(__file__).parents[1] / "kit" / "remote_rerank_job.py"
@@ -160,11 +162,11 @@ def test_an_interrupted_download_goes_on(hub: Hub, net: DigitNet) -> None:
     """Row groups that have arrived are not downloaded again."""
     hub.faults.append(Fault("GET", "train-00001-of-00002.parquet", 503, skip=3))
     with pytest.raises(HubAccessError, match="tester/rows"):
-        load(net).attribute(targets(), top_k=TOP, rerank=20)
+        load(net).attribute(targets(), top_k=TOP, method=Rerank(20))
     hub.faults.clear()
     arrived = [entry for entry in hub.requests("GET", "parquet") if entry.status == 206]
     hub.log.clear()
-    found = load(net).attribute(targets(), top_k=TOP, rerank=20)
+    found = load(net).attribute(targets(), top_k=TOP, method=Rerank(20))
     again = hub.requests("GET", "parquet")
     assert len(arrived) > 4
     assert len(again) < len(arrived)
@@ -173,17 +175,17 @@ def test_an_interrupted_download_goes_on(hub: Hub, net: DigitNet) -> None:
 
 def test_a_broken_connection_is_tried_again(hub: Hub, net: DigitNet) -> None:
     hub.faults.append(Fault("GET", "train-0000", "drop", times=2, skip=5))
-    assert load(net).attribute(targets(), top_k=TOP, rerank=6)["trak_stage"] == ["exact"] * 3
+    assert load(net).attribute(targets(), top_k=TOP, method=Rerank(6))["trak_stage"] == ["exact"] * 3
     hub.faults.append(Fault("GET", "train-0000", "half", times=1))
     with pytest.raises(RefusedIndexError, match=r"train-0000\d-of-00002.parquet"):
-        load(net).attribute(targets(), top_k=TOP, rerank=40)
+        load(net).attribute(targets(), top_k=TOP, method=Rerank(40))
 
 
 def test_rows_that_have_changed_are_named(hub: Hub, net: DigitNet) -> None:
     """One label that is another; and the text of one row, which the model does not read."""
     before = load(net)
-    before.attribute(targets(), top_k=TOP, rerank=6)
-    listed = before.reranked_rows.numbers
+    before.attribute(targets(), top_k=TOP, method=Rerank(6))
+    listed = last_result(before).answer.rows.numbers
     chosen = listed[len(listed) // 2]
     labels, texts = train_rows()["labels"][:], train_rows()["text"][:]
     changed = (
@@ -194,9 +196,9 @@ def test_rows_that_have_changed_are_named(hub: Hub, net: DigitNet) -> None:
     hub.put("dataset", "tester/rows", repo_of(changed))
     rows = RemoteRows("tester/rows", revision="main", token=TOKEN)
     with pytest.raises(ConfigMismatchError, match=rf"1 of \d+ rows of tester/rows@.* training rows {chosen}\."):
-        load(net, train_dataset=rows).attribute(targets(), top_k=TOP, rerank=6)
+        load(net, train_dataset=rows).attribute(targets(), top_k=TOP, method=Rerank(6))
     # The commit that the index records has them as they were.
-    expected = load(net).attribute(targets(), top_k=TOP, rerank=6)
+    expected = load(net).attribute(targets(), top_k=TOP, method=Rerank(6))
     # A column that does not reach the model is downloaded and compared where it is asked for.
     changed = (
         train_rows()
@@ -205,29 +207,31 @@ def test_rows_that_have_changed_are_named(hub: Hub, net: DigitNet) -> None:
     )
     hub.put("dataset", "tester/rows", repo_of(changed))
     part = RemoteRows("tester/rows", revision="main", token=TOKEN)
-    same_bits(load(net, train_dataset=part).attribute(targets(), top_k=TOP, rerank=6), expected)
+    same_bits(load(net, train_dataset=part).attribute(targets(), top_k=TOP, method=Rerank(6)), expected)
     whole = RemoteRows("tester/rows", revision="main", token=TOKEN, columns=["pixel_values", "labels", "text"])
     with pytest.raises(ConfigMismatchError, match=rf"training rows {chosen}\."):
-        load(net, train_dataset=whole).attribute(targets(), top_k=TOP, rerank=6)
+        load(net, train_dataset=whole).attribute(targets(), top_k=TOP, method=Rerank(6))
 
 
 def test_another_number_of_rows_and_other_columns(hub: Hub, net: DigitNet) -> None:
     hub.put("dataset", "tester/fewer", {"train.parquet": parquet(train_rows().select(range(100)))})
     with pytest.raises(ConfigMismatchError, match="has 100 rows, and the index was made from 240"):
-        load(net, train_dataset=RemoteRows("tester/fewer", token=TOKEN)).attribute(targets(), top_k=2, rerank=4)
+        load(net, train_dataset=RemoteRows("tester/fewer", token=TOKEN)).attribute(
+            targets(), top_k=2, method=Rerank(4)
+        )
     lacking = train_rows().rename_column("pixel_values", "pixels")
     hub.put("dataset", "tester/lacking", repo_of(lacking))
     raw = RemoteRows("tester/lacking", token=TOKEN)
     with pytest.raises(ConfigMismatchError, match=r"\['pixel_values'\], too.*prepare="):
-        load(net, train_dataset=raw).attribute(targets(), top_k=TOP, rerank=6)
+        load(net, train_dataset=raw).attribute(targets(), top_k=TOP, method=Rerank(6))
     ready = RemoteRows(
         "tester/lacking", token=TOKEN, prepare=lambda rows: rows.rename_column("pixels", "pixel_values")
     )
-    found = load(net, train_dataset=ready).attribute(targets(), top_k=TOP, rerank=6)
-    same_bits(found, load(net).attribute(targets(), top_k=TOP, rerank=6))
+    found = load(net, train_dataset=ready).attribute(targets(), top_k=TOP, method=Rerank(6))
+    same_bits(found, load(net).attribute(targets(), top_k=TOP, method=Rerank(6)))
     dropping = RemoteRows("tester/rows", token=TOKEN, prepare=lambda rows: rows.select([0]))
     with pytest.raises(ConfigMismatchError, match="`prepare` made 1 rows"):
-        load(net, train_dataset=dropping).attribute(targets(), top_k=TOP, rerank=6)
+        load(net, train_dataset=dropping).attribute(targets(), top_k=TOP, method=Rerank(6))
 
 
 def test_another_collator_is_noticed(hub: Hub, net: DigitNet) -> None:
@@ -236,7 +240,7 @@ def test_another_collator_is_noticed(hub: Hub, net: DigitNet) -> None:
         return {"pixel_values": 2 * pixels, "labels": torch.tensor([row["labels"] for row in rows])}
 
     with pytest.raises(ConfigMismatchError, match=r"do not become what the index was made from:\n  row 0\."):
-        load(net, data_collator=brighter).attribute(targets(), top_k=TOP, rerank=6)
+        load(net, data_collator=brighter).attribute(targets(), top_k=TOP, method=Rerank(6))
 
 
 def test_without_rows_the_answer_is_that_of_the_index(
@@ -245,7 +249,7 @@ def test_without_rows_the_answer_is_that_of_the_index(
     local = TrakAttributor.from_pretrained("tester/index", net, token=TOKEN, **OPTIONS)
     local.train_dataset.remote = None  # as of an index that names no dataset repo
     caplog.set_level(logging.WARNING)
-    found = local.attribute(targets(), top_k=TOP, rerank=6)
+    found = local.attribute(targets(), top_k=TOP, method=Rerank(6))
     same_bits(found, local.attribute(targets(), top_k=TOP))
     assert found["trak_stage"] == ["index"] * 3
     assert found["trak_index_ranks"] == [[1, 2, 3]] * 3 == found["trak_harmful_index_ranks"]
@@ -254,7 +258,7 @@ def test_without_rows_the_answer_is_that_of_the_index(
 
 def test_an_index_without_digests_needs_the_commit(hub: Hub, net: DigitNet, tmp_path: Path) -> None:
     """Rows of private data have no digests in the index."""
-    config = TrakConfig(output_dir=str(tmp_path / "own"), proj_dim=16, curvature="identity", **OPTIONS)
+    config = trak_config(output_dir=str(tmp_path / "own"), proj_dim=16, curvature="identity", **OPTIONS)
     made = TrakAttributor(net, config, train_dataset=train_rows(), task="image_classification").featurize()
     made.push_to_hub("tester/own", token=TOKEN)
     assert TRAIN_ROWS_FILE not in hub.dataset("tester/own")
@@ -262,9 +266,9 @@ def test_an_index_without_digests_needs_the_commit(hub: Hub, net: DigitNet, tmp_
     rows = RemoteRows("tester/rows", token=TOKEN)
     one = TrakAttributor.from_pretrained("tester/own", net, train_dataset=rows, **options)
     with pytest.raises(ConfigMismatchError, match="has no digests of its training rows"):
-        one.attribute(targets(), top_k=TOP, rerank=6)
+        one.attribute(targets(), top_k=TOP, method=Rerank(6))
     alone = TrakAttributor.from_pretrained("tester/own", net, **options)
-    assert alone.attribute(targets(), top_k=TOP, rerank=6)["trak_stage"] == ["index"] * 3
+    assert alone.attribute(targets(), top_k=TOP, method=Rerank(6))["trak_stage"] == ["index"] * 3
 
 
 def test_digests_travel_and_are_checked(hub: Hub, net: DigitNet, tmp_path: Path) -> None:
@@ -275,7 +279,7 @@ def test_digests_travel_and_are_checked(hub: Hub, net: DigitNet, tmp_path: Path)
     data[-3] ^= 1
     hub.put("dataset", "tester/index", {**hub.dataset("tester/index"), TRAIN_ROWS_FILE: bytes(data)})
     with pytest.raises(RefusedIndexError, match=TRAIN_ROWS_FILE):
-        load(net).attribute(targets(), top_k=TOP, rerank=6)
+        load(net).attribute(targets(), top_k=TOP, method=Rerank(6))
     hub.put("dataset", "tester/index", {**hub.dataset("tester/index"), TRAIN_ROWS_FILE: b"x" * 100})
     with pytest.raises(RefusedIndexError, match="it has 100 bytes"):
         load(net)
@@ -342,7 +346,7 @@ def test_a_thousand_of_a_hundred_thousand_rows(hub: Hub, client: Path, tmp_path:
     file = sink.getvalue()
     hub.put("dataset", "tester/many", {"train.parquet": file})
     model = Small()
-    config = TrakConfig(
+    config = trak_config(
         output_dir=str(tmp_path / "made"), proj_type="none", shard_size=n, curvature="ekfac", curvature_rows=64,
         feature_dtype="float32", **OPTIONS,
     )  # fmt: skip
@@ -351,12 +355,12 @@ def test_a_thousand_of_a_hundred_thousand_rows(hub: Hub, client: Path, tmp_path:
     )
     made.fit_curvature()
     features = np.concatenate([values * (2 * columns["labels"] - 1)[:, None]] * 2 + [values[:, :2]], axis=1)
-    made.store.train(0).write(0, torch.tensor(features), torch.ones(n))
+    made.features.store.train(0).write(0, torch.tensor(features), torch.ones(n))
     made.push_to_hub("tester/large", token=TOKEN)
     hub.log.clear()
 
     elsewhere = TrakAttributor.from_pretrained("tester/large", model, token=TOKEN, **OPTIONS)
-    found = elsewhere.attribute(rows.select([5]), top_k=10, rerank=500)
+    found = elsewhere.attribute(rows.select([5]), top_k=10, method=Rerank(500))
     assert found["trak_stage"] == ["exact"]
     fetched = elsewhere.train_dataset.remote.fetched
     metadata = pq.read_metadata(io.BytesIO(file))
@@ -367,6 +371,6 @@ def test_a_thousand_of_a_hundred_thousand_rows(hub: Hub, client: Path, tmp_path:
     )
     footer = metadata.serialized_size + (64 << 10)
     print(f"\n{fetched:,} of {len(file):,} bytes, of which {wanted:,} are of the columns that reach the model")
-    assert len(elsewhere.reranked_rows) == 1000
+    assert len(last_result(elsewhere).answer.rows) == 1000
     assert fetched < 0.42 * wanted + footer  # 1,000 rows lie in 39 % of 2,000 groups
     assert fetched < 0.25 * len(file)

@@ -62,12 +62,16 @@ def same_features(name: str, directory: Path, kind: str = "fsdp", scores: Sequen
     result = {
         "difference": difference(found[0], features(whole)),
         "same bits": bool(torch.equal(found[0], found[1])),
-        "same weights": whole.store.checkpoint_info(0)["fingerprint"] == one.store.checkpoint_info(0)["fingerprint"],
-        "same definition": whole.store.config == one.store.config,
+        "same weights": whole.features.store.checkpoint_info(0)["fingerprint"]
+        == one.features.store.checkpoint_info(0)["fingerprint"],
+        "same definition": whole.features.store.config == one.features.store.config,
     }
     for exact in scores:
         taken = [
-            torch.tensor(a.attribute(rows(name, 3, 2), top_k=None, exact=exact)["trak_scores"]) for a in (whole, one)
+            torch.tensor(
+                a.attribute(rows(name, 3, 2), top_k=None, method="exact" if exact else "index")["trak_scores"]
+            )
+            for a in (whole, one)
         ]
         result[f"scores, exact={exact}"] = float((taken[1] - taken[0]).norm() / taken[0].norm())
     return result
@@ -84,7 +88,8 @@ def other_weights(directory: Path) -> dict[str, Any]:
     )
     return {
         "difference": difference(features(one), features(whole)),
-        "same weights": whole.store.checkpoint_info(0)["fingerprint"] == one.store.checkpoint_info(0)["fingerprint"],
+        "same weights": whole.features.store.checkpoint_info(0)["fingerprint"]
+        == one.features.store.checkpoint_info(0)["fingerprint"],
         "restored": kept,
         "gradients": [name for name, p in model.named_parameters() if p.grad is not None],
         "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
@@ -218,7 +223,6 @@ def trainer_job(directory: Path) -> dict[str, Any]:
         max_steps=2,
         learning_rate=1e-2,
         report_to=[],
-        disable_tqdm=True,
         fsdp=True,
         fsdp_config={
             "version": 2,
@@ -235,13 +239,13 @@ def trainer_job(directory: Path) -> dict[str, Any]:
     trainer.train()
     divided = [type(p).__name__ for p in trainer.model.parameters()]
     eval_dataset = rows("llama", 3, 2)
-    config = TrakConfig(output_dir=str(directory / "trak"), proj_dim=32, feature_dtype="float32", disable_tqdm=True)
+    config = TrakConfig(output_dir=str(directory / "trak"), proj_dim=32, feature_dtype="float32")
 
     attributor = TrakAttributor.from_trainer(trainer, args=config)
     attributor.featurize()
     scored = attributor.attribute(eval_dataset, top_k=3)
 
-    attributor.featurize([str(directory / "out" / "checkpoint-2")], model_ids=[1])
+    attributor.featurize({1: str(directory / "out" / "checkpoint-2")})
     empty = without_memory()
     straight = sharded_jobs.attributor(empty, "llama", directory / "straight", shard_size=512)
     straight.featurize([str(directory / "out" / "checkpoint-2")])
@@ -256,7 +260,7 @@ def trainer_job(directory: Path) -> dict[str, Any]:
         "checkpoint": [difference(features(one), features(plain)) for one in (straight, merged)],
         "fingerprints": len(
             {
-                one.store.checkpoint_info(model_id)["fingerprint"]
+                one.features.store.checkpoint_info(model_id)["fingerprint"]
                 for one, model_id in ((attributor, 0), (attributor, 1), (straight, 0), (plain, 0), (merged, 0))
             }
         ),
@@ -281,7 +285,7 @@ def page_job(directory: Path) -> float:
     loaded = TrakAttributor(
         made("llama", seed=5), TrakConfig(output_dir="trak-100", use_cpu=True), train_dataset=rows("llama")
     )
-    return float(len(loaded.featurize().store.train(0)))  # a store of other weights would refuse these
+    return float(len(loaded.featurize().features.store.train(0)))  # a store of other weights would refuse these
 
 
 JOBS = {

@@ -29,9 +29,9 @@ TOLERANCE = 1e-3
 SETTINGS: dict[str, dict[str, Any]] = {
     "ekfac": {"curvature": "ekfac"},
     "hybrid": {"curvature": "hybrid"},
-    "rank": {"curvature": "ekfac", "exact_rank": 2},
+    "rank": {"curvature": "ekfac", "curvature_rank": 2},
     "diagonal": {"curvature": "diagonal"},
-    "few at a time": {"curvature": "ekfac", "exact_memory": 1e-6},
+    "few at a time": {"curvature": "ekfac", "curvature_memory": 1e-6},
 }
 
 
@@ -42,7 +42,7 @@ def model_of(kind: str, name: str, directory: Path) -> torch.nn.Module:
 
 
 def scores(one: TrakAttributor) -> torch.Tensor:
-    return torch.tensor(one.attribute(rows("gpt2", 3, 2), top_k=None, exact=True)["trak_scores"])
+    return torch.tensor(one.attribute(rows("gpt2", 3, 2), top_k=None, method="exact")["trak_scores"])
 
 
 def change(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -94,7 +94,7 @@ def compared(kind: str, name: str, directory: Path) -> dict[str, Any]:
             **run,
             "scores": change(value, expected),
             "same bits": bool(torch.equal(value, scores(ones[1]))),
-            "self-influence": change(ones[0].self_influence(exact=True), whole.self_influence(exact=True)),
+            "self-influence": change(ones[0].self_influence(method="exact"), whole.self_influence(method="exact")),
         }
     return found
 
@@ -104,7 +104,7 @@ def grouped(directory: Path) -> float:
     targets, taken = rows("gpt2", 4, 2).add_column("kind", ["a", "b", "a", "b"]), []
     for where, model in (("one", sharded(made("gpt2"), mesh_of_all())), ("whole", made("gpt2"))):
         one = attributor(model, "gpt2", directory / where, curvature="ekfac")
-        found = one.attribute(targets, top_k=None, aggregate="mean", group_by="kind", exact=True)
+        found = one.attribute(targets, top_k=None, method="exact", group_by="kind")
         taken.append(torch.tensor(found["trak_scores"][:]))
     return change(*taken)
 

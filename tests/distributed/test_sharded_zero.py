@@ -89,16 +89,20 @@ def weights_job(directory: Path) -> dict[str, Any]:
         other.save_pretrained(directory / "saved")
     zero = engine(made("gpt2"))
     one = attributor(zero, "gpt2", directory / "loaded").featurize([other.state_dict()])
-    one.featurize([str(directory / "saved")], model_ids=[1])
+    one.featurize({1: str(directory / "saved")})
     plain = attributor(other, "gpt2", directory / "whole").featurize()
-    plain.featurize([str(directory / "saved")], model_ids=[1])
+    plain.featurize({1: str(directory / "saved")})
     before = [whole(p).clone() for p in zero.module.parameters()]
     kept = all(torch.equal(p, q) for p, q in zip(before, made("gpt2").parameters(), strict=True))
     ids = torch.tensor(rows("gpt2")["input_ids"][:2])
     zero.backward(zero(input_ids=ids, labels=ids).loss)
     zero.step()
     moved = [float((whole(p) - q).abs().max()) for p, q in zip(zero.module.parameters(), before, strict=True)]
-    infos = [one.store.checkpoint_info(0), one.store.checkpoint_info(1), plain.store.checkpoint_info(0)]
+    infos = [
+        one.features.store.checkpoint_info(0),
+        one.features.store.checkpoint_info(1),
+        plain.features.store.checkpoint_info(0),
+    ]
     return {
         "difference": max(difference(features(one, model_id), features(plain, model_id)) for model_id in (0, 1)),
         "fingerprints": len({info["fingerprint"] for info in infos}),
@@ -132,14 +136,12 @@ def trainer_job(directory: Path) -> dict[str, Any]:
     settings["zero_force_ds_cpu_optimizer"] = False
     args = TrainingArguments(
         output_dir=str(directory / "out"), use_cpu=True, per_device_train_batch_size=2, max_steps=2,
-        learning_rate=1e-2, report_to=[], disable_tqdm=True, deepspeed=settings, save_strategy="no",
+        learning_rate=1e-2, report_to=[], deepspeed=settings, save_strategy="no",
     )  # fmt: skip
     trainer = Trainer(model=made("llama"), args=args, train_dataset=rows("llama"))
     trainer.train()
     eval_dataset = rows("llama", 3, 2)
-    config = TrakConfig(
-        output_dir=str(directory / "trak"), proj_dim=32, feature_dtype="float32", disable_tqdm=True, use_cpu=True
-    )
+    config = TrakConfig(output_dir=str(directory / "trak"), proj_dim=32, feature_dtype="float32", use_cpu=True)
 
     attributor = TrakAttributor.from_trainer(trainer, args=config)
     attributor.featurize()
@@ -151,7 +153,7 @@ def trainer_job(directory: Path) -> dict[str, Any]:
         {name: whole(p) for name, p in trainer.model.named_parameters() if name in names}, strict=False
     )
     plain = sharded_jobs.attributor(trained, "llama", directory / "plain", shard_size=512).featurize()
-    infos = [one.store.checkpoint_info(0)["fingerprint"] for one in (attributor, plain)]
+    infos = [one.features.store.checkpoint_info(0)["fingerprint"] for one in (attributor, plain)]
     return {
         "parts": [hasattr(p, "ds_id") for p in trainer.model.parameters()],
         "difference": difference(features(attributor), features(plain)),

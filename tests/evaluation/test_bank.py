@@ -35,7 +35,7 @@ MASKS = random_subsets(N, 6, 0.75)
 def make_trainer(rows: Any, seed: int) -> Trainer:
     args = TrainingArguments(
         "unused", num_train_epochs=2, per_device_train_batch_size=8, learning_rate=1e-2, seed=seed, use_cpu=True,
-        save_strategy="no", logging_strategy="no", disable_tqdm=True,
+        save_strategy="no", logging_strategy="no",
     )  # fmt: skip
     return Trainer(DigitNet(), args, train_dataset=rows)
 
@@ -268,7 +268,7 @@ def test_damage_and_mixed_up_files_are_noticed(tmp_path: Path) -> None:
     """Every byte that changes, every file that is cut, and files of another part or bank."""
     small(tmp_path / "bank", sums)
     small(tmp_path / "other", lambda rows, seed: -sums(rows, seed), repeats=2)
-    names = ["bank.json", "half/part.json", "half/subsets.safetensors", "half/outputs.safetensors"]
+    names = ["bank.json", "half/retraining.json", "half/subsets.safetensors", "half/outputs.safetensors"]
     rng = np.random.default_rng(0)
     for name in names:
         intact = (tmp_path / "bank" / name).read_bytes()

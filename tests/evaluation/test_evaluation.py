@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import NonFiniteError
 from hf_trak.evaluation import (
+    RemovalPlan,
     compare_lds,
-    counterfactual_plan,
     evaluate_lds,
+    evaluate_removal,
     group_sums,
     leave_one_out_correlation,
     leave_one_out_subsets,
@@ -24,6 +25,7 @@ from hf_trak.evaluation import (
     mean_interval,
     mislabel_detection,
     random_subsets,
+    removal_plan,
     retrain_on_subsets,
     with_wrong_labels,
 )
@@ -63,9 +65,7 @@ class Regression:
         """Of this library: whole gradients, λ = 0, `(N, M)`."""
         rows = Dataset.from_dict({"x": self.x.astype("float32"), "labels": self.y.astype("float32")})
         targets = Dataset.from_dict({"x": self.targets.astype("float32"), "labels": [0.0] * M})
-        config = TrakConfig(
-            output_dir=str(directory), proj_type="none", lambda_reg=0.0, use_cpu=True, disable_tqdm=True
-        )
+        config = TrakConfig(output_dir=str(directory), proj_type="none", lambda_relative=0.0, use_cpu=True)
         attributor = TrakAttributor(Linear(self.fit(np.arange(N))), config, train_dataset=rows, task="regression")
         scored = attributor.featurize().attribute(targets, top_k=None)
         return np.stack(scored.with_format("numpy")["trak_scores"][:]).T
@@ -212,57 +212,57 @@ def test_leave_one_group_out(regression: Regression, scores: np.ndarray, tmp_pat
 
 
 @pytest.mark.parametrize("targets", [[0, 3, 5], None])
-def test_counterfactual_curves(
+def test_curves_over_numbers_of_rows(
     regression: Regression, scores: np.ndarray, tmp_path: Path, targets: list[int] | None
 ) -> None:
-    plan = counterfactual_plan(scores, [10, 40], targets=targets)
-    assert len(plan.masks) == 1 + 3 * 2 * (1 if targets is None else 3)
-    j, first = (None, scores.mean(axis=1)) if targets is None else (0, scores[:, 0])
-    assert set(np.flatnonzero(~plan.masks[1])) == set(np.argsort(-first)[:10])
-    curves = plan.curves(retrain_on_subsets(plan.masks, regression.retrain, tmp_path))
-    assert curves.points["helpful"][40].high < 0 < curves.points["harmful"][40].low
-    assert curves.points["helpful"][40].value < curves.points["helpful"][10].value
-    assert abs(curves.points["random"][40].value) < 0.5 * abs(curves.points["helpful"][40].value)
-    direct = regression.retrain(np.flatnonzero(plan.masks[1]), 0) - regression.retrain(np.arange(N), 0)
-    row = curves.table[0]
-    expected = direct.mean() if j is None else direct[j]
-    assert (row["order"], row["count"], row["target"]) == ("helpful", 10, -1 if j is None else 0)
-    assert row["change"] == pytest.approx(expected)
+    """Rows are ordered for each target, or once for all of them."""
+    plan = removal_plan(
+        {"helpful": scores, "harmful": -scores}, counts=[10, 40], targets=targets, together=targets is None
+    )
+    assert plan.counts == (10, 40) and len(plan.masks) == 1 + 2 * 10 + 2 * 2 * (1 if targets is None else 3)
+    j, first = (slice(None), scores.mean(axis=1)) if targets is None else (0, scores[:, 0])
+    number = plan.subsets["helpful"][0][0]
+    assert set(np.flatnonzero(~plan.masks[number])) == set(np.argsort(-first)[:10])
+    result = evaluate_removal(plan, *masks_and_outputs(retrain_on_subsets(plan.masks, regression.retrain, tmp_path)))
+    assert list(result.curves) == ["random", "helpful", "harmful"]
+    assert result.curves["helpful"][40].high < 0 < result.curves["harmful"][40].low
+    assert result.curves["helpful"][40].value < result.curves["helpful"][10].value
+    assert abs(result.curves["random"][40].value) < 0.5 * abs(result.curves["helpful"][40].value)
+    direct = regression.retrain(np.flatnonzero(plan.masks[number]), 0) - regression.retrain(np.arange(N), 0)
+    assert result.changes["helpful"][0][j] == pytest.approx(direct[j])
+    assert result.effect("helpful", 10).own == result.curves["helpful"][10]
 
 
 def test_controls_and_paired_differences(regression: Regression, scores: np.ndarray, tmp_path: Path) -> None:
     """A control that is the exact scores with noise removes less than they do, and more than a random order."""
     noise = np.random.default_rng(0).normal(size=scores.shape) * scores.std()
-    targets = list(range(scores.shape[1]))
-    plan = counterfactual_plan(
-        scores,
-        [15],
-        orders=["helpful", "random"],
-        targets=targets,
-        controls={"noisy": scores + 2 * noise, "same": scores},
-    )
-    assert plan.order.count("noisy") == plan.order.count("helpful") == len(targets)
-    curves = plan.curves(retrain_on_subsets(plan.masks, regression.retrain, tmp_path))
-    assert list(curves.points) == ["helpful", "random", "noisy", "same"]
-    exact = curves.difference("helpful", "same", 15)
+    plan = removal_plan({"helpful": scores}, counts=[15], controls={"noisy": scores + 2 * noise, "same": scores})
+    result = evaluate_removal(plan, *masks_and_outputs(retrain_on_subsets(plan.masks, regression.retrain, tmp_path)))
+    exact = result.difference("helpful", "same", 15)
     assert (exact.value, exact.low, exact.high) == (0, 0, 0)
-    assert curves.difference("helpful", "noisy", 15).high < 0
-    assert curves.difference("noisy", "random", 15).high < 0
-    changes = {key: [row["change"] for row in curves.table if row["order"] == key] for key in ("helpful", "noisy")}
-    by_hand = np.mean(np.subtract(changes["helpful"], changes["noisy"]))
-    assert curves.difference("helpful", "noisy", 15).value == pytest.approx(by_hand)
-    with pytest.raises(ValueError, match=r"'best'.*count 15"):
-        curves.difference("helpful", "best", 15)
+    assert result.difference("helpful", "noisy", 15).high < 0
+    assert result.difference("noisy", "random", 15).high < 0
+    by_hand = np.mean(np.subtract(result.changes["helpful"], result.changes["noisy"]))
+    assert result.difference("helpful", "noisy", 15).value == pytest.approx(by_hand)
+    with pytest.raises(ValueError, match=r"'best'.*15"):
+        result.difference("helpful", "best", 15)
 
 
 def test_addition_begins_with_nothing(regression: Regression, scores: np.ndarray, tmp_path: Path) -> None:
     groups = RowGroups([row // 10 for row in range(N)])
-    plan = counterfactual_plan(scores, [3], action="add", orders=["helpful", "harmful"], targets=[1], groups=groups)
-    assert plan.masks[1].sum() == 30 and len(np.unique(np.flatnonzero(plan.masks[1]) // 10)) == 3
-    curves = plan.curves(retrain_on_subsets(plan.masks, regression.retrain, tmp_path))
-    assert curves.points["helpful"][3].value > 0 > curves.points["harmful"][3].value
-    with pytest.raises(ValueError, match="other subsets"):
-        counterfactual_plan(scores, [9]).curves(retrain_on_subsets(plan.masks, regression.retrain, tmp_path))
+    both = {"helpful": scores, "harmful": -scores}
+    plan = removal_plan(both, counts=[3], action="add", targets=[1], groups=groups, random_draws=2)
+    first = plan.masks[plan.subsets["helpful"][0][0]]
+    assert first.sum() == 30 and len(np.unique(np.flatnonzero(first) // 10)) == 3 and plan.masks[0].all()
+    sums = group_sums(scores, groups)[:, 1]
+    assert set(np.flatnonzero(first) // 10) == set(np.argsort(-sums)[:3])
+    assert RemovalPlan.from_dict(plan.to_dict()) == plan
+    masks, outputs = masks_and_outputs(retrain_on_subsets(plan.masks, regression.retrain, tmp_path))
+    result = evaluate_removal(plan, masks, outputs)
+    assert result.curves["helpful"][3].value > 0 > result.curves["harmful"][3].value
+    assert str(result).startswith("| groups added")
+    with pytest.raises(ValueError, match="lacks"):
+        evaluate_removal(removal_plan({"helpful": scores}, counts=[9]), masks, outputs)
 
 
 def test_mislabelled_rows() -> None:
@@ -284,14 +284,14 @@ def test_mislabelled_rows() -> None:
 BAD: list[tuple[Any, str]] = [
     (lambda: mislabel_detection([1.0, 2.0], [True, True]), "2 of 2 rows"),
     (lambda: mislabel_detection([1.0, 2.0], [True, False], ks=[3]), r"`ks` is \[3\]"),
-    (lambda: counterfactual_plan(np.ones((5, 2)), [5]), r"`counts` is \[5\].*1 to 4"),
-    (lambda: counterfactual_plan(np.ones((5, 2)), [1], targets=[2]), r"`targets` is \[2\].*0 to 1"),
-    (lambda: counterfactual_plan(np.ones((5, 2)), [1], orders=["best"]), "`orders`"),  # type: ignore[list-item]
+    (lambda: removal_plan({"a": np.ones((5, 2))}, counts=[5]), r"`counts` is \[5\].*1 to 4"),
+    (lambda: removal_plan({"a": np.ones((5, 2))}, counts=[1, 1]), r"`counts` is \[1, 1\].*distinct"),
+    (lambda: removal_plan({"a": np.ones((5, 2))}, counts=[1], targets=[2]), r"`targets` is \[2\].*0 to 1"),
+    (lambda: removal_plan({"a": np.ones((5, 2))}, counts=[1], action="take"), "`action` is 'take'"),  # type: ignore[arg-type]
     (
-        lambda: counterfactual_plan(np.ones((5, 2)), [1], controls={"bm25": np.ones((5, 3))}),
-        r"'bm25' of the shape \(5, 3\)",
+        lambda: removal_plan({"a": np.ones((5, 2))}, counts=[1], controls={"bm25": np.ones((5, 3))}),
+        r"bm25.*the shape \(5, 3\)",
     ),
-    (lambda: counterfactual_plan(np.ones((5, 2)), [1], controls={"random": np.ones((5, 2))}), "a name other than"),
     (lambda: leave_one_out_subsets(4, [1, 1]), "distinct numbers from 0 to 3"),
     (lambda: group_sums(np.ones((5, 2)), RowGroups([0, 1])), "2 rows for 5"),
     (lambda: with_wrong_labels(Dataset.from_dict({"y": [0, 1]}), 0.5), r"\['y'\]"),

@@ -65,7 +65,7 @@ def trainer(model: nn.Module, dataset: Any, directory: Path, **options: Any) -> 
     settings = {
         "per_device_train_batch_size": 4, "num_train_epochs": 2, "learning_rate": LEARNING_RATE, "optim": "sgd",
         "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "use_cpu": True, "report_to": "none",
-        "disable_tqdm": True, "save_strategy": "no", "train_sampling_strategy": "sequential",
+        "save_strategy": "no", "train_sampling_strategy": "sequential",
     }  # fmt: skip
     return Trainer(model, TrainingArguments(str(directory), **{**settings, **options}), train_dataset=dataset)
 

@@ -1,7 +1,5 @@
-"""Directories of retrainings that are damaged, mixed up, or of an older version give right numbers, or an error."""
+"""Directories of retrainings that are damaged or mixed up give right numbers, or an error."""
 
-import json
-import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +8,11 @@ from typing import Any
 import damage
 import numpy as np
 import pytest
-from data import format_1_traker as old
 
 from hf_trak.errors import HfTrakError, IncompleteStoreError, StoreError
-from hf_trak.evaluation import random_subsets, retrain_on_subsets, retraining_files
-from hf_trak.evaluation.retraining import upgrade_retraining, verify_retraining
+from hf_trak.evaluation import random_subsets, retrain_on_subsets
+from hf_trak.evaluation.retraining_files import verify_retraining
 
-GOLDEN = Path(__file__).parents[1] / "data" / "format-1"
 N = 12
 MASKS = random_subsets(N, 4)
 GIVEN: dict[str, Any] = {
@@ -27,8 +23,8 @@ GIVEN: dict[str, Any] = {
 }
 
 
-DATASET = (Path("retrained.arrow"),)
-"""It may go, and says more than it needs to."""
+JOINED = [(Path(f"{name}.safetensors"),) for name in ("subsets", "outputs")]
+"""Either may go, since every call writes both anew."""
 
 
 def trained(rows: np.ndarray, seed: int) -> np.ndarray:
@@ -92,7 +88,7 @@ def test_nothing_damaged_is_silent(whole: tuple[Path, list[list[float]]], tmp_pa
             found = {one.path for one in verify_retraining(tmp_path / "copy") if one.state != "intact"}
             touched = {tmp_path / "copy" / file for file in case.files}
             # of two intact files that do not fit, the check cannot know which one is in the wrong place
-            assert found & touched or case.files == DATASET or (found and case.foreign), case
+            assert found & touched or case.files in JOINED or (found and case.foreign), case
         seen[expect_no_silence(case, tmp_path / "copy", expected)] += 1
         shutil.rmtree(tmp_path / "copy")
     assert len(every) >= 400 and seen["refused"] >= 300, seen
@@ -114,14 +110,13 @@ def test_a_damaged_training_is_done_again_as_the_error_says(whole: Any, tmp_path
     assert run(tmp_path / "copy") == expected
 
 
-def test_the_dataset_is_never_read_as_truth(whole: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["subsets.safetensors", "outputs.safetensors"])
+def test_joined_files_are_never_read_as_truth(whole: Any, tmp_path: Path, name: str) -> None:
     directory, expected = whole
     shutil.copytree(directory, tmp_path / "copy")
-    other = run(tmp_path / "other", settings={})
-    assert other == expected  # what a training gives does not depend on the settings of this test
-    (tmp_path / "copy" / "retrained.arrow").write_bytes(b"not a dataset")
+    (tmp_path / "copy" / name).write_bytes(b"not a file of tensors")
     (finding,) = [one for one in verify_retraining(tmp_path / "copy") if one.state != "intact"]
-    assert finding.path.name == "retrained.arrow" and finding.state == "damaged" and "anew" in finding.remedy
+    assert finding.path.name == name and finding.state == "damaged" and "anew" in finding.remedy
     assert run(tmp_path / "copy") == expected
     assert {one.state for one in verify_retraining(tmp_path / "copy")} == {"intact"}
 
@@ -160,87 +155,3 @@ def test_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_trak.store.shards.save_file", full)
     with pytest.raises(StoreError, match=r"repeat-001.*No space left.*are free.*run the same"):
         run(tmp_path)
-
-
-# -- format 1 --------------------------------------------------------------------------------------------------------
-
-
-def golden(directory: Path) -> list[list[float]]:
-    return retrain_on_subsets(
-        old.MASKS, old.retrain, directory, repeats=2, seed=3, settings=old.SETTINGS
-    )["outputs"][:]  # fmt: skip
-
-
-EXPECTED = json.loads((GOLDEN / "traker-expected.json").read_text())["retraining"]
-
-
-@pytest.fixture
-def copied(tmp_path: Path) -> Path:
-    shutil.copytree(GOLDEN / "retraining", tmp_path / "golden")
-    retraining_files._warned.clear()
-    return tmp_path / "golden"
-
-
-def test_a_directory_of_format_1_is_finished_with_one_warning(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (copied / "trainings" / "subset-000001-repeat-001.safetensors").unlink()
-    before = (copied / "retraining.json").read_bytes()
-    with caplog.at_level(logging.WARNING, "hf_trak"):
-        assert golden(copied) == EXPECTED
-        assert golden(copied) == EXPECTED
-    assert [record.getMessage() for record in caplog.records if "upgrade" in record.getMessage()] == [
-        f"{copied} is of format 1: its files have no checksums, so that damage is not noticed. `hf-trak upgrade "
-        f"{copied}` adds them."
-    ]
-    assert (copied / "retraining.json").read_bytes() == before
-    assert {one.state for one in verify_retraining(copied)} == {"unchecked", "intact"}
-
-
-def test_upgrading(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
-    upgrade_retraining(copied)
-    assert {one.state for one in verify_retraining(copied)} == {"intact"}
-    files = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    retraining_files._warned.clear()
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "hf_trak"):
-        upgrade_retraining(copied)
-        assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == files
-        assert golden(copied) == EXPECTED
-    assert not caplog.records
-    for path in sorted((copied / "trainings").iterdir()):
-        shutil.copyfile(GOLDEN / "retraining" / "trainings" / path.name, path)
-        with pytest.raises(StoreError, match=f"{path.name}.*no checksum.*hf-trak upgrade"):
-            golden(copied)
-        upgrade_retraining(copied)
-
-
-def test_an_upgrade_that_was_killed_goes_on(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = retraining_files.write_tensors
-    for allowed in range(6):
-        done = []
-
-        def failing(*args: Any, **kwargs: Any) -> None:
-            if len(done) == allowed:  # noqa: B023
-                raise KeyboardInterrupt
-            done.append(1)  # noqa: B023
-            write(*args, **kwargs)
-
-        monkeypatch.setattr(retraining_files, "write_tensors", failing)
-        with pytest.raises(KeyboardInterrupt):
-            upgrade_retraining(copied)
-        monkeypatch.setattr(retraining_files, "write_tensors", write)
-        assert golden(copied) == EXPECTED
-        assert not {"damaged", "missing"} & {one.state for one in verify_retraining(copied)}
-    upgrade_retraining(copied)
-    assert {one.state for one in verify_retraining(copied)} == {"intact"}
-
-
-def test_an_upgrade_notices_what_can_be_noticed(copied: Path) -> None:
-    """The dataset holds everything a second time."""
-    path = copied / "trainings" / "subset-000002-repeat-000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 16
-    path.write_bytes(data)
-    assert [one.path.name for one in verify_retraining(copied) if one.state == "damaged"] == ["retrained.arrow"]
-    with pytest.raises(StoreError, match=r"subset-000002-repeat-000.*different"):
-        upgrade_retraining(copied)
-    assert "checksum" not in json.loads((copied / "retraining.json").read_text())

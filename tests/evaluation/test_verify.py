@@ -8,9 +8,10 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from trak_options import trak_config
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError, NonFiniteError
 from hf_trak.evaluation.tail_patch import PatchResult
 from hf_trak.evaluation.trial_steps import TrialSteps
@@ -70,9 +71,7 @@ def rows_of(x: Tensor, labels: Tensor) -> Dataset:
 
 
 def attributor(model: nn.Module, train: Any, directory: Path, task: str = "image_classification", **options: Any):
-    args = TrakConfig(
-        str(directory), **{"proj_dim": 64, "use_cpu": True, "disable_tqdm": True, "per_device_batch_size": 8} | options
-    )
+    args = trak_config(str(directory), **{"proj_dim": 64, "use_cpu": True, "per_device_batch_size": 8} | options)
     return TrakAttributor(model, args, train_dataset=train, task=task)
 
 
@@ -211,7 +210,7 @@ def test_checkpoints_are_averaged(planted: Any, tmp_path: Path) -> None:
     own = attributor(planted[0], planted[1], tmp_path / "trak").featurize(states)
     before = fingerprint_state_dict(own.model.state_dict())
     both = own.verify(planted[2], PLANTED, draws=4, similar=None)
-    single = [own.verify(planted[2], PLANTED, draws=4, similar=None, model_ids=[one]) for one in (0, 1)]
+    single = [own.verify(planted[2], PLANTED, draws=4, similar=None, checkpoints=[one]) for one in (0, 1)]
     assert both.model_ids == (0, 1)
     assert both.change == pytest.approx(np.mean([one.change for one in single]))
     assert both.random == pytest.approx(np.mean([one.random for one in single], axis=0))
@@ -221,8 +220,8 @@ def test_checkpoints_are_averaged(planted: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError):
         own.verify(planted[2], PLANTED, checkpoints=states[::-1])
     with pytest.raises(IncompleteStoreError):
-        own.verify(planted[2], PLANTED, model_ids=[5])
-    assert own.store.model_ids == [0, 1]
+        own.verify(planted[2], PLANTED, checkpoints=[5])
+    assert own.features.store.model_ids == [0, 1]
 
 
 PHRASE = [41, 42, 43, 44, 45, 46]

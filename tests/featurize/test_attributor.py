@@ -4,6 +4,7 @@ import copy
 import hashlib
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from datasets import Dataset, DatasetDict, List, load_from_disk
 from digit_models import DigitNet
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from trak_options import relative_ridge, trak_config
 from transformers import CLIPConfig, CLIPModel, Trainer, TrainingArguments
 from transformers.modeling_outputs import ImageClassifierOutput
 
@@ -61,7 +63,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[DigitNet, list[Pa
         save_steps=12,
         report_to="none",
         use_cpu=True,
-        disable_tqdm=True,
         seed=1,
     )
     trainer = Trainer(model=DigitNet(), args=arguments, train_dataset=train_rows())
@@ -79,7 +80,7 @@ def copy_of(model: nn.Module) -> DigitNet:
 
 def make(model: nn.Module, directory: Path, train_dataset: Any = None, **options: Any) -> TrakAttributor:
     defaults = {"proj_type": "sjlt", "proj_dim": 64, "shard_size": 16, "per_device_batch_size": 5}
-    config = TrakConfig(output_dir=str(directory), use_cpu=True, disable_tqdm=True, **{**defaults, **options})
+    config = trak_config(output_dir=str(directory), use_cpu=True, **{**defaults, **options})
     rows = train_rows() if train_dataset is None else train_dataset
     return TrakAttributor(model, config, train_dataset=rows, task="image_classification")
 
@@ -156,7 +157,8 @@ def test_identity_projection_is_the_formula_of_the_paper(trained: Any, tmp_path:
 
 def test_absolute_lambda(trained: Any, tmp_path: Path) -> None:
     model, _, _ = trained
-    attributor = make(copy_of(model), tmp_path, proj_type="none", lambda_reg=3.0).featurize()
+    attributor = make(copy_of(model), tmp_path, proj_type="none").featurize()
+    attributor.args = replace(attributor.args, lambda_relative=relative_ridge(attributor, 3.0))
     assert relative_error(full(attributor), closed_form([model], 0.0, absolute=3.0)) < 1e-4
 
 
@@ -164,7 +166,7 @@ def test_mean_of_products_times_mean_of_weights(trained: Any, tmp_path: Path) ->
     """The ensemble is not the mean of the checkpoints' own scores."""
     model, checkpoints, _ = trained
     attributor = make(copy_of(model), tmp_path, proj_type="none").featurize(checkpoints)
-    single = np.mean([full(attributor, model_ids=[i], name=f"only-{i}") for i in range(3)], axis=0)
+    single = np.mean([full(attributor, checkpoints=[i], name=f"only-{i}") for i in range(3)], axis=0)
     assert relative_error(single, full(attributor)) > 1e-3
 
 
@@ -214,8 +216,8 @@ def test_batch_boundaries_change_rounding_only(trained: Any, tmp_path: Path, bat
     model, _, _ = trained
     reference = make(copy_of(model), tmp_path / "5").featurize()
     other = make(copy_of(model), tmp_path / "other", per_device_batch_size=batch_size).featurize()
-    left = torch.cat([shard.grads for shard in reference.store.train(0)])
-    right = torch.cat([shard.grads for shard in other.store.train(0)])
+    left = torch.cat([shard.grads for shard in reference.features.store.train(0)])
+    right = torch.cat([shard.grads for shard in other.features.store.train(0)])
     assert ((left - right).norm(dim=1) / left.norm(dim=1)).max() < 1e-5
     assert relative_error(full(other), full(reference)) < 1e-5
 
@@ -278,16 +280,16 @@ def test_torch_datasets_and_plain_functions_work(trained: Any, tmp_path: Path) -
         def forward(self, images: Tensor) -> Tensor:
             return self.net(images).logits
 
-    options = {"proj_type": "none", "use_cpu": True, "disable_tqdm": True}
+    options = {"proj_type": "none", "use_cpu": True}
     pair = TrakAttributor(
         PairNet(),
-        TrakConfig(output_dir=str(tmp_path / "pairs"), **options),
+        trak_config(output_dir=str(tmp_path / "pairs"), **options),
         train_dataset=pairs,
         task="image_classification",
     ).featurize()
     named = make(copy_of(model), tmp_path / "named", proj_type="none", per_device_batch_size=16).featurize()
-    a = torch.cat([shard.grads for shard in pair.store.train(0)])
-    b = torch.cat([shard.grads for shard in named.store.train(0)])
+    a = torch.cat([shard.grads for shard in pair.features.store.train(0)])
+    b = torch.cat([shard.grads for shard in named.features.store.train(0)])
     assert torch.allclose(a, b, atol=1e-5)
 
     def top_logit(outputs: ImageClassifierOutput, batch: dict[str, Tensor]) -> Tensor:
@@ -295,7 +297,7 @@ def test_torch_datasets_and_plain_functions_work(trained: Any, tmp_path: Path) -
 
     custom = TrakAttributor(
         copy_of(model),
-        TrakConfig(output_dir=str(tmp_path / "function"), **options),
+        trak_config(output_dir=str(tmp_path / "function"), **options),
         train_dataset=train_rows(),
         task=top_logit,
     ).featurize()
@@ -337,12 +339,11 @@ def test_clip_pairs_from_a_dataset(tmp_path: Path) -> None:
             shard_size=8,
             per_device_batch_size=batch_size,
             use_cpu=True,
-            disable_tqdm=True,
         )
         task = CLIPModelOutput(simulated_batch_size=10)
         attributor = TrakAttributor(copy.deepcopy(models[0]), arguments, train_dataset=pairs(0, 20), task=task)
         attributor.featurize(models)
-        first, second = (torch.cat([s.out_to_loss for s in attributor.store.train(i)]) for i in (0, 1))
+        first, second = (torch.cat([s.out_to_loss for s in attributor.features.store.train(i)]) for i in (0, 1))
         assert (first > 0).all() and not torch.allclose(first, second)
         results.append(full(attributor, pairs(100, 103)))
     assert results[0].shape == (20, 3)
@@ -365,7 +366,6 @@ def test_from_trainer_takes_everything_and_leaves_training_untouched(trained: An
             save_strategy="no",
             report_to="none",
             use_cpu=True,
-            disable_tqdm=True,
         )
         trainer = Trainer(model=DigitNet(), args=arguments, train_dataset=train_rows())
         trainer.train()
@@ -373,7 +373,7 @@ def test_from_trainer_takes_everything_and_leaves_training_untouched(trained: An
         flags = [(p.requires_grad, p.grad is None) for p in trainer.model.parameters()]
         modes = [module.training for module in trainer.model.modules()]
         if attribute:
-            config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=32, disable_tqdm=True)
+            config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=32)
             attributor = TrakAttributor.from_trainer(trainer, config, task="image_classification")
             assert attributor.model is trainer.model
             attributor.featurize().attribute(eval_rows(), top_k=2)
@@ -437,7 +437,7 @@ def test_state_dicts_in_memory_must_be_given_again(trained: Any, tmp_path: Path)
     [
         ("proj_dim", 65, "proj_dim"),
         ("proj_type", "rademacher", "projection"),
-        ("proj_nonzeros", 2, "proj_nonzeros"),
+        ("proj_type", "sjlt-2", "proj_nonzeros"),
         ("seed", 1, "seed"),
         ("feature_dtype", "float16", "feature_dtype"),
         ("shard_size", 17, "shard_size"),
@@ -476,15 +476,17 @@ def test_ids_top_k_per_and_names_are_checked(trained: Any, tmp_path: Path) -> No
     attributor = make(copy_of(model), tmp_path / "store")
     with pytest.raises(IncompleteStoreError, match=r"Nothing is featurized in '.*store'\. Expected .*`featurize\(\)`"):
         attributor.attribute(eval_rows())
-    for ids in ([0, 0], [-1, 1], [0], ["0", "1"], [True, 2]):
-        with pytest.raises(ValueError, match="`model_ids` is"):
-            attributor.featurize(checkpoints[:2], model_ids=ids)
-    with pytest.raises(ValueError, match="empty list"):
-        attributor.featurize([])
-    attributor.featurize(checkpoints[0], model_ids=[7])
+    with pytest.raises(ValueError, match=r"`checkpoints` has the ids \[-1, 1\]"):
+        attributor.featurize(dict(zip([-1, 1], checkpoints[:2], strict=True)))
+    with pytest.raises(ValueError, match=r"`checkpoints` is \[0, 1\]. Expected weights"):
+        attributor.featurize([0, 1])
+    for nothing in ([], {}):
+        with pytest.raises(ValueError, match="`checkpoints` is empty"):
+            attributor.featurize(nothing)
+    attributor.featurize({7: checkpoints[0]})
     before = contents(tmp_path)
     with pytest.raises(IncompleteStoreError, match=r"\[3\]; featurized in .* are \[7\]"):
-        attributor.attribute(eval_rows(), model_ids=[3])
+        attributor.attribute(eval_rows(), checkpoints=[3])
     for top_k in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="`top_k` is"):
             attributor.attribute(eval_rows(), top_k=top_k)
@@ -513,11 +515,11 @@ def test_experiment_with_other_targets_is_refused(trained: Any, tmp_path: Path) 
 def test_incomplete_checkpoints_are_not_scored(trained: Any, tmp_path: Path) -> None:
     model, checkpoints, _ = trained
     attributor = make(copy_of(model), tmp_path).featurize(checkpoints[:2])
-    expected = full(attributor, model_ids=[1], name="one")
+    expected = full(attributor, checkpoints=[1], name="one")
     (tmp_path / "checkpoint-0" / "train-00002-of-00004.safetensors").unlink()
     with pytest.raises(IncompleteStoreError, match=r"1 shards of model_id 0 are missing.*featurize"):
         attributor.attribute(eval_rows())
-    assert np.array_equal(full(attributor, model_ids=[1], name="one"), expected)
+    assert np.array_equal(full(attributor, checkpoints=[1], name="one"), expected)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "swap"])
@@ -587,7 +589,7 @@ def test_half_precision_storage_and_compute(trained: Any, tmp_path: Path) -> Non
     reference = full(make(copy_of(model), tmp_path / "32").featurize())
     for dtype, limit in (("float16", 0.01), ("bfloat16", 0.02)):
         half = make(copy_of(model), tmp_path / dtype, feature_dtype=dtype).featurize()
-        assert next(iter(half.store.train(0))).grads.dtype == getattr(torch, dtype)
+        assert next(iter(half.features.store.train(0))).grads.dtype == getattr(torch, dtype)
         assert 0 < relative_error(full(half), reference) < limit
 
 
@@ -600,7 +602,7 @@ def test_only_the_chosen_parameters_count(trained: Any, tmp_path: Path) -> None:
     by_name = make(
         copy_of(model), tmp_path / "name", proj_type="none", grad_wrt=["head.bias", "head.weight"]
     ).featurize()
-    assert by_flag.proj_dim == by_name.proj_dim == 26 * 10 + 10
+    assert by_flag.features.proj_dim == by_name.features.proj_dim == 26 * 10 + 10
     assert np.allclose(full(by_flag), full(by_name), rtol=1e-4, atol=1e-6)
     assert [p.requires_grad for p in frozen.parameters()] == [False, False, True, True]
 
@@ -644,6 +646,6 @@ def test_a_function_is_a_task_for_a_trainer_too(trained: Any, tmp_path: Path) ->
     _, _, trainer = trained
     for function in (TrakAttributor.from_trainer, TrakAttributor.__init__):
         assert "Callable" in str(inspect.signature(function).parameters["task"].annotation)
-    config = TrakConfig(output_dir=str(tmp_path), proj_dim=16, use_cpu=True, disable_tqdm=True)
+    config = TrakConfig(output_dir=str(tmp_path), proj_dim=16, use_cpu=True)
     attributor = TrakAttributor.from_trainer(trainer, config, lambda result, batch: result.logits[:, 0])
-    assert attributor.featurize().store.model_ids == [0]
+    assert attributor.featurize().features.store.model_ids == [0]

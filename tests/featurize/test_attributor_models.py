@@ -112,11 +112,10 @@ def test_features_are_the_gradients_of_samples_alone(
         engine=engine,
         per_device_batch_size=4,
         use_cpu=True,
-        disable_tqdm=True,
     )
     processing = tokenizer() if "input_ids" in dataset.column_names else None
     attributor = TrakAttributor(model, config, train_dataset=dataset, processing_class=processing).featurize()
-    features = torch.cat([shard.grads for shard in attributor.store.train(0)])
+    features = torch.cat([shard.grads for shard in attributor.features.store.train(0)])
     expected = torch.stack([alone(model, row) for row in dataset])
     error = (features - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.max() < 1e-5

@@ -13,6 +13,7 @@ from datasets import Dataset
 from digit_models import DigitNet, digits, full_scores
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trak_options import trak_config
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_trak import TrakAttributor, TrakConfig
@@ -41,7 +42,7 @@ def rows() -> Dataset:
 
 
 def config(directory: Path, **options: Any) -> TrakConfig:
-    return TrakConfig(str(directory), proj_dim=32, shard_size=16, use_cpu=True, disable_tqdm=True, **options)
+    return trak_config(str(directory), proj_dim=32, shard_size=16, use_cpu=True, **options)
 
 
 def trainer(directory: Path, callbacks: Sequence[TrainerCallback] = (), seed: int = 3, **options: Any) -> Trainer:
@@ -49,7 +50,7 @@ def trainer(directory: Path, callbacks: Sequence[TrainerCallback] = (), seed: in
     defaults = {"save_strategy": "steps", "save_steps": 3}
     arguments = TrainingArguments(
         str(directory), max_steps=STEPS, per_device_train_batch_size=16, learning_rate=1e-2, logging_steps=1,
-        use_cpu=True, disable_tqdm=True, seed=seed, **{**defaults, **options},
+        use_cpu=True, seed=seed, **{**defaults, **options},
     )  # fmt: skip
     torch.manual_seed(seed)
     return Trainer(DigitNet(), arguments, train_dataset=rows(), callbacks=list(callbacks))
@@ -264,11 +265,11 @@ def test_independently_trained_models_share_one_store(tmp_path):
         run.add_callback(callback)
         run.train()
         collected += callback.checkpoints
-    assert callback.attributor.store.model_ids == [0, 1]
+    assert callback.attributor.features.store.model_ids == [0, 1]
     together = TrakAttributor.from_trainer(run, config(tmp_path / "together"), TASK).featurize(collected)
     scores = full_scores(callback.attributor, targets)
     assert np.array_equal(scores, full_scores(together, targets))
-    assert not np.allclose(scores, full_scores(together, targets, model_ids=[1], name="one"), rtol=1e-2)
+    assert not np.allclose(scores, full_scores(together, targets, checkpoints=[1], name="one"), rtol=1e-2)
 
 
 TASK = "image_classification"

@@ -19,9 +19,11 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
+from trak_options import trak_config
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.config import CurvatureConfig
 from hf_trak.errors import HfTrakError
 from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
 from hf_trak.identity import model_identity
@@ -86,8 +88,8 @@ class Setup:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def attributor(self, directory: Path) -> TrakAttributor:
-        base = {"proj_dim": 16, "shard_size": 4, "per_device_batch_size": 4, "use_cpu": True, "disable_tqdm": True}
-        args = TrakConfig(**{"output_dir": str(directory), **base, **self.settings})
+        base = {"proj_dim": 16, "shard_size": 4, "per_device_batch_size": 4, "use_cpu": True}
+        args = trak_config(**{"output_dir": str(directory), **base, **self.settings})
         task = self.task() if isinstance(self.task, functools.partial) else self.task
         return TrakAttributor(self.model(), args, self.train(), self.collator, task=task)
 
@@ -188,33 +190,31 @@ CHANGES: dict[str, tuple[Setup, Setup]] = {
 """What an attributor is made of before, and after."""
 
 DEFINING: dict[str, Any] = {
-    "proj_type": "rademacher", "proj_dim": 17, "proj_nonzeros": 2, "seed": 1, "grad_wrt": ["classifier.weight"],
-    "feature_dtype": "float16", "model_dtype": "bfloat16", "shard_size": 5, "bytes_per_row": 16,
-    "whitened": True,
+    "proj_type": "rademacher", "proj_dim": 17, "seed": 1, "grad_wrt": ["classifier.weight"],
+    "feature_dtype": "float16", "model_dtype": "bfloat16", "shard_size": 5,
+    "curvature_whitened": True,
 }  # fmt: skip
 """Fields of `TrakConfig` whose change is refused."""
 
 HARMLESS: dict[str, Any] = {
     "num_draws": 3,  # of rows that are not drawn at random
-    "engine": "iterative", "max_block_bytes": 64, "per_device_batch_size": 3, "auto_find_batch_size": True,
-    "dataloader_num_workers": 1, "dataloader_pin_memory": False, "use_cpu": True, "disable_tqdm": True,
-    "remove_unused_columns": False, "label_names": ["labels"], "exact_memory": 1e-4,
-    "solver": "dual", "solver_rank": 3,
-    "factored_dim": 3,  # of another projection
+    "engine": "iterative", "per_device_batch_size": 3, "use_cpu": True,
+    "remove_unused_columns": False, "label_names": ["labels"], "curvature_memory": 1e-4,
+    "solver": "dual",
 }  # fmt: skip
 """Fields whose change leaves features as they are, but for rounding: what reaches the model is probed."""
 
-RESULTS = {"lambda_reg": 0.5, "lambda_relative": 3.0}
+RESULTS = {"lambda_relative": 3.0}
 """Fields that scores depend on and features do not: each value has results of its own."""
 
 EXACT = {
     "curvature": "diagonal",
     "curvature_rows": 3,
     "curvature_labels": "empirical",
-    "damping": 5.0,
-    "hybrid_lambda": 0.1,
-    "exact_dtype": "bfloat16",
-    "exact_rank": 1,
+    "curvature_damping": 5.0,
+    "curvature_hybrid_lambda": 0.1,
+    "curvature_dtype": "bfloat16",
+    "curvature_rank": 1,
 }
 """Fields that exact scores depend on, and nothing else."""
 
@@ -286,7 +286,8 @@ def test_the_same_inputs_are_accepted(featurized: Callable[[Setup], Path], tmp_p
 
 
 def test_every_field_of_the_configuration_is_tried() -> None:
-    names = {one.name for one in dataclasses.fields(TrakConfig)} - {"output_dir"}
+    nested = {f"curvature_{one.name}" for one in dataclasses.fields(CurvatureConfig)} - {"curvature_kind"}
+    names = {one.name for one in dataclasses.fields(TrakConfig)} - {"output_dir"} | nested
     assert names == {*DEFINING, *HARMLESS, *RESULTS, *EXACT}
 
 
@@ -305,7 +306,7 @@ def test_other_settings_change_rounding_at_most(
     whole = BASE.attributor(featurized(BASE))
     directory = copied(featurized, BASE, tmp_path, resume=True)
     attributor = Setup(settings={name: HARMLESS[name]}).attributor(directory).featurize()
-    for before, after in zip(whole.store.train(0), attributor.store.train(0), strict=True):
+    for before, after in zip(whole.features.store.train(0), attributor.features.store.train(0), strict=True):
         # float32 gradients of a few thousand additions, in another order
         torch.testing.assert_close(after.grads, before.grads, rtol=1e-4, atol=1e-5)
 
@@ -326,16 +327,16 @@ def test_settings_of_scores_have_results_of_their_own(
 def test_settings_of_exact_scores(featurized: Callable[[Setup], Path], tmp_path: Path, name: str) -> None:
     """Scores of features stay; exact ones differ, or are refused where the curvature is another one."""
     directory = copied(featurized, BASE, tmp_path, resume=False)
-    base = Setup(settings={"curvature": "hybrid", "damping": 1.0})
+    base = Setup(settings={"curvature": "hybrid", "curvature_damping": 1.0})
     changed = Setup(settings={**base.settings, name: EXACT[name]})
 
     def scores(setup: Setup, exact: bool) -> np.ndarray:
-        scored = setup.attributor(directory).attribute(rows(50, M), top_k=None, exact=exact)
+        scored = setup.attributor(directory).attribute(rows(50, M), top_k=None, method="exact" if exact else "index")
         return np.stack(scored.with_format("numpy")["trak_scores"][:]).copy()
 
     plain, exact = scores(base, False), scores(base, True)
     assert np.array_equal(scores(changed, False), plain)
-    if name in ("damping", "hybrid_lambda", "exact_dtype", "exact_rank"):
+    if name in ("curvature_damping", "curvature_hybrid_lambda", "curvature_dtype", "curvature_rank"):
         assert not np.allclose(scores(changed, True), exact)
     else:
         with pytest.raises(HfTrakError, match="The curvature in"):
@@ -350,7 +351,7 @@ def test_changes_within_one_process_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(HfTrakError, match="eps"):
         attributor.attribute(rows(60, M))
     attributor.model.bert.embeddings.LayerNorm.eps = 1e-12
-    attributor.data_collator = functools.partial(collate, keep=4)
+    attributor.features.data_collator = functools.partial(collate, keep=4)
     with pytest.raises(HfTrakError, match="input_ids"):
         attributor.featurize()
 

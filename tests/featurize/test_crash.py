@@ -150,10 +150,10 @@ def test_killed_at_any_moment_and_damaged_in_between(reference: Reference, tmp_p
         for _ in range(int(rng.integers(1, 7))):
             if rng.random() < 0.6:
                 step = int(rng.integers(1, reference.steps + 1))
-                job = Job(trial.report, kill_at, step, trial.store)
+                job = Job(trial.report, kill_at, step, trial.features.store)
                 trial.history.append(f"kill before step {step}")
             else:
-                job = Job(trial.report, store_jobs.run, trial.store)
+                job = Job(trial.report, store_jobs.run, trial.features.store)
                 after = float(rng.uniform(0, reference.seconds))
                 time.sleep(after)
                 job.kill()
@@ -164,7 +164,7 @@ def test_killed_at_any_moment_and_damaged_in_between(reference: Reference, tmp_p
             killed += job.process.exitcode == KILLED
             if rng.random() < 0.5:
                 trial.damage_something()
-        trial.finish(reference, lambda: [Job(trial.report, store_jobs.run, trial.store)])  # noqa: B023
+        trial.finish(reference, lambda: [Job(trial.report, store_jobs.run, trial.features.store)])  # noqa: B023
     assert trials >= 5
 
 
@@ -216,7 +216,7 @@ def test_one_of_two_processes_is_killed(reference: Reference, tmp_path: Path) ->
         (group := tmp_path / f"group{trials}").mkdir()
         trials += 1
         for _ in range(int(rng.integers(1, 4))):
-            jobs = start_group(group, 2, store_jobs.run, trial.store)
+            jobs = start_group(group, 2, store_jobs.run, trial.features.store)
             time.sleep(float(rng.uniform(0.1, 2 * reference.seconds)))
             victim = int(rng.integers(2))
             jobs[victim].kill()
@@ -232,7 +232,7 @@ def test_one_of_two_processes_is_killed(reference: Reference, tmp_path: Path) ->
             if rng.random() < 0.3:
                 trial.damage_something()
         world = int(rng.integers(1, 4))
-        trial.finish(reference, lambda: start_group(group, world, store_jobs.run, trial.store))  # noqa: B023
+        trial.finish(reference, lambda: start_group(group, world, store_jobs.run, trial.features.store))  # noqa: B023
     assert noticed >= 3
 
 

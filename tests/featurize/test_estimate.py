@@ -10,11 +10,13 @@ import torch
 from datasets import Dataset
 from digit_models import DigitNet, digits, make, trained_net
 from torch import nn
+from trak_options import trak_config
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_trak
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.featurize.estimate import estimate
+from hf_trak.featurize.estimation import estimate_sizes
 
 N_TRAIN = 61
 
@@ -25,7 +27,7 @@ def nets() -> list[DigitNet]:
 
 
 def config(**options) -> TrakConfig:
-    return TrakConfig("unused", proj_dim=64, shard_size=16, use_cpu=True, **options)
+    return trak_config("unused", proj_dim=64, shard_size=16, use_cpu=True, **options)
 
 
 def bytes_on_disk(directory: Path) -> int:
@@ -50,16 +52,16 @@ def test_bytes_on_disk(nets, tmp_path, options):
     targets = digits(1000, 1040)
     expected = attributor.estimate(targets, checkpoints=2)
     before = bytes_on_disk(tmp_path)
-    assert expected.disk_bytes - expected.target_bytes == pytest.approx(before, rel=0.03)
+    assert expected.disk_bytes - expected.stages["targets"].disk == pytest.approx(before, rel=0.03)
     attributor.attribute(targets, top_k=1)
     stored = sum(path.stat().st_size for path in (tmp_path / "experiments").rglob("*.safetensors"))
-    assert expected.target_bytes == pytest.approx(stored, rel=0.03)
+    assert expected.stages["targets"].disk == pytest.approx(stored, rel=0.03)
     shards = sum(path.stat().st_size for path in tmp_path.glob("checkpoint-*/train-*"))
-    assert expected.feature_bytes == pytest.approx(shards, rel=0.03)
+    assert expected.stages["features"].disk == pytest.approx(shards, rel=0.03)
     solvers = ("gram", "kernel")  # XᵀX, or XXᵀ with fewer rows than parameters
     grams = sum(path.stat().st_size for one in solvers for path in tmp_path.glob(f"checkpoint-*/{one}.safetensors"))
-    assert expected.gram_bytes == pytest.approx(grams, rel=0.03)
-    assert expected.parameters == attributor.layout.total
+    assert expected.stages["solver"].disk == pytest.approx(grams, rel=0.03)
+    assert expected.parameters == attributor.features.layout.total
 
 
 def test_memory_counts_what_is_allocated():
@@ -67,11 +69,13 @@ def test_memory_counts_what_is_allocated():
     model = nn.Sequential(nn.Linear(1000, 500), nn.Linear(500, 2))
     weights = 4 * (1000 * 500 + 500 + 500 * 2 + 2)
     sizes = estimate(model, 1000, replace(config(), per_device_batch_size=4, shard_size=100))
-    assert sizes.featurize_memory == weights + 4 * 100 * 65 + 4 * 4 * 64 + 4 * 4 * 500_000
+    assert sizes.stages["features"].memory == weights + 4 * 100 * 65 + 4 * 4 * 64 + 4 * 4 * 500_000
     more = estimate(model, 1000, replace(config(), per_device_batch_size=4, shard_size=100), checkpoints=2)
-    assert more.featurize_memory - sizes.featurize_memory == weights
+    assert more.stages["features"].memory - sizes.stages["features"].memory == weights
     half = estimate(model, 1000, replace(config(), per_device_batch_size=4, shard_size=100, model_dtype="bfloat16"))
-    assert half.featurize_memory - sizes.featurize_memory == 0  # half the weights, twice: the copy and the cast
+    assert (
+        half.stages["features"].memory - sizes.stages["features"].memory == 0
+    )  # half the weights, twice: the copy and the cast
 
 
 @pytest.mark.gpu
@@ -85,18 +89,18 @@ def test_memory_on_a_gpu(tmp_path):
             self.body, self.head = model[:3], model[3]
 
     rows = digits(0, 64)
-    options = TrakConfig(str(tmp_path), proj_dim=512, shard_size=32, per_device_batch_size=32, disable_tqdm=True)
+    options = TrakConfig(str(tmp_path), proj_dim=512, shard_size=32, per_device_batch_size=32)
     attributor = TrakAttributor(Wrapped(), options, train_dataset=rows, task="image_classification")
     torch.cuda.reset_peak_memory_stats()
     attributor.featurize()
     peak = torch.cuda.max_memory_allocated()
-    expected = attributor.estimate().featurize_memory
+    expected = attributor.estimate().stages["features"].memory
     assert 0.2 * expected < peak < 1.2 * expected
 
 
 def test_memory_to_score(nets):
     sizes = estimate(nets[0], 100, replace(config(), proj_dim=100, shard_size=10), eval_dataset=7)
-    assert sizes.score_memory == 3 * 8 * 100**2 + 7 * 100 * 12 + 10 * 100 * 4
+    assert sizes.stages["solver"].memory == 3 * 8 * 100**2 + 7 * 100 * 12 + 10 * 100 * 4
 
 
 def test_time_is_measured_on_the_rows(nets, tmp_path, monkeypatch):
@@ -121,9 +125,9 @@ def test_time_is_measured_on_the_rows(nets, tmp_path, monkeypatch):
     assert rows_seen[0] == 25  # five batches of five rows, not all
     assert not (tmp_path / "trak_config.json").exists()
     assert "2 min 20 s" in str(measured)
-    shared = estimate(nets[0], N_TRAIN, config(), processes=4)
-    assert shared.seconds is None
-    assert replace(shared, rows_per_second=2.0).seconds == pytest.approx(8.0)  # 16 rows in the longest share
+    assert estimate(nets[0], N_TRAIN, config(), processes=4).seconds is None
+    shared = estimate_sizes(nets[0], N_TRAIN, config(), processes=4, rows_per_second=2.0)
+    assert shared.seconds == pytest.approx(8.0)  # 16 rows in the longest share
 
 
 def test_measuring_leaves_model_and_store_alone(nets, tmp_path):

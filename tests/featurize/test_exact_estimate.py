@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from trak_options import trak_config
 
 from hf_trak import TrakAttributor, TrakConfig, estimate
 from hf_trak.curvature import fit
@@ -35,18 +36,19 @@ def stored(directory: Path, pattern: str) -> int:
 @pytest.mark.parametrize("curvature", ["ekfac", "diagonal"])
 def test_bytes_on_disk(tmp_path, curvature, monkeypatch):
     torch.manual_seed(0)
-    args = TrakConfig(str(tmp_path), curvature=curvature, use_cpu=True, disable_tqdm=True)
+    args = TrakConfig(str(tmp_path), curvature=curvature, use_cpu=True)
     own = TrakAttributor(Net(), args, rows(N, 0), task="image_classification")
-    promised = own.estimate(M).exact
-    assert promised is not None
+    promised = own.estimate(M, method="exact").stages
     kept = []
     monkeypatch.setattr(fit.CurvatureFit, "_conclude", _counting(fit.CurvatureFit._conclude, kept))
-    own.attribute(rows(M, 1), exact=True)
+    own.attribute(rows(M, 1), method="exact")
     # biases join their weights, whose sides are one longer for it
-    assert promised.curvature_bytes == pytest.approx(stored(tmp_path, "curvature/0/*.safetensors"), rel=0.05)
-    assert promised.progress_bytes == pytest.approx(kept[0], rel=0.1)
-    assert promised.targets_bytes == pytest.approx(stored(tmp_path, "experiments/*/*/*/preconditioned-*"), rel=0.05)
-    assert promised.scores_bytes == pytest.approx(stored(tmp_path, "experiments/*/*/*/scores-*"), rel=0.15)
+    assert promised["curvature"].disk == pytest.approx(stored(tmp_path, "curvature/0/*.safetensors"), rel=0.05)
+    assert promised["curvature"].scratch == pytest.approx(kept[0], rel=0.1)
+    assert promised["exact targets"].disk == pytest.approx(
+        stored(tmp_path, "experiments/*/*/*/preconditioned-*"), rel=0.05
+    )
+    assert promised["exact scores"].disk == pytest.approx(stored(tmp_path, "experiments/*/*/*/scores-*"), rel=0.15)
     assert not list(tmp_path.glob("curvature/0/progress"))
 
 
@@ -62,17 +64,17 @@ def test_targets_that_do_not_fit_take_several_passes(tmp_path):
     model = Net()
     parameters = sum(p.numel() for p in model.parameters())
     memory = 5 * 4 * parameters / 2**30
-    args = TrakConfig(str(tmp_path), curvature="ekfac", use_cpu=True, disable_tqdm=True, exact_memory=memory)
-    assert estimate(model, N, args, eval_dataset=M).exact.passes == 3
+    args = trak_config(str(tmp_path), curvature="ekfac", use_cpu=True, curvature_memory=memory)
+    assert estimate(model, N, args, eval_dataset=M, method="exact").stages["exact scores"].passes == 3 * N
     targets = rows(M, 1)
     several = TrakAttributor(model, args, rows(N, 0), task="image_classification")
-    first = several.attribute(targets, top_k=None, exact=True)["trak_scores"]
-    own = ExactScores(several)
+    first = several.attribute(targets, top_k=None, method="exact")["trak_scores"]
+    own = ExactScores(several.features)
     names = sorted({path.name.split("-")[1] for path in tmp_path.glob("experiments/*/*/*/scores-*")})
     assert names == ["000000", "000005", "000010"] and own.damping == 0.1
-    args = TrakConfig(str(tmp_path / "one"), curvature="ekfac", use_cpu=True, disable_tqdm=True)
+    args = TrakConfig(str(tmp_path / "one"), curvature="ekfac", use_cpu=True)
     second = TrakAttributor(model, args, rows(N, 0), task="image_classification").attribute(
-        targets, top_k=None, exact=True
+        targets, top_k=None, method="exact"
     )["trak_scores"]
     # products of another number of targets are summed in another order: some roundings of the largest score
     torch.testing.assert_close(
@@ -80,7 +82,8 @@ def test_targets_that_do_not_fit_take_several_passes(tmp_path):
     )
 
 
-def test_it_is_said_only_where_a_curvature_is_named(tmp_path):
+def test_it_is_said_only_where_it_is_asked_for(tmp_path):
     assert "exact scores" not in str(estimate(Net(), N, TrakConfig(str(tmp_path)), eval_dataset=M))
-    text = str(estimate(Net(), N, TrakConfig(str(tmp_path), curvature="hybrid"), eval_dataset=M))
-    assert "2 passes over the training rows" in text
+    hybrid = estimate(Net(), N, TrakConfig(str(tmp_path), curvature="hybrid"), eval_dataset=M, method="exact")
+    assert hybrid.stages["exact scores"].passes == 2 * N
+    assert any(line.startswith("exact scores ") and " 300" in line for line in str(hybrid).splitlines())

@@ -73,13 +73,13 @@ def contents(directory: Path) -> dict[str, tuple[str, int]]:
 
 
 def grams(attributor: TrakAttributor) -> list[torch.Tensor]:
-    return [attributor.store.read_gram(model_id).matrix for model_id in attributor.store.model_ids]
+    return [attributor.features.store.read_gram(model_id).matrix for model_id in attributor.features.store.model_ids]
 
 
 def assert_same(revised: TrakAttributor, scratch: TrakAttributor, targets: Dataset) -> None:
     """Features to rounding, XᵀX, scores, self-influence."""
     for model_id in (0, 1):
-        got, expected = (one.store.train(model_id) for one in (revised, scratch))
+        got, expected = (one.features.store.train(model_id) for one in (revised, scratch))
         for name in ("grads", "out_to_loss"):
             rows = [torch.cat([getattr(shard, name) for shard in shards]) for shards in (got, expected)]
             assert torch.allclose(*rows, rtol=1e-4, atol=1e-5 * float(rows[1].abs().max()))
@@ -152,7 +152,7 @@ def test_the_gram_matrix_is_corrected_not_summed_anew(original, monkeypatch):
 
     monkeypatch.setattr(ShardSet, "read", counted)
     smaller = original.exclude([17])
-    smaller.store.read_gram(0)
+    smaller.features.store.read_gram(0)
     assert read == [("checkpoint-0", 1)]
 
 
@@ -203,7 +203,7 @@ def test_any_rows_of_any_shards(data, tmp_path_factory):
 def test_an_interrupted_extension_goes_on(original, nets, targets, featurized_rows):
     complete = original.extend(digits(200, 240))
     before = full_scores(complete, targets)
-    path = complete.store.added.train(1).path(1)
+    path = complete.features.store.added.train(1).path(1)
     content = path.read_bytes()
     path.unlink()
     (Path(complete.args.output_dir) / "checkpoint-1" / "gram.safetensors").unlink()
@@ -262,8 +262,8 @@ subset = revised.select(9, targets, group_by="labels", stratify_by="source")
 result = {
     "processes": revised.processes.num_processes,
     "selected": [subset["trak_index"][:], subset["trak_score"][:]],
-    "groups": revised.group_scores(targets, "labels", aggregate="mean")["trak_group_scores"][:],
-    "mean": revised.attribute(targets, top_k=5, aggregate="mean")["trak_scores"][:],
+    "groups": revised.group_scores(targets, "labels", group_by="all")["trak_group_scores"][:],
+    "mean": revised.attribute(targets, top_k=5, group_by="all")["trak_scores"][:],
     "self_influence": revised.self_influence().tolist(),
 }
 (directory / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))

@@ -9,11 +9,12 @@ import torch
 from datasets import Dataset
 from digit_models import digits, make, trained_net
 from doc_examples import documents, tiny_gpt2, word_tokenizer
+from trak_options import trak_config
 from transformers import DataCollatorForSeq2Seq, T5Config, T5ForConditionalGeneration
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 
-QUICK: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True}
+QUICK: dict[str, Any] = {"use_cpu": True}
 
 
 def test_classes(tmp_path: Path) -> None:
@@ -45,7 +46,7 @@ def test_classes(tmp_path: Path) -> None:
 def language(tmp_path: Path) -> TrakAttributor:
     torch.manual_seed(0)
     tokenizer = word_tokenizer()
-    config = TrakConfig(str(tmp_path), proj_dim=64, **QUICK)
+    config = trak_config(str(tmp_path), proj_dim=64, **QUICK)
     rows = documents(tokenizer, 12).remove_columns("text")
     return TrakAttributor(tiny_gpt2(), config, train_dataset=rows, processing_class=tokenizer, task="causal_lm")
 
@@ -58,7 +59,7 @@ def test_continuations(language: TrakAttributor) -> None:
         assert row["input_ids"] == expected
         assert row["labels"] == [-100] * len(prompt) + expected[len(prompt) :]
         assert row["target_mask"] == [0] * len(prompt) + [1] * (len(expected) - len(prompt))
-        said = language.processing_class.decode(expected[len(prompt) :], skip_special_tokens=True)
+        said = language.features.processing_class.decode(expected[len(prompt) :], skip_special_tokens=True)
         assert row["predicted"] == said
     assert found["mine"][:] == ["a", "b"]
     language.featurize()
@@ -96,7 +97,7 @@ def test_translations(tmp_path: Path) -> None:
         T5Config(vocab_size=30, decoder_start_token_id=0, pad_token_id=0, **sizes)
     ).eval()
     rows = Dataset.from_dict({"input_ids": [[3, 4, 5], [6, 7, 8, 9]], "labels": [[5, 6], [7, 8, 9]]})
-    config = TrakConfig(str(tmp_path), proj_dim=16, **QUICK)
+    config = trak_config(str(tmp_path), proj_dim=16, **QUICK)
     collator = DataCollatorForSeq2Seq(word_tokenizer())
     own = TrakAttributor(model, config, train_dataset=rows, data_collator=collator, task="seq2seq_lm").featurize()
     found = own.predict(rows, max_new_tokens=3)
@@ -110,7 +111,7 @@ def test_translations(tmp_path: Path) -> None:
 def test_tasks_without_predictions(tmp_path: Path) -> None:
     net = trained_net(digits(0, 20))
     own = TrakAttributor(
-        net, TrakConfig(str(tmp_path), **QUICK), train_dataset=digits(0, 20), task=lambda output, batch: output.loss
+        net, trak_config(str(tmp_path), **QUICK), train_dataset=digits(0, 20), task=lambda output, batch: output.loss
     )
     with pytest.raises(TypeError, match="The task is FunctionModelOutput"):
         own.predict(digits(0, 20))

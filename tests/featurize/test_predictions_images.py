@@ -29,7 +29,7 @@ def attributor(tmp_path_factory: pytest.TempPathFactory) -> TrakAttributor:
             parameter.add_(0.3 * torch.randn_like(parameter))
     trainer = trl.SFTTrainer(model, args=args, train_dataset=conversations(6), processing_class=processor_of_words())
     config = TrakConfig(
-        str(directory / "trak"), proj_dim=64, use_cpu=True, disable_tqdm=True, per_device_batch_size=3
+        str(directory / "trak"), proj_dim=64, use_cpu=True, per_device_batch_size=3
     )  # fmt: skip
     made = TrakAttributor.from_trainer(trainer, config)
     made.featurize()
@@ -82,6 +82,6 @@ def test_chats_without_a_prompt_of_their_own_are_refused(tmp_path: Path) -> None
     model = vlm("qwen2_vl")
     model.config.pad_token_id = 0
     trainer = trl.SFTTrainer(model, args=args, train_dataset=rows, processing_class=processor_of_words())
-    chats = TrakAttributor.from_trainer(trainer, TrakConfig(str(tmp_path / "trak"), use_cpu=True, disable_tqdm=True))
+    chats = TrakAttributor.from_trainer(trainer, TrakConfig(str(tmp_path / "trak"), use_cpu=True))
     with pytest.raises(TypeError, match="Expected the columns `images` and `prompt`"):
         chats.predict(rows, max_new_tokens=2)

@@ -69,7 +69,7 @@ def trained(damaged, tmp_path_factory) -> Trainer:
     )
     args = TrainingArguments(
         output_dir=str(tmp_path_factory.mktemp("digits")), num_train_epochs=6, per_device_train_batch_size=32,
-        learning_rate=3e-3, weight_decay=0.05, warmup_steps=0.1, save_steps=1 / 3, use_cpu=True, disable_tqdm=True,
+        learning_rate=3e-3, weight_decay=0.05, warmup_steps=0.1, save_steps=1 / 3, use_cpu=True,
     )  # fmt: skip
     trainer = Trainer(ResNetForImageClassification(config), args, train_dataset=damaged.rows)
     trainer.train()
@@ -79,9 +79,7 @@ def trained(damaged, tmp_path_factory) -> Trainer:
 @pytest.fixture(scope="module")
 def attributor(trained, tmp_path_factory) -> TrakAttributor:
     """The default projection and λ, over three checkpoints of the training."""
-    config = TrakConfig(
-        output_dir=str(tmp_path_factory.mktemp("trak")), proj_dim=1024, per_device_batch_size=32, disable_tqdm=True
-    )
+    config = TrakConfig(output_dir=str(tmp_path_factory.mktemp("trak")), proj_dim=1024, per_device_batch_size=32)
     attributor = TrakAttributor.from_trainer(trained, args=config)
     saved = sorted(Path(trained.args.output_dir).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     assert len(saved) == 3

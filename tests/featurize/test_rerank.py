@@ -1,7 +1,5 @@
 """Retrieve, then rerank: a shortlist from the features, exact scores of the rows on it alone."""
 
-import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,8 @@ from datasets import Dataset
 from digit_models import DigitNet, digits, full_scores, make, trained_net
 from torch.utils.data import Dataset as TorchDataset
 
-from hf_trak import TrakAttributor
+from hf_trak import Exact, Index, Rerank, TrakAttributor
+from hf_trak.attributor import last_result
 from hf_trak.errors import ConfigMismatchError, HfTrakError, NonFiniteError
 from hf_trak.report import AttributionRun, write_report
 from hf_trak.report.views import RunViews
@@ -71,15 +70,15 @@ def ranks_of(scores: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def test_all_rows_are_the_exact_pass_to_the_bit(attributor, exact, nets):
-    found = attributor.attribute(targets(), top_k=TOP, rerank=N)
-    expected = exact.attribute(targets(), top_k=TOP, exact=True, checkpoints=nets)
+    found = attributor.attribute(targets(), top_k=TOP, method=Rerank(N))
+    expected = exact.attribute(targets(), top_k=TOP, method="exact", checkpoints=nets)
     same_bits(found, expected)
     assert found["trak_stage"] == ["exact"] * M
     assert set(found.column_names) - set(expected.column_names) == set(RERANK_COLUMNS)
 
 
 def test_ranks_are_those_of_the_index(attributor):
-    found = attributor.attribute(targets(), top_k=TOP, rerank=N)
+    found = attributor.attribute(targets(), top_k=TOP, method=Rerank(N))
     index = full_scores(attributor, targets())
     for sign, rows, ranks in zip((1, -1), (TOP_K_COLUMNS[0], TOP_K_COLUMNS[2]), RANK_COLUMNS, strict=True):
         np.testing.assert_array_equal(column(found, ranks), ranks_of(sign * index, column(found, rows)))
@@ -89,11 +88,13 @@ def shortlisted(attributor: TrakAttributor, count: int) -> set[int]:
     """The rows that rank highest, for any target at either end, by the sum of 1 / (60 + rank) in two lists: scores of
     the index, and inner products of its features."""
     index, products, weights = full_scores(attributor, targets()), 0.0, 0.0
-    (experiment,) = {path.name for path in attributor.store.output_dir.glob("experiments/targets-*")}
-    for model_id in attributor.store.model_ids:
-        train = list(attributor.store.train(model_id))
+    (experiment,) = {path.name for path in attributor.features.store.output_dir.glob("experiments/targets-*")}
+    for model_id in attributor.features.store.model_ids:
+        train = list(attributor.features.store.train(model_id))
         features, q = (torch.cat([getattr(shard, name) for shard in train]) for name in ("grads", "out_to_loss"))
-        of_targets = torch.cat([shard.grads for shard in attributor.store.saved_targets(experiment, model_id)])
+        of_targets = torch.cat(
+            [shard.grads for shard in attributor.features.store.saved_targets(experiment, model_id)]
+        )
         products, weights = products + (features @ of_targets.T).numpy(), weights + q.numpy()[:, None]
     chosen: set[int] = set()
     for target in range(M):
@@ -108,9 +109,9 @@ def shortlisted(attributor: TrakAttributor, count: int) -> set[int]:
 
 def test_a_part_of_the_rows(attributor, exact, nets):
     """Rows on the shortlist of any target have their exact scores, and the best of these are returned."""
-    found = attributor.attribute(targets(), top_k=TOP, rerank=8)
+    found = attributor.attribute(targets(), top_k=TOP, method=Rerank(8))
     index = full_scores(attributor, targets())
-    everything = full_scores(exact, targets(), exact=True, checkpoints=nets)
+    everything = full_scores(exact, targets(), method="exact", checkpoints=nets)
     shortlist = np.array(sorted(shortlisted(attributor, 8)))
     assert 16 < len(shortlist) < N
     best = shortlist[np.argsort(-everything[shortlist], axis=0, kind="stable")]
@@ -143,7 +144,7 @@ def test_only_the_shortlist_is_read(nets, tmp_path):
     rows = Counted()
     one = make(nets[0], tmp_path, rows, **OPTIONS).featurize().fit_curvature()
     rows.read.clear()
-    found = one.attribute(targets(), top_k=2, rerank=3)
+    found = one.attribute(targets(), top_k=2, method=Rerank(3))
     shortlist = shortlisted(one, 3)
     probed = {0, 1, 2, N // 3, N // 2, N - 1}  # collated again, to see that the collator is the same
     assert shortlist <= rows.read <= shortlist | probed
@@ -151,16 +152,16 @@ def test_only_the_shortlist_is_read(nets, tmp_path):
 
 
 def test_groups_and_means(attributor, exact, nets):
-    for options in ({"group_by": "source"}, {"aggregate": "mean"}):
-        found = attributor.attribute(targets(), top_k=TOP, rerank=N, **options)
-        expected = exact.attribute(targets(), top_k=TOP, exact=True, checkpoints=nets, **options)
+    for options in ({"group_by": "source"}, {"group_by": "all"}):
+        found = attributor.attribute(targets(), top_k=TOP, method=Rerank(N), **options)
+        expected = exact.attribute(targets(), top_k=TOP, method="exact", checkpoints=nets, **options)
         same_bits(found, expected)
         assert found["n_targets"] == expected["n_targets"]
 
 
 def test_one_of_the_checkpoints(attributor, exact, nets):
-    found = attributor.attribute(targets(), top_k=TOP, rerank=N, model_ids=[1])
-    expected = exact.attribute(targets(), top_k=TOP, exact=True, model_ids=[1], checkpoints=nets[1])
+    found = attributor.attribute(targets(), top_k=TOP, method=Rerank(N), checkpoints=[1])
+    expected = exact.attribute(targets(), top_k=TOP, method="exact", checkpoints={1: nets[1]})
     same_bits(found, expected)
 
 
@@ -168,47 +169,42 @@ def test_one_of_the_checkpoints(attributor, exact, nets):
 def test_after_a_first_pass(nets, tmp_path, exact):
     options = {**OPTIONS, "proj_dim": 8192, "feature_dtype": "int2"}
     coded = make(nets[0], tmp_path, digits(0, N), **options).featurize(nets).fit_curvature(nets)
-    found = coded.attribute(targets(), top_k=TOP, rerank=N, first_pass_bytes=512)
-    same_bits(found, exact.attribute(targets(), top_k=TOP, exact=True, checkpoints=nets))
-    index = coded.attribute(targets(), top_k=10, first_pass_bytes=512, candidates=30)
-    small = coded.attribute(targets(), top_k=TOP, rerank=10, first_pass_bytes=512, candidates=30)
+    found = coded.attribute(targets(), top_k=TOP, method=Rerank(N, index=Index(first_pass_bytes=512)))
+    same_bits(found, exact.attribute(targets(), top_k=TOP, method="exact", checkpoints=nets))
+    index = coded.attribute(targets(), top_k=10, method=Index(first_pass_bytes=512, candidates=30))
+    small = coded.attribute(targets(), top_k=TOP, method=Rerank(10, index=Index(first_pass_bytes=512, candidates=30)))
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("shortlist-*.safetensors")}
     assert len(kept) == 2, "of either call"
-    same_bits(coded.attribute(targets(), top_k=TOP, rerank=10, first_pass_bytes=512, candidates=30), small)
+    same_bits(
+        coded.attribute(targets(), top_k=TOP, method=Rerank(10, index=Index(first_pass_bytes=512, candidates=30))),
+        small,
+    )
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("shortlist-*.safetensors")} == kept
     listed = set(IndexRanking.of(index).rows)
     assert set(column(small, "trak_indices").flat) <= listed
     with pytest.raises(ValueError, match="`candidates` is 9"):
-        coded.attribute(targets(), top_k=TOP, rerank=10, first_pass_bytes=512, candidates=9)
-
-
-def test_auto_is_ekfac(nets, tmp_path, exact, caplog):
-    caplog.set_level(logging.INFO)
-    auto = make(nets[0], tmp_path, digits(0, N), **{**OPTIONS, "curvature": "auto"}).featurize(nets)
-    found = auto.attribute(targets(), top_k=TOP, rerank=N)
-    same_bits(found, exact.attribute(targets(), top_k=TOP, exact=True, checkpoints=nets))
-    assert "ekfac (`curvature='auto'` stands for EK-FAC here)" in caplog.text
+        coded.attribute(targets(), top_k=TOP, method=Rerank(10, index=Index(first_pass_bytes=512, candidates=9)))
 
 
 def test_refined_targets(attributor, exact, nets):
     """All rows with refined targets are the exact pass with refined targets; a part of them comes with its stage."""
-    options = {"top_k": TOP, "refine": "cg,steps=2,rows=40"}
-    found = attributor.attribute(targets(), rerank=N, **options)
-    same_bits(found, exact.attribute(targets(), exact=True, checkpoints=nets, **options))
-    plain = attributor.attribute(targets(), rerank=N, top_k=TOP)
+    refine = "cg,steps=2,rows=40"
+    found = attributor.attribute(targets(), TOP, method=Rerank(N, refine=refine))
+    same_bits(found, exact.attribute(targets(), TOP, method=Exact(refine=refine), checkpoints=nets))
+    plain = attributor.attribute(targets(), method=Rerank(N), top_k=TOP)
     assert not np.array_equal(column(found, "trak_scores"), column(plain, "trak_scores"))
     assert found["trak_stage"] == ["refined"] * M
-    part = attributor.attribute(targets(), rerank=8, **options)
+    part = attributor.attribute(targets(), TOP, method=Rerank(8, refine=refine))
     assert part["trak_stage"] == ["refined"] * M
     attributor.show(0)
-    assert set(attributor._last.distributions.counts.sum(axis=1)) == {len(attributor.reranked_rows)}
+    assert set(last_result(attributor).distributions.counts.sum(axis=1)) == {len(last_result(attributor).answer.rows)}
 
 
-def test_every_stage_has_a_bar(nets, tmp_path, capsys):
+def test_every_stage_has_a_bar(nets, tmp_path, capsys, monkeypatch):
     one = make(nets[0], tmp_path, digits(0, 40), **OPTIONS).featurize().fit_curvature()
-    one.args = replace(one.args, disable_tqdm=False)
+    monkeypatch.setattr("hf_trak.runtime.progress.are_progress_bars_disabled", lambda: False)
     capsys.readouterr()
-    one.attribute(targets(), top_k=2, rerank=3, name="mine")
+    one.attribute(targets(), top_k=2, method=Rerank(3), name="mine")
     shown = capsys.readouterr().err
     stages = (
         "mine, checkpoint 0",
@@ -218,14 +214,14 @@ def test_every_stage_has_a_bar(nets, tmp_path, capsys):
     )
     places = [shown.index(f"{stage}:") for stage in stages]
     assert places == sorted(places)
-    assert f"{len(one.reranked_rows)}/{len(one.reranked_rows)}" in shown
-    one.attribute(targets(), top_k=2, rerank=3, name="mine")
+    assert f"{len(last_result(one).answer.rows)}/{len(last_result(one).answer.rows)}" in shown
+    one.attribute(targets(), top_k=2, method=Rerank(3), name="mine")
     assert "rows/s" not in capsys.readouterr().err  # everything is kept
 
 
 def test_an_earlier_result_is_replaced(attributor):
-    first = attributor.attribute(targets(), top_k=TOP, rerank=8)
-    second = attributor.attribute(first, top_k=3, rerank=20)
+    first = attributor.attribute(targets(), top_k=TOP, method=Rerank(8))
+    second = attributor.attribute(first, top_k=3, method=Rerank(20))
     assert second.column_names == first.column_names
     assert column(second, "trak_index_ranks").shape == (M, 3)
     plain = attributor.attribute(second, top_k=3)
@@ -233,29 +229,29 @@ def test_an_earlier_result_is_replaced(attributor):
 
 
 def test_the_last_result_is_shown_with_its_own_scores(attributor):
-    attributor.attribute(targets(), top_k=TOP, rerank=8)
+    attributor.attribute(targets(), top_k=TOP, method=Rerank(8))
     attributor.show(1)
-    counts = attributor._last.distributions.counts.sum(axis=1)
-    assert set(counts) == {len(attributor._last_rows)}
+    counts = last_result(attributor).distributions.counts.sum(axis=1)
+    assert set(counts) == {len(last_result(attributor).answer.rows)}
 
 
 def test_what_does_not_go_together(attributor, nets, tmp_path):
     for options, message in (
-        ({"rerank": 4}, "`rerank` is 4, less than `top_k`, which is 5"),
-        ({"rerank": 0}, "`rerank` is 0"),
-        ({"rerank": 10.0}, "`rerank` is 10.0"),
-        ({"rerank": 10, "top_k": None}, "`top_k=None`"),
-        ({"rerank": 10, "per": "train"}, "`per='train'`"),
-        ({"rerank": 10, "exact": True}, "`exact=True`"),
-        ({"rerank": 10, "first_pass_bytes": 512}, "hf-trak convert"),
+        ({"rows": 4}, "`rows` of `Rerank` is 4, less than `top_k`, which is 5"),
+        ({"rows": 0}, "`rows` is 0"),
+        ({"rows": 10.0}, "`rows` is 10.0"),
+        ({"rows": 10, "top_k": None}, "`top_k=None`"),
+        ({"rows": 10, "per": "train"}, "`per='train'`"),
+        ({"rows": 10, "index": Index(first_pass_bytes=512)}, "hf-trak convert"),
     ):
         with pytest.raises(ValueError, match=message):
-            attributor.attribute(targets(), **{"top_k": TOP, **options})
-    with pytest.raises(ValueError, match="by label tokens"):
-        attributor.attribute_tokens(targets(), rerank=10)
+            rest = {name: options.pop(name) for name in ("top_k", "per") if name in options}
+            attributor.attribute(targets(), **{"top_k": TOP, **rest}, method=Rerank(**options))
+    with pytest.raises(ValueError, match="best rows of each target alone"):
+        attributor.attribute(targets(), top_k=TOP, method=Rerank(10), per_token=True)
     hybrid = make(nets[0], tmp_path, digits(0, N), **{**OPTIONS, "curvature": "hybrid"}).featurize()
     with pytest.raises(ValueError, match="'hybrid', whose scores come from one system over all training rows"):
-        hybrid.attribute(targets(), top_k=TOP, rerank=10)
+        hybrid.attribute(targets(), top_k=TOP, method=Rerank(10))
 
 
 def test_another_collator_is_refused(attributor, nets):
@@ -267,7 +263,7 @@ def test_another_collator_is_refused(attributor, nets):
         nets[0], attributor.args, train_dataset=digits(0, N), task="image_classification", data_collator=brighter
     )
     with pytest.raises(ConfigMismatchError, match="pixel_values: other values"):
-        other.attribute(targets(), top_k=TOP, rerank=10)
+        other.attribute(targets(), top_k=TOP, method=Rerank(10))
 
 
 def test_random_rows_are_refused(nets, tmp_path):
@@ -279,7 +275,7 @@ def test_random_rows_are_refused(nets, tmp_path):
 
     one = make(nets[0], tmp_path, digits(0, 40).with_transform(noisy), **OPTIONS).featurize()
     with pytest.raises(HfTrakError, match="come at random"):
-        one.attribute(targets(), top_k=2, rerank=3)
+        one.attribute(targets(), top_k=2, method=Rerank(3))
 
 
 def test_a_row_that_is_not_finite_is_named(nets, tmp_path):
@@ -307,17 +303,17 @@ def test_a_row_that_is_not_finite_is_named(nets, tmp_path):
     place, row = next((p, r) for p, r in enumerate(listed) if r not in (0, 1, 2, N // 3, N // 2, N - 1))
     rows.row, rows.value = row, float("nan")
     with pytest.raises(NonFiniteError, match=f"train row {place} ") as caught:
-        one.attribute(targets(), top_k=2, rerank=3)
+        one.attribute(targets(), top_k=2, method=Rerank(3))
     assert any(f"among the {len(listed)} that are reranked" in note for note in caught.value.__notes__)
 
 
 def test_rerank_of_one_shortlist_is_kept(attributor, caplog):
     """The same call reads its scores from files; another shortlist has others."""
-    attributor.attribute(targets(), top_k=TOP, rerank=9, name="kept")
+    attributor.attribute(targets(), top_k=TOP, method=Rerank(9), name="kept")
     before = _files(attributor)
-    attributor.attribute(targets(), top_k=3, rerank=9, name="kept")
+    attributor.attribute(targets(), top_k=3, method=Rerank(9), name="kept")
     assert _files(attributor) == before
-    attributor.attribute(targets(), top_k=3, rerank=6, name="kept")
+    attributor.attribute(targets(), top_k=3, method=Rerank(6), name="kept")
     assert len(_files(attributor)) > len(before)
 
 
@@ -327,8 +323,8 @@ def _files(attributor: TrakAttributor) -> dict[Path, int]:
 
 
 def test_a_report_shows_both_ranks(attributor, tmp_path):
-    found = attributor.attribute(targets(), top_k=TOP, rerank=8)
-    run = AttributionRun.collect(attributor, found)
+    found = attributor.attribute(targets(), top_k=TOP, method=Rerank(8))
+    run = AttributionRun.collect(attributor.features, found)
     run.save(tmp_path / "run")
     views = RunViews(AttributionRun.load(tmp_path / "run"))
     ranks = {
@@ -340,5 +336,5 @@ def test_a_report_shows_both_ranks(attributor, tmp_path):
     page = tmp_path / "report.html"
     write_report(AttributionRun.load(tmp_path / "run"), page)
     assert f"index rank {next(iter(ranks.values()))}</span>" in page.read_text()
-    plain = RunViews(AttributionRun.collect(attributor, attributor.attribute(targets(), top_k=TOP)))
+    plain = RunViews(AttributionRun.collect(attributor.features, attributor.attribute(targets(), top_k=TOP)))
     assert {item.rank for item in plain.target(0).helped} == {None}

@@ -188,7 +188,7 @@ def trainer_of(directory: Path, checkpointing: bool) -> Trainer:
     ids = torch.randint(1, 50, (12, 9), generator=torch.Generator().manual_seed(1)).tolist()
     arguments = TrainingArguments(
         str(directory), num_train_epochs=1, per_device_train_batch_size=4, report_to=[], use_cpu=True,
-        save_strategy="no", gradient_checkpointing=checkpointing, disable_tqdm=True, seed=0,
+        save_strategy="no", gradient_checkpointing=checkpointing, seed=0,
     )  # fmt: skip
     rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
     return Trainer(model=made("gpt2"), args=arguments, train_dataset=rows)
@@ -207,7 +207,7 @@ def test_a_trainer_with_checkpointing(tmp_path: Path) -> None:
         else:
             trainer.train()
             weights = trainer.model.state_dict()
-        config = TrakConfig(str(directory / "trak"), proj_dim=64, use_cpu=True, disable_tqdm=True)
+        config = TrakConfig(str(directory / "trak"), proj_dim=64, use_cpu=True)
         attributor = TrakAttributor.from_trainer(trainer, config)
         with saved_bytes() as kept:
             attributor.featurize()

@@ -89,19 +89,19 @@ def test_nothing_stored_is_wrong(table: ModuleType) -> None:
 
 def test_pages_say_what_is_stored(command: ModuleType, table: ModuleType) -> None:
     rows = table.read(table.STORED)
-    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "works_with.md").read_text(encoding="utf-8")
     classes = {name: head.auto for name, head in command.HEADS.items()}
     assert table.summary(rows, classes) in page
     tried = [found for found in rows.values() if found["error"] is not None]
     hooked = sum(found["engine"] == "hooked" for found in tried)
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"Of the {len(rows):,} architectures" in readme and f"the {len(tried):,} that" in readme
+    assert f"lists {len(rows):,} architectures" in readme and f"build {len(tried):,} of them" in readme
     assert f"fast engine for {hooked:,}" in readme
 
 
 def test_page_names_every_class(command: ModuleType) -> None:
     """Those of the installed transformers, tried or not."""
-    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "works_with.md").read_text(encoding="utf-8")
     classes = {name for name in dir(modeling_auto) if name.startswith("AutoModelFor")}
     assert classes - {head.auto for head in command.HEADS.values()} <= set(command.not_tried())
     assert not [name for name in sorted(classes) if f"`{name}`" not in page]

@@ -1,4 +1,4 @@
-"""`auto_find_batch_size`, with a model that runs out of memory as CUDA and as the CPU say it; progress of a pass."""
+"""Batch sizes that are found, with a model that runs out of memory as CUDA and the CPU say it; progress of a pass."""
 
 import hashlib
 import json
@@ -49,9 +49,19 @@ def weights() -> DigitNet:
     return trained_net(digits(0, N_TRAIN))
 
 
+@pytest.fixture(autouse=True)
+def first_batch(monkeypatch: pytest.MonkeyPatch):
+    """Searches begin with 7 rows, or with as many as a test says."""
+
+    def begin(size: int) -> None:
+        monkeypatch.setattr("hf_trak.config.FIRST_BATCH", size)
+
+    begin(7)
+    return begin
+
+
 def attributor(model: DigitNet, directory: Path, **options: Any):
-    defaults = {"auto_find_batch_size": True, "per_device_batch_size": 7}
-    return make(model.eval(), directory, digits(0, N_TRAIN), **{**defaults, **options})
+    return make(model.eval(), directory, digits(0, N_TRAIN), **{"per_device_batch_size": "auto", **options})
 
 
 def recorded(directory: Path) -> int:
@@ -96,19 +106,20 @@ def test_the_engine_is_not_changed_for_lack_of_memory(weights, tmp_path, caplog,
 def test_without_it_the_error_reaches_the_user(weights, tmp_path, error):
     model = SmallMemory(weights, fits=5, error=error)
     with pytest.raises(RuntimeError) as caught:
-        attributor(model, tmp_path, auto_find_batch_size=False).featurize()
+        attributor(model, tmp_path, per_device_batch_size=7).featurize()
     assert is_out_of_memory(caught.value)
     assert not (tmp_path / "batch_size.json").exists()
 
 
-def test_shards_before_the_failure_are_kept_and_later_ones_have_one_batch_size_each(weights, tmp_path):
+def test_shards_before_the_failure_are_kept_and_later_ones_have_one_batch_size_each(weights, tmp_path, first_batch):
     """Memory runs out in the second shard, when other rows need more: the first is not computed again."""
     probe = SmallMemory(weights, fits=99, error="cuda")
     sizes = {"shard_size": 32, "per_device_batch_size": 16}
     attributor(probe, tmp_path / "probe", **sizes).featurize()
     before_second = len(probe.seen) - 2  # 61 rows in batches of 16: two shards of two batches
     model = SmallMemory(weights, fits=12, error="cuda", after=before_second)
-    attributor(model, tmp_path / "small", **sizes).featurize()
+    first_batch(16)
+    attributor(model, tmp_path / "small", shard_size=32).featurize()
     ample = SmallMemory(weights, fits=99, error="cuda")
     attributor(ample, tmp_path / "16", **sizes).featurize()
     attributor(ample, tmp_path / "12", **{**sizes, "per_device_batch_size": 12}).featurize()
@@ -142,7 +153,7 @@ def test_the_next_checkpoint_and_the_targets_begin_with_it(weights, tmp_path):
 def test_not_even_one_row(weights, tmp_path):
     model = SmallMemory(weights, fits=0, error="cuda")
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        attributor(model, tmp_path, per_device_batch_size=2).featurize()
+        attributor(model, tmp_path).featurize()
     assert any("Not even one row" in note for note in caught.value.__notes__)
 
 

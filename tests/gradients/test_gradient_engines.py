@@ -25,7 +25,7 @@ from hf_trak.gradient_computers import (
 from hf_trak.gradient_computers.base import saved_activation_bytes
 from hf_trak.gradient_computers.hooked.rules import LayerCall, register_layer_rule, unregister_layer_rule
 from hf_trak.gradient_computers.hooked.rules.linear import outer_pieces
-from hf_trak.gradient_computers.hooked.workspace import Workspace, default_block_bytes
+from hf_trak.gradient_computers.hooked.workspace import BLOCK_BYTES_VARIABLE, Workspace, default_block_bytes
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
 
 
@@ -330,33 +330,40 @@ def test_outer_products_of_one_term_are_the_exact_products(terms: int, dtype: to
         assert ((block.double() - expected).abs() <= 3 * torch.finfo(dtype).eps * magnitudes).all()
 
 
-def test_the_size_of_blocks_is_a_setting_that_defines_no_features(built_blocks: list[int], tmp_path: Path) -> None:
-    """`TrakConfig(max_block_bytes=…)`: a run goes on with another value, and its features are the same to rounding."""
+def test_the_size_of_blocks_is_a_setting_that_defines_no_features(
+    built_blocks: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`HF_TRAK_MAX_BLOCK_BYTES`: a run goes on with another value, and its features are the same to rounding."""
     model, batch = small_bert()
     rows = Dataset.from_dict({name: value.tolist() for name, value in batch.items()})
 
-    def featurized(store: str, **settings: Any) -> TrakAttributor:
-        args = TrakConfig(str(tmp_path / store), proj_dim=32, use_cpu=True, disable_tqdm=True, **settings)
+    def featurized(store: str) -> TrakAttributor:
+        args = TrakConfig(str(tmp_path / store), proj_dim=32, use_cpu=True)
         return TrakAttributor(model, args, train_dataset=rows).featurize()
 
     def features(attributor: TrakAttributor) -> Tensor:
-        return torch.cat([shard.grads for shard in attributor.store.train(0)])
+        return torch.cat([shard.grads for shard in attributor.features.store.train(0)])
 
     whole = features(featurized("whole"))
     assert max(built_blocks) >= 4 * 4 * 24 * 16
     built_blocks.clear()
-    sliced = featurized("sliced", max_block_bytes=4 * 4 * 24)
+    monkeypatch.setenv(BLOCK_BYTES_VARIABLE, str(4 * 4 * 24))
+    sliced = featurized("sliced")
     assert max(built_blocks) == 4 * 4 * 24
     assert_close(features(sliced), whole)
     built_blocks.clear()
-    torch.testing.assert_close(features(featurized("sliced", max_block_bytes=2**20)), features(sliced), rtol=0, atol=0)
+    monkeypatch.setenv(BLOCK_BYTES_VARIABLE, str(2**20))
+    torch.testing.assert_close(features(featurized("sliced")), features(sliced), rtol=0, atol=0)
     assert built_blocks == []  # everything was there
+    for wrong in ("0", "-1", "much"):
+        monkeypatch.setenv(BLOCK_BYTES_VARIABLE, wrong)
+        with pytest.raises(ValueError, match=f"`{BLOCK_BYTES_VARIABLE}` is '{wrong}'. Expected a positive number"):
+            default_block_bytes(torch.device("cpu"))
 
 
 def test_blocks_are_larger_on_a_gpu_unless_somebody_says() -> None:
     assert default_block_bytes(torch.device("cpu")) == 32 * 2**20
     assert default_block_bytes(torch.device("cuda", 1)) == 256 * 2**20
-    assert TrakConfig("runs").max_block_bytes is None
     model, batch = small_bert()
     computer = HookedGradientComputer(model, Margin(), None, None, "cpu")
     for chosen, expected in ((None, 32 * 2**20), (12345, 12345), (None, 32 * 2**20)):

@@ -181,11 +181,10 @@ def test_long_documents_are_attributed_by_themselves_in_flattened_batches(tmp_pa
     for size, collator in ((2, DataCollatorWithFlattening()), (1, None)):
         config = TrakConfig(
             str(tmp_path / str(size)), proj_dim=64, per_device_batch_size=size, feature_dtype="float32", use_cpu=True,
-            disable_tqdm=True,
         )  # fmt: skip
         attributor = TrakAttributor(model, config, train_dataset=rows, task="causal_lm", data_collator=collator)
         attributor.featurize()
-        found.append(torch.cat([shard.grads for shard in attributor.store.train(0)]))
+        found.append(torch.cat([shard.grads for shard in attributor.features.store.train(0)]))
     error = (found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)
     assert float(error.max()) < 1e-4  # float32 over 1,100 tokens and another kernel of attention
 

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from peft import IA3Config, LoraConfig, PromptTuningConfig, TaskType
 from torch import Tensor, nn
+from trak_options import trak_config
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -20,7 +21,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.modelout_functions import infer_task
 from hf_trak.weights.checkpoints import load_into, loaded, touched_tensors
@@ -69,13 +70,13 @@ def prompt_tuning() -> nn.Module:
 
 
 def make(model: nn.Module, directory: Path, **options: Any) -> TrakAttributor:
-    settings = {"proj_dim": 256, "shard_size": 4, "per_device_batch_size": 4, "use_cpu": True, "disable_tqdm": True}
-    config = TrakConfig(output_dir=str(directory), **{**settings, **options})
+    settings = {"proj_dim": 256, "shard_size": 4, "per_device_batch_size": 4, "use_cpu": True}
+    config = trak_config(output_dir=str(directory), **{**settings, **options})
     return TrakAttributor(model, config, train_dataset=rows())
 
 
 def stored(attributor: TrakAttributor, model_id: int = 0) -> tuple[Tensor, Tensor]:
-    shards = list(attributor.store.train(model_id))
+    shards = list(attributor.features.store.train(model_id))
     return torch.cat([s.grads for s in shards]), torch.cat([s.out_to_loss for s in shards])
 
 
@@ -98,10 +99,10 @@ def weight_gradients(merged: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
 
 def projected(attributor: TrakAttributor, gradients: list[dict[str, Tensor]]) -> Tensor:
     """Features from gradients by name, which must be those of all attributed parameters."""
-    names = [slot.name for slot in attributor.layout.slots]
+    names = [slot.name for slot in attributor.features.layout.slots]
     assert all(set(row) == set(names) for row in gradients)
     flat = torch.stack([torch.cat([row[name].flatten() for name in names]) for row in gradients]).float()
-    projector = attributor.projector()
+    projector = attributor.features.projector()
     return projector.project(flat, 0) * projector.scale
 
 
@@ -117,7 +118,7 @@ def test_lora_features_are_those_of_the_merged_weights(tmp_path: Path) -> None:
     parts = dict(model.named_parameters())
     trainable = {name: value for name, value in parts.items() if value.requires_grad}
     assert (
-        attributor.layout.total
+        attributor.features.layout.total
         == sum(value.numel() for value in trainable.values())
         == 2 * 2 * RANK * 16 + 2 * RANK * 40
     )
@@ -141,7 +142,7 @@ def test_ia3_features_are_those_of_the_merged_weights(tmp_path: Path) -> None:
     attributor = make(model, tmp_path).featurize()
     parts = dict(model.named_parameters())
     trainable = {name: value for name, value in parts.items() if value.requires_grad}
-    assert attributor.layout.total == sum(value.numel() for value in trainable.values()) == 2 * (8 + 8 + 24)
+    assert attributor.features.layout.total == sum(value.numel() for value in trainable.values()) == 2 * (8 + 8 + 24)
     merged = merged_lora(model)
     expected = []
     for row in torch.tensor(rows()["input_ids"][:]):
@@ -159,7 +160,7 @@ def test_prompt_tuning_features_are_gradients_of_the_first_embeddings(tmp_path: 
     model = prompt_tuning()
     attributor = make(model, tmp_path).featurize()
     (name,) = [name for name, value in model.named_parameters() if value.requires_grad]
-    assert attributor.layout.total == 4 * 16
+    assert attributor.features.layout.total == 4 * 16
     plain = base().double()
     expected = []
     for row in torch.tensor(rows()["input_ids"][:]):
@@ -253,13 +254,13 @@ def test_adapters_of_a_classifier_with_its_head(tmp_path: Path) -> None:
     adapters = LoraConfig(task_type=TaskType.SEQ_CLS, r=RANK, target_modules=["query", "value"])
     model = shaken(peft.get_peft_model(BertForSequenceClassification(config), adapters))
     dataset = rows().remove_columns("labels").add_column("label", [i % 3 for i in range(N)])
-    settings = {"proj_type": "none", "use_cpu": True, "disable_tqdm": True}
-    attributor = TrakAttributor(model, TrakConfig(output_dir=str(tmp_path), **settings), dataset).featurize()
+    settings = {"proj_type": "none", "use_cpu": True}
+    attributor = TrakAttributor(model, trak_config(output_dir=str(tmp_path), **settings), dataset).featurize()
     trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
     assert any("classifier" in name for name in trainable)
-    assert attributor.layout.total == sum(value.numel() for value in trainable.values())
+    assert attributor.features.layout.total == sum(value.numel() for value in trainable.values())
     exact = copy.deepcopy(model).double()
-    parameters = [dict(exact.named_parameters())[slot.name] for slot in attributor.layout.slots]
+    parameters = [dict(exact.named_parameters())[slot.name] for slot in attributor.features.layout.slots]
     expected = []
     for row in dataset:
         p = exact(input_ids=torch.tensor([row["input_ids"]])).logits[0].softmax(dim=0)[row["label"]]
@@ -296,7 +297,7 @@ def test_a_quantized_base(tmp_path: Path) -> None:
     assert any("4bit" in type(module).__name__ for module in model.modules())
     attributor = make(model, tmp_path / "trak").featurize()
     trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    assert attributor.layout.total == sum(value.numel() for value in trainable.values())
+    assert attributor.features.layout.total == sum(value.numel() for value in trainable.values())
     expected = []
     model.train()  # the same function, as nothing here draws; in evaluation some CPUs have the weights rewritten
     for row in torch.tensor(rows()["input_ids"][:]):

@@ -39,7 +39,7 @@ def published(setup: Setup, tmp_path: Path) -> np.ndarray:
 
 def asked(tmp_path: Path, network: torch.nn.Module | None = None, **options: Any) -> np.ndarray:
     """The scores elsewhere."""
-    given = {"data_collator": collate, "output_dir": str(tmp_path / "mine"), "use_cpu": True, "disable_tqdm": True}
+    given = {"data_collator": collate, "output_dir": str(tmp_path / "mine"), "use_cpu": True}
     attributor = TrakAttributor.from_pretrained("me/index", network or model(), token=TOKEN, **{**given, **options})
     return np.stack(attributor.attribute(rows(50, M), top_k=None).with_format("numpy")["trak_scores"][:])
 

@@ -76,7 +76,7 @@ def test_nothing_is_written_into_a_copy(copy: Path, published: Published, client
     assert np.array_equal(full(attributor), _made["scores"])
     assert {**before, "checkpoint-0/.hf_trak-tmp-elsewhere": b"theirs"} == content(copy)
     work = Path(attributor.args.output_dir)
-    assert work == attributor.store.output_dir and work.parent == client / "hf_trak" / "copy"
+    assert work == attributor.features.store.output_dir and work.parent == client / "hf_trak" / "copy"
     assert (work / "experiments").is_dir() and (work / "scores").is_dir()
 
 

@@ -125,7 +125,7 @@ def test_the_command_line_runs_no_code_whatever_stands_on_stdin(
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     rows = Dataset.from_dict({"sentence": ["good film", "bad film"] * 4, "label": [1, 0] * 4})
     rows.save_to_disk(tmp_path / "rows")
-    work = ["--use_cpu", "--disable_tqdm", "--output_dir"]
+    work = ["--use_cpu", "--output_dir"]
     training = ["--model", str(model), "--train_dataset", str(tmp_path / "rows"), "--proj_dim", "8"]
     assert main(["featurize", *training, *work, str(tmp_path / "trak")]) == 0
     assert main(["push", str(tmp_path / "trak"), "--repo_id", "me/index", "--model_name", "me/model"]) == 0
@@ -149,7 +149,7 @@ def test_a_directory_is_not_taken_for_the_repo_of_an_index(
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     rows = Dataset.from_dict({"sentence": ["good film", "bad film"] * 4, "label": [1, 0] * 4})
     rows.save_to_disk(tmp_path / "rows")
-    work = ["--use_cpu", "--disable_tqdm", "--output_dir"]
+    work = ["--use_cpu", "--output_dir"]
     training = ["--model", str(model), "--train_dataset", str(tmp_path / "rows"), "--proj_dim", "8"]
     assert main(["featurize", *training, *work, str(tmp_path / "trak")]) == 0
     assert main(["push", str(tmp_path / "trak"), "--repo_id", "me/index", "--model_name", "me/model"]) == 0

@@ -17,9 +17,10 @@ from huggingface_hub import constants
 from sklearn.datasets import load_digits
 from test_hub_hostile import resealed
 from torch import Tensor
+from trak_options import trak_config
 from transformers import BertConfig, BertForSequenceClassification, CLIPConfig, CLIPModel
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, HubAccessError, RefusedIndexError
 from hf_trak.hub import HubCheckpoint, with_training_rows
 from hf_trak.modelout_functions import CLIPModelOutput
@@ -27,7 +28,7 @@ from hf_trak.modelout_functions import CLIPModelOutput
 __all__ = ["client", "hub"]  # fixtures
 
 N = 22
-OPTIONS: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True}
+OPTIONS: dict[str, Any] = {"use_cpu": True}
 
 
 def tiny_bert(seed: int, hidden: int = 8) -> BertForSequenceClassification:
@@ -79,7 +80,7 @@ class Published:
         for number, model in enumerate(self.models):
             repo = hub.put("model", "tester/model", files_of(model, directory / f"model-{number}"), private=True)
             self.revisions.append(repo.refs["main"])
-        config = TrakConfig(
+        config = trak_config(
             output_dir=str(directory / "trak"), proj_dim=32, shard_size=8, per_device_batch_size=3, **OPTIONS
         )
         self.attributor = TrakAttributor(self.models[0], config, train_dataset=sentences(0, N))
@@ -130,12 +131,12 @@ def test_two_processes_elsewhere_get_the_same_bits(
             from transformers import BertForSequenceClassification
 
             here, token = pathlib.Path({str(tmp_path)!r}), os.environ["SECRET"]
-            options = dict(use_cpu=True, disable_tqdm=True)
+            options = dict(use_cpu=True)
             attributor = TrakAttributor.from_pretrained("tester/index", token=token, **options)
-            assert attributor.processes.num_processes == 2
+            assert attributor.features.processes.num_processes == 2
             targets = load_from_disk(str(here / "targets"))
             full, top = attributor.attribute(targets, top_k=None), attributor.attribute(targets, top_k=3)
-            if attributor.processes.is_main_process:
+            if attributor.features.processes.is_main_process:
                 full.save_to_disk(str(here / "full"))
                 top.save_to_disk(str(here / "top"))
 
@@ -145,7 +146,7 @@ def test_two_processes_elsewhere_get_the_same_bits(
             )
             again = TrakAttributor(model, config, train_dataset=load_from_disk(str(here / "train")))
             commit = again.push_to_hub("tester/again", private=True, token=token)
-            (here / f"commit-{{again.processes.process_index}}").write_text(commit.oid)
+            (here / f"commit-{{again.features.processes.process_index}}").write_text(commit.oid)
             push_scores(top, "tester/scores", token=token, private=True)
             """
         )
@@ -192,14 +193,14 @@ def test_only_what_a_call_needs_is_downloaded(hub: Hub, client: Path, tmp_path: 
     published = Published(hub, tmp_path)
     attributor = load(published.models[0])
     assert hub.downloads() == ["trak_config.json", "trak_index.json"]
-    assert np.array_equal(full(attributor, model_ids=[0]), published.scores(model_ids=[0], name="one"))
+    assert np.array_equal(full(attributor, checkpoints=[0]), published.scores(checkpoints=[0], name="one"))
     assert sorted(hub.downloads()[2:]) == [
         "checkpoint-0/gram.safetensors", *(f"checkpoint-0/train-{i:05d}-of-00003.safetensors" for i in range(3))
     ]  # fmt: skip
     assert not hub.requests("GET", "/tester/model/")
     before = len(hub.downloads())
     again = load(published.models[0])
-    assert np.array_equal(full(again, model_ids=[0]), published.scores(model_ids=[0], name="one"))
+    assert np.array_equal(full(again, checkpoints=[0]), published.scores(checkpoints=[0], name="one"))
     assert hub.downloads()[before:] == []
     written = {path.relative_to(client).parts[0] for path in client.rglob("*") if path.is_file()}
     assert written <= {"hub", "hf_trak"}
@@ -239,7 +240,7 @@ def test_the_training_dataset_is_found_by_name(hub: Hub, client: Path, tmp_path:
     sentences(0, N).push_to_hub("tester/rows", token=TOKEN, private=True)
     train = load_dataset("tester/rows", split="train", token=TOKEN)
     model = tiny_bert(1)
-    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=16, shard_size=8, **OPTIONS)
+    config = trak_config(output_dir=str(tmp_path / "trak"), proj_dim=16, shard_size=8, **OPTIONS)
     attributor = TrakAttributor(model, config, train_dataset=train).featurize()
     attributor.push_to_hub("tester/index", token=TOKEN)
     commit = hub.repos["dataset", "tester/rows"].refs["main"]
@@ -270,7 +271,7 @@ def test_negatives_of_clip_travel_with_the_index(hub: Hub, client: Path, tmp_pat
 
     torch.manual_seed(0)
     model = CLIPModel(config).eval()
-    arguments = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=32, shard_size=8, **OPTIONS)
+    arguments = trak_config(output_dir=str(tmp_path / "trak"), proj_dim=32, shard_size=8, **OPTIONS)
     attributor = TrakAttributor(model, arguments, pairs(0, 16), task=CLIPModelOutput(simulated_batch_size=6))
     attributor.featurize()
     expected = attributor.attribute(pairs(100, 103), top_k=None)
@@ -325,10 +326,10 @@ def test_weights_are_compared_with_the_fingerprint(hub: Hub, client: Path, tmp_p
 
 def test_the_model_is_found_by_name(hub: Hub, client: Path, tmp_path: Path) -> None:
     published = Published(hub, tmp_path)
-    expected = published.scores(model_ids=[0])
+    expected = published.scores(checkpoints=[0])
     for model in (None, str(tmp_path / "model-0")):
         assert np.array_equal(
-            full(load(model, output_dir=str(tmp_path / f"{model is None}")), model_ids=[0]), expected
+            full(load(model, output_dir=str(tmp_path / f"{model is None}")), checkpoints=[0]), expected
         )
     with pytest.raises(HubAccessError, match="model repo 'tester/nothing' does not exist"):
         load("tester/nothing")
@@ -339,7 +340,7 @@ def test_the_model_is_found_by_name(hub: Hub, client: Path, tmp_path: Path) -> N
     with pytest.raises(HubAccessError, match="or is private"):
         TrakAttributor.from_pretrained(
             "tester/index", token=TOKEN, revision=published.commit.oid, **OPTIONS
-        ).attribute(targets(), model_ids=[1])
+        ).attribute(targets(), checkpoints=[1])
 
 
 def test_a_name_of_the_index_is_never_taken_for_a_directory(
@@ -366,7 +367,7 @@ def test_settings_come_from_the_index(hub: Hub, client: Path, tmp_path: Path) ->
     assert (args.proj_type, args.proj_dim, args.per_device_batch_size) == ("sjlt", 32, 3)
     other = load(published.models[0], lambda_relative=3.0, output_dir=str(tmp_path / "work"))
     assert other.args.lambda_relative == 3.0 and other.args.output_dir == str(tmp_path / "work")
-    assert not np.allclose(full(other, model_ids=[0]), published.scores(model_ids=[0]))
+    assert not np.allclose(full(other, checkpoints=[0]), published.scores(checkpoints=[0]))
     assert (tmp_path / "work" / "experiments").is_dir()
 
 
@@ -376,7 +377,7 @@ def first_logit(outputs: Any, batch: Any) -> Tensor:
 
 def test_a_task_of_your_own_has_to_be_given_again(hub: Hub, client: Path, tmp_path: Path) -> None:
     model = tiny_bert(1)
-    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=16, shard_size=8, **OPTIONS)
+    config = trak_config(output_dir=str(tmp_path / "trak"), proj_dim=16, shard_size=8, **OPTIONS)
     attributor = TrakAttributor(model, config, train_dataset=sentences(0, N), task=first_logit).featurize()
     attributor.push_to_hub("tester/index", token=TOKEN)
     with pytest.raises(ValueError, match="Pass the same one as `task=`"):

@@ -59,7 +59,11 @@ def make_bank(directory: Path, recipe: dict[str, Any] | None = None) -> Bank:
 
 
 def files_of(*parts: str) -> set[str]:
-    return {f"{part}/{file}" for part in parts for file in ("part.json", "subsets.safetensors", "outputs.safetensors")}
+    return {
+        f"{part}/{file}"
+        for part in parts
+        for file in ("retraining.json", "subsets.safetensors", "outputs.safetensors")
+    }
 
 
 _published: Files = {}
@@ -157,9 +161,9 @@ def test_pushing_again_replaces_the_bank_and_nothing_else(hub: Hub, client: Path
     assert load_bank("tester/bank").parts == ["half", "half-again"]
     assert load_bank("tester/bank", revision=first.oid).parts == bank.parts
     # a repo that holds no bank loses nothing, whatever its files are called
-    hub.put("dataset", "tester/other", {"strange/part.json": b"{}"})
+    hub.put("dataset", "tester/other", {"strange/retraining.json": b"{}"})
     push_bank(bank, "tester/other", token=TOKEN)
-    assert "strange/part.json" in hub.dataset("tester/other")
+    assert "strange/retraining.json" in hub.dataset("tester/other")
     with pytest.raises(RefusedIndexError, match=r"a part 'strange', which parts\.json does not name"):
         load_bank("tester/other")
 
@@ -201,7 +205,7 @@ def test_an_interrupted_push_is_finished_by_the_same_call(hub: Hub, client: Path
 
 
 @pytest.mark.parametrize("kind", ["drop", "half", "flip", 503])
-@pytest.mark.parametrize("file", ["part.json", "outputs.safetensors"])
+@pytest.mark.parametrize("file", ["retraining.json", "outputs.safetensors"])
 def test_an_interrupted_load_is_finished_by_the_same_call(
     hub: Hub, client: Path, published: Files, kind: Any, file: str
 ) -> None:
@@ -227,15 +231,15 @@ def test_a_reader_that_follows_the_documentation(hub: Hub, client: Path, tmp_pat
     n, m = described["bank.json"]["rows"], described["bank.json"]["targets"]
     scores = np.random.default_rng(0).normal(size=(n, m))
     for name in described["parts.json"]["parts"]:
-        part = described[f"{name}/part.json"]
+        part = described[f"{name}/retraining.json"]
         assert part["bank"] == canonical(described["bank.json"], "checksum", "format_version")
         found: dict[str, np.ndarray] = {}
         for kind in ("subsets", "outputs"):
             data = files[f"{name}/{kind}.safetensors"]
             (length,) = struct.unpack("<Q", data[:8])
             metadata = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["hf_trak"])
-            identity = {"kind": f"bank {kind}", "part": canonical(part, "checksum", "format_version")}
-            assert metadata["identity"] == identity
+            run = canonical(part, "checksum", "format_version")
+            assert metadata["identity"] == {"kind": f"retraining {kind}", "run": run, "masks": part["masks"]}
             found |= safetensors.numpy.load(data)
         member = np.unpackbits(found["subsets"], axis=1, count=n)
         assert hashlib.sha256(np.packbits(member).tobytes()).hexdigest() == part["masks"]
@@ -355,17 +359,17 @@ def edited(files: Files, name: str, **changes: Any) -> Files:
 def rebuilt(files: Files, **changes: Any) -> Files:
     """Change `bank.json`, and make all other files belong to it: what an attacker can do at worst."""
     files = edited(files, "bank.json", **changes)
-    bank = digest(files["bank.json"])
+    bank, n = digest(files["bank.json"]), json.loads(files["bank.json"])["rows"]
     for name in ("half", "half-again", "removed"):
-        files = repart(files, name, bank=bank)
+        files = repart(files, name, bank=bank, rows=n)
     return edited(files, "parts.json", bank=bank)
 
 
 def repart(files: Files, name: str, **changes: Any) -> Files:
     """Change a part's description, and make its tensors belong to it."""
-    files = edited(files, f"{name}/part.json", **changes)
+    files = edited(files, f"{name}/retraining.json", **changes)
     for kind in ("subsets", "outputs"):
-        files = retensored(files, f"{name}/{kind}.safetensors", part=digest(files[f"{name}/part.json"]))
+        files = retensored(files, f"{name}/{kind}.safetensors", run=digest(files[f"{name}/retraining.json"]))
     return files
 
 
@@ -430,7 +434,7 @@ def subsets_of(value: int) -> dict[str, torch.Tensor]:
     return {"subsets": torch.full((6, 2), value, dtype=torch.uint8)}
 
 
-PART, SUB, OUT = (f"half/{file}" for file in ("part.json", "subsets.safetensors", "outputs.safetensors"))
+PART, SUB, OUT = (f"half/{file}" for file in ("retraining.json", "subsets.safetensors", "outputs.safetensors"))
 HUGE = {"outputs": {"dtype": "F64", "shape": [1, 6, 10**15], "data_offsets": [0, 48 * 10**15]}}
 NESTED = b'{"a":' * 5000 + b"1" + b"}" * 5000
 
@@ -449,7 +453,10 @@ BAD: dict[str, tuple[Callable[[Files], Files], str]] = {
     "parts that are no list": (lambda f: edited(f, "parts.json", parts="half"), "does not name the parts"),
     "a manifest of something else": (lambda f: edited(f, "parts.json", kind="index"), "does not name the parts"),
     "a part that is not named": (lambda f: parts(f, "half", "removed"), "a part 'half-again', which"),
-    "a part that is not there": (lambda f: parts(f, "half", "half-again", "removed", "x"), "'x/part.json' is missing"),
+    "a part that is not there": (
+        lambda f: parts(f, "half", "half-again", "removed", "x"),
+        "'x/retraining.json' is missing",
+    ),
     # files that are missing, or of another bank
     "no description": (lambda f: without(f, "bank.json"), "'bank.json' is missing"),
     "no outputs": (lambda f: without(f, OUT), f"{OUT!r} is missing"),
@@ -459,7 +466,7 @@ BAD: dict[str, tuple[Callable[[Files], Files], str]] = {
     "outputs of another part": (lambda f: {**f, OUT: f["half-again/outputs.safetensors"]}, "belongs to another run"),
     "subsets for outputs": (lambda f: {**f, OUT: f[SUB]}, "belongs to another run"),
     "outputs of another description": (lambda f: edited(f, PART, seed=9), "belongs to another run"),
-    "subsets of another part": (lambda f: retensored(f, SUB, part="0" * 32), "belongs to another run"),
+    "subsets of another part": (lambda f: retensored(f, SUB, run="0" * 32), "belongs to another run"),
     # damage
     "a flipped bit of an output": (lambda f: flipped(f, OUT, -1), "the checksum of its tensors"),
     "a flipped bit of a subset": (lambda f: flipped(f, SUB, -1), "the checksum of its tensors"),
@@ -546,7 +553,7 @@ def test_large_files_are_refused_before_they_are_downloaded(
 ) -> None:
     monkeypatch.setattr("hf_trak.hub.banks.MAX_JSON_BYTES", 1 << 19)
     monkeypatch.setattr("hf_trak.hub.banks.MAX_JSON_BYTES", 1 << 19)
-    for name in (*published.keys() & {"bank.json", "parts.json"}, "half/part.json", OUT, SUB):
+    for name in (*published.keys() & {"bank.json", "parts.json"}, "half/retraining.json", OUT, SUB):
         before = len(hub.downloads())
         hub.put("dataset", "tester/bank", {**published, name: published[name] + b" " * (1 << 20)})
         with pytest.raises(RefusedIndexError, match=r"more than the|bytes, not \d+ to \d+"):
@@ -559,7 +566,7 @@ def test_names_in_the_repo_are_never_asked_for(hub: Hub, client: Path, published
     hub.put("dataset", "tester/bank", {**published, **dict.fromkeys(strange, b"x")})
     assert load_bank("tester/bank").parts == ["half", "half-again", "removed"]
     assert set(hub.downloads()) <= set(published)
-    hub.put("dataset", "tester/bank", {**published, "../part.json": b"{}"})
+    hub.put("dataset", "tester/bank", {**published, "../retraining.json": b"{}"})
     with pytest.raises(RefusedIndexError, match=r"it has a part '\.\.', which"):
         load_bank("tester/bank")
 

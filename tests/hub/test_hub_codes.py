@@ -16,8 +16,9 @@ from safetensors.torch import load, save
 from test_hub_attributor import OPTIONS, sentences, targets, tiny_bert
 from test_hub_hostile import Files, below, config, edited, listed, manifest, replaced
 from test_hub_index import CONFIG
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import Index, TrakAttributor, TrakConfig
 from hf_trak.errors import HubAccessError, IncompleteStoreError, RefusedIndexError
 from hf_trak.featurize.converting import convert_store
 from hf_trak.hub import files as ranges
@@ -137,7 +138,7 @@ def test_push_and_read_back(hub: Hub, client: Path, tmp_path: Path, dtype: str) 
     local = make_codes(tmp_path / "store", dtype, k=90, rank=None)
     push_index(local, "tester/index", token=TOKEN)
     store = opened()
-    assert store.version == 3 and store.config_hash == local.config_hash
+    assert store.config_hash == local.config_hash
     for found, expected in zip(store.train(0), local.train(0), strict=True):
         assert torch.equal(found.grads, expected.grads) and torch.equal(found.out_to_loss, expected.out_to_loss)
     assert torch.equal(store.read_gram(0).matrix, local.read_gram(0).matrix)
@@ -152,7 +153,7 @@ def test_push_and_read_back(hub: Hub, client: Path, tmp_path: Path, dtype: str) 
 def test_new_targets_get_the_same_scores_elsewhere(hub: Hub, client: Path, tmp_path: Path, dtype: str) -> None:
     """Targets are rotated like the training rows, and scores have the same bits."""
     model = tiny_bert(1)
-    args = TrakConfig(str(tmp_path / "trak"), proj_dim=50, feature_dtype=dtype, shard_size=8,
+    args = trak_config(str(tmp_path / "trak"), proj_dim=50, feature_dtype=dtype, shard_size=8,
                       per_device_batch_size=3, **OPTIONS)  # fmt: skip
     attributor = TrakAttributor(model, args, train_dataset=sentences(0, 22)).featurize()
     attributor.push_to_hub("tester/index", token=TOKEN)
@@ -192,10 +193,10 @@ def test_the_card_says_what_is_stored(hub: Hub, client: Path, tmp_path: Path) ->
 
 def test_versions_that_cannot_read_an_index_say_so(hub: Hub, client: Path, files: Files) -> None:
     """An index names the version of its format, and readers name those that they know."""
-    version = json.loads(files["trak_config.json"])["format_version"]
-    newer = {**files, "trak_config.json": edited(files, "trak_config.json", lambda c: c.update(format_version=4))}
+    assert json.loads(files["trak_config.json"])["format_version"] == 1
+    newer = {**files, "trak_config.json": edited(files, "trak_config.json", lambda c: c.update(format_version=2))}
     hub.put("dataset", "tester/index", newer)
-    with pytest.raises(RefusedIndexError, match=rf"has format version 4, and this version .* reads .*{version}"):
+    with pytest.raises(RefusedIndexError, match=r"has format version 2, and this version .* reads 1"):
         opened()
 
 
@@ -207,7 +208,7 @@ def test_eigenvalues_are_published(hub: Hub, client: Path, files: Files, tmp_pat
     assert "checkpoint-0/gram.safetensors" not in files and "checkpoint-0/low_rank-4.safetensors" in files
     store = opened()
     settings = store.manifest.settings
-    assert (settings["solver"], settings["solver_rank"]) == ("low_rank", 4)
+    assert settings["solver"] == "low_rank-4"
     assert store.read_gram(0) is None
     path = store.solver_path(0, "low_rank-4.safetensors")
     assert path.read_bytes() == files["checkpoint-0/low_rank-4.safetensors"]
@@ -220,7 +221,7 @@ def test_eigenvalues_are_published(hub: Hub, client: Path, files: Files, tmp_pat
     assert set(hub.dataset("tester/fork")) == {*files, ".gitattributes"}
 
 
-@pytest.mark.parametrize("solver", ["dual", "block"])
+@pytest.mark.parametrize("solver", ["dual"])
 def test_solvers_that_read_all_features_publish_nothing(hub: Hub, client: Path, tmp_path: Path, solver: str) -> None:
     """An index without a Gram matrix is published all the same, and one can be computed from it."""
     store = make_codes(tmp_path / "store", "int8", k=90, rank=None)
@@ -394,14 +395,14 @@ def test_two_passes_elsewhere(hub: Hub, client: Path, tmp_path: Path, monkeypatc
     """
     monkeypatch.setattr(index_shards, "_REQUEST_BYTES", 0)
     model = tiny_bert(1)
-    args = TrakConfig(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16,
+    args = trak_config(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16,
                       solver="primal", per_device_batch_size=5, **OPTIONS)  # fmt: skip
     attributor = TrakAttributor(model, args, train_dataset=sentences(0, N)).featurize()
     attributor.push_to_hub("tester/index", token=TOKEN)
     files, sent = hub.dataset("tester/index"), watched(hub)
     elsewhere = TrakAttributor.from_pretrained("tester/index", model, token=TOKEN, **OPTIONS)
     assert [answer.path for answer in sent] == ["trak_config.json", "trak_index.json"]
-    options = {"top_k": 2, "first_pass_bytes": 512, "candidates": 2}
+    options = {"top_k": 2, "method": Index(first_pass_bytes=512, candidates=2)}
     found, expected = (one.attribute(targets(), **options) for one in (elsewhere, attributor))
     for name in ("trak_indices", "trak_scores", "trak_harmful_indices", "trak_harmful_scores"):
         assert found[name][:] == expected[name][:], name
@@ -432,7 +433,7 @@ def test_the_solver_that_is_published_is_the_one_used(hub: Hub, client: Path, tm
     model = tiny_bert(1)
 
     def attributor(solver: str) -> TrakAttributor:
-        args = TrakConfig(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16, solver=solver,
+        args = trak_config(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16, solver=solver,
                           per_device_batch_size=5, **OPTIONS)  # fmt: skip
         return TrakAttributor(model, args, train_dataset=sentences(0, N))
 
@@ -452,13 +453,13 @@ def test_published_eigenvalues_are_used(
     """No whole shard is downloaded for a first pass, although there is no Gram matrix."""
     monkeypatch.setattr(index_shards, "_REQUEST_BYTES", 0)
     model = tiny_bert(1)
-    args = TrakConfig(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16, solver="low_rank",
-                      solver_rank=8, per_device_batch_size=5, **OPTIONS)  # fmt: skip
+    args = trak_config(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16, solver="low_rank-8",
+                      per_device_batch_size=5, **OPTIONS)  # fmt: skip
     attributor = TrakAttributor(model, args, train_dataset=sentences(0, N)).featurize()
     attributor.push_to_hub("tester/index", token=TOKEN)
     sent = watched(hub)
     elsewhere = TrakAttributor.from_pretrained("tester/index", model, token=TOKEN, **OPTIONS)
-    options = {"top_k": 2, "first_pass_bytes": 512, "candidates": 2}
+    options = {"top_k": 2, "method": Index(first_pass_bytes=512, candidates=2)}
     found, expected = (one.attribute(targets(), **options) for one in (elsewhere, attributor))
     assert found["trak_scores"][:] == expected["trak_scores"][:]
     names = ("low_rank-8.safetensors", "row_digests.safetensors")

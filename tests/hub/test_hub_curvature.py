@@ -19,8 +19,10 @@ from huggingface_hub import DatasetCard, constants
 from safetensors.torch import load as load_tensors
 from test_hub_hostile import Bomb, Files, edited, listed, padded, shard_with
 from torch import Tensor
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
+from hf_trak.config import CurvatureConfig
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
 from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.errors import (
@@ -38,8 +40,8 @@ from hf_trak.store.store import FeatureStore
 __all__ = ["client", "hub"]  # fixtures
 
 N, M, SIZE = 14, 3, 4
-OPTIONS: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "per_device_batch_size": 7}
-SETTING: dict[str, Any] = {"curvature_rows": 9, "damping": 0.3, "curvature_labels": "empirical"}
+OPTIONS: dict[str, Any] = {"use_cpu": True, "per_device_batch_size": 7}
+SETTING: dict[str, Any] = {"curvature_rows": 9, "curvature_damping": 0.3, "curvature_labels": "empirical"}
 RECORD = "curvature/0/curvature.json"
 BLOCK, DIAGONAL = "curvature/0/block-00001.safetensors", "curvature/0/diagonal.safetensors"
 
@@ -81,7 +83,7 @@ def one_thread() -> Iterator[None]:
 
 def attributor_in(directory: Path, **options: Any) -> TrakAttributor:
     """An attributor of two checkpoints."""
-    config = TrakConfig(output_dir=str(directory), proj_dim=16, shard_size=8, **{**OPTIONS, **SETTING, **options})
+    config = trak_config(output_dir=str(directory), proj_dim=16, shard_size=8, **{**OPTIONS, **SETTING, **options})
     return TrakAttributor(Net(1), config, train_dataset=rows(0, N), task="image_classification")
 
 
@@ -100,8 +102,8 @@ def published(hub: Hub, client: Path, tmp_path: Path) -> Files:
             for path in (tmp_path / "made").rglob("*")
             if path.is_file()
         }
-        influence = made.self_influence(exact=True)
-        _made.append((dict(hub.dataset("tester/index")), store, full(made, exact=True), influence))
+        influence = made.self_influence(method="exact")
+        _made.append((dict(hub.dataset("tester/index")), store, full(made, method="exact"), influence))
     hub.put("dataset", "tester/index", _made[0][0])
     return dict(_made[0][0])
 
@@ -122,7 +124,7 @@ def expected() -> np.ndarray:
 
 def load(name: str = "tester/index", model: Any = None, **options: Any) -> TrakAttributor:
     """Load the index with the training rows at hand."""
-    given = {"use_cpu": True, "disable_tqdm": True, "train_dataset": rows(0, N), "checkpoints": {1: weights(2)}}
+    given = {"use_cpu": True, "train_dataset": rows(0, N), "checkpoints": {1: weights(2)}}
     return TrakAttributor.from_pretrained(name, model or Net(1), token=TOKEN, **{**given, **options})
 
 
@@ -139,46 +141,47 @@ def test_the_same_scores_elsewhere(hub: Hub, published: Files, made: Path, tmp_p
     assert names == sorted(p.relative_to(made).as_posix() for p in (made / "curvature").rglob("*") if p.is_file())
     assert all(published[name] == (made / name).read_bytes() for name in names) and len(names) == 10
     elsewhere = load(output_dir=str(tmp_path / "work"))
-    assert {name: getattr(elsewhere.args, name) for name in SETTING} == SETTING
+    assert elsewhere.args.curvature == CurvatureConfig(rows=9, damping=0.3, labels="empirical")
     elsewhere.attribute(rows(100, M))
     assert not hub.downloads("curvature")
-    assert np.array_equal(full(elsewhere, exact=True), expected())
+    assert np.array_equal(full(elsewhere, method="exact"), expected())
     assert sorted(hub.downloads("curvature")) == names
     assert not list((tmp_path / "work").rglob("curvature.json"))
     before = len(hub.log)
-    assert torch.equal(elsewhere.fit_curvature().self_influence(exact=True), _made[0][3])
+    assert torch.equal(elsewhere.fit_curvature().self_influence(method="exact"), _made[0][3])
     offline = load(local_files_only=True, output_dir=str(tmp_path / "other"))
-    assert np.array_equal(full(offline, exact=True), expected())
+    assert np.array_equal(full(offline, method="exact"), expected())
     assert len(hub.log) == before
 
 
 def test_exact_scores_take_the_training_rows(hub: Hub, published: Files) -> None:
     elsewhere = load(train_dataset=None)
-    for call in (lambda: full(elsewhere, exact=True), lambda: elsewhere.self_influence(exact=True)):
+    for call in (lambda: full(elsewhere, method="exact"), lambda: elsewhere.self_influence(method="exact")):
         with pytest.raises(IncompleteStoreError, match=r"rows .* not at hand.*`train_dataset=`"):
             call()
     assert not hub.downloads("curvature")
     with pytest.raises(IncompleteStoreError, match="`train_dataset=`"):
-        full(load(train_dataset=None, curvature="identity"), exact=True)
+        full(load(train_dataset=None, curvature="identity"), method="exact")
 
 
 def test_other_settings_fit_another_curvature(
     hub: Hub, published: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = {"curvature": "diagonal", "damping": 0.7}
+    other = {"curvature": "diagonal", "curvature_damping": 0.7}
     caplog.set_level(logging.WARNING)
-    found = full(load(output_dir=str(tmp_path / "work"), **other), exact=True, model_ids=[0])
+    given = {"kind": "diagonal", "damping": 0.7}
+    found = full(load(output_dir=str(tmp_path / "work"), curvature=given), method="exact", checkpoints=[0])
     assert hub.downloads("curvature") == [RECORD]
     assert "fitted with other settings" in caplog.text and 'kind: saved "ekfac", given "diagonal"' in caplog.text
     assert (tmp_path / "work" / RECORD).exists()
-    assert np.array_equal(found, full(attributor_in(tmp_path / "own", **other).featurize(), exact=True))
+    assert np.array_equal(found, full(attributor_in(tmp_path / "own", **other).featurize(), method="exact"))
 
 
 def test_a_curvature_of_ones_own_does_not_hide_the_published_one(hub: Hub, published: Files, tmp_path: Path) -> None:
     work = str(tmp_path / "work")
-    full(load(output_dir=work, curvature="kfac"), exact=True, model_ids=[0])
+    full(load(output_dir=work, curvature="kfac"), method="exact", checkpoints=[0])
     again = load(output_dir=work)
-    full(again, exact=True, model_ids=[0])
+    full(again, method="exact", checkpoints=[0])
     assert again.curvature_report().kind == "ekfac"
 
 
@@ -189,7 +192,7 @@ def test_an_index_without_curvatures(hub: Hub, published: Files, made: Path, tmp
     assert curvatures(hub.dataset("tester/index")) == ["curvature/notes.txt"]
     without = load(output_dir=str(tmp_path / "work")).fit_curvature()
     assert (tmp_path / "work/curvature/0/curvature.json").read_bytes() == published[RECORD]
-    assert np.array_equal(full(without, exact=True), expected())
+    assert np.array_equal(full(without, method="exact"), expected())
     shutil.rmtree(made / "curvature/1")
     attributor_in(made).push_to_hub("tester/index", token=TOKEN)
     kept = [name for name in curvatures(published) if "/0/" in name]
@@ -206,7 +209,7 @@ def test_a_copy_without_the_curvature(hub: Hub, published: Files, tmp_path: Path
     elsewhere = load(str(copy), output_dir=str(tmp_path / "work"))
     elsewhere.attribute(rows(100, M))
     with pytest.raises(IncompleteStoreError, match=r"curvature\.json is missing.*Pull or clone it again"):
-        full(elsewhere, exact=True)
+        full(elsewhere, method="exact")
 
 
 def interrupted(store: IndexStore, name: str, directory: Path) -> None:
@@ -231,15 +234,15 @@ def test_copies(hub: Hub, published: Files, tmp_path: Path, monkeypatch: pytest.
     assert fork["trak_index.json"] == published["trak_index.json"]
     assert all(fork[name] == published[name] for name in curvatures(published))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert np.array_equal(full(load(str(copy), output_dir=str(tmp_path / "work")), exact=True), expected())
+    assert np.array_equal(full(load(str(copy), output_dir=str(tmp_path / "work")), method="exact"), expected())
 
 
 def test_settings_that_are_not_told_follow_the_curvature(hub: Hub, published: Files, made: Path) -> None:
     push_index(FeatureStore.load(made), "tester/other", token=TOKEN)
-    settings = open_repo("tester/other").manifest.settings
-    assert (settings["curvature"], settings["curvature_labels"], settings["curvature_rows"]) == (None, "empirical", 9)
-    push_index(FeatureStore.load(made), "tester/other", token=TOKEN, settings=TrakConfig(curvature_rows=8))
-    assert open_repo("tester/other").manifest.settings["curvature_rows"] == 8
+    settings = open_repo("tester/other").manifest.settings["curvature"]
+    assert (settings["kind"], settings["labels"], settings["rows"]) == ("ekfac", "empirical", 9)
+    push_index(FeatureStore.load(made), "tester/other", token=TOKEN, settings=trak_config(curvature_rows=8))
+    assert open_repo("tester/other").manifest.settings["curvature"]["rows"] == 8
 
 
 def test_the_card_tells_of_the_curvature(hub: Hub, published: Files) -> None:
@@ -254,7 +257,7 @@ def test_an_index_takes_no_other_weights(hub: Hub, published: Files) -> None:
     with pytest.raises(CheckpointMismatchError, match=r"model_id 0 .*Expected the same weights"):
         load().fit_curvature(weights(3))
     with pytest.raises(StoreError, match="only read here"):
-        load().fit_curvature(weights(1), model_ids=[2])
+        load().fit_curvature({2: weights(1)})
 
 
 def test_what_is_not_published(hub: Hub, made: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -337,6 +340,13 @@ def setting(**values: Any) -> Callable[[Files], Files]:
     }  # fmt: skip
 
 
+def curvature(**values: Any) -> Callable[[Files], Files]:
+    return lambda files: {
+        **files,
+        "trak_index.json": edited(files, "trak_index.json", lambda m: m["settings"]["curvature"].update(values)),
+    }
+
+
 def record(change: Callable[[dict[str, Any]], object]) -> Callable[[Files], Files]:
     return lambda files: with_record(files, change)
 
@@ -417,8 +427,10 @@ BAD: dict[str, tuple[Callable[[Files], Files], str]] = {
         manifest(lambda f: f[DIAGONAL].__setitem__(1, "0" * 32)), "manifest says 000"
     ),
     "setting of a path": (setting(output_dir="/tmp/x"), "settings"),
-    "unknown curvature": (setting(curvature="os.system"), "`curvature` is 'os.system'"),
-    "damping below 0": (setting(damping=-1), "`damping` is -1"),
+    "setting of a path of the curvature": (curvature(output_dir="/tmp/x"), "`curvature` is"),
+    "curvature by its name": (setting(curvature="ekfac"), "`curvature` is 'ekfac', not an object"),
+    "unknown curvature": (curvature(kind="os.system"), "`curvature.kind` is 'os.system'"),
+    "damping below 0": (curvature(damping=-1), "`curvature.damping` is -1"),
     # the record
     "missing record": (without(RECORD), "it is missing, although the manifest lists it"),
     "record with another checksum": (replaced(RECORD, bad_seal), "another checksum than the one that it records"),

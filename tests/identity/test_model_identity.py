@@ -259,7 +259,7 @@ def test_adapters_come_back_from_files(tmp_path: Path) -> None:
 def test_identities_are_the_same_in_a_new_process(names: list[str]) -> None:
     """Whatever its hash seed, which decides the order of sets."""
     code = (
-        "import json, sys\nsys.path.insert(0, 'tests')\nimport test_model_identity as t\n"
+        "import json, sys\nsys.path.insert(0, 'tests/identity')\nimport test_model_identity as t\n"
         "print(json.dumps({name: t.stored(t.ALL[name]()[0]) for name in sys.argv[1:]}))"
     )
     output = subprocess.run(

@@ -51,7 +51,7 @@ def test_a_model_compiled_in_place_is_run_as_it_is_written(engine: str, tmp_path
 def features(model: nn.Module, directory: Path, engine: Any = "auto") -> torch.Tensor:
     config = TrakConfig(output_dir=str(directory), proj_dim=16, use_cpu=True, engine=engine)
     attributor = TrakAttributor(model, config, rows(), task="image_classification").featurize()
-    return attributor.store.train(0).read(0).grads
+    return attributor.features.store.train(0).read(0).grads
 
 
 def wrappers() -> dict[str, Any]:
@@ -77,7 +77,7 @@ def test_wrappers_are_taken_off(kind: str, tmp_path: Path) -> None:
     assert torch.equal(features(wrapped, tmp_path / "other"), expected)
     config = TrakConfig(output_dir=str(tmp_path / "names"), proj_dim=16, use_cpu=True, grad_wrt=["head.weight"])
     attributor = TrakAttributor(wrapped, config, rows(), task="image_classification")
-    assert attributor.model is model and attributor.layout.names == ["head.weight"]
+    assert attributor.model is model and attributor.features.layout.names == ["head.weight"]
 
 
 def test_regional_compilation_is_taken_off() -> None:

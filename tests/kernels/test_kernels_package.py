@@ -19,13 +19,18 @@ from torch import Tensor
 
 from hf_trak import projectors
 from hf_trak.errors import KernelError
-from hf_trak.kernels import package
 from hf_trak.kernels.sources import source
 
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("build_package", ROOT / "cuda_ext" / "hub" / "build_package.py")
+assert spec is not None and spec.loader is not None
+package = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
 REPO_ID = "somebody/random-projections"
 PYTHON_NAME = "random_projections"
 FUNCTIONS = ("sjlt", "rademacher", "normal")
-needs_kernels = pytest.mark.skipif(importlib.util.find_spec("kernels") is None, reason="needs the kernels package")
+kernels = importlib.util.find_spec("kernels")  # without an origin, it is the folder of these tests
+needs_kernels = pytest.mark.skipif(kernels is None or kernels.origin is None, reason="needs the kernels package")
 
 WITHOUT_HF_TRAK = """
 import importlib.util, json, sys
@@ -176,6 +181,12 @@ def test_all_programs_are_there() -> None:
     for kernel in package.all_kernels():
         text = "\n".join(files[f"cuda_ext/{part}"] for part in package.parts(kernel.file))
         assert text == source(kernel.file)
+
+
+def test_the_wheel_has_all_sources_and_no_script() -> None:
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    sources = ["cuda_ext/cpu", *(f"cuda_ext/{path.name}" for path in (ROOT / "cuda_ext").glob("*.cu"))]
+    assert given["force-include"] == {name: f"hf_trak/{name}" for name in sources}
 
 
 def test_card(repository: Path) -> None:

@@ -12,7 +12,7 @@ from hf_trak.runtime.transfers import BUFFERS, download, uploaded
 from hf_trak.scores import feature_shards as device_shards
 from hf_trak.scores.feature_shards import DeviceShard, uploaded_shards
 from hf_trak.scores.streaming import score_blocks
-from hf_trak.traker.score_computers.basic import BasicScoreComputer, product_through_device
+from hf_trak.traker.score_computers import BasicScoreComputer, product_through_device
 from hf_trak.utils import get_matrix_mult_blockwise
 
 CPU = torch.device("cpu")

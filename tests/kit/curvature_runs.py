@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.curvature.curvature import Curvature, KroneckerValues
 from hf_trak.curvature.files import CURVATURE_FILE, CurvatureFiles
 
@@ -33,10 +34,10 @@ def exact_scores(model: nn.Module, directory: Path, train: Rows, targets: Rows, 
     Returns:
         Scores `(n_train, n_targets)`, float32.
     """
-    defaults = {"use_cpu": True, "disable_tqdm": True, "shard_size": 64, "per_device_batch_size": 48}
-    args = TrakConfig(output_dir=str(directory), **{**defaults, **options})
+    defaults = {"use_cpu": True, "shard_size": 64, "per_device_batch_size": 48}
+    args = trak_config(output_dir=str(directory), **{**defaults, **options})
     attributor = TrakAttributor(model, args, train_dataset=train, task=task).fit_curvature()
-    scored = attributor.attribute(targets, exact=True, top_k=None)
+    scored = attributor.attribute(targets, method="exact", top_k=None)
     return torch.tensor(scored["trak_scores"][:]).T
 
 

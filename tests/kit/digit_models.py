@@ -8,9 +8,10 @@ import torch
 from datasets import Dataset
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from trak_options import trak_config
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 
 
 class DigitNet(nn.Module):
@@ -56,7 +57,7 @@ def trained_net(rows: Dataset, steps: int = 30, seed: int = 0) -> DigitNet:
 def make(model: nn.Module, directory: Path, train_dataset: Any, **options: Any) -> TrakAttributor:
     """Make an attributor with small shards, and batches whose size divides nothing."""
     defaults = {"proj_type": "sjlt", "proj_dim": 64, "shard_size": 16, "per_device_batch_size": 5}
-    config = TrakConfig(output_dir=str(directory), use_cpu=True, disable_tqdm=True, **{**defaults, **options})
+    config = trak_config(output_dir=str(directory), use_cpu=True, **{**defaults, **options})
     return TrakAttributor(model, config, train_dataset=train_dataset, task="image_classification")
 
 

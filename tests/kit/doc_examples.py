@@ -68,16 +68,13 @@ def make_trainer(rows: Dataset, seed: int) -> Trainer:
         use_cpu=True,
         report_to="none",
         save_strategy="no",
-        disable_tqdm=True,
     )
     return Trainer(model=tiny_bert(), args=arguments, train_dataset=rows)
 
 
 def trained_trainer() -> Trainer:
     """A trainer as the reader has it after training, with checkpoints of steps 100 and 200 in `out`."""
-    arguments = TrainingArguments(
-        output_dir="out", max_steps=200, save_steps=100, use_cpu=True, report_to="none", disable_tqdm=True
-    )
+    arguments = TrainingArguments(output_dir="out", max_steps=200, save_steps=100, use_cpu=True, report_to="none")
     trainer = Trainer(model=tiny_bert(), args=arguments, train_dataset=sentences(40))
     trainer.train()
     return trainer

@@ -6,4 +6,4 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 FOLDERS = [TESTS / "kit", *sorted(path for path in TESTS.iterdir() if path.is_dir() and path.name != "kit")]
-PYTHONPATH = os.pathsep.join(map(str, [ROOT, *FOLDERS]))
+PYTHONPATH = os.pathsep.join(map(str, [ROOT, ROOT / "recipes", *FOLDERS]))

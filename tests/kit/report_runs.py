@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, Features, Value, disable_progress_bars
-from safetensors.torch import save_file
 
 from hf_trak.report import AttributionRun, ScoreDistributions
+from hf_trak.report.run_record import write_run
 
 N_TRAIN, N_TARGETS, TOP_K = 40, 3, 4
 
@@ -76,16 +76,17 @@ def whole(run: AttributionRun) -> int:
     return number
 
 
-def save_format_1(run: AttributionRun, directory: Path) -> Path:
-    """Save a run in format 1, as the version before did."""
+def save_unchecked(run: AttributionRun, directory: Path, **changes: Any) -> None:
+    """Save a run with all its checksums, but without a look at its values.
+
+    Args:
+        changes: other values of tensors, by name; `None` leaves a tensor out.
+    """
     rows = np.array(sorted(_values(run.facts["number"])["train"]), dtype=np.int64)
-    run.train.select(rows).save_to_disk(directory / "train")
-    run.scored.save_to_disk(directory / "scored")
     tensors = {"train_rows": torch.from_numpy(rows), "self_influence": torch.from_numpy(run.self_influence)}
-    save_file(tensors | run.distributions.tensors(), directory / "statistics.safetensors")
-    content = {"format_version": 1, "facts": run.facts}
-    (directory / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-    return directory
+    tensors |= {**run.distributions.tensors(), **changes}
+    kept = {name: value.contiguous() for name, value in tensors.items() if value is not None}
+    write_run(directory, run.scored, run.train.select(rows), kept, run.facts)
 
 
 # -- killed saves ----------------------------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ def _save_until(step: int, number: int, directory: Path, touched: list[str]) -> 
         path = arguments[0] if event in _TOUCHING else None
         if isinstance(path, str | Path) and str(path).startswith(str(directory)):
             touched.append(f"{event} {arguments[1] if event == 'os.rename' else arguments[0]}")
-            if event == "open" and Path(path) == directory / "run.json" and arguments[2] & os.O_ACCMODE:
+            if event == "open" and Path(path) == directory / "run" / "run.json" and arguments[2] & os.O_ACCMODE:
                 os._exit(2)  # it is replaced, never written to
             if len(touched) == step:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -168,11 +169,11 @@ def _child(work: Callable[[], None]) -> Iterator[int]:
 def kill_at_steps(prepare: str, number: int, stride: int, directory: str) -> int:
     """Make directories `directory/<step>`, in each of which a save was killed at that step.
 
-    The steps are every `stride`-th one and all near the one that replaces `run.json`. In one more directory, the save
-    was not killed.
+    The steps are every `stride`-th one and all near the one that puts `run/` into its place. In one more directory,
+    the save was not killed.
 
     Args:
-        prepare: content of the directories before the save: `nothing`, a `run`, or a run of `format 1`.
+        prepare: content of the directories before the save: `nothing`, or a `run`.
         number: the run that is saved. The run before it has the number 0.
         stride: see above.
         directory: where the directories are made.
@@ -188,12 +189,11 @@ def kill_at_steps(prepare: str, number: int, stride: int, directory: str) -> int
         place.mkdir(parents=True)
         if prepare == "run":
             build(0).save(place)
-        elif prepare == "format 1":
-            save_format_1(build(0), place)
         return place
 
-    touched = steps_of(number, prepared("not killed"))
-    (commit,) = (step for step, what in enumerate(touched, 1) if what.startswith("os.rename") and "run.json" in what)
+    place = prepared("not killed")
+    touched = steps_of(number, place)
+    (commit,) = (step for step, what in enumerate(touched, 1) if what == f"os.rename {place / 'run'}")
     steps = {*range(1, len(touched) + 1, stride), *range(commit - 4, min(commit + 8, len(touched)) + 1)}
     for step in sorted(steps):
         assert killed_at(step, number, prepared(str(step)))

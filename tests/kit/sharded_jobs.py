@@ -12,6 +12,7 @@ from datasets import Dataset, disable_progress_bars
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from trak_options import trak_config
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -26,7 +27,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.featurize.exact import ExactScores
 
 VOCABULARY = 40
@@ -117,14 +118,14 @@ def sharded(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
 def attributor(model: nn.Module, name: str, directory: Path, **options: Any) -> TrakAttributor:
     settings: dict[str, Any] = {
         "proj_dim": 32, "shard_size": 2, "per_device_batch_size": 2, "feature_dtype": "float32", "use_cpu": True,
-        "disable_tqdm": True, "curvature_rows": 6,
+        "curvature_rows": 6,
     }  # fmt: skip
-    config = TrakConfig(output_dir=str(directory), **{**settings, **options})
+    config = trak_config(output_dir=str(directory), **{**settings, **options})
     return TrakAttributor(model, config, train_dataset=rows(name))
 
 
 def features(one: TrakAttributor, model_id: int = 0) -> torch.Tensor:
-    return torch.cat([shard.grads for shard in one.store.train(model_id)])
+    return torch.cat([shard.grads for shard in one.features.store.train(model_id)])
 
 
 def difference(given: torch.Tensor, expected: torch.Tensor) -> float:
@@ -168,7 +169,7 @@ def compared(model: nn.Module, name: str, directory: Path, exact: bool = False) 
     """Features and scores of a divided model, computed twice, and of a whole one; also exact ones under EK-FAC."""
     ones = [attributor(model, name, directory / str(again)).featurize() for again in range(2)]
     one, whole = ones[0], attributor(made(name), name, directory / "whole").featurize()
-    configs = [dict(a.store.config, model_name=None) for a in (one, whole)]
+    configs = [dict(a.features.store.config, model_name=None) for a in (one, whole)]
 
     def change(scores: Callable[[TrakAttributor], torch.Tensor]) -> float:
         expected = scores(whole)
@@ -180,11 +181,12 @@ def compared(model: nn.Module, name: str, directory: Path, exact: bool = False) 
     return {
         "difference": difference(features(one), features(whole)),
         "same bits": bool(torch.equal(features(one), features(ones[1]))),
-        "same weights": whole.store.checkpoint_info(0)["fingerprint"] == one.store.checkpoint_info(0)["fingerprint"],
+        "same weights": whole.features.store.checkpoint_info(0)["fingerprint"]
+        == one.features.store.checkpoint_info(0)["fingerprint"],
         "same definition": configs[0] == configs[1],
         "scores": attributed({}),
-        "exact scores": attributed({"exact": True}) if exact else 0.0,
-        "self-influence": change(lambda a: a.self_influence(exact=True)) if exact else 0.0,
+        "exact scores": attributed({"method": "exact"}) if exact else 0.0,
+        "self-influence": change(lambda a: a.self_influence(method="exact")) if exact else 0.0,
         "curvature": change(eigenvalues) if exact else 0.0,
     }
 
@@ -214,7 +216,7 @@ def check_checkpointed(found: dict[str, Any]) -> None:
 
 def eigenvalues(one: TrakAttributor) -> torch.Tensor:
     """All of the curvature's blocks, each divided by their norm."""
-    values = [value.flatten() for _, value in ExactScores(one.fit_curvature()).fitted(0).items()]
+    values = [value.flatten() for _, value in ExactScores(one.fit_curvature().features).fitted(0).items()]
     return torch.cat([value / value.norm().clamp_min(1e-30) for value in values])
 
 

@@ -23,8 +23,9 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset, disable_progress_bars
 from torch import Tensor, nn
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.errors import HfTrakError
 
 
@@ -65,8 +66,8 @@ def models(count: int) -> list[TinyNet]:
 
 
 def make(directory: Path, sizes: Sizes = Sizes(), **options: Any) -> TrakAttributor:  # frozen
-    config = TrakConfig(
-        output_dir=str(directory), use_cpu=True, disable_tqdm=True, proj_dim=sizes.proj_dim,
+    config = trak_config(
+        output_dir=str(directory), use_cpu=True, proj_dim=sizes.proj_dim,
         shard_size=sizes.shard_size, per_device_batch_size=sizes.batch_size, feature_dtype=sizes.feature_dtype,
         **options,
     )  # fmt: skip
@@ -202,7 +203,10 @@ def attributed(directory: Path, index: int) -> Dataset:
     attributor = make(directory, lambda_relative=lam)
     networks = models(2)
     return attributor.attribute(
-        rows(3, seed), top_k=top_k, per=per, model_ids=model_ids, checkpoints=[networks[i] for i in model_ids]
+        rows(3, seed),
+        top_k=top_k,
+        per=per,
+        checkpoints=dict(zip(model_ids, [networks[i] for i in model_ids], strict=True)),
     )
 
 

@@ -1,24 +1,44 @@
-"""Small runs of `TRAKer` whose gradients cost nothing, for tests that need hundreds of them."""
+"""Small runs of `TRAKer`: of a model, and of gradients that cost nothing, for tests that need hundreds of them."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from data import format_1_traker as old
 from torch import Tensor
 
 from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.projectors import AbstractProjector
-from hf_trak.savers import MmapSaver, SafetensorsSaver
 from hf_trak.store.shards import Finding
-from hf_trak.store.verification import verify_store
 from hf_trak.traker import TRAKer
-from hf_trak.traker.savers.mmap_saver import read_scores, verify_mmap
-from hf_trak.traker.savers.safetensors_saver import verify_traker
+from hf_trak.traker.savers.check import check_run
+from hf_trak.traker.savers.mmap_directory import MmapDirectory
 
-SAVERS = {"mmap": MmapSaver, "safetensors": SafetensorsSaver}
+N, M, IN, CLASSES = 10, 3, 5, 3
 IDS = (0, 1, 2)
-TARGETS = {"a": (old.N, old.N + old.M), "b": (old.N + old.M, old.N + 2 * old.M)}
+TARGETS = {"a": (N, N + M), "b": (N + M, N + 2 * M)}
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(IN, 4), torch.nn.Tanh(), torch.nn.Linear(4, CLASSES))
+
+
+def state(member: int) -> dict[str, Tensor]:
+    """Weights of checkpoint `member`: multiples of 1/64, exact in every precision."""
+    numbers = iter(range(10_000))
+    return {
+        name: torch.tensor(
+            [((next(numbers) * (37 + 2 * member) + 11 * member) % 97 - 48) / 64 for _ in range(w.numel())]
+        )
+        .reshape(w.shape)
+        .float()
+        for name, w in model().state_dict().items()
+    }
+
+
+def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Images and labels of some rows; the targets are rows `N … N + M`."""
+    pixels = [[((17 * i + 5 * j * j) % 31 - 15) / 16 for j in range(IN)] for i in range(start, stop)]
+    return torch.tensor(pixels), torch.tensor([i % CLASSES for i in range(start, stop)])
 
 
 class Elementwise(AbstractGradientComputer):
@@ -38,11 +58,11 @@ class Elementwise(AbstractGradientComputer):
         return batch[0][:, 2] + 2 + batch[1]
 
 
-def make(directory: Path, kind: str, **changes: Any) -> TRAKer:
+def make(directory: Path, **changes: Any) -> TRAKer:
     arguments: dict[str, Any] = {"use_half_precision": False, "lambda_reg": 0.05, "logging_level": 30, **changes}
     return TRAKer(
-        torch.nn.Sequential(torch.nn.Linear(old.IN, 4)), "image_classification", old.N, directory, device="cpu",
-        saver=SAVERS[kind], projector=Shortened(), gradient_computer=Elementwise, **arguments,
+        torch.nn.Sequential(torch.nn.Linear(IN, 4)), "image_classification", N, directory, device="cpu",
+        projector=Shortened(), gradient_computer=Elementwise, **arguments,
     )  # fmt: skip
 
 
@@ -57,23 +77,23 @@ class Shortened(AbstractProjector):
 
 
 def weights(member: int) -> dict[str, Tensor]:
-    return {name: value for name, value in old.state(member).items() if name.startswith("0.")}
+    return {name: value for name, value in state(member).items() if name.startswith("0.")}
 
 
-def featurize(traker: TRAKer, model_id: int, stop: int = old.N, shift: int = 0, weights_of: int = 0) -> None:
+def featurize(traker: TRAKer, model_id: int, stop: int = N, shift: int = 0, weights_of: int = 0) -> None:
     traker.load_checkpoint(weights(model_id + weights_of), model_id)
-    traker.featurize(old.rows(shift, stop + shift), inds=range(stop))
+    traker.featurize(rows(shift, stop + shift), inds=range(stop))
 
 
 def score(traker: TRAKer, name: str, ids: tuple[int, ...], weights_of: int = 0) -> None:
     for model_id in ids:
-        traker.start_scoring_checkpoint(name, weights(model_id + weights_of), model_id, old.M)
-        traker.score(old.rows(*TARGETS[name]), inds=range(old.M))
+        traker.start_scoring_checkpoint(name, weights(model_id + weights_of), model_id, M)
+        traker.score(rows(*TARGETS[name]), inds=range(M))
 
 
-def run(directory: Path, kind: str, **changes: Any) -> Tensor:
+def run(directory: Path, **changes: Any) -> Tensor:
     """The whole script, over three checkpoints."""
-    traker = make(directory, kind, **changes)
+    traker = make(directory, **changes)
     for model_id in IDS:
         featurize(traker, model_id)
     traker.finalize_features()
@@ -81,9 +101,9 @@ def run(directory: Path, kind: str, **changes: Any) -> Tensor:
     return traker.finalize_scores("a")
 
 
-def half(directory: Path, kind: str, shift: int = 0, weights_of: int = 0, **changes: Any) -> TRAKer:
+def half(directory: Path, shift: int = 0, weights_of: int = 0, **changes: Any) -> TRAKer:
     """The same script, stopped before the third checkpoint was complete; with two experiments."""
-    traker = make(directory, kind, **changes)
+    traker = make(directory, **changes)
     for model_id in IDS[:2]:
         featurize(traker, model_id, shift=shift, weights_of=weights_of)
     featurize(traker, IDS[2], stop=6, shift=shift, weights_of=weights_of)
@@ -94,17 +114,11 @@ def half(directory: Path, kind: str, shift: int = 0, weights_of: int = 0, **chan
     return traker
 
 
-def read(directory: Path, kind: str, name: str) -> Tensor:
-    if kind == "mmap":
-        return read_scores(directory, name)
-    return make(directory, kind).saver.read_scores(name)
+def read(directory: Path, name: str) -> Tensor:
+    return MmapDirectory(directory).read_scores(name)
 
 
-def findings(directory: Path, kind: str) -> list[Finding]:
-    configuration = directory / ("metadata.json" if kind == "mmap" else "trak_config.json")
-    if not configuration.exists():
-        return [Finding(configuration, "missing")]
-    if kind == "mmap":
-        return list(verify_mmap(directory))
-    every = [*verify_store(directory), *verify_traker(directory)]
-    return [one for one in every if one.path.name != "gram.safetensors"]  # TRAKer computes it as it goes
+def findings(directory: Path) -> list[Finding]:
+    if not (directory / "metadata.json").exists():
+        return [Finding(directory / "metadata.json", "missing")]
+    return list(check_run(directory))

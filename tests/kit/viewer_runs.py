@@ -27,7 +27,7 @@ TEMPLATES = [
 """Texts that templates of a page would run."""
 
 BAD = [*HOSTILE, *TEMPLATES]
-QUICK = ("--use_cpu", "--disable_tqdm", "--proj_dim", "32", "--feature_dtype", "float32")
+QUICK = ("--use_cpu", "--proj_dim", "32", "--feature_dtype", "float32")
 N = 40
 
 

@@ -14,6 +14,7 @@ from digit_models import DigitNet, digits
 from safetensors.torch import load_file
 from sharded_jobs import attributor, difference, features, made, mesh_of_all, sharded, tensor_parallel
 from torch import Tensor, nn
+from trak_options import trak_config
 from transformers.modeling_outputs import CausalLMOutput, ImageClassifierOutput
 
 from hf_trak import TrakAttributor, TrakConfig, TRAKer, per_sample_gradients
@@ -28,7 +29,7 @@ from hf_trak.projectors.reference import factored_matrix
 from hf_trak.traker.plugins import projection_identity
 
 SIZE, K = 3, 32
-OPTIONS: dict[str, Any] = {"proj_type": "factored", "factored_dim": SIZE, "proj_dim": K}
+OPTIONS: dict[str, Any] = {"proj_type": f"factored-{SIZE}", "proj_dim": K}
 
 ROUNDING = 1e-5
 """Features are sums over parameters of products that take 10 to 10⁴ additions in float32 (ε = 6·10⁻⁸)."""
@@ -75,8 +76,8 @@ class ConvNet(nn.Module):
 
 
 def of_digits(model: nn.Module, directory: Path, **options: Any) -> TrakAttributor:
-    config = TrakConfig(
-        output_dir=str(directory), shard_size=4, per_device_batch_size=3, use_cpu=True, disable_tqdm=True,
+    config = trak_config(
+        output_dir=str(directory), shard_size=4, per_device_batch_size=3, use_cpu=True,
         **{"feature_dtype": "float32", **OPTIONS, **options},
     )  # fmt: skip
     return TrakAttributor(model, config, train_dataset=digits(0, 7), task="image_classification")
@@ -105,12 +106,12 @@ def test_features_are_those_of_the_definition(name: str, tmp_path: Path) -> None
     one = TrakAttributor(model, config_of(tmp_path), train_dataset=data, task="causal_lm").featurize()
     expected = by_the_reference(model, batch_of(data), "causal_lm")
     assert difference(features(one).double(), expected) <= ROUNDING
-    assert len(one.projector().matrices) >= 4  # type: ignore[attr-defined]
+    assert len(one.features.projector().matrices) >= 4  # type: ignore[attr-defined]
 
 
 def config_of(directory: Path, **options: Any) -> TrakConfig:
-    return TrakConfig(
-        output_dir=str(directory), shard_size=2, per_device_batch_size=2, use_cpu=True, disable_tqdm=True,
+    return trak_config(
+        output_dir=str(directory), shard_size=2, per_device_batch_size=2, use_cpu=True,
         **{"feature_dtype": "float32", **OPTIONS, **options},
     )  # fmt: skip
 
@@ -176,13 +177,13 @@ def test_a_killed_run_continues_with_the_same_bits(tmp_path: Path) -> None:
     attributor(made("gpt2"), "gpt2", tmp_path, **OPTIONS).featurize()
     assert {path: path.read_bytes() for path in tmp_path.rglob("train-*")} == before
     scored = attributor(made("gpt2"), "gpt2", tmp_path, **OPTIONS).attribute(sharded_jobs.rows("gpt2", 3, 2))
-    assert len(scored) == 3 and whole.store.config["factored_dim"] == SIZE
+    assert len(scored) == 3 and whole.features.store.config["factored_dim"] == SIZE
 
 
-@pytest.mark.parametrize("changed", [{"factored_dim": 4}, {"proj_type": "sjlt"}, {"proj_nonzeros": 2}, {"seed": 1}])
+@pytest.mark.parametrize("changed", [{"proj_type": "factored-4"}, {"proj_type": "sjlt"}, {"seed": 1}])
 def test_another_map_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
     attributor(made("vit"), "vit", tmp_path, **OPTIONS).featurize()
-    with pytest.raises(ConfigMismatchError, match=next(iter(changed)) if "proj_type" not in changed else "projection"):
+    with pytest.raises(ConfigMismatchError, match=r"seed|factored_dim|projection"):
         attributor(made("vit"), "vit", tmp_path, **{**OPTIONS, **changed}).featurize()
 
 
@@ -190,7 +191,7 @@ def test_an_index_that_is_loaded(tmp_path: Path) -> None:
     one = attributor(made("vit"), "vit", tmp_path, **OPTIONS).featurize()
     targets = sharded_jobs.rows("vit", 3, 2)
     loaded = TrakAttributor.from_pretrained(str(tmp_path), made("vit"), use_cpu=True)
-    assert (loaded.args.proj_type, loaded.args.factored_dim) == ("factored", SIZE)
+    assert loaded.args.proj_type == f"factored-{SIZE}"
     scores = [torch.tensor(each.attribute(targets, top_k=None)["trak_scores"]) for each in (one, loaded)]
     assert torch.equal(*scores)
 
@@ -213,13 +214,13 @@ def _doubled(block: Any) -> Any:
 
 
 def test_what_does_not_go_together(tmp_path: Path) -> None:
-    for other in ({"whitened": True}, {"curvature": "hybrid"}, {"curvature": "auto"}):
-        with pytest.raises(ValueError, match="`proj_type` is 'factored' and"):
-            TrakConfig(proj_type="factored", **other)
+    for other in ({"curvature_whitened": True}, {"curvature": "hybrid"}):
+        with pytest.raises(ValueError, match="`proj_type` is 'factored', with"):
+            trak_config(proj_type="factored", **other)
     with pytest.raises(ValueError, match="No parameter is large enough"):
-        attributor(made("gpt2"), "gpt2", tmp_path, **{**OPTIONS, "factored_dim": 64}).featurize()
+        attributor(made("gpt2"), "gpt2", tmp_path, **{**OPTIONS, "proj_type": "factored-64"}).featurize()
     exact = attributor(made("gpt2"), "gpt2", tmp_path / "exact", **OPTIONS)
-    assert len(exact.attribute(sharded_jobs.rows("gpt2", 2, 2), exact=True)) == 2  # EK-FAC needs no projection
+    assert len(exact.attribute(sharded_jobs.rows("gpt2", 2, 2), method="exact")) == 2  # EK-FAC needs no projection
 
 
 def test_estimate(tmp_path: Path) -> None:

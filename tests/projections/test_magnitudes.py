@@ -10,8 +10,9 @@ import torch
 from datasets import Dataset
 from rounding import unit_roundoff
 from torch import Tensor, nn
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.errors import StoreError
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores.scorer import Scorer
@@ -80,12 +81,12 @@ def test_a_cast_model_gets_inputs_of_its_dtype(tmp_path: Path, dtype: str) -> No
     model = Pixels()
 
     def features(**options: Any) -> Tensor:
-        args = TrakConfig(
+        args = trak_config(
             output_dir=str(tmp_path / options.get("model_dtype", "float32")), proj_type="none", use_cpu=True,
-            disable_tqdm=True, **options,
+            **options,
         )  # fmt: skip
         attributor = TrakAttributor(model, args, train_dataset=rows, task="image_classification").featurize()
-        return torch.cat([shard.grads for shard in attributor.store.train(0)])
+        return torch.cat([shard.grads for shard in attributor.features.store.train(0)])
 
     expected, found = features(), features(model_dtype=dtype)
     assert model.head.weight.dtype == torch.float32

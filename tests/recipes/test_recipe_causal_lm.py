@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
+from kit.python_text import python_reference
 from recipe_runs import CPU, ROOT, commands_of, imported, run_script
 
 from hf_trak import TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
-from hf_trak.recipe_kit.python_text import python_reference
 
 RECIPE = ROOT / "recipes" / "causal_lm"
 SMALL = (

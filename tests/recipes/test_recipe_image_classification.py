@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, load_from_disk
+from kit.training import spread
 from PIL import Image as PILImage
 from safetensors.torch import load_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
-from hf_trak.recipe_kit.training import spread
 from hf_trak.store.sealed import write_sealed
 from hf_trak.weights.checkpoints import load_into
 
@@ -27,7 +27,7 @@ RECIPE = ROOT / "recipes" / "image_classification"
 SMALL = [
     "--max_train_samples=150", "--max_eval_samples=30", "--num_train_epochs=2", "--save_steps=0.5",
     "--num_checkpoints=2", "--proj_dim=256", "--shard_size=64", "--top_k=6", "--num_targets=2", "--images_per_side=3",
-    "--use_cpu", "--disable_tqdm",
+    "--use_cpu",
 ]  # fmt: skip
 
 

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.attributor import last_result
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report import AttributionRun, ReportOptions, ScoreDistributions, show_target, write_report
 from hf_trak.report.content import Columns, Piece, Span, content_of, pieces, visible
 from hf_trak.report.images import PictureBook
-from hf_trak.report.run import find_run, score_distributions
+from hf_trak.report.run_record import find_run
 from hf_trak.report.views import signed
 
 HOSTILE = [
@@ -216,13 +217,10 @@ def test_a_run_survives_the_disk_with_the_rows_it_needs(tmp_path, hostile_run):
     first = write_report(hostile_run, tmp_path / "a.html").read_text()
     again = write_report(AttributionRun.load(saved.save(tmp_path / "run")), tmp_path / "b.html").read_text()
     assert again == first
-    parts = sorted((tmp_path / "run").glob("parts-*"))  # of this save, and of the one before
-    assert len(parts) == 2
-    for path in parts:
-        assert sorted(file.name for file in path.iterdir()) == ["scored", "statistics.safetensors", "train"]
-    others = {path.name for path in (tmp_path / "run").iterdir()} - {path.name for path in parts}
-    assert others == {"run.json", "scored", "train"}
-    assert load_from_disk(tmp_path / "run" / "scored")[:] == hostile_run.scored[:]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run"]
+    files = {path.name for path in (tmp_path / "run" / "run").iterdir()}
+    assert files == {"run.json", "scored", "train", "statistics.safetensors"}
+    assert load_from_disk(tmp_path / "run" / "run" / "scored")[:] == hostile_run.scored[:]
 
 
 def test_a_training_row_that_the_run_lacks(tmp_path):
@@ -237,15 +235,6 @@ def test_a_training_row_that_the_run_lacks(tmp_path):
     assert whole.train_row(absent) == {"text": f"row {absent}"}
 
 
-def test_two_saved_datasets_are_a_run_too(tmp_path):
-    """Two saved datasets without `run.json`, as the image classification recipe leaves them, are a run."""
-    rows = Dataset.from_dict({"text": [f"row {i}" for i in range(9)], "label": [0, 1, 2] * 3})
-    with_scores(rows.select([0, 1]), torch.randn(9, 2), 3).save_to_disk(tmp_path / "scored")
-    rows.save_to_disk(tmp_path / "train")
-    page = write_report(AttributionRun.load(tmp_path), tmp_path / "report.html").read_text()
-    assert "row 8" in page or "row 7" in page
-
-
 def test_runs_that_cannot_be_read(tmp_path, hostile_run):
     with pytest.raises(IncompleteStoreError, match="holds no run"):
         AttributionRun.load(tmp_path)
@@ -255,19 +244,19 @@ def test_runs_that_cannot_be_read(tmp_path, hostile_run):
     hostile_run.save(store / "scores" / "two")
     with pytest.raises(ValueError, match=r"several runs.*one.*two"):
         AttributionRun.load(store)
-    two = store / "scores" / "two"
+    two = store / "scores" / "two" / "run"
+    assert find_run(two) == two.parent
     (two / "run.json").write_text('{"format_version": 99}')
     with pytest.raises(StoreError, match="format version 99"):
         AttributionRun.load(two)
     (two / "run.json").write_text("{")
-    with pytest.raises(StoreError, match="is no JSON"):
+    with pytest.raises(StoreError, match="is not valid JSON"):
         AttributionRun.load(two)
     (two / "run.json").unlink()
-    with pytest.raises(IncompleteStoreError, match="interrupted"):
-        AttributionRun.load(two)
-    hostile_run.save(two)
-    (statistics,) = two.glob("parts-*/statistics.safetensors")
-    statistics.write_bytes(b"\xff" * 100)
+    with pytest.raises(IncompleteStoreError, match=r"run\.json is missing"):
+        AttributionRun.load(two.parent)
+    hostile_run.save(two.parent)
+    (two / "statistics.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(StoreError, match=r"statistics.safetensors is damaged"):
         AttributionRun.load(two)
 
@@ -276,7 +265,7 @@ def test_what_is_no_result_of_attribute():
     rows = Dataset.from_dict({"text": ["a", "b"]})
     with pytest.raises(ValueError, match="missing"):
         AttributionRun(rows, rows)
-    with pytest.raises(ValueError, match="A score names training row"):
+    with pytest.raises(ValueError, match=r"names the training row \d+; there are 2"):
         AttributionRun(with_scores(rows, torch.randn(30, 2)), rows).check_rows(2)
 
 
@@ -360,9 +349,7 @@ def digits(start: int, stop: int) -> Dataset:
 
 @pytest.fixture(scope="module")
 def attributor(tmp_path_factory: pytest.TempPathFactory) -> TrakAttributor:
-    config = TrakConfig(
-        output_dir=str(tmp_path_factory.mktemp("trak")), proj_dim=64, shard_size=16, use_cpu=True, disable_tqdm=True
-    )
+    config = TrakConfig(output_dir=str(tmp_path_factory.mktemp("trak")), proj_dim=64, shard_size=16, use_cpu=True)
     torch.manual_seed(0)
     found = TrakAttributor(DigitNet(), config, train_dataset=digits(0, 50), task="image_classification")
     return found.featurize()
@@ -371,10 +358,12 @@ def attributor(tmp_path_factory: pytest.TempPathFactory) -> TrakAttributor:
 def test_from_features_to_page(attributor: TrakAttributor, tmp_path: Path):
     rows = digits(100, 104)
     scored = attributor.attribute(rows, top_k=8, name="few")
-    found = score_distributions(attributor, scored, rows, "few")
+    found = last_result(attributor).counted()
     influence = attributor.self_influence()
-    run = AttributionRun.collect(attributor, scored, distributions=found, self_influence=influence, facts={"lds": 0.5})
-    full = AttributionRun.collect(attributor, attributor.attribute(rows, top_k=None, name="all"))
+    run = AttributionRun.collect(
+        attributor.features, scored, distributions=found, self_influence=influence, facts={"lds": 0.5}
+    )
+    full = AttributionRun.collect(attributor.features, attributor.attribute(rows, top_k=None, name="all"))
     matrix = torch.tensor(np.stack(attributor.attribute(rows, top_k=None).with_format("numpy")["trak_scores"][:])).T
     np.testing.assert_array_equal(found.counts, counted(matrix).counts)
     np.testing.assert_array_equal(full.distributions.counts, found.counts)
@@ -388,7 +377,7 @@ def test_from_features_to_page(attributor: TrakAttributor, tmp_path: Path):
     text = Elements(page).text
     for fact in ("DigitNet", "650", "sjlt", "0.3 relative", "0.5"):
         assert fact in text
-    json.loads((tmp_path / "run" / "run.json").read_text())
+    json.loads((tmp_path / "run" / "run" / "run.json").read_text())
 
 
 def test_rows_of_any_dataset_are_shown(attributor: TrakAttributor, tmp_path: Path):
@@ -404,7 +393,7 @@ def test_rows_of_any_dataset_are_shown(attributor: TrakAttributor, tmp_path: Pat
 
     targets = Pairs(digits(100, 103))
     scored = attributor.attribute(targets, top_k=3)
-    run = AttributionRun.collect(attributor, scored, targets)
+    run = AttributionRun.collect(attributor.features, scored, targets)
     page = write_report(AttributionRun.load(run.save(tmp_path / "run")), tmp_path / "report.html").read_text()
     assert page.count('href="data:image/png') >= 3
     assert f"<bdi>{int(targets[0]['labels'])}</bdi>" in page
@@ -412,7 +401,7 @@ def test_rows_of_any_dataset_are_shown(attributor: TrakAttributor, tmp_path: Pat
 
 def test_show_shows_the_last_result(attributor: TrakAttributor, tmp_path: Path):
     fresh = TrakAttributor.from_pretrained(
-        str(attributor.args.output_dir), attributor.model, use_cpu=True, disable_tqdm=True, task="image_classification"
+        str(attributor.args.output_dir), attributor.model, use_cpu=True, task="image_classification"
     )
     with pytest.raises(ValueError, match="nothing to show yet"):
         fresh.show(0)
@@ -426,7 +415,7 @@ def test_show_shows_the_last_result(attributor: TrakAttributor, tmp_path: Path):
         *scored[1]["trak_harmful_indices"][:2],
     ]
     assert "All 50 scores" in text
-    run = AttributionRun.collect(fresh, scored)
+    run = AttributionRun.collect(fresh.features, scored)
     saved = AttributionRun.load(run.save(tmp_path / "run"))
     assert saved.train is None and saved.n_train == 50
     assert write_report(saved, tmp_path / "report.html").read_text().count("<article") == 4
@@ -435,7 +424,7 @@ def test_show_shows_the_last_result(attributor: TrakAttributor, tmp_path: Path):
 def test_one_target_in_a_notebook_stays_in_its_frame(attributor: TrakAttributor):
     rows = digits(100, 104).add_column("text", HOSTILE[:4])
     scored = attributor.attribute(rows, top_k=3)
-    shown = show_target(attributor, scored, 2, distributions=score_distributions(attributor, scored, rows))
+    shown = show_target(attributor.features, scored, 2, distributions=last_result(attributor).counted())
     (frame,) = Elements(shown._repr_html_()).tags
     assert frame[0] == "iframe" and frame[1]["sandbox"] is None  # nothing is allowed
     inner = Elements(frame[1]["srcdoc"])
@@ -443,4 +432,4 @@ def test_one_target_in_a_notebook_stays_in_its_frame(attributor: TrakAttributor)
     assert HOSTILE[2] in inner.text and "Target 2" in inner.text and "All 50 scores" in inner.text
     assert f"row {scored[2]['trak_indices'][0]} (" in repr(shown)
     with pytest.raises(IndexError, match=r"no target 4. Expected 0 … 3"):
-        show_target(attributor, scored, 4)
+        show_target(attributor.features, scored, 4)

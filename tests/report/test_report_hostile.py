@@ -16,11 +16,13 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset, Features, Image, Json, List, Value
+from kit.grid import image_grid
 from PIL import Image as PILImage
+from places import PYTHONPATH
 from test_report import Elements, with_scores
 
 from hf_trak.errors import StoreError
-from hf_trak.report import AttributionRun, ReportOptions, image_grid, write_report
+from hf_trak.report import AttributionRun, ReportOptions, write_report
 from hf_trak.report.content import Columns, EncodedImage, content_of, stored
 from hf_trak.report.images import MOST_PIXELS, PictureBook, UnreadableImageError, bounded
 from hf_trak.report.page import target_page
@@ -58,7 +60,7 @@ def run_of(images: list[Any]) -> AttributionRun:
 
 def reasons(run: AttributionRun, path: Path) -> set[str]:
     """Collect the reasons that the report of a run gives for images that it does not show."""
-    found = re.findall(r'<p class="unshown">The image is not shown: (.*?)\.</p>', write_report(run, path).read_text())
+    found = re.findall(r'<p class="unshown">Not shown: the image: (.*?)\.</p>', write_report(run, path).read_text())
     return set(map(html.unescape, found))
 
 
@@ -71,7 +73,8 @@ MEMORY = """
 import sys
 from pathlib import Path
 import matplotlib.figure, PIL.Image
-from hf_trak.report import AttributionRun, image_grid, write_report
+from kit.grid import image_grid
+from hf_trak.report import AttributionRun, write_report
 from hf_trak.report.page import _template
 
 def memory(name):
@@ -97,7 +100,10 @@ def test_images_that_grow_when_they_are_decoded_take_little_memory(tmp_path: Pat
     assert max(len(images[0]), len(images[1])) < 25_000
     run_of([*images, GOOD]).save(tmp_path)
     result = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)], cwd=Path(__file__).parents[2], capture_output=True, text=True
+        [sys.executable, "-c", MEMORY, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     page = (tmp_path / "report.html").read_text()
@@ -282,4 +288,4 @@ def test_stale_score_columns_of_rows_are_not_taken_for_those_of_the_result():
 def test_a_target_in_a_notebook_has_the_reason_too():
     views = RunViews(run_of([GOOD[:30], GOOD]))
     page = target_page(views.target(0), views.book.pictures)
-    assert "The image is not shown" in page and page.count("<image") == 1
+    assert "Not shown: the image" in page and page.count("<image") == 1

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from kit.grid import image_grid
+from kit.outcome import attributions
 from test_report import Elements, with_scores
 
-from hf_trak.recipe_kit.outcome import attributions
-from hf_trak.report import AttributionRun, image_grid, write_report
+from hf_trak.report import AttributionRun, write_report
 from hf_trak.report.page import target_page
 from hf_trak.report.views import RunViews
 
@@ -38,8 +39,8 @@ def test_harmful_rows_have_negative_scores(run: AttributionRun, tmp_path: Path) 
         [["+2", "+1"], ["−1"]],
     ]
     text = Elements(write_report(run, tmp_path / "report.html").read_text()).text
-    assert text.count("No training example has a negative score.") == 2
-    assert text.count("No training example has a positive score.") == 2
+    assert text.count("No training row has a negative score.") == 2
+    assert text.count("No training row has a positive score.") == 2
 
 
 def test_recipes_list_the_same_sides(run: AttributionRun) -> None:
@@ -56,7 +57,7 @@ def test_pictures_have_the_same_sides(tmp_path: Path, monkeypatch: pytest.Monkey
     def note(axes: Any, image: Any, row: int, score: float, *labels: Any) -> None:
         drawn.append((row, score))
 
-    monkeypatch.setattr("hf_trak.report.grid._draw_example", note)
+    monkeypatch.setattr("kit.grid._draw_example", note)
     image_grid(with_scores(targets, SCORES, 3), Dataset.from_dict(pictures), range(4), tmp_path / "grid.png", n=3)
     assert drawn == [(0, 3), (1, 2), (2, 1), (2, -3), (1, -2), (0, -1), (0, 2), (2, 1), (1, -1)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from digit_models import DigitNet, digits, full_scores, make, trained_net
 
-from hf_trak import TrakAttributor
+from hf_trak import Index, TrakAttributor
 from hf_trak.errors import StoreError
 from hf_trak.runtime.processes import share_of
 from hf_trak.scores import shortlist as first_pass
@@ -39,7 +39,7 @@ def test_the_scores_are_those_of_whole_rows(attributor):
     """Listed rows have the scores of the full scan, and none of the listed ones is better than those returned."""
     targets = digits(1000, 1006)
     everything = full_scores(attributor, targets)
-    found = attributor.attribute(targets, top_k=5, first_pass_bytes=FIRST, candidates=20)
+    found = attributor.attribute(targets, top_k=5, method=Index(first_pass_bytes=FIRST, candidates=20))
     indices, scores = column(found, "trak_indices"), column(found, "trak_scores")
     for target in range(6):
         np.testing.assert_allclose(scores[target], everything[indices[target], target], rtol=1e-4)
@@ -49,7 +49,7 @@ def test_the_scores_are_those_of_whole_rows(attributor):
 def test_all_rows_as_candidates_are_the_full_scan(attributor):
     targets = digits(1000, 1006)
     expected = attributor.attribute(targets, top_k=5)
-    found = attributor.attribute(targets, top_k=5, first_pass_bytes=FIRST, candidates=N)
+    found = attributor.attribute(targets, top_k=5, method=Index(first_pass_bytes=FIRST, candidates=N))
     for name in ("trak_indices", "trak_harmful_indices"):
         np.testing.assert_array_equal(column(found, name), column(expected, name))
     assert found.column_names == expected.column_names
@@ -60,14 +60,16 @@ def test_most_of_the_best_rows_are_found(attributor):
     """An eighth of the bytes, and the whole rows of 120 candidates of 700 for each target and end."""
     targets = digits(1000, 1020)
     expected = column(attributor.attribute(targets, top_k=10), "trak_indices")
-    found = column(attributor.attribute(targets, top_k=10, first_pass_bytes=FIRST, candidates=60), "trak_indices")
+    found = column(
+        attributor.attribute(targets, top_k=10, method=Index(first_pass_bytes=FIRST, candidates=60)), "trak_indices"
+    )
     assert np.mean([len(set(a) & set(b)) / 10 for a, b in zip(expected, found, strict=True)]) > 0.9
 
 
 def test_the_first_columns_are_a_store_of_their_own(attributor):
-    store = PrefixStore(attributor.store, FIRST)
+    store = PrefixStore(attributor.features.store, FIRST)
     assert store.proj_dim == 2048
-    for whole, part in zip(attributor.store.train(0), store.train(0), strict=True):
+    for whole, part in zip(attributor.features.store.train(0), store.train(0), strict=True):
         torch.testing.assert_close(part.grads, whole.grads[:, :2048], rtol=0, atol=0)
         torch.testing.assert_close(part.out_to_loss, whole.out_to_loss, rtol=0, atol=0)
 
@@ -91,7 +93,7 @@ def test_every_candidate_is_read_once_in_order(monkeypatch, world, together):
 
 
 def test_what_a_first_pass_misses_is_measured(attributor):
-    measured = [attributor.first_pass_fidelity(count, targets=12) for count in (512, 2048, 4096)]
+    measured = [attributor.fidelity(of=Index(first_pass_bytes=count), targets=12) for count in (512, 2048, 4096)]
     correlations = [one.scores.mean_spearman for one in measured]
     assert correlations == sorted(correlations)
     assert correlations[0] > 0.3
@@ -102,7 +104,9 @@ def test_what_a_first_pass_misses_is_measured(attributor):
 def test_groups_of_targets(attributor):
     targets = digits(1000, 1012)
     expected = attributor.attribute(targets, top_k=5, group_by="source")
-    found = attributor.attribute(targets, top_k=5, group_by="source", first_pass_bytes=FIRST, candidates=N)
+    found = attributor.attribute(
+        targets, top_k=5, group_by="source", method=Index(first_pass_bytes=FIRST, candidates=N)
+    )
     np.testing.assert_array_equal(column(found, "trak_indices"), column(expected, "trak_indices"))
     assert found["source"] == expected["source"]
 
@@ -119,16 +123,16 @@ def _flip(path: Path, tensor: str) -> None:
 def test_what_is_read_is_checked(nets, tmp_path, tensor):
     options = {"proj_dim": K, "feature_dtype": "int2", "shard_size": 32, "per_device_batch_size": 32}
     small = make(nets[0], tmp_path, digits(0, 64), **options).featurize()
-    path = small.store.train(0).path(1)
+    path = small.features.store.train(0).path(1)
     _flip(path, tensor)
-    shards = PrefixStore(small.store, FIRST).train(0)
+    shards = PrefixStore(small.features.store, FIRST).train(0)
     if tensor == "codes.01":
         shards.read(1)  # the second block is not read
     else:
         with pytest.raises(StoreError, match=f"checksum of `{tensor}`"):
             shards.read(1)
     with pytest.raises(StoreError, match="checksum"):
-        small.store.train(0).read(1)
+        small.features.store.train(0).read(1)
 
 
 def test_truncated_files_and_small_rows(nets, tmp_path):
@@ -137,33 +141,31 @@ def test_truncated_files_and_small_rows(nets, tmp_path):
     # 375 bytes are one block, which is all of the row.
     targets = digits(1000, 1003)
     expected = small.attribute(targets, top_k=3)
-    found = small.attribute(targets, top_k=3, first_pass_bytes=512)
+    found = small.attribute(targets, top_k=3, method=Index(first_pass_bytes=512))
     np.testing.assert_array_equal(column(found, "trak_indices"), column(expected, "trak_indices"))
     with pytest.raises(ValueError, match="first block"):
-        small.attribute(targets, top_k=3, first_pass_bytes=100)
-    path = small.store.train(0).path(0)
+        small.attribute(targets, top_k=3, method=Index(first_pass_bytes=100))
+    path = small.features.store.train(0).path(0)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(StoreError, match="cannot be"):
-        PrefixStore(small.store, 512).train(0).read(0)
+        PrefixStore(small.features.store, 512).train(0).read(0)
 
 
 def test_arguments_that_do_not_fit(attributor, nets, tmp_path):
     targets = digits(1000, 1003)
     with pytest.raises(ValueError, match="top_k"):
-        attributor.attribute(targets, top_k=None, first_pass_bytes=FIRST)
+        attributor.attribute(targets, top_k=None, method=Index(first_pass_bytes=FIRST))
     with pytest.raises(ValueError, match="candidates"):
-        attributor.attribute(targets, top_k=5, first_pass_bytes=FIRST, candidates=4)
+        attributor.attribute(targets, top_k=5, method=Index(first_pass_bytes=FIRST, candidates=4))
     with pytest.raises(ValueError, match="first_pass_bytes"):
-        attributor.attribute(targets, top_k=5, first_pass_bytes=0)
-    with pytest.raises(ValueError, match="first_pass_bytes"):
-        attributor.attribute(targets, top_k=5, first_pass_bytes=FIRST, exact=True)
+        attributor.attribute(targets, top_k=5, method=Index(first_pass_bytes=0))
     floats = make(nets[0], tmp_path, digits(0, 64)).featurize()
     with pytest.raises(ValueError, match="hf-trak convert"):
-        floats.attribute(targets, top_k=5, first_pass_bytes=FIRST)
+        floats.attribute(targets, top_k=5, method=Index(first_pass_bytes=FIRST))
 
 
 def test_a_rank_that_is_larger_than_the_first_columns(nets, tmp_path):
     options = {"proj_dim": 1100, "feature_dtype": "int8", "shard_size": 256, "per_device_batch_size": 64}
-    one = make(nets[0], tmp_path, digits(0, N), solver="low_rank", solver_rank=600, **options).featurize()
-    found = one.attribute(digits(1000, 1003), top_k=3, first_pass_bytes=512)
+    one = make(nets[0], tmp_path, digits(0, N), solver="low_rank-600", **options).featurize()
+    found = one.attribute(digits(1000, 1003), top_k=3, method=Index(first_pass_bytes=512))
     assert column(found, "trak_indices").shape == (3, 3)

@@ -43,7 +43,7 @@ def stacked(dataset: Dataset, column: str) -> np.ndarray:
 
 
 def test_mean_of_targets_is_the_mean_of_scores(attributor, targets, scores):
-    result = attributor.attribute(targets, top_k=None, aggregate="mean")
+    result = attributor.attribute(targets, top_k=None, group_by="all")
     assert len(result) == 1 and result["n_targets"][:] == [N_EVAL]
     assert relative_error(stacked(result, "trak_scores")[0], scores.mean(axis=1)) < 1e-5
 
@@ -79,11 +79,11 @@ def test_values_given_in_place_of_a_column(attributor, targets):
 
 def test_full_scores_of_different_groupings_do_not_overwrite_each_other(attributor, targets, scores):
     """Both results are memory-mapped from files. The first one does not change when the second one is made."""
-    mean = attributor.attribute(targets, top_k=None, aggregate="mean", name="same")
+    mean = attributor.attribute(targets, top_k=None, group_by="all", name="same")
     single = attributor.attribute(targets, top_k=None, name="same")
     grouped = attributor.attribute(targets, top_k=None, group_by="source", name="same")
     assert (len(mean), len(single), len(grouped)) == (1, N_EVAL, 3)
-    reread = attributor.attribute(targets, top_k=None, aggregate="mean", name="same")
+    reread = attributor.attribute(targets, top_k=None, group_by="all", name="same")
     assert stacked(mean, "trak_scores").tolist() == stacked(reread, "trak_scores").tolist()
     assert relative_error(stacked(single, "trak_scores").T, scores) < 1e-6
 
@@ -95,7 +95,7 @@ def test_no_target_is_computed_twice_for_another_grouping(attributor, targets, m
         raise AssertionError("gradients were taken again")
 
     monkeypatch.setattr("hf_trak.featurize.featurizer.Featurizer._fill", refuse)
-    attributor.attribute(targets, top_k=3, aggregate="mean")
+    attributor.attribute(targets, top_k=3, group_by="all")
     attributor.attribute(targets, top_k=3, group_by="labels")
 
 
@@ -175,12 +175,12 @@ def test_a_column_of_something_without_columns():
         RowGroups.of([1, 2, 3], "label")
 
 
-def test_unknown_aggregate(attributor, targets):
+def test_unknown_column(attributor, targets):
     with pytest.raises(ValueError, match="'median'"):
-        attributor.attribute(targets, aggregate="median")
+        attributor.attribute(targets, group_by="median")
 
 
 def test_unused_directory_of_scores_stays_in_the_store(attributor, targets):
-    attributor.attribute(targets, top_k=None, aggregate="mean", name="inside")
+    attributor.attribute(targets, top_k=None, group_by="all", name="inside")
     files = list(Path(attributor.args.output_dir, "scores", "inside").iterdir())
     assert len(files) == 1 and files[0].suffix == ".arrow"

@@ -152,7 +152,7 @@ def test_wrong_shapes_and_lambdas():
 
 def test_the_log_tells_lambda_and_the_condition_number(tmp_path, caplog):
     """λ and the condition number are logged for every checkpoint, equal to those of its features on disk."""
-    args = TrakConfig(str(tmp_path), proj_dim=8, use_cpu=True, disable_tqdm=True, lambda_relative=0.05)
+    args = TrakConfig(str(tmp_path), proj_dim=8, use_cpu=True, lambda_relative=0.05)
     rows = Dataset.from_dict({"pixel_values": torch.randn(20, 6).tolist(), "labels": [i % 3 for i in range(20)]})
     models = [TinyNet(), TinyNet()]
     attributor = TrakAttributor(models[0], args, train_dataset=rows, task="image_classification").featurize(models)
@@ -163,7 +163,7 @@ def test_the_log_tells_lambda_and_the_condition_number(tmp_path, caplog):
     for model_id, line in enumerate(said):
         found = re.fullmatch(r"Checkpoint (\d): λ = (\S+), condition number of XᵀX \+ λI about (\S+)\.", line)
         assert found is not None and int(found[1]) == model_id
-        x = torch.cat([shard.grads for shard in attributor.store.train(model_id)]).double()
+        x = torch.cat([shard.grads for shard in attributor.features.store.train(model_id)]).double()
         gram = x.T @ x
         lam = 0.05 * float(gram.trace()) / 8
         assert float(found[2]) == pytest.approx(lam, rel=1e-5)

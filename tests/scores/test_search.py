@@ -70,8 +70,8 @@ def test_kinds_that_faiss_does_not_know(attributor):
 
 def test_one_checkpoint_of_several(attributor):
     targets = digits(200, 203)
-    expected = attributor.attribute(targets, top_k=4, model_ids=[1])
-    found = attributor.build_search("Flat", model_ids=[1]).search(targets, top_k=4)
+    expected = attributor.attribute(targets, top_k=4, checkpoints=[1])
+    found = attributor.build_search("Flat", checkpoints=[1]).search(targets, top_k=4)
     np.testing.assert_array_equal(column(found, "trak_indices"), column(expected, "trak_indices"))
 
 

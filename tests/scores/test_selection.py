@@ -83,7 +83,7 @@ def test_any_quota_is_met_exactly(data):
 
 
 def test_a_selection_trains_with_trainer(attributor, targets, tmp_path):
-    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, disable_tqdm=True, save_strategy="no")
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, save_strategy="no")
     result = Trainer(DigitNet(), arguments, train_dataset=attributor.select(16, targets)).train()
     assert np.isfinite(result.training_loss)
 
@@ -105,7 +105,7 @@ def test_other_datasets_give_a_subset(tmp_path, targets):
     attributor = make(trained_net(digits(0, 30)), tmp_path, rows).featurize()
     subset = attributor.select(4, targets)
     assert isinstance(subset, Subset)
-    assert subset.indices == attributor.attribute(targets, 4, aggregate="mean")[0]["trak_indices"]
+    assert subset.indices == attributor.attribute(targets, 4, group_by="all")[0]["trak_indices"]
 
 
 @pytest.mark.parametrize("n", [0, N_TRAIN + 1, -3, 1.5, 0.0, True, "5", None])

@@ -63,13 +63,13 @@ def test_a_shortlist_has_both_ends_of_all_targets() -> None:
 def test_plain_targets_score_by_inner_products(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     rows = [(torch.randn(6), torch.tensor(row % 3)) for row in range(30)]
-    args = TrakConfig(str(tmp_path), proj_dim=64, use_cpu=True, disable_tqdm=True, feature_dtype="float32")
+    args = TrakConfig(str(tmp_path), proj_dim=64, use_cpu=True, feature_dtype="float32")
     own = TrakAttributor(model, args, rows[:24], task="image_classification").featurize()
-    targets = own.precondition(rows[24:], None, None, None)
-    scorer = own.scorer
+    targets = own.features.precondition(rows[24:], None, None, None)
+    scorer = own.features.scorer
     blocks = scorer.blocks([0], with_plain_targets(targets, scorer.device), everywhere=True)
     ridge, found = torch.cat([block for _, _, block in blocks]).split(6, dim=1)
-    (train,) = own.store.train(0)
+    (train,) = own.features.store.train(0)
     features = torch.cat([shard.grads for shard in targets.features[0]])
     expected = train.out_to_loss[:, None] * (train.grads @ features.T)
     # sums of 64 products, each rounded to 2⁻²⁴
@@ -82,11 +82,11 @@ def test_plain_targets_score_by_inner_products(tmp_path: Path) -> None:
 def test_groups_of_targets_and_features_of_any_size(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 3))
     rows = [(1e18 * torch.randn(6), torch.tensor(row % 3)) for row in range(30)]
-    args = TrakConfig(str(tmp_path), proj_dim=64, use_cpu=True, disable_tqdm=True, feature_dtype="float32")
+    args = TrakConfig(str(tmp_path), proj_dim=64, use_cpu=True, feature_dtype="float32")
     own = TrakAttributor(model, args, rows[:24], task="image_classification").featurize()
     groups = RowGroups.of(rows[24:], [0, 0, 0, 1, 1, 1], "group_by")
-    targets = own.precondition(rows[24:], None, None, None, groups)
-    (found,) = with_plain_targets(targets, own.scorer.device, groups)
+    targets = own.features.precondition(rows[24:], None, None, None, groups)
+    (found,) = with_plain_targets(targets, own.features.scorer.device, groups)
     features = torch.cat([shard.grads for shard in targets.features[0]]).double()
     plain = torch.ldexp(found.values.double(), found.exponents.unsqueeze(1))[2:]
     means = torch.stack([features[:3].mean(0), features[3:].mean(0)])

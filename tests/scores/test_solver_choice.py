@@ -11,6 +11,7 @@ import store_jobs
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from trak_options import trak_config
 
 from hf_trak import TrakAttributor, TrakConfig, estimate
 from hf_trak.runtime.processes import Processes
@@ -59,8 +60,6 @@ def test_what_is_set_is_taken() -> None:
     assert choose_solver("dual", None, 10**6, 16, 0) == SolverChoice("dual", 10**6, "it is set")
     assert choose_solver("low_rank", None, 100, 64, 0).size == 64
     assert choose_solver("low_rank", 12, 100, 64, 0).size == 12
-    assert choose_solver("block", None, 100, 10**5, 0).size == 4096
-    assert choose_solver("block", 500, 100, 64, 0).size == 64
     assert choose_solver("auto", 500, 10**6, 10**5, 0) == replace(
         choose_solver("auto", None, 10**6, 10**5, 0), size=500
     )
@@ -98,7 +97,7 @@ def scorer(store: FeatureStore, *solver: Any) -> Scorer:
 def test_small_stores_are_solved_and_described_as_ever(store: FeatureStore, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hf_trak"):
         one = scorer(store)
-        one.precondition(0, lambda: torch.ones(2, K), 2)
+        one.features.precondition(0, lambda: torch.ones(2, K), 2)
     assert {path.name for path in store.checkpoint_dir(0).glob("*.safetensors") if "train" not in path.name} == {
         "gram.safetensors"
     }
@@ -122,7 +121,6 @@ def test_results_say_which_solver_they_come_from(store: FeatureStore) -> None:
     assert identity("primal") is None
     assert identity("dual") == [{"kind": "dual"}]
     assert identity("low_rank", 7) == [{"algorithm": "subspace-1", "kind": "low_rank", "rank": 7}]
-    assert identity("block", 7) == [{"columns": 7, "kind": "block"}]
 
 
 def test_memory_decides_once(
@@ -154,11 +152,11 @@ def test_few_rows_never_make_a_matrix_of_features(tmp_path: Path) -> None:
     torch.manual_seed(0)
     data = [(torch.randn(20_000), i % 20) for i in range(20)]
     for name, options in {"none": {"proj_type": "none"}, "default": {"feature_dtype": "float32"}}.items():
-        config = TrakConfig(output_dir=str(tmp_path / name), use_cpu=True, disable_tqdm=True, **options)  # type: ignore[arg-type]
+        config = trak_config(output_dir=str(tmp_path / name), use_cpu=True, **options)  # type: ignore[arg-type]
         attributor = TrakAttributor(nn.Linear(20_000, 20), config, data, task="image_classification").featurize()
         scored = attributor.attribute(data[:2], top_k=1)
         assert [row[0] for row in scored["trak_indices"][:]] == [0, 1]
-        assert attributor.scorer.report(0).kind == "dual"
+        assert attributor.features.scorer.report(0).kind == "dual"
         files = {path.name for path in (tmp_path / name / "checkpoint-0").iterdir() if "train" not in path.name}
         assert "kernel.safetensors" in files and not any("gram" in file for file in files)
 
@@ -167,11 +165,11 @@ def test_the_setting_reaches_the_scores(tmp_path: Path) -> None:
     """The same scores from every exact solver, each of which keeps its own file and its own results."""
     found = {}
     networks = store_jobs.models(1)
-    for solver in ("auto", "dual", "low_rank", "block"):
+    for solver in ("auto", "dual", "low_rank"):
         attributor = store_jobs.make(tmp_path, solver=solver).featurize(networks)
         result = attributor.attribute(store_jobs.rows(3, 2), top_k=None).with_format("numpy")
         found[solver] = np.stack(result["trak_scores"][:])
-        assert attributor.scorer.report(0).kind == ("primal" if solver == "auto" else solver)
+        assert attributor.features.scorer.report(0).kind == ("primal" if solver == "auto" else solver)
     for solver, scores in found.items():
         # float32 products with float32 targets; a rank of 16 covers everything
         np.testing.assert_allclose(scores, found["auto"], rtol=1e-4, atol=1e-5 * np.abs(scores).max(), err_msg=solver)
@@ -180,7 +178,6 @@ def test_the_setting_reaches_the_scores(tmp_path: Path) -> None:
         "gram.safetensors",
         "kernel.safetensors",
         "low_rank-16.safetensors",
-        "gram_block-16-00000.safetensors",
     }
 
 
@@ -201,7 +198,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("solver, rank", [("primal", None), ("dual", None), ("low_rank", 40), ("block", 100)])
+@pytest.mark.parametrize("solver, rank", [("primal", None), ("dual", None), ("low_rank", 40)])
 def test_costs_are_those_of_what_is_done(
     tmp_path: Path, solver: Any, rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,11 +215,10 @@ def test_costs_are_those_of_what_is_done(
     one = scorer(store, solver, rank)
     cost = solver_cost(one.solvers.choice(0), n, k, m)
     with Products() as products:
-        one.precondition(0, lambda: torch.ones(m, k), m)
+        one.features.precondition(0, lambda: torch.ones(m, k), m)
     factorized = {
         "primal": k**3 // 6 + m * k * k,
         "dual": n**3 // 6 + m * n * n,
-        "block": k * 100**2 // 6 + m * k * 100,
     }
     assert products.total == pytest.approx(cost.multiply_adds - factorized.get(solver, 0), rel=0.15)
     kept = [path for path in tmp_path.glob("checkpoint-0/*.safetensors") if "train" not in path.name]
@@ -237,26 +233,25 @@ def model() -> nn.Module:
 def test_an_estimate_names_the_solver_and_the_others() -> None:
     expected = estimate(model(), 5000, TrakConfig(proj_dim=65_536), checkpoints=2, eval_dataset=10)
     assert expected.solver.kind == "dual" and expected.solver.size == 5000
-    assert [one.kind for one in expected.alternatives] == ["primal", "low_rank", "block"]
-    assert expected.gram_bytes == pytest.approx(2 * 8 * 5000**2, rel=1e-3)
-    assert expected.score_memory > expected.solver.memory >= 3 * 8 * 5000**2
+    assert [one.kind for one in expected.alternatives] == ["primal", "low_rank"]
+    assert expected.stages["solver"].disk == pytest.approx(2 * 8 * 5000**2, rel=1e-3)
+    assert expected.stages["solver"].memory > expected.solver.memory >= 3 * 8 * 5000**2
     primal = expected.alternatives[0]
     assert primal.memory == 3 * 8 * 65_536**2 and primal.disk == 8 * 65_536**2
     assert primal.multiply_adds > 5 * expected.solver.multiply_adds
     said = str(expected)
-    assert "dual solver 381.5 MiB" in said and "solver of the ridge: dual (5,000, memory" in said
+    assert "381.5 MiB" in said and "solver of the ridge: dual (5,000, memory" in said
     assert "; or primal (65,536, memory 96.0 GiB, disk 32.0 GiB" in said and "low_rank (2,048, not exact" in said
     small = estimate(model(), 5000, TrakConfig(proj_dim=64))
-    assert small.solver.kind == "primal" and small.gram_bytes == pytest.approx(8 * 64**2, abs=1000)
-    assert "XᵀX 32" in str(small)
+    assert small.solver.kind == "primal" and small.stages["solver"].disk == pytest.approx(8 * 64**2, abs=1000)
 
 
 def test_an_estimate_follows_the_settings() -> None:
-    options = TrakConfig(proj_dim=65_536, solver="low_rank", solver_rank=100)
+    options = TrakConfig(proj_dim=65_536, solver="low_rank-100")
     expected = estimate(model(), 5000, options)
     assert (expected.solver.kind, expected.solver.size) == ("low_rank", 100)
     assert [(one.kind, one.size) for one in expected.alternatives] == [
-        ("primal", 65_536), ("dual", 5000), ("block", 4096),
+        ("primal", 65_536), ("dual", 5000),
     ]  # fmt: skip
     with pytest.raises(ValueError, match="`solver_rank` is 100"):
         estimate(model(), 50, options)

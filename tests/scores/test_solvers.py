@@ -142,7 +142,7 @@ def test_lambda_and_condition_number_are_the_same(tmp_path: Path, shape: tuple[i
     x = stored(store)
     lam = 0.01 * float(x.square().sum()) / min(n, k)
     condition = float(torch.linalg.cond(x.T @ x + lam * torch.eye(k, dtype=torch.float64)))
-    for kind in ("dual", "low_rank", "block"):
+    for kind in ("dual", "low_rank"):
         report = scorer(store, kind, lambda_relative=0.01).report(0)
         assert report.lam == pytest.approx(lam, rel=1e-12)
         # eigenvalues are rounded relative to the largest one, in float32 for the low rank
@@ -158,7 +158,7 @@ def test_stored_features_are_what_is_solved_with(tmp_path: Path, dtype: str) -> 
     """Half precision and codes are read as they are, not as the gradients that they came from."""
     store = make_store(tmp_path, features(30, 64), dtype=dtype)
     rows = targets(64)
-    found = {kind: solved(scorer(store, kind), rows) for kind in ("primal", "dual", "low_rank", "block")}
+    found = {kind: solved(scorer(store, kind), rows) for kind in ("primal", "dual", "low_rank")}
     lam = scorer(store, "primal").report(0).lam
     for kind, one in found.items():
         assert relative(one, rows.double() @ exact(store, lam)) < (1e-5 if kind == "low_rank" else 1e-9), kind
@@ -189,7 +189,7 @@ def test_an_ensemble_of_several_solvers(tmp_path: Path) -> None:
     rows = targets(50)
     scores = []
     for one in (primal, mixed):
-        preconditioned = [one.precondition(model_id, lambda: rows, M) for model_id in (0, 1)]
+        preconditioned = [one.features.precondition(model_id, lambda: rows, M) for model_id in (0, 1)]
         scores.append(torch.cat([block for _, _, block in one.blocks([0, 1], preconditioned)]))
     torch.testing.assert_close(scores[1], scores[0], rtol=1e-5, atol=1e-5 * float(scores[0].abs().max()))
 
@@ -331,47 +331,6 @@ def test_features_without_a_direction(tmp_path: Path) -> None:
     assert relative(solved(one, targets(30)), targets(30).double() @ exact(store, system.lam)) < 1e-5
 
 
-# -- blocks ----------------------------------------------------------------------------------------------------------
-
-
-def test_blocks_are_systems_of_their_own(tmp_path: Path) -> None:
-    store = make_store(tmp_path, features(30, 50))
-    one = scorer(store, "block", 16)
-    x, rows = stored(store), targets(50).double()
-    expected, influence = torch.zeros(M, 50, dtype=torch.float64), torch.zeros(30, dtype=torch.float64)
-    for first in range(0, 50, 16):
-        part = x[:, first : first + 16]
-        gram = part.T @ part
-        lam = 0.3 * float(gram.trace()) / min(30, part.shape[1])
-        inverse = torch.linalg.inv(gram + lam * torch.eye(part.shape[1], dtype=torch.float64))
-        expected[:, first : first + 16] = rows[:, first : first + 16] @ inverse
-        influence += (part @ inverse * part).sum(1)
-    assert relative(solved(one, rows), expected) < 1e-10
-    system = one.solvers.make(0)
-    torch.testing.assert_close(system.quadratic(x), influence, rtol=1e-10, atol=0.0)
-    found = one.self_influence([0]).double()
-    torch.testing.assert_close(found, influence * torch.linspace(0.5, 1.5, 30), rtol=1e-6, atol=0.0)
-    assert one.report(0).error is None
-    assert len(list(tmp_path.rglob("gram_block-16-*.safetensors"))) == 4
-
-
-def test_one_block_is_the_primal_system(tmp_path: Path) -> None:
-    store = make_store(tmp_path, features(30, 50))
-    rows = targets(50)
-    assert relative(solved(scorer(store, "block"), rows), solved(scorer(store, "primal"), rows)) < 1e-10
-
-
-def test_a_block_without_features_takes_no_part(tmp_path: Path) -> None:
-    rows = features(30, 48)
-    rows[:, 16:32] = 0
-    store = make_store(tmp_path, rows)
-    found = solved(scorer(store, "block", 16), targets(48))
-    assert (found[:, 16:32] == 0).all() and (found[:, :16] != 0).all()
-    rows[:] = 0
-    with pytest.raises(SingularGramError, match="all features are zero"):
-        scorer(make_store(tmp_path / "zeros", rows), "block", 16).solvers.make(0)
-
-
 # -- the same bits ---------------------------------------------------------------------------------------------------
 
 
@@ -382,7 +341,7 @@ class Backwards(Processes):
         return range(count - 1, -1, -1)
 
 
-@pytest.mark.parametrize("kind, rank", [("dual", None), ("low_rank", 6), ("block", 16)])
+@pytest.mark.parametrize("kind, rank", [("dual", None), ("low_rank", 6)])
 def test_the_order_of_shards_changes_no_bit(
     tmp_path: Path, kind: Any, rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,9 +396,9 @@ def run_all(directory: Path) -> dict[str, Any]:
     """Every solver in this process group: digests of what was saved, solved, and asked."""
     store = FeatureStore.load(directory)
     found: dict[str, Any] = {}
-    for kind, rank in (("dual", None), ("low_rank", 6), ("block", 16)):
+    for kind, rank in (("dual", None), ("low_rank", 6)):
         one = scorer(store, kind, rank)
-        rows = one.precondition(0, lambda: targets(60), M)
+        rows = one.features.precondition(0, lambda: targets(60), M)
         scores = torch.cat([block for _, _, block in one.blocks([0], [rows], everywhere=True)])
         for name, value in (("rows", rows.values), ("scores", scores), ("self", one.self_influence([0]))):
             found[f"{kind} {name}"] = hashlib.sha256(value.numpy().tobytes()).hexdigest()
@@ -490,7 +449,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path, passes: int, mo
 
 def test_what_is_saved_is_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(tmp_path, features(33, 60))
-    kinds: list[tuple[Any, int | None]] = [("dual", None), ("low_rank", 6), ("block", 16)]
+    kinds: list[tuple[Any, int | None]] = [("dual", None), ("low_rank", 6)]
     before = [solved(scorer(store, kind, rank), targets(60)) for kind, rank in kinds]
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("checkpoint-0/*")}
     monkeypatch.setattr(TrainingFeatures, "gram_times", None)
@@ -498,25 +457,17 @@ def test_what_is_saved_is_not_computed_again(tmp_path: Path, monkeypatch: pytest
     after = [solved(scorer(store, kind, rank), targets(60)) for kind, rank in kinds]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("checkpoint-0/*")} == files
-    # blocks that are missing are computed again, and no others
-    block = tmp_path / "checkpoint-0" / "gram_block-16-00002.safetensors"
-    content = block.read_bytes()
-    block.unlink()
-    scorer(store, "block", 16).prepare(0)
-    assert block.read_bytes() == content
-    changed = {path for path in files if path.stat().st_mtime_ns != files[path]}
-    assert changed == {block}
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["primal", "dual", "low_rank", "block"])
+@pytest.mark.parametrize("kind", ["primal", "dual", "low_rank"])
 def test_no_ridge_with_fewer_rows_than_features_is_an_error(tmp_path: Path, kind: Any) -> None:
     store = make_store(tmp_path, features(20, 30))
     one = scorer(store, kind, lambda_reg=0.0)
     with pytest.raises(SingularGramError, match=r"λ = 0 is singular: .*Set a positive λ"):
-        one.precondition(0, lambda: targets(30), M)
+        one.features.precondition(0, lambda: targets(30), M)
 
 
 @pytest.mark.parametrize("kind, lam", [("dual", 1e-17), ("low_rank", 1e-8)])
@@ -526,20 +477,19 @@ def test_a_ridge_below_rounding_is_an_error(tmp_path: Path, kind: Any, lam: floa
         scorer(store, kind, lambda_reg=lam).report(0)
 
 
-@pytest.mark.parametrize("kind", ["dual", "low_rank", "block"])
+@pytest.mark.parametrize("kind", ["dual", "low_rank"])
 def test_rows_that_are_not_finite_are_named(tmp_path: Path, kind: Any) -> None:
     store = make_store(tmp_path, features(20, 30))
     shards = store.train(0)
     rows = shards.read(1).grads.clone()
     rows[4, 17] = float("nan")
-    identity, version = shards.identity, store.version
-    write_tensors(shards.path(1), {"grads": rows, "out_to_loss": torch.ones(7)}, identity, version, start=7, stop=14)
+    write_tensors(shards.path(1), {"grads": rows, "out_to_loss": torch.ones(7)}, shards.identity, start=7, stop=14)
     with pytest.raises(NonFiniteError, match="feature vector of row 11 "):
-        scorer(store, kind, 16 if kind == "block" else None).prepare(0)
+        scorer(store, kind).prepare(0)
     assert not list(tmp_path.rglob("kernel*")) and not list(tmp_path.rglob("low_rank*"))
 
 
-@pytest.mark.parametrize("kind", ["dual", "low_rank", "block"])
+@pytest.mark.parametrize("kind", ["dual", "low_rank"])
 def test_targets_and_rows_are_checked(tmp_path: Path, kind: Any) -> None:
     system = scorer(make_store(tmp_path, features(20, 30)), kind).solvers.make(0)
     bad = targets(30)
@@ -565,14 +515,14 @@ def flipped(path: Path, place: float) -> None:
     path.write_bytes(data)
 
 
-NAMES = {"dual": "kernel", "low_rank": "low_rank-6", "block": "gram_block-16-00001"}
+NAMES = {"dual": "kernel", "low_rank": "low_rank-6"}
 
 
 @pytest.mark.parametrize("place", [0.0, 0.02, 0.5, 1.0])
 @pytest.mark.parametrize("kind", NAMES)
 def test_damaged_files_are_refused(tmp_path: Path, kind: Any, place: float) -> None:
     store = make_store(tmp_path, features(20, 30))
-    rank = {"dual": None, "low_rank": 6, "block": 16}[kind]
+    rank = {"dual": None, "low_rank": 6}[kind]
     rows = solved(scorer(store, kind, rank), targets(30))
     path = tmp_path / "checkpoint-0" / f"{NAMES[kind]}.safetensors"
     flipped(path, place)
@@ -613,11 +563,11 @@ def test_a_damaged_state_is_refused(
 def test_files_of_other_features_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was computed from rows that have changed since, finished or not."""
     store = make_store(tmp_path, features(20, 30))
-    for kind, rank in (("dual", None), ("low_rank", 5), ("block", 16)):
+    for kind, rank in (("dual", None), ("low_rank", 5)):
         scorer(store, kind, rank).prepare(0)
     interrupted(store, monkeypatch, 3)
     make_store(tmp_path, features(20, 30, seed=1))
-    for kind, rank in (("dual", None), ("low_rank", 5), ("low_rank", 6), ("block", 16)):
+    for kind, rank in (("dual", None), ("low_rank", 5), ("low_rank", 6)):
         with pytest.raises(StoreError, match=r"belongs to another run.*content"):
             scorer(store, kind, rank).solvers.make(0)
 
@@ -626,11 +576,11 @@ def test_every_file_can_be_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     store = make_store(tmp_path, features(20, 30))
     files = SolverFiles(store, 0)
     assert list(files.findings(True)) == []
-    for kind, rank in (("primal", None), ("dual", None), ("low_rank", 5), ("block", 16)):
+    for kind, rank in (("primal", None), ("dual", None), ("low_rank", 5)):
         scorer(store, kind, rank).prepare(0)
     interrupted(store, monkeypatch, 3)
     names = [
-        "gram_block-16-00000", "gram_block-16-00001", "kernel", "low_rank-5", "low_rank-6.passes",
+        "kernel", "low_rank-5", "low_rank-6.passes",
     ]  # fmt: skip
     assert [one.path.name for one in files.findings(True)] == [f"{name}.safetensors" for name in names]
     assert {one.state for one in files.findings(True)} == {"intact"}

@@ -6,7 +6,7 @@ import transformers as tf
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import Span, TrakAttributor, TrakConfig
 from hf_trak.modelout_functions import CausalLMModelOutput
 from hf_trak.scores.spans import single_labels, span_targets
 
@@ -46,7 +46,7 @@ def attributor(request, rows, tokenizer, tmp_path):
     )
     return TrakAttributor(
         tf.GPT2LMHeadModel(config).eval(),
-        TrakConfig(output_dir=str(tmp_path), proj_dim=64, per_device_batch_size=4, disable_tqdm=True, use_cpu=True),
+        TrakConfig(output_dir=str(tmp_path), proj_dim=64, per_device_batch_size=4, use_cpu=True),
         train_dataset=rows,
         processing_class=tokenizer,
         task=CausalLMModelOutput(aggregation=request.param),
@@ -59,7 +59,7 @@ def scores(result) -> np.ndarray:
 
 def test_the_default_collator_pads_labels(attributor):
     """Rows of different lengths with labels need no collator, even if the tokenizer pads on the left."""
-    batch = next(iter(attributor.featurizer().batches(attributor.train_dataset).iterate([[0, 1]])))[1]
+    batch = next(iter(attributor.features.featurizer().batches(attributor.train_dataset).iterate([[0, 1]])))[1]
     assert batch["labels"].shape == batch["input_ids"].shape == (2, 9)
     assert batch["labels"][1, :3].tolist() == [-100] * 3 and int(batch["attention_mask"][1, 0]) == 0
     assert batch["labels"][1, 3:].tolist() == attributor.train_dataset[1]["labels"]
@@ -78,7 +78,7 @@ def test_a_span_of_everything_is_the_target(attributor, rows):
             end = [[-100 if token == 2 else token for token in ids] for ids in targets["labels"]]
             given = given.remove_columns("labels").add_column("labels", end)
             whole = scores(attributor.attribute(given, top_k=None))
-        part = scores(attributor.attribute_span(given, top_k=None, **span))
+        part = scores(attributor.attribute(given, top_k=None, part=Span(**span)))
         np.testing.assert_allclose(part, whole, rtol=1e-4, atol=1e-6 * np.abs(whole).max())
         whole = scores(attributor.attribute(targets, top_k=None))
 
@@ -87,8 +87,8 @@ def test_a_span_is_the_target_with_the_other_labels_left_out(attributor, rows):
     targets = rows.select([0, 2])
     labels = [[t if i in (3, 4) else -100 for i, t in enumerate(ids)] for ids in targets["input_ids"]]
     expected = scores(attributor.attribute(targets.remove_columns("labels").add_column("labels", labels), top_k=None))
-    by_tokens = attributor.attribute_span(targets, tokens=[(3, 5), (3, 5)], top_k=None)
-    by_words = attributor.attribute_span(targets, words=["fox sleeps", "bird sleeps"], top_k=None)
+    by_tokens = attributor.attribute(targets, part=Span(tokens=[(3, 5), (3, 5)]), top_k=None)
+    by_words = attributor.attribute(targets, part=Span(words=["fox sleeps", "bird sleeps"]), top_k=None)
     for part in (by_tokens, by_words):
         np.testing.assert_allclose(scores(part), expected, rtol=1e-4, atol=1e-6 * np.abs(expected).max())
     assert not np.allclose(expected, scores(attributor.attribute(targets, top_k=None)), rtol=0.1)
@@ -96,7 +96,7 @@ def test_a_span_is_the_target_with_the_other_labels_left_out(attributor, rows):
 
 def test_token_scores_add_up_to_the_score(attributor, rows):
     targets = rows.select([0, 1, 5])
-    result = attributor.attribute_tokens(targets, top_k=4)
+    result = attributor.attribute(targets, top_k=4, per_token=True)
     again = attributor.attribute(targets, top_k=4)
     for row, ids in enumerate(targets["input_ids"]):
         assert result[row]["trak_token_positions"] == list(range(1, len(ids)))  # the first token is predicted by none
@@ -110,7 +110,7 @@ def test_token_scores_add_up_to_the_score(attributor, rows):
 
 def test_the_breakdown_of_a_span_covers_the_span(attributor, rows):
     targets = span_targets(rows.select([0]), tokens=(2, 5))
-    result = attributor.attribute_tokens(targets, top_k=3)
+    result = attributor.attribute(targets, top_k=3, per_token=True)
     assert result[0]["trak_token_positions"] == [2, 3, 4]
     np.testing.assert_allclose(
         np.asarray(result[0]["trak_token_scores"]).sum(axis=1), result[0]["trak_scores"], rtol=1e-3, atol=1e-7
@@ -119,7 +119,7 @@ def test_the_breakdown_of_a_span_covers_the_span(attributor, rows):
 
 def test_single_labels_repeat_rows_with_the_weight_of_each_label(attributor, rows):
     chosen = rows.select([5, 1])
-    singles = single_labels(attributor.task, attributor.featurizer().batches(chosen), chosen)
+    singles = single_labels(attributor.task, attributor.features.featurizer().batches(chosen), chosen)
     weight = 1.0 if attributor.task.aggregation == "sum" else 1 / 4
     assert singles["trak_target"][:] == [0] * 4 + [1] * 5
     assert singles["trak_position"][:] == [1, 2, 3, 4, 1, 2, 3, 4, 5]
@@ -194,4 +194,4 @@ def test_one_label_per_sample_has_no_parts(rows, tokenizer, tmp_path):
         tf.BertForSequenceClassification(config), TrakConfig(str(tmp_path)), labelled, processing_class=tokenizer
     )
     with pytest.raises(TypeError, match="one label per sample"):
-        attributor.attribute_tokens(labelled)
+        attributor.attribute(labelled, per_token=True)

@@ -3,7 +3,6 @@ within what the codes' noise explains."""
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from scipy.stats import spearmanr
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import ConfigMismatchError, StoreError
 from hf_trak.store.codes import CodedRows
-from hf_trak.store.shards import CODES_VERSION, FORMAT_VERSION
 from hf_trak.store.store import FeatureStore
 
 N, K = 61, 300
@@ -37,7 +35,7 @@ def coded(net: DigitNet, directory: Path, dtype: str = "int1", **options) -> Tra
 
 
 def features(attributor: TrakAttributor, model_id: int = 0) -> torch.Tensor:
-    return torch.cat([shard.grads for shard in attributor.store.train(model_id)])
+    return torch.cat([shard.grads for shard in attributor.features.store.train(model_id)])
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +46,10 @@ def float_store(net, tmp_path_factory) -> TrakAttributor:
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "int1"])
 def test_the_store_holds_codes_of_the_rotated_features(net, float_store, tmp_path, dtype):
     attributor = coded(net, tmp_path, dtype).featurize()
-    store = attributor.store
+    store = attributor.features.store
     rotated = store.rotation(0).apply(features(float_store))
     expected = CodedRows.encode(rotated, store.code_format)
     torch.testing.assert_close(features(attributor), expected.decode(), rtol=0, atol=0)
-    assert store.version == CODES_VERSION
-    assert float_store.store.version == FORMAT_VERSION
     size = sum(path.stat().st_size for path in (tmp_path / "checkpoint-0").glob("train-*"))
     assert size <= N * (store.code_format.row_bytes + 8) + 4 * 2048  # codes, scale and q, and four headers
 
@@ -62,10 +58,10 @@ def test_the_store_holds_codes_of_the_rotated_features(net, float_store, tmp_pat
 def test_scores_are_those_of_the_decoded_features(net, tmp_path, dtype):
     attributor = coded(net, tmp_path, dtype).featurize()
     found = full_scores(attributor, digits(200, 208), name="targets")
-    shards = list(attributor.store.train(0))
+    shards = list(attributor.features.store.train(0))
     rows = torch.cat([shard.coded.decode() for shard in shards]).double()
     q = torch.cat([shard.out_to_loss for shard in shards]).double()
-    targets = torch.cat([shard.grads for shard in attributor.store.saved_targets("targets", 0)]).double()
+    targets = torch.cat([shard.grads for shard in attributor.features.store.saved_targets("targets", 0)]).double()
     gram = rows.T @ rows
     lam = attributor.args.lambda_relative * gram.trace() / min(N, K)
     inverse = torch.linalg.inv(gram + lam * torch.eye(K, dtype=torch.float64))
@@ -96,10 +92,10 @@ def test_targets_are_rotated_and_stay_float32(net, float_store, tmp_path):
     attributor = coded(net, tmp_path).featurize()
     for one in (attributor, float_store):
         one.attribute(digits(200, 208), top_k=3, name="targets")
-    plain = torch.cat([shard.grads for shard in float_store.store.saved_targets("targets", 0)])
-    turned = torch.cat([shard.grads for shard in attributor.store.saved_targets("targets", 0)])
+    plain = torch.cat([shard.grads for shard in float_store.features.store.saved_targets("targets", 0)])
+    turned = torch.cat([shard.grads for shard in attributor.features.store.saved_targets("targets", 0)])
     assert turned.dtype == torch.float32
-    torch.testing.assert_close(turned, attributor.store.rotation(0).apply(plain), rtol=0, atol=0)
+    torch.testing.assert_close(turned, attributor.features.store.rotation(0).apply(plain), rtol=0, atol=0)
 
 
 def test_everything_that_reads_features_reads_codes(net, tmp_path):
@@ -111,7 +107,9 @@ def test_everything_that_reads_features_reads_codes(net, tmp_path):
     assert len(grouped) == 9
     assert len(attributor.select(5, targets)) == 5
     assert torch.isfinite(attributor.self_influence()).all()
-    torch.testing.assert_close(attributor.store.read_gram(0).matrix, decoded.T @ decoded, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        attributor.features.store.read_gram(0).matrix, decoded.T @ decoded, rtol=1e-10, atol=1e-10
+    )
     # Rows that are left out and added keep the codes that they have.
     revised = attributor.exclude([0, 5, 17]).extend(digits(N, N + 4))
     kept = [row for row in range(N) if row not in (0, 5, 17)]
@@ -147,7 +145,7 @@ def test_changed_features_are_noticed_before_a_shard_is_written(net, tmp_path):
     coded(net, tmp_path).featurize()
     (tmp_path / "checkpoint-0" / "train-00002-of-00004.safetensors").unlink()
     other = coded(net, tmp_path)
-    features_of = type(other.featurizer())._features
+    features_of = type(other.features.featurizer())._features
 
     def changed(self, rows, *args, **kwargs):
         grads, q = features_of(self, rows, *args, **kwargs)
@@ -159,12 +157,11 @@ def test_changed_features_are_noticed_before_a_shard_is_written(net, tmp_path):
             other.featurize()
 
 
-def test_a_store_keeps_its_storage_when_the_default_is_another(net, tmp_path):
+def test_another_storage_is_refused_also_where_it_is_the_default(net, tmp_path):
     coded(net, tmp_path, "float32", proj_dim=2048).featurize()
-    again = make(net, tmp_path, digits(0, N), proj_dim=2048)
-    assert again.args.storage == "float32"
-    full_scores(again.featurize(), digits(200, 203))
-    assert make(net, tmp_path / "new", digits(0, N), proj_dim=2048).args.storage == "int4"
+    assert make(net, tmp_path, digits(0, N), proj_dim=2048).args.storage == "int4"
+    with pytest.raises(ConfigMismatchError, match="feature_dtype"):
+        make(net, tmp_path, digits(0, N), proj_dim=2048).featurize()
 
 
 @pytest.mark.parametrize("tensor", ["scale", "codes.00", "out_to_loss"])
@@ -196,14 +193,14 @@ def test_another_dtype_in_the_same_directory_is_refused(net, tmp_path):
     [
         ("rotation", "hadamard-9", "rotation"),
         ("levels", "levels-9", "levels"),
-        ("format_version", 2, "format version 3"),
+        ("format_version", 2, "format version 2, expected 1"),
         ("seed", -1, "seed"),
     ],
 )
 def test_a_configuration_of_other_codes_is_refused(net, tmp_path, key, value, match):
     from hf_trak.store.sealed import sealed_bytes
 
-    config = coded(net, tmp_path / "a").featurize().store.config
+    config = coded(net, tmp_path / "a").featurize().features.store.config
     directory = tmp_path / "b"
     directory.mkdir()
     (directory / "trak_config.json").write_bytes(sealed_bytes({**config, key: value}))
@@ -215,42 +212,16 @@ def test_a_budget_of_bytes():
     assert (TrakConfig().width, TrakConfig().storage) == (4096, "int4")
     assert TrakConfig(proj_dim=64).storage == "float32"
     assert TrakConfig(proj_type="none").storage == "float32"
-    budget = TrakConfig(bytes_per_row=1024)
+    budget = TrakConfig(proj_dim="1024B")
     assert (budget.width, budget.storage) == (4096, "int2")
-    assert TrakConfig(bytes_per_row=1024, feature_dtype="int8").width == 1024
-    assert TrakConfig(bytes_per_row=1024, feature_dtype="float32").width == 256
-    assert TrakConfig(bytes_per_row=1024, proj_dim=100).width == 100
+    assert TrakConfig(proj_dim="1024B", feature_dtype="int8").width == 1024
+    assert TrakConfig(proj_dim="1024B", feature_dtype="float32").width == 256
     again = replace(budget, output_dir="elsewhere")
     assert (again.width, again.storage) == (budget.width, budget.storage)
-    with pytest.raises(ValueError, match="bytes_per_row"):
-        TrakConfig(bytes_per_row=1, feature_dtype="float32")
-    with pytest.raises(ValueError, match="bytes_per_row"):
-        TrakConfig(bytes_per_row=0)
-
-
-def test_expected_quality_is_that_of_the_benchmark():
-    """The numbers that `estimate` shows are means of the published tables."""
-    from hf_trak.featurize.estimation import QUALITY, SIZES
-
-    text = (Path(__file__).parents[2] / "benchmarks/quality/CODES.md").read_text(encoding="utf-8")
-    tables = re.findall(r"LDS, with ridge:\n+\| \|[^\n]*\n\|---[^\n]*\n((?:\|[^\n]*\n)+)", text)
-    assert len(tables) == 7
-    found: dict[tuple[str, int], float] = {}
-    for line in "".join(tables).splitlines():
-        form, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-        for size, cell in zip(SIZES, cells, strict=True):
-            found[form, size] = found.get((form, size), 0.0) + float(cell.split()[0])
-    for form, values in QUALITY.items():
-        for size, value in zip(SIZES, values, strict=True):
-            assert value == pytest.approx(found[form, size] / found["float32", 16384], abs=0.0051)
-
-
-def test_an_estimate_shows_other_forms(net, tmp_path):
-    estimate = coded(net, tmp_path, "int2", proj_dim=8192).estimate(eval_dataset=10)
-    assert [(one.feature_dtype, one.row_bytes) for one in estimate.storage][:2] == [("int2", 512), ("int2", 1024)]
-    assert ("int2", 8192) not in {(one.feature_dtype, one.proj_dim) for one in estimate.storage}
-    assert "int4 × 4,096 (2,048 bytes per row, quality 1.01" in str(estimate)
-    assert coded(net, tmp_path / "none", None, proj_type="none").estimate().storage == ()
+    with pytest.raises(ValueError, match="`proj_dim` is"):
+        TrakConfig(proj_dim="1B", feature_dtype="float32")
+    with pytest.raises(ValueError, match="`proj_dim` is"):
+        TrakConfig(proj_dim="0B")
 
 
 JOB = """

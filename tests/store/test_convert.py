@@ -29,6 +29,7 @@ from hf_trak.runtime.processes import Processes
 from hf_trak.store import atomic
 from hf_trak.store.checkpoint_records import code_settings
 from hf_trak.store.references import read_references, write_references
+from hf_trak.store.sealed import sealed_bytes
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.store import FeatureStore
 
@@ -86,10 +87,10 @@ def test_float32_gives_the_bits_of_featurizing_anew(
     found, expected = contents(tmp_path / "converted"), contents(tmp_path / "direct")
     assert len(found) == 2 * (4 + 1 + 1) + 1 and found == expected
     assert contents(featurized) == before
-    assert other.store.config_hash == direct.store.config_hash
-    assert [history_of(other.store, model_id) for model_id in (0, 1)] == [("float32",)] * 2
+    assert other.features.store.config_hash == direct.features.store.config_hash
+    assert [history_of(other.features.store, model_id) for model_id in (0, 1)] == [("float32",)] * 2
     again = make(net, tmp_path / "converted", digits(0, N), feature_dtype=dtype)
-    again.sources.update(dict(enumerate(nets)))
+    again.features.sources.update(dict(enumerate(nets)))
     assert np.array_equal(full_scores(again, digits(200, 203)), full_scores(direct, digits(200, 203)))
 
 
@@ -98,13 +99,15 @@ def test_what_was_rounded_before_is_recorded(net: torch.nn.Module, tmp_path: Pat
     """The features are those of the source, rounded once more, and the record of the checkpoint names both steps."""
     source = make(net, tmp_path / "source", digits(0, N), feature_dtype=before).featurize()
     other = converted(source, tmp_path / "converted", dtype)
-    assert other.store.config_hash == make(net, tmp_path, digits(0, N), feature_dtype=dtype).store.config_hash
-    assert history_of(other.store, 0) == (before,)
-    deeper = convert_store(other.store, tmp_path / "deeper", "int1") if dtype != "int1" else other.store
+    assert other.features.store.config_hash == make(net, tmp_path, digits(0, N), feature_dtype=dtype).store.config_hash
+    assert history_of(other.features.store, 0) == (before,)
+    deeper = (
+        convert_store(other.features.store, tmp_path / "deeper", "int1") if dtype != "int1" else other.features.store
+    )
     assert history_of(deeper, 0) == (before, dtype)[: 1 + (dtype != "int1")]
-    form, rotation = other.store.code_format, other.store.rotation(0)
+    form, rotation = other.features.store.code_format, other.features.store.rotation(0)
     assert form is not None and rotation is not None
-    for old, new in zip(source.store.train(0), other.store.train(0), strict=True):
+    for old, new in zip(source.features.store.train(0), other.features.store.train(0), strict=True):
         rows = old.grads.float() if old.coded is not None else rotation.apply(old.grads)
         expected = type(new.coded).encode(rows, form)
         assert all(torch.equal(a, b) for a, b in zip(expected.blocks, new.coded.blocks, strict=True))
@@ -114,9 +117,9 @@ def test_what_was_rounded_before_is_recorded(net: torch.nn.Module, tmp_path: Pat
 def test_signs_survive_any_detour(net: torch.nn.Module, tmp_path: Path) -> None:
     """Levels lie symmetrically around 0 and never on it: one bit from 8, 4 or 2 is one bit from float32."""
     source = make(net, tmp_path / "source", digits(0, N)).featurize()
-    straight = convert_store(source.store, tmp_path / "straight", "int1")
+    straight = convert_store(source.features.store, tmp_path / "straight", "int1")
     for dtype in ("int8", "int4", "int2"):
-        middle = convert_store(source.store, tmp_path / dtype, dtype)
+        middle = convert_store(source.features.store, tmp_path / dtype, dtype)
         for a, b in zip(
             convert_store(middle, tmp_path / f"{dtype}-1", "int1").train(0), straight.train(0), strict=True
         ):
@@ -151,13 +154,13 @@ def convert_and_die(directory: Path, step: int) -> dict[str, Any]:
             return function(*arguments, **options)
 
         setattr(atomic.os, name, call)
-    convert_store(FeatureStore.load(directory / "source"), directory / "killed", "int2", TrakConfig(disable_tqdm=True))
+    convert_store(FeatureStore.load(directory / "source"), directory / "killed", "int2", TrakConfig())
     return {"steps": calls}
 
 
 def convert_together(directory: Path) -> dict[str, Any]:
     source = FeatureStore.load(directory / "source")
-    args, processes = TrakConfig(disable_tqdm=True, use_cpu=True), Processes(True)
+    args, processes = TrakConfig(use_cpu=True), Processes(True)
     result = convert_store(source, directory / "together", "int2", args, processes)
     return {"fidelity": compare_stores(source, result, args, processes, targets=5).to_dict()}
 
@@ -219,7 +222,7 @@ def test_other_directories_are_left_alone(tmp_path: Path) -> None:
     changed_record = json.loads((copy / "checkpoint-0" / "checkpoint.json").read_text())
     for key in ("converted_from", "converted_content"):
         del changed_record[key]
-    atomic.write_bytes(copy / "checkpoint-0" / "checkpoint.json", source.encoded(changed_record))
+    atomic.write_bytes(copy / "checkpoint-0" / "checkpoint.json", sealed_bytes(changed_record))
     for store, place, reason in (
         (source, tmp_path / "notes", r"holds \['diary.txt'\], and no feature store"),
         (source, converted_other, "another configuration"),
@@ -243,12 +246,9 @@ def test_incomplete_and_foreign_stores_are_refused(tmp_path: Path, net: torch.nn
         convert_store(make_store(tmp_path / "empty", ids=()), tmp_path / "converted", "int1")
     revised = make(net, featurized, digits(0, N)).exclude([0])
     with pytest.raises(StoreError, match="is a revision, which cannot be converted"):
-        convert_store(revised.store, tmp_path / "converted", "int1")
+        convert_store(revised.features.store, tmp_path / "converted", "int1")
     with pytest.raises(StoreError, match="is a TRAKer directory"):
         convert_store(make_store(tmp_path / "traker", api="TRAKer"), tmp_path / "converted", "int1")
-    old = make_store(tmp_path / "old", format_version=1)
-    with pytest.raises(StoreError, match=r"is a store of format 1.*hf-trak upgrade"):
-        convert_store(old, tmp_path / "converted", "int1")
     assert not (tmp_path / "converted").exists()
 
 
@@ -269,9 +269,9 @@ def test_fidelity_is_that_of_attributed_scores(
 ) -> None:
     """It compares what `attribute` gives for the drawn training rows as targets, without the model."""
     source = make(nets[0], featurized, digits(0, N))
-    source.sources.update(dict(enumerate(nets)))
+    source.features.sources.update(dict(enumerate(nets)))
     other = converted(source, tmp_path / "converted", "int2")
-    found = compare_stores(source.store, other.store, targets=4, seed=3)
+    found = compare_stores(source.features.store, other.features.store, targets=4, seed=3)
     drawn = np.random.Generator(np.random.Philox(3)).permutation(N)
     rows, targets = sorted(drawn[4:]), digits(0, N).select(sorted(drawn[:4]))
     before, after = (full_scores(one, targets, name="drawn")[rows] for one in (source, other))
@@ -289,7 +289,7 @@ def test_fidelity_is_that_of_attributed_scores(
     assert (found.bytes_before, found.bytes_after) == (64 * 4, 64 // 4 + 4)
     assert "256 to 20 bytes per row, 12.8 times fewer" in str(found)
     monkeypatch.setattr("hf_trak.featurize.fidelity._MOST_ROWS", 30)
-    part = compare_stores(source.store, other.store, targets=4, seed=3)
+    part = compare_stores(source.features.store, other.features.store, targets=4, seed=3)
     chosen = [rows.index(row) for row in sorted(drawn[4:34])]
     sampled = np.corrcoef(ranks(before[chosen])[:, 0], ranks(after[chosen])[:, 0])[0, 1]
     assert part.rows == 30 and part.scores.spearman[0] == pytest.approx(sampled, abs=0.01)
@@ -319,10 +319,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     """The result is a run of its own: later commands find model, rows and settings there."""
     write_reviews(tmp_path)
     monkeypatch.chdir(tmp_path)
-    quick = ["--proj_dim", "64", "--use_cpu", "--disable_tqdm", "--lambda_relative", "0.2"]
+    quick = ["--proj_dim", "64", "--use_cpu", "--lambda_relative", "0.2"]
     assert main(["featurize", "--model", "model", "--train_dataset", "reviews.jsonl", *quick]) == 0
     capsys.readouterr()
-    command = ["convert", "trak", "--to", "small", "--use_cpu", "--disable_tqdm"]
+    command = ["convert", "trak", "--to", "small", "--use_cpu"]
     assert main([*command, "--feature_dtype", "int2", "--targets", "5"]) == 0
     printed = capsys.readouterr().out
     assert "float32 to int2: 256 to 20 bytes per row" in printed and "35 training rows × 5 others" in printed
@@ -355,7 +355,7 @@ def test_a_copy_of_an_index_is_converted(
     write_references(store, 1, {"image_embeddings": torch.ones(2, 3)})
     push_index(store, "tester/index", token=TOKEN, settings=TrakConfig(lambda_relative=0.25))
     pull_index("tester/index", tmp_path / "copy")
-    arguments = ["--to", str(tmp_path / "small"), "--use_cpu", "--disable_tqdm", "--json"]
+    arguments = ["--to", str(tmp_path / "small"), "--use_cpu", "--json"]
     assert main(["convert", str(tmp_path / "copy"), *arguments]) == 0
     fidelity = json.loads(capsys.readouterr().out)["fidelity"]
     small = FeatureStore.load(tmp_path / "small")
@@ -371,11 +371,11 @@ def test_a_copy_of_an_index_is_converted(
 
 
 def test_attributors_of_an_index_are_converted(net: torch.nn.Module, featurized: Path, tmp_path: Path) -> None:
-    options = {"task": "image_classification", "use_cpu": True, "disable_tqdm": True}
+    options = {"task": "image_classification", "use_cpu": True}
     attributor = TrakAttributor.from_pretrained(str(featurized), net, train_dataset=digits(0, N), **options)
     other = converted(attributor, tmp_path / "converted", "int1")
-    assert other.args.feature_dtype == "int1" and other.sources == attributor.sources
-    assert full_scores(other, digits(200, 202), model_ids=[0]).shape == (N, 2)
+    assert other.args.feature_dtype == "int1" and other.features.sources == attributor.features.sources
+    assert full_scores(other, digits(200, 202), checkpoints=[0]).shape == (N, 2)
 
 
 def test_what_is_converted_is_left_alone(tmp_path: Path) -> None:

@@ -27,9 +27,7 @@ from PIL import Image as PILImage
 from hf_trak.data import rows as data
 from hf_trak.identity.row_digest import (
     _encoded,
-    _update_digest_v1,
     fingerprint_dataset,
-    fingerprint_dataset_v1,
     update_digest,
 )
 
@@ -247,7 +245,7 @@ def test_open_files_meta_tensors_and_values_that_contain_themselves_are_refused(
 def test_digests_are_the_same_in_every_process() -> None:
     """Whatever the hash seed of the process, which decides the order of sets."""
     code = (
-        "import xxhash, sys\nsys.path.insert(0, 'tests')\n"
+        "import xxhash, sys\nsys.path.insert(0, 'tests/store')\n"
         "import test_row_digest as t\n"
         "values = (set('abcdefg'), {'b': 1, 'a': {2, 3}}, t.Plain(x={'u', 'v'}), t.Colour.RED)\n"
         "print(*map(t.digest_of, values))"
@@ -310,8 +308,6 @@ def test_features_of_a_dataset_are_part_of_it() -> None:
     ]
     assert len({fingerprint_dataset(dataset) for dataset in (features(), *changed)}) == len(changed) + 1
     assert fingerprint_dataset(features()) == fingerprint_dataset(features())
-    modes = [features(image=Image(mode=mode)) for mode in ("L", "RGB")]
-    assert fingerprint_dataset_v1(modes[0]) == fingerprint_dataset_v1(modes[1]), "not seen in format 1"
 
 
 def test_sizes_of_files_that_are_named_by_path_are_part_of_a_dataset(tmp_path: Path) -> None:
@@ -340,23 +336,11 @@ def test_kinds_of_datasets_do_not_meet() -> None:
 
     assert fingerprint_dataset(Named(["1"])) != fingerprint_dataset(["1"])
     assert fingerprint_dataset([["ab", "c"]]) != fingerprint_dataset([["a", "bc"]])
-    assert fingerprint_dataset_v1([["ab", "c"]]) == fingerprint_dataset_v1([["a", "bc"]]), "not seen in format 1"
 
 
 def test_rows_that_cannot_be_hashed_are_refused() -> None:
     with pytest.raises(TypeError, match=r"A row holds a builtins\.object \(<object object at .*`fingerprint`"):
         fingerprint_dataset([{"x": object()}])
-
-
-def test_fingerprints_of_format_1_are_what_they_were() -> None:
-    """Values that the version which wrote format 1 gave for these rows."""
-    table = Dataset.from_dict({"text": ["a", None, "c"], "values": [[0.0, 0.5], [1.0], []], "label": [0, 1, 2]})
-    rows = [{"x": torch.arange(3), "y": np.ones((2, 2), np.float32), "z": ("a", b"b", None, True, 0.5)}]
-    assert fingerprint_dataset_v1(table) == "205545e921cf2dfeb054558eea7173ed"
-    assert fingerprint_dataset_v1(rows) == "3cacdc08c0f47e7e01e500bd8d269d9c"
-    digest = xxhash.xxh3_64()
-    _update_digest_v1(digest, rows)
-    assert digest.hexdigest() == "ad6b9ff052584d48"
 
 
 def test_data_keeps_the_names() -> None:

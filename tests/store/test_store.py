@@ -23,6 +23,7 @@ from hf_trak.errors import (
     StoreError,
 )
 from hf_trak.store.atomic import atomic_directory, create_bytes, remove_stale_temporaries, safe_name
+from hf_trak.store.sealed import sealed_bytes
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import ShardPlan
 from hf_trak.store.store import FeatureStore
@@ -71,9 +72,9 @@ def test_plan_depends_on_sizes_alone():
 def test_round_trip(tmp_path, name):
     store = make_store(tmp_path, feature_dtype=name)
     shards = store.train(0)
-    assert shards.unwritten() == [0, 1, 2] and not shards.complete
+    assert shards.unwritten() == [0, 1, 2] and shards.unwritten()
     fill(shards)
-    assert shards.complete
+    assert not shards.unwritten()
     grads, q = rows(10)
     shards = FeatureStore.load(tmp_path).train(0)
     assert torch.equal(torch.cat([s.grads for s in shards]), grads.to(getattr(torch, name)))
@@ -84,7 +85,7 @@ def test_round_trip(tmp_path, name):
 def test_same_content_gives_the_same_bytes_in_every_process(tmp_path):
     """safetensors writes several metadata keys in random order; a shard has one, so its bytes are reproducible."""
     script = (
-        "import sys, pathlib, tests.test_store as t\n"
+        "import sys, pathlib, tests.store.test_store as t\n"
         "s = t.make_store(pathlib.Path(sys.argv[1])); t.fill(s.train(0)); t.fill(s.targets('e', 0, 3, 'd'))\n"
         "s.write_gram(0, __import__('torch').eye(4), 10)\n"
     )
@@ -136,7 +137,7 @@ def test_config_mismatch_names_every_key_and_leaves_the_store_alone(tmp_path):
     # the version is for the reader alone
     store = FeatureStore.open(tmp_path, {**CONFIG, "hf_trak_version": "9"})
     assert store.config["hf_trak_version"] == "0.1.0"
-    assert store.train(0).complete
+    assert not store.train(0).unwritten()
 
 
 def test_config_is_checked(tmp_path):
@@ -183,7 +184,7 @@ def test_experiments_keep_their_targets(tmp_path):
     store = make_store(tmp_path)
     fill(store.targets("test", 0, 6, "data-1", {"split": "test"}))
     before = digests(tmp_path)
-    assert store.targets("test", 0, 6, "data-1", {"split": "test"}).complete
+    assert not store.targets("test", 0, 6, "data-1", {"split": "test"}).unwritten()
     with pytest.raises(ConfigMismatchError, match="num_targets: saved 6, given 7"):
         store.targets("test", 0, 7, "data-1", {"split": "test"})
     with pytest.raises(ConfigMismatchError, match='dataset_fingerprint: saved "data-1", given "data-2"'):
@@ -405,7 +406,7 @@ def test_creation_has_one_winner(tmp_path):
 def test_a_killed_writer_loses_only_the_shard_in_flight(tmp_path):
     """SIGKILL at a random moment: the second run ends with the bytes of an uninterrupted one."""
     script = (
-        "import sys, pathlib, torch, tests.test_store as t\n"
+        "import sys, pathlib, torch, tests.store.test_store as t\n"
         "s = t.make_store(pathlib.Path(sys.argv[1]), train_size=400, shard_size=2, proj_dim=512).train(0)\n"
         "print('ready', flush=True)\n"
         "t.fill(s)\n"
@@ -454,7 +455,7 @@ def test_files_of_dead_processes_are_ignored_and_cleaned(tmp_path):
     for path in (dead, alive, elsewhere):
         path.write_bytes(b"half")
     fill(store.train(0))
-    assert store.train(0).complete and dead.exists()  # an hour has to pass
+    assert not store.train(0).unwritten() and dead.exists()  # an hour has to pass
     for path in (dead, alive, elsewhere):
         os.utime(path, (0, 0))
     remove_stale_temporaries(directory)
@@ -477,3 +478,11 @@ def test_a_directory_is_replaced_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be written"), atomic_directory(tmp_path / "file" / "rows"):
         pass
+
+
+def test_a_store_of_another_format_version_is_refused(tmp_path):
+    store = make_store(tmp_path)
+    fill(store.train(0))
+    (tmp_path / "trak_config.json").write_bytes(sealed_bytes({**store.config, "format_version": 2}))
+    with pytest.raises(StoreError, match=r"trak_config\.json has format version 2, expected 1: .*`featurize`"):
+        FeatureStore.load(tmp_path)

@@ -1,4 +1,4 @@
-"""`hf-trak verify-store` and `hf-trak clean`, and the policy of leftovers behind it."""
+"""`hf-trak inspect --check` and `--clean`, and the policy of leftovers behind it."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> Path:
 def verified(store: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, str]]]:
     """The exit status, and the files that are not intact, by path."""
     capsys.readouterr()
-    status = main(["verify-store", str(store), "--json"])
+    status = main(["inspect", str(store), "--check", "--json"])
     content = json.loads(capsys.readouterr().out)
     found = {os.path.relpath(one["path"], store): one for one in content["files"] if one["state"] != "intact"}
     assert sum(content["counts"].values()) == len(content["files"]) > 15
@@ -69,7 +69,7 @@ def test_damaged_descriptions(store: Path, capsys: pytest.CaptureFixture[str], n
     position = text.index('": "') + 4
     (store / name).write_text(text[:position] + ("x" if text[position] != "x" else "y") + text[position + 1 :])
     capsys.readouterr()
-    assert main(["verify-store", str(store)]) == 1
+    assert main(["inspect", str(store), "--check"]) == 1
     out = capsys.readouterr().out
     assert f"DAMAGED   {store / name}" in out
 
@@ -88,7 +88,7 @@ def test_what_is_said_to_be_computed_again_is(store: Path, capsys: pytest.Captur
 
 
 def test_a_directory_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify-store", str(tmp_path)]) == 1
+    assert main(["inspect", str(tmp_path), "--check"]) == 1
     assert "holds nothing that hf_trak wrote" in capsys.readouterr().err
 
 
@@ -116,7 +116,7 @@ def dead_pid() -> int:
 def test_who_may_remove_what_and_when(tmp_path: Path) -> None:
     hour, day, dead = 3600.0, 86_400.0, dead_pid()
     mine, folder = host_name(), tmp_path / "scores" / "exam"
-    cases = {  # path: what a run removes, what `clean --remove` removes
+    cases = {  # path: what a run removes, what `inspect --clean` removes
         leave(folder, mine, dead, 60): (False, True),
         leave(folder, mine, dead, 2 * hour): (True, True),
         leave(tmp_path, mine, dead, 2 * hour, folder=True): (True, True),
@@ -133,20 +133,19 @@ def test_who_may_remove_what_and_when(tmp_path: Path) -> None:
     assert all(path.exists() != (path in removed) for path in cases)
 
 
-def test_clean_shows_first_and_removes_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = tmp_path / "trak_config.json"
-    kept.write_text("{}")
-    old, living = leave(tmp_path, host_name(), dead_pid(), 10), leave(tmp_path / "a", host_name(), os.getpid(), 10)
-    assert main(["clean", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert str(old) in out and str(living) in out and "--remove" in out and old.exists()
-    assert main(["clean", str(tmp_path), "--remove", "--json"]) == 0
+def test_check_shows_leftovers_and_clean_removes_them(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = {path for path in store.rglob("*") if path.is_file()}
+    old, living = leave(store, host_name(), dead_pid(), 10), leave(store / "a", host_name(), os.getpid(), 10)
+    status, found = verified(store, capsys)
+    assert status == 0 and {store / name for name in found} == {old, living} and old.exists()
+    assert {(one["state"], "--clean" in one["remedy"]) for one in found.values()} == {("leftover", True)}
+    assert main(["inspect", str(store), "--clean", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["removed"] == [str(old)]
-    assert living.exists() and kept.exists() and not old.exists()
-    assert main(["clean", str(tmp_path), "--everything"]) == 0
-    assert not living.exists() and kept.exists()
+    assert living.exists() and not old.exists()
+    assert main(["inspect", str(store), "--clean", "--everything"]) == 0
+    assert {path for path in store.rglob("*") if path.is_file()} == kept
     capsys.readouterr()
-    assert main(["clean", str(tmp_path)]) == 0
+    assert main(["inspect", str(store), "--clean"]) == 0
     assert "Nothing was left behind." in capsys.readouterr().out
 
 
@@ -198,8 +197,8 @@ def test_exact_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     """Preconditioned targets, exact scores, self-influence and whitened features are checked, too."""
     networks = store_jobs.models(1)
     attributor = store_jobs.make(tmp_path, curvature="hybrid").featurize(networks)
-    attributor.attribute(store_jobs.rows(3, 2), name="exam", checkpoints=networks, exact=True)
-    attributor.self_influence(exact=True)
+    attributor.attribute(store_jobs.rows(3, 2), name="exam", checkpoints=networks, method="exact")
+    attributor.self_influence(method="exact")
     assert verified(tmp_path, capsys) == (0, {})
     kinds = ("preconditioned", "scores", "whitened", "self-influence")
     files = [

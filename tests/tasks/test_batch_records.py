@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from trak_options import trak_config
 
 from hf_trak import TrakAttributor, TrakConfig, per_sample_gradients
 from hf_trak.modelout_functions.base import FieldBatch, as_batch
@@ -51,9 +52,9 @@ def label_logit(output: Tensor, batch: Any) -> Tensor:
 
 def features(directory: Path, kind: Any, task: Any, engine: Any = "auto", **options: Any) -> Tensor:
     torch.manual_seed(0)
-    config = TrakConfig(output_dir=str(directory), proj_dim=16, use_cpu=True, engine=engine, **options)
+    config = trak_config(output_dir=str(directory), proj_dim=16, use_cpu=True, engine=engine, **options)
     attributor = TrakAttributor(Network(), config, rows(), collator(kind), task=task).featurize()
-    return attributor.store.train(0).read(0).grads
+    return attributor.features.store.train(0).read(0).grads
 
 
 @pytest.mark.parametrize("kind", [Pair, Record])

@@ -18,6 +18,7 @@ from PIL import Image as PILImage
 from places import PYTHONPATH
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
+from trak_options import trak_config
 from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -117,8 +118,8 @@ def make_model(name: str, tmp_path: Path, seed: int = 0) -> torch.nn.Module:
 
 
 def make(model: torch.nn.Module, directory: Path, train: Any, task: Any = None, **options: Any) -> TrakAttributor:
-    settings = {"proj_dim": 128, "shard_size": 8, "use_cpu": True, "disable_tqdm": True, **options}
-    config = TrakConfig(output_dir=str(directory), **settings)
+    settings = {"proj_dim": 128, "shard_size": 8, "use_cpu": True, **options}
+    config = trak_config(output_dir=str(directory), **settings)
     if task is None:
         kind = type(get_task(infer_task(model)))
         task = kind(simulated_batch_size=NEGATIVES)
@@ -126,7 +127,7 @@ def make(model: torch.nn.Module, directory: Path, train: Any, task: Any = None, 
 
 
 def stored(attributor: TrakAttributor, model_id: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    shards = list(attributor.store.train(model_id))
+    shards = list(attributor.features.store.train(model_id))
     return torch.cat([s.grads for s in shards]), torch.cat([s.out_to_loss for s in shards])
 
 
@@ -194,7 +195,7 @@ def test_features_are_those_of_the_definition_alone_and_in_any_batch(name: str, 
     for batch_size in (1, 5):
         attributor = make(model, tmp_path / str(batch_size), train, per_device_batch_size=batch_size).featurize()
         found = stored(attributor)
-        projector = attributor.projector()
+        projector = attributor.features.projector()
         assert relative_error(found[0], projector.project(grads.float(), 0) * projector.scale) < 2e-5
         assert relative_error(found[1], q) < 2e-5
         assert float(found[1].min()) > 0.05
@@ -205,7 +206,7 @@ def test_features_do_not_depend_on_the_order_in_a_batch(name: str, tmp_path: Pat
     attributor = make(model, tmp_path / "trak", train).featurize()
     grads, q = stored(attributor)
     order = torch.tensor([3, 7, 0, 5, 1, 6, 2, 4])
-    projector = attributor.projector()
+    projector = attributor.features.projector()
     sink = projector.sink(8, 0, torch.device("cpu"))
     batch = collator(model)([train[int(i)] for i in order])
     outputs = make_gradient_computer("auto", model, attributor.task).stream(batch, sink, "train")
@@ -225,7 +226,7 @@ def test_a_named_model_of_full_size(tmp_path: Path) -> None:
     for batch_size in (1, 2):
         config = TrakConfig(
             output_dir=str(tmp_path / str(batch_size)), proj_dim=32, per_device_batch_size=batch_size, use_cpu=True,
-            grad_wrt=["visual.proj", "text_projection"], disable_tqdm=True,
+            grad_wrt=["visual.proj", "text_projection"],
         )  # fmt: skip
         attributor = TrakAttributor(model, config, pairs(0, 3), collate, task=CLIPModelOutput(simulated_batch_size=2))
         results.append(stored(attributor.featurize()))

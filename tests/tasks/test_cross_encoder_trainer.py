@@ -41,14 +41,14 @@ def encoder(directory: Path, logits: int = 1) -> Any:
 def trainer_of(directory: Path, loss: Any, rows: dict[str, Any], **options: Any) -> Any:
     args = CrossEncoderTrainingArguments(
         str(directory / "out"), use_cpu=True, report_to=[], per_device_train_batch_size=3, num_train_epochs=1,
-        save_strategy="no", disable_tqdm=True, **options,
+        save_strategy="no", **options,
     )  # fmt: skip
     return CrossEncoderTrainer(loss.model, args, train_dataset=Dataset.from_dict(rows), loss=loss)
 
 
 def attributor(directory: Path, trainer: Any, **options: Any) -> TrakAttributor:
     config = TrakConfig(
-        str(directory / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True, disable_tqdm=True,
+        str(directory / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True,
         per_device_batch_size=4,
     )  # fmt: skip
     return TrakAttributor.from_trainer(trainer, config, **options)
@@ -73,7 +73,7 @@ def test_features_are_gradients_of_the_trainers_own_loss(case: str, tmp_path: Pa
     model = encoder(tmp_path / "model", logits)
     trainer = trainer_of(tmp_path, getattr(losses, kind)(model, **settings), rows)
     own = attributor(tmp_path, trainer).featurize()
-    found = torch.cat([shard.grads for shard in own.store.train(0)])
+    found = torch.cat([shard.grads for shard in own.features.store.train(0)])
     model.eval()
     for row in range(ROWS):
         inputs, labels = trainer.collect_features(trainer.data_collator([trainer.train_dataset[row]]))[:2]
@@ -89,7 +89,7 @@ def test_a_training_and_the_lines_of_the_readme(tmp_path: Path) -> None:
     rows = columns(24, "one", "two") | {"label": [float(i % 2) for i in range(24)]}
     trainer = trainer_of(tmp_path, losses.BinaryCrossEntropyLoss(model), rows, learning_rate=1e-3)
     trainer.train()
-    config = TrakConfig(str(tmp_path / "trak"), proj_dim=256, use_cpu=True, disable_tqdm=True)
+    config = TrakConfig(str(tmp_path / "trak"), proj_dim=256, use_cpu=True)
 
     attributor = TrakAttributor.from_trainer(trainer, config)
     attributor.featurize()
@@ -106,7 +106,7 @@ def test_prompts_reach_the_tokens(tmp_path: Path) -> None:
     found = []
     for prompt in (None, "dog far "):
         own = attributor(tmp_path / str(prompt), trainer_of(tmp_path, loss, rows, prompts=prompt))
-        found.append(own.featurizer().batches(own.train_dataset).alone(0)["input_ids"])
+        found.append(own.features.featurizer().batches(own.train_dataset).alone(0)["input_ids"])
         expected = model.preprocess([(rows["one"][0], rows["two"][0])], prompt=prompt)["input_ids"]
         assert torch.equal(found[-1][0], expected)
     assert found[0].shape != found[1].shape

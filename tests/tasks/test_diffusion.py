@@ -9,9 +9,10 @@ import torch
 from datasets import Dataset
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from trak_options import trak_config
 from transformers import default_data_collator
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.hub.loading import _task
 from hf_trak.modelout_functions import DiffusionModelOutput
 from hf_trak.modelout_functions.diffusion import NOISED, TIMESTEPS, WANTED
@@ -60,14 +61,14 @@ def images(count: int = 6, labels: bool = True, seed: int = 0) -> Dataset:
 
 
 def attributor(directory: Path, rows: Any, task: Any = None, model: Any = None, **options: Any) -> TrakAttributor:
-    settings = {"proj_type": "none", "use_cpu": True, "feature_dtype": "float32", "disable_tqdm": True, **options}
+    settings = {"proj_type": "none", "use_cpu": True, "feature_dtype": "float32", **options}
     made = DiffusionModelOutput(schedule(), timesteps=4) if task is None else task
-    config = TrakConfig(output_dir=str(directory), **settings)
+    config = trak_config(output_dir=str(directory), **settings)
     return TrakAttributor(Denoiser() if model is None else model, config, rows, task=made)
 
 
 def features(made: TrakAttributor) -> Tensor:
-    return torch.cat([shard.grads for shard in made.store.train(0)])
+    return torch.cat([shard.grads for shard in made.features.store.train(0)])
 
 
 def expected_of(model: nn.Module, batch: Any, function: str) -> Tensor:
@@ -97,7 +98,7 @@ def test_features_are_the_gradients_of_noised_rows(function: str, kind: str, lab
     rows, task = images(labels=labels), DiffusionModelOutput(schedule(kind), function, timesteps=4)  # type: ignore[arg-type]
     model = Denoiser(learned_variance=kind == "sample")
     made = attributor(tmp_path, rows, task, model, num_draws=2, per_device_batch_size=3).featurize()
-    batches = made.featurizer().batches(rows)
+    batches = made.features.featurizer().batches(rows)
     expected = torch.stack(
         [sum(expected_of(model, batches.alone(row, draw), function) for draw in range(2)) / 2 for row in range(6)]
     )
@@ -144,7 +145,7 @@ def test_the_cosine_of_two_seeds_rises_with_draws_as_theory_says(tmp_path: Path)
     """cos ≈ |μ|² / (|μ|² + σ²/D), μ and σ² being mean and variance over draws."""
     rows, model = images(4), Denoiser()
     task = DiffusionModelOutput(schedule(), timesteps=8)
-    batches = attributor(tmp_path / "batches", rows, task, seed=7).featurize().featurizer().batches(rows)
+    batches = attributor(tmp_path / "batches", rows, task, seed=7).featurize().features.featurizer().batches(rows)
     many = torch.stack(
         [torch.stack([expected_of(model, batches.alone(row, draw), "loss") for draw in range(64)]) for row in range(4)]
     ).double()
@@ -189,7 +190,7 @@ def test_latents_and_embedded_prompts_are_columns(tmp_path: Path) -> None:
     rows = rows.add_column("encoder_hidden_states", torch.randn(5, 3, 5).tolist())
     model, task = Conditional(), DiffusionModelOutput(schedule(), timesteps=4, column="latents")
     made = attributor(tmp_path, rows, task, model, per_device_batch_size=3).featurize()
-    batches = made.featurizer().batches(rows)
+    batches = made.features.featurizer().batches(rows)
     expected = torch.stack([expected_of(model, batches.alone(row), "loss") for row in range(5)])
     error = (features(made) - expected).norm(dim=1) / expected.norm(dim=1)
     assert float(error.max()) <= 1e-5

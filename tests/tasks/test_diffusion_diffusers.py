@@ -64,12 +64,12 @@ def test_features_of_models_of_diffusers(case: str, function: Any, tmp_path: Pat
     rows = Dataset.from_dict({"latents": torch.randn(3, 2, 8, 8).tolist(), **conditions})
     task = DiffusionModelOutput(scheduler, function, timesteps=[10, 60], column="latents")
     config = TrakConfig(
-        output_dir=str(tmp_path), proj_type="none", use_cpu=True, feature_dtype="float32", disable_tqdm=True,
+        output_dir=str(tmp_path), proj_type="none", use_cpu=True, feature_dtype="float32",
         per_device_batch_size=3, num_draws=2,
     )  # fmt: skip
     made = TrakAttributor(model, config, rows, task=task).featurize()
-    found = torch.cat([shard.grads for shard in made.store.train(0)])
-    batches = made.featurizer().batches(rows)
+    found = torch.cat([shard.grads for shard in made.features.store.train(0)])
+    batches = made.features.featurizer().batches(rows)
     expected = torch.stack(
         [sum(by_hand(model, scheduler, batches.alone(row, draw), rows[row], function) for draw in (0, 1)) / 2
          for row in range(3)]

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.nn import functional
+from trak_options import trak_config
 from transformers import Trainer, TrainingArguments
 
 from hf_trak import TrakAttributor, TrakConfig
@@ -322,8 +323,8 @@ def test_arguments_are_checked(arguments, message):
 
 
 def config(path: Any, **options: Any) -> TrakConfig:
-    common = {"proj_type": "none", "feature_dtype": "float32", "use_cpu": True, "disable_tqdm": True}
-    return TrakConfig(str(path), **{**common, "per_device_batch_size": 4, **options})
+    common = {"proj_type": "none", "feature_dtype": "float32", "use_cpu": True}
+    return trak_config(str(path), **{**common, "per_device_batch_size": 4, **options})
 
 
 class SentenceTransformerTrainer(Trainer):
@@ -362,7 +363,7 @@ def test_features_of_a_trainer_are_gradients_of_single_rows(tmp_path):
     trainer = trained(tmp_path, MultipleNegativesRankingLoss(), rows)
     own = TrakAttributor.from_trainer(trainer, config(tmp_path / "trak")).featurize()
     assert (own.task.scale, own.task.batch_size) == (4.0, 5)
-    features = torch.cat([shard.grads for shard in own.store.train(0)])
+    features = torch.cat([shard.grads for shard in own.features.store.train(0)])
     encoder = model()
     bank = [[one.detach() for one in embedded(encoder, row)] for row in rows]
     for place, row in enumerate(rows):
@@ -377,7 +378,7 @@ def test_features_of_a_trainer_are_gradients_of_single_rows(tmp_path):
     scored = own.attribute([{"id": 1, "positive": rows[2]["positive"], "anchor": rows[2]["anchor"]}], top_k=3)
     assert scored[0]["trak_indices"][0] == 2
     third = {"negative": "1 2 3", **rows[2]}
-    assert own.featurizer().batches([third]).collated([0])["input_ids"].shape[1] == 3
+    assert own.features.featurizer().batches([third]).collated([0])["input_ids"].shape[1] == 3
     with pytest.raises(ValueError, match=r"not \['positive'\]"):
         own.attribute([{"anchor": "1 2"}])
 
@@ -385,13 +386,13 @@ def test_features_of_a_trainer_are_gradients_of_single_rows(tmp_path):
 def test_negatives_stay_when_shards_are_computed_again(tmp_path):
     trainer = trained(tmp_path, MultipleNegativesRankingLoss(), text_rows(10))
     own = TrakAttributor.from_trainer(trainer, config(tmp_path / "trak", shard_size=4)).featurize()
-    shards = own.store.train(0)
+    shards = own.features.store.train(0)
     before = [shard.grads.clone() for shard in shards]
     references = tmp_path / "trak" / "checkpoint-0" / "references.safetensors"
     content = references.read_bytes()
     shards.path(1).unlink()
     again = TrakAttributor.from_trainer(trainer, config(tmp_path / "trak", shard_size=4)).featurize()
-    assert all(torch.equal(one, shard.grads) for one, shard in zip(before, again.store.train(0), strict=True))
+    assert all(torch.equal(one, shard.grads) for one, shard in zip(before, again.features.store.train(0), strict=True))
     assert references.read_bytes() == content
 
 

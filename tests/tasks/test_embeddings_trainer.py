@@ -62,14 +62,14 @@ def attributor(tmp_path: Any, model: Any, loss: Any, rows: dict[str, Any], **opt
     )
     trainer = st.SentenceTransformerTrainer(model, args, train_dataset=Dataset.from_dict(rows), loss=loss)
     trak = TrakConfig(
-        str(tmp_path / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True, disable_tqdm=True,
+        str(tmp_path / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True,
         per_device_batch_size=8,
     )  # fmt: skip
     return TrakAttributor.from_trainer(trainer, trak)
 
 
 def loss_of(own: TrakAttributor, rows: int, alone: bool) -> torch.Tensor:
-    featurizer = own.featurizer()
+    featurizer = own.features.featurizer()
     batches = featurizer.batches(own.train_dataset)
     given = [batches.alone(row) for row in range(rows)] if alone else [batches.collated(range(rows))]
     task: Any = own.task
@@ -77,7 +77,7 @@ def loss_of(own: TrakAttributor, rows: int, alone: bool) -> torch.Tensor:
 
 
 def features_by_autograd(own: TrakAttributor) -> torch.Tensor:
-    batches, task = own.featurizer().batches(own.train_dataset), own.task
+    batches, task = own.features.featurizer().batches(own.train_dataset), own.task
     found = []
     for row in range(len(own.train_dataset)):
         batch = batches.alone(row)
@@ -98,7 +98,7 @@ def test_ranking_loss(tmp_path, symmetric):
     own = attributor(tmp_path, model, loss, columns(4, "anchor", "positive", "negative"))
     own.featurize()
     expected = features_by_autograd(own)
-    features = torch.cat([shard.grads for shard in own.store.train(0)])
+    features = torch.cat([shard.grads for shard in own.features.store.train(0)])
     assert ((features - expected).norm(dim=1) < 1e-5 * expected.norm(dim=1)).all()
     # Four rows, all of which are simulated: with the weight of a batch taken off, the loss of that batch.
     own.task.batch_size = None
@@ -127,7 +127,7 @@ def test_prompts_of_columns(tmp_path):
     model = encoder(tmp_path / "model")
     loss = losses.MultipleNegativesRankingLoss(model)
     own = attributor(tmp_path, model, loss, columns(3, "anchor", "positive"), prompts={"anchor": "dog far "})
-    tokens = own.featurizer().batches(own.train_dataset).alone(0)["input_ids"][0]
+    tokens = own.features.featurizer().batches(own.train_dataset).alone(0)["input_ids"][0]
     assert tokens[0, :2].tolist() == tokenizer()("dog far")["input_ids"]
     assert tokens[1, :2].tolist() != tokens[0, :2].tolist()
     without = encoder(tmp_path / "model", include_prompt=False)
@@ -137,7 +137,7 @@ def test_prompts_of_columns(tmp_path):
         made.featurize()
     same = attributor(tmp_path / "same", without, losses.MultipleNegativesRankingLoss(without),
                       columns(3, "anchor", "positive"), prompts="dog far ")  # fmt: skip
-    assert same.featurizer().batches(same.train_dataset).alone(0)["prompt_length"] == 2
+    assert same.features.featurizer().batches(same.train_dataset).alone(0)["prompt_length"] == 2
 
 
 def test_losses_of_batches_are_refused(tmp_path):
@@ -180,7 +180,7 @@ def test_a_cross_encoder_is_a_classifier_of_pairs(tmp_path, classes):
     trak = TrakConfig(str(tmp_path / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True)
     task = None if classes == 2 else "multi_label_classification"
     own = TrakAttributor(cross[0].model, trak, dataset, processing_class=cross.tokenizer, task=task).featurize()
-    features = torch.cat([shard.grads for shard in own.store.train(0)])
+    features = torch.cat([shard.grads for shard in own.features.store.train(0)])
     for row, (pair, label) in enumerate(zip(pairs, labels, strict=True)):
         scores = cross[0].model(**cross.tokenizer(*pair, return_tensors="pt")).logits[0]
         margin = scores[label] - scores[1 - label] if classes == 2 else scores[0] * (2 * label - 1)

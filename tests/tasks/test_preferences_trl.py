@@ -101,7 +101,7 @@ def loss_gradients(attributor: TrakAttributor, rows: list[int]) -> dict[str, Ten
     """q ∇f of some rows in one batch, by the engine and the batches of an attribution."""
     task: Any = attributor.task
     task.bind(attributor.model)
-    batch = attributor.featurizer().batches(attributor.train_dataset).collated(rows)
+    batch = attributor.features.featurizer().batches(attributor.train_dataset).collated(rows)
     gradients = per_sample_gradients(attributor.model, batch, task)
     with torch.no_grad():
         q = task.out_to_loss_grad(attributor.model(**task.model_inputs(batch)[1]), batch)
@@ -150,7 +150,7 @@ def test_kto_with_the_reference_point_of_a_batch(adapted: bool, tmp_path: Path) 
     attributor = attributor_of(trainer, tmp_path)
     task: Any = attributor.task
     assert isinstance(task, KTOModelOutput) and task.undesirable_weight == 0.7
-    batches = attributor.featurizer().batches(attributor.train_dataset)
+    batches = attributor.features.featurizer().batches(attributor.train_dataset)
     task.prepare(attributor.model, [batches.collated([0, 1, 2, 3])])
     assert task.references()["kl"] > 0
     found = loss_gradients(attributor, [0, 1, 2, 3])

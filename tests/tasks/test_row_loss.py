@@ -9,8 +9,9 @@ import torch
 import transformers as tf
 from datasets import Dataset
 from torch import Tensor, nn
+from trak_options import trak_config
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import TrakAttributor
 from hf_trak.modelout_functions import RowLossModelOutput
 
 SPEECH = {
@@ -144,7 +145,7 @@ def attributor(
     directory: Path, model: nn.Module, rows: Any, collator: Any, size: int, task: Any = "row_loss", **options: Any
 ) -> TrakAttributor:
     settings = {"proj_type": "none", "use_cpu": True, "feature_dtype": "float32", **options}
-    config = TrakConfig(output_dir=str(directory), per_device_batch_size=size, disable_tqdm=True, **settings)
+    config = trak_config(output_dir=str(directory), per_device_batch_size=size, **settings)
     return TrakAttributor(model, config, rows, collator, task=task)
 
 
@@ -171,12 +172,12 @@ def test_features_are_the_gradients_of_minus_the_loss_of_each_row(case: str, tmp
     model.eval()
     task = RowLossModelOutput(own_loss) if case == "own" else "row_loss"
     made = attributor(tmp_path, model, as_dataset(rows, collator), collator, size, task).featurize()
-    found = torch.cat([shard.grads for shard in made.store.train(0)])
+    found = torch.cat([shard.grads for shard in made.features.store.train(0)])
     expected = torch.stack([alone(model, row, collator) for row in rows])
     error = (found - expected).norm(dim=1) / expected.norm(dim=1)
     assert bool((expected.norm(dim=1) > 1e-3).all())
     assert float(error.max()) <= 1e-5
-    assert all(bool((shard.out_to_loss == 1).all()) for shard in made.store.train(0))
+    assert all(bool((shard.out_to_loss == 1).all()) for shard in made.features.store.train(0))
 
 
 def test_a_loss_of_several_rows_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -212,7 +213,7 @@ def test_a_row_with_no_labelled_pixel_has_no_gradient(tmp_path: Path) -> None:
     model, rows, _ = segmentation()
     rows[1]["labels"] = torch.full((16, 16), 255).tolist()
     made = attributor(tmp_path, model.eval(), Dataset.from_list(rows), None, 4).featurize()
-    found = torch.cat([shard.grads for shard in made.store.train(0)])
+    found = torch.cat([shard.grads for shard in made.features.store.train(0)])
     assert not found[1].any()
     assert bool(found[[0, 2, 3]].any(dim=1).all())
 

@@ -194,7 +194,7 @@ FUNCTIONS: list[tuple[str, str, list[Any]]] = [
     ("savers", "AbstractSaver.serialize_current_model_id_metadata", []),
     *(
         entry
-        for saver in ("MmapSaver", "SafetensorsSaver")
+        for saver in ("MmapSaver",)
         for entry in (
             (
                 "savers",
@@ -338,7 +338,7 @@ def test_class_attributes_of_clip():
             "AbstractProjector",
             ["NoOpProjector", "BasicProjector", "BasicSingleBlockProjector", "CudaProjector"],
         ),
-        ("savers", "AbstractSaver", ["MmapSaver", "SafetensorsSaver"]),
+        ("savers", "AbstractSaver", ["MmapSaver"]),
         ("score_computers", "AbstractScoreComputer", ["BasicScoreComputer", "BasicSingleBlockScoreComputer"]),
     ],
 )

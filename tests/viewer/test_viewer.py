@@ -32,14 +32,14 @@ TARGET = {"text": "good fox sleeps in the film barn"}
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> IndexSession:
     directory = language_index(tmp_path_factory.mktemp("viewer"))
-    found = opened(["--index", str(directory), "--disable_tqdm"])[0]
+    found = opened(["--index", str(directory)])[0]
     assert isinstance(found, IndexSession)
     return found
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> IndexSession:
-    found = opened(["--index", str(image_index(tmp_path_factory.mktemp("viewer"))), "--disable_tqdm"])[0]
+    found = opened(["--index", str(image_index(tmp_path_factory.mktemp("viewer")))])[0]
     assert isinstance(found, IndexSession)
     return found
 
@@ -110,12 +110,12 @@ def test_reranked_answers_have_exact_scores_and_ranks(tmp_path: Path) -> None:
     directory = str(language_index(tmp_path))
     options = ("--curvature", "ekfac", "--curvature_rows", "20", "--json")
     assert main(["curvature", "--output_dir", directory, *options]) == 0
-    session = opened(["--index", directory, "--disable_tqdm"])[0]
+    session = opened(["--index", directory])[0]
     assert isinstance(session, IndexSession) and session.reranks
     found = session.ask(Question(TARGET, rerank=5, lambda_relative=0.5))
     assert found.stage == "exact" and not found.whole and set(found.ranks) == set(found.rows.tolist())
     rows = session._prepare(session.form.row(TARGET))
-    exact = np.array(session.attributor.attribute(rows, top_k=None, exact=True)[0]["trak_scores"])
+    exact = np.array(session.attributor.attribute(rows, top_k=None, method="exact")[0]["trak_scores"])
     assert np.allclose(found.scores, exact[found.rows], rtol=1e-3, atol=1e-5 * np.abs(exact).max())
     assert session.attributor.args.lambda_relative != 0.5, "another λ counts for one question"
     document = answer_page(session, found, 3)[0]

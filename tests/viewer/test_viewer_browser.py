@@ -44,7 +44,7 @@ def page() -> Iterator[Page]:
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of the page of an index of texts."""
     directory = language_index(tmp_path_factory.mktemp("texts"))
-    with served(opened(["--index", str(directory), "--disable_tqdm", "--title", BAD[0]])[0]) as url:
+    with served(opened(["--index", str(directory), "--title", BAD[0]])[0]) as url:
         yield url
 
 
@@ -52,7 +52,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of the page of an index of pictures."""
     directory = image_index(tmp_path_factory.mktemp("pictures"))
-    with served(opened(["--index", str(directory), "--disable_tqdm"])[0]) as url:
+    with served(opened(["--index", str(directory)])[0]) as url:
         yield url
 
 

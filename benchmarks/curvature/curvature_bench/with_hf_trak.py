@@ -20,6 +20,7 @@ from curvature_bench.stages import (
 )
 from curvature_bench.work import Work, linear_parameters
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.config import CurvatureConfig
 from hf_trak.curvature.fit import CurvatureFit
 from hf_trak.curvature.maps import HybridSystem
 from hf_trak.featurize.estimate import estimate
@@ -40,14 +41,11 @@ def run(work: Work, meter: Meter, directory: Path, linear_only: bool = False) ->
     train, targets = work.datasets()
     args = TrakConfig(
         output_dir=str(directory),
-        curvature="ekfac",
-        curvature_rows=work.rows,
-        damping=0.1,
-        exact_memory=8.0,  # all targets in one pass over the rows, as the other libraries do
+        # All targets in one pass over the rows, as the other libraries do.
+        curvature=CurvatureConfig(rows=work.rows, damping=0.1, memory=8.0),
         per_device_batch_size=work.batch_size,
         grad_wrt=linear_parameters(model) if linear_only else None,
         use_cpu=True,
-        disable_tqdm=True,
     )
     attributor = TrakAttributor(model, args, train, task="causal_lm")
     with (
@@ -57,17 +55,18 @@ def run(work: Work, meter: Meter, directory: Path, linear_only: bool = False) ->
     ):
         attributor.fit_curvature()
     with meter.stages(SCORING, rest=TARGETS), meter.calls(ExactScores, "_scores", SCORES):
-        attributor.attribute(targets, exact=True, top_k=10)
+        attributor.attribute(targets, method="exact", top_k=10)
     _promise(work, meter, model, args)
     if linear_only:
         return
-    hybrid = TrakAttributor(model, replace(args, curvature="hybrid"), train, task="causal_lm")
+    over = replace(args, curvature=replace(args.curvature, kind="hybrid"))
+    hybrid = TrakAttributor(model, over, train, task="causal_lm")
     with (
         meter.stages(HYBRID, rest=HYBRID_REST),
         meter.calls(ExactScores, "_whitened", HYBRID_FEATURES),
         meter.calls(HybridSystem, "__init__", HYBRID_SYSTEM),
     ):
-        hybrid.attribute(targets, exact=True, top_k=10)
+        hybrid.attribute(targets, method="exact", top_k=10)
 
 
 def _stage_of_pass(_: CurvatureFit, stage: str, *__: Any) -> str:
@@ -76,10 +75,11 @@ def _stage_of_pass(_: CurvatureFit, stage: str, *__: Any) -> str:
 
 def _promise(work: Work, meter: Meter, model: Any, args: TrakConfig) -> None:
     """What the estimate says, without weights, which are there before, and with the activations of a plain pass."""
-    exact = estimate(model, work.rows, args, eval_dataset=work.targets).exact
-    if exact is None or "plain" not in meter.measured.peak_mib:
+    stages = estimate(model, work.rows, args, eval_dataset=work.targets, method="exact").stages
+    if "plain" not in meter.measured.peak_mib:
         return
     numbers = sum(parameter.numel() for parameter in model.parameters())
     activations = meter.measured.peak_mib["plain"] - 4 * numbers / 2**20
-    for group, promised in ((FIT, exact.fit_memory), (SCORING, exact.exact_memory)):
+    scoring = max(stages["exact targets"].memory, stages["exact scores"].memory)
+    for group, promised in ((FIT, stages["curvature"].memory), (SCORING, scoring)):
         meter.measured.promised_mib[group] = (promised - 4 * numbers) / 2**20 + activations

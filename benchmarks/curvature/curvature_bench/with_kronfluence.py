@@ -57,7 +57,6 @@ def run(work: Work, meter: Meter, directory: Path) -> None:
         model=prepare_model(_without_conv1d(model), task),
         task=task,
         cpu=True,
-        disable_tqdm=True,
         output_dir=str(directory),
     )
     factors = FactorArguments("ekfac", covariance_max_examples=work.basis_rows())

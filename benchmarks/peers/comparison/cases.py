@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets
+from kit.python_text import PACKAGES, python_packages, python_reference
 from sklearn.datasets import load_digits
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from comparison.objective import IGNORED
-from hf_trak.recipe_kit.python_text import PACKAGES, python_packages, python_reference
 
 PAD, UNKNOWN, BEGIN = "[PAD]", "[UNK]", "[CLS]"
 LENGTH = 24

@@ -22,7 +22,6 @@ def attribute(job: Job, clock: Clock) -> Scores:
             seed=job.seed,
             per_device_batch_size=job.batch_size,
             use_cpu=True,
-            disable_tqdm=True,
             **options,
         )
         return TrakAttributor(job.models[0], config, train, task=job.case.task)

@@ -63,7 +63,6 @@ class Case:
             seed=seed,
             save_strategy="no",
             report_to=[],
-            disable_tqdm=True,
             logging_strategy="no",
             use_cpu=not torch.cuda.is_available(),
             **self.training,

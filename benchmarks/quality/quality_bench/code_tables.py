@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from hf_trak.evaluation import linear_datamodeling_score
-from hf_trak.evaluation.bank_scores import judged_parts
+from hf_trak.evaluation.bank import judged_parts
 from hf_trak.evaluation.intervals import Interval, mean_interval
 from quality_bench.banks import open_bank
 from quality_bench.case import Case

@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from hf_trak.evaluation import Bank
-from hf_trak.evaluation.removal_effects import RemovalResult, evaluate_removal
+from hf_trak.evaluation.removal import RemovalPlan, RemovalResult, evaluate_removal, removal_plan
 from hf_trak.evaluation.retraining import Retrain
-from hf_trak.evaluation.tail_removal import RemovalPlan, removal_plan
 from hf_trak.store.sealed import content_digest
 from quality_bench.banks import SEED, open_bank
 from quality_bench.case import Case

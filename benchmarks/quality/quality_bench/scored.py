@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hf_trak.evaluation import Bank, linear_datamodeling_score
-from hf_trak.evaluation.bank_scores import judged_parts
+from hf_trak.evaluation.bank import judged_parts
 from quality_bench.worker import RESULT
 
 DEFAULT = "default"

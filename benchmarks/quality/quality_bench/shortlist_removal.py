@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from hf_trak.evaluation import Bank, evaluate_bank
-from hf_trak.evaluation.bank_scores import judged_parts
-from hf_trak.evaluation.removal_effects import evaluate_removal
-from hf_trak.evaluation.tail_removal import RANDOM, RemovalPlan, removal_plan
+from hf_trak.evaluation.bank import judged_parts
+from hf_trak.evaluation.removal import RANDOM, RemovalPlan, evaluate_removal, removal_plan
 from hf_trak.store.sealed import content_digest
 from quality_bench.banks import SEED, open_bank
 from quality_bench.case import Case

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trak import TrakAttributor
+from hf_trak import Exact, TrakAttributor
 from hf_trak.config import BITS
 from hf_trak.curvature.maps import WhitenedProjection
 from hf_trak.featurize.exact import ExactScores
@@ -138,24 +138,24 @@ def _ridge(rows: Tensor, targets: Tensor, relative: float) -> Tensor:
     return RidgeSystem(rows @ rows.T, lam).solve(targets @ rows.T).T.float()
 
 
-def _exact(own: TrakAttributor, job: Job, **options: Any) -> np.ndarray:
+def _exact(own: TrakAttributor, job: Job, refine: str | None = None) -> np.ndarray:
     """Exact scores of all rows: `(n, m)`."""
-    scored = own.attribute(job.case.targets, top_k=None, exact=True, **options).with_format("numpy")
+    scored = own.attribute(job.case.targets, top_k=None, method=Exact(refine=refine)).with_format("numpy")
     return np.stack(scored["trak_scores"][:]).T
 
 
 def _whitened(own: TrakAttributor, job: Job) -> Scores:
     """Inner products of sketched gradients under a curvature, whose exact inner products are the exact scores."""
-    exact = ExactScores(own)
+    exact = ExactScores(own.features)
     curvature = fitted_curvature(exact, 0)
     found: Scores = {}
     for name, damping in WHITENED.items():
-        sketch = WhitenedProjection(curvature, damping, own.projector())
+        sketch = WhitenedProjection(curvature, damping, own.features.projector())
         parts = []
         for rows, task, side in ((job.case.train, exact.train_task, "train"), (job.case.targets, own.task, "target")):
             directory = job.directory / f"{name}-{side}".replace(" ", "-")
             shards = ShardSet(directory, "sketch", ShardPlan(len(rows), 1024), sketch.proj_dim, torch.float32, {})
-            own.featurizer(task, sketch).fill(shards, rows, 0, side, name)
+            own.features.featurizer(task, sketch).fill(shards, rows, 0, side, name)
             parts.append(torch.cat([shard.grads for shard in shards]))
         rotation, form = Rotation(sketch.proj_dim, own.args.seed, 0), CodeFormat(4, sketch.proj_dim)
         codes, asked = CodedRows.encode(rotation.apply(parts[0]), form).decode(), rotation.apply(parts[1])
@@ -169,10 +169,10 @@ def _features(own: TrakAttributor, job: Job, part: str) -> tuple[Tensor, Tensor]
     """Features `(rows, k)` and q `(rows,)` of training rows or targets, each from a store of its own."""
     args = replace(own.args, output_dir=str(job.directory / f"{part}-{own.args.width}"))
     one = TrakAttributor(own.model, args, getattr(job.case, part), task=own.task)
-    one.prepare_store()
-    with one.weights(0, None, register=True):
-        shards = one.store.train(0)
-        one.featurizer().fill(shards, one.train_dataset, 0, "train", "rows")
+    one.features.prepare_store()
+    with one.features.weights(0, None, register=True):
+        shards = one.features.store.train(0)
+        one.features.featurizer().fill(shards, one.train_dataset, 0, "train", "rows")
     found = list(shards)
     return torch.cat([shard.grads for shard in found]), torch.cat([shard.out_to_loss for shard in found])
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hf_trak.evaluation import Bank, BankScore, evaluate_bank
-from hf_trak.evaluation.bank_scores import judged_parts
+from hf_trak.evaluation.bank import judged_parts
 from quality_bench.banks import open_bank
 from quality_bench.case import Case
 from quality_bench.removals import removal_result

@@ -1,5 +1,6 @@
 """Bounded scratch memory in which blocks of per-sample gradients are built."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -8,6 +9,10 @@ import torch
 from torch import Tensor
 
 _BLOCK_BYTES, _BLOCK_BYTES_OF_GPUS = 2**25, 2**28
+
+BLOCK_BYTES_VARIABLE = "HF_TRAK_MAX_BLOCK_BYTES"
+
+"""Environment variable with the bytes of a block; it changes features by rounding only."""
 
 _CACHED_BYTES = 2**23
 
@@ -18,9 +23,19 @@ def default_block_bytes(device: torch.device) -> int:
     """Choose the bytes of a block for a device.
 
     Returns:
-        32 MiB, which a CPU's cache profits from, or 256 MiB on a GPU, enough work to keep it busy while the next
-        kernels are started.
+        Those of the environment variable `HF_TRAK_MAX_BLOCK_BYTES`. By default 32 MiB, which a CPU's cache profits
+        from, or 256 MiB on a GPU, enough work to keep it busy while the next kernels are started.
+
+    Raises:
+        ValueError: the variable is no positive number.
     """
+    if given := os.environ.get(BLOCK_BYTES_VARIABLE):
+        if not given.isdecimal() or int(given) < 1:
+            raise ValueError(
+                f"The environment variable `{BLOCK_BYTES_VARIABLE}` is {given!r}. Expected a positive number of "
+                "bytes. Correct it, or unset it for the default."
+            )
+        return int(given)
     return _BLOCK_BYTES_OF_GPUS if device.type == "cuda" else _BLOCK_BYTES
 
 

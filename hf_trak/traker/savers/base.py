@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trak.errors import HfTrakError, IncompleteStoreError
+from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
 from hf_trak.runtime.checks import check_finite_rows
 from hf_trak.store.atomic import explained
 from hf_trak.store.shard_set import UNDERFLOW_TOLERANCE, cast_rows
-from hf_trak.traker.savers.refusals import deleted_grads, mismatched_weights, unknown_model_id
 
 
 class ModelIDException(HfTrakError, ValueError):  # noqa: N818  # the name that the `trak` API documents
@@ -183,13 +182,24 @@ class AbstractSaver(ABC):
             IncompleteStoreError: the id is not registered.
             CheckpointMismatchError: the weights differ.
         """
-        if model_id not in self.model_ids:
-            raise unknown_model_id(self.save_dir, model_id, self.model_ids)
+        self._require_known(model_id)
         saved = self.model_ids[model_id].get("fingerprint")
         if saved is None:
             self.model_ids[model_id]["fingerprint"] = fingerprint
         elif saved != fingerprint:
-            raise mismatched_weights(self.save_dir, model_id, saved, fingerprint)
+            raise CheckpointMismatchError(
+                f"Model id {model_id} is tied to the weights {saved} in {self.save_dir}, but was given a checkpoint "
+                f"with the weights {fingerprint}. Load the checkpoint that belongs to this id, or use another model "
+                "id."
+            )
+
+    def _require_known(self, model_id: int) -> None:
+        if model_id not in self.model_ids:
+            raise IncompleteStoreError(
+                f"Model id {model_id!r} is not in {self.save_dir}, which has {sorted(self.model_ids) or 'none'}. "
+                "Expected one that has been featurized. Call `load_checkpoint`, `featurize` and `finalize_features` "
+                "for it first."
+            )
 
     def open_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
         """Make an experiment under a registered model id the current one, see `init_experiment`."""
@@ -201,8 +211,7 @@ class AbstractSaver(ABC):
         """Tell which train rows of the current model id have been written: one bool for each row number in `rows`, or
         for all n rows.
         """
-        mask = np.asarray(self.current_store["is_featurized"]).reshape(-1)
-        return (mask if rows is None else mask[np.asarray(rows)]) == 1
+        return self._present("grads", self.current_store["is_featurized"], rows)
 
     def write_rows(self, rows: Sequence[int], grads: Tensor, out_to_loss: Tensor) -> None:
         """Save train rows of the current model id. A row counts as featurized only after its values are written.
@@ -239,7 +248,11 @@ class AbstractSaver(ABC):
             IncompleteStoreError: they have been deleted.
         """
         if self.current_store.get("grads") is None:
-            raise deleted_grads(self.save_dir, self.current_model_id)
+            raise IncompleteStoreError(
+                f"The train gradients of model id {self.current_model_id} in {self.save_dir} were deleted "
+                "(`del_grads`), and the features have to be computed from them anew. Featurize this checkpoint again "
+                "under another model id."
+            )
         return torch.as_tensor(self.current_store["grads"])
 
     def finalized_with(self, model_id: int) -> Mapping[str, Any] | None:
@@ -261,13 +274,19 @@ class AbstractSaver(ABC):
         """
         info = self.model_ids[self.require_model_id()]
         features = self.to_storage(range(len(features)), features, "feature")
+        # The features do not count as finalized while they are exchanged.
         if info.get("finalized"):
             info["finalized"] = 0
             self.serialize_current_model_id_metadata()
+        info |= {"finalized_with": dict(settings), "content": self._content(self.require_model_id())}
         self.current_store["features"][:] = features
         self._rows_written(np.arange(len(features)), "features")
-        info.update(featurized=1, finalized=1, finalized_with=dict(settings))
+        info.update(featurized=1, finalized=1)
         self.serialize_current_model_id_metadata()
+
+    def _content(self, model_id: int) -> dict[str, str]:
+        """Return digests of what the features of a model id are computed from, where the saver has them."""
+        return {}
 
     def read_features(self) -> tuple[Tensor, Tensor]:
         """Read the features `(n, k)` and the output-to-loss gradients `(n,)` of the current model id."""
@@ -278,8 +297,12 @@ class AbstractSaver(ABC):
         """Tell which targets of the current experiment have been written under the current model id: one bool for each
         number in `rows`, or for all m targets.
         """
-        mask = np.asarray(self._target_mask()).reshape(-1)
-        return (mask if rows is None else mask[np.asarray(rows)]) == 1
+        return self._present(f"{self.require_experiment()}_grads", self._target_mask(), rows)
+
+    def _present(self, key: str, marks: Any, rows: Sequence[int] | None) -> np.ndarray:
+        """Tell which rows of an array have been written, according to their marks."""
+        marks = np.asarray(marks).reshape(-1)
+        return (marks if rows is None else marks[np.asarray(rows)]) == 1
 
     def _target_mask(self) -> Any:
         """Return the marks of the current experiment's targets. They are kept in memory if the store has none."""

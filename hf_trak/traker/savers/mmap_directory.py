@@ -16,9 +16,6 @@
 JSON files carry a checksum of their content, arrays one checksum per row (`row_files`). The marks need none, because a
 row counts only if it is marked and has a checksum. Checksums of rows are bound to the configuration, the weights, the
 model id and the array; those of features also to their settings and to the gradients.
-
-Directories of format 1 have no checksums. They are read and finished in their own format, with a warning;
-`hf_trak.traker.savers.mmap_upgrade.upgrade_mmap` adds checksums.
 """
 
 import logging
@@ -27,33 +24,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from filelock import FileLock
+from torch import Tensor
 
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
-from hf_trak.runtime.checks import is_int
-from hf_trak.store.atomic import create_bytes, json_bytes, write_bytes
+from hf_trak.identity.function_identity import same_function
+from hf_trak.runtime.checks import checked_int
+from hf_trak.store.atomic import create_bytes, differing, explained, safe_name, write_bytes
 from hf_trak.store.checkpoint_records import checked_model_id
-from hf_trak.store.sealed import (
-    SEALED_VERSION,
-    VERSION_KEY,
-    content_digest,
-    is_sealed,
-    read_sealed,
-    sealed_bytes,
-    unsealed,
-)
-from hf_trak.traker.savers.mmap_arrays import MARKS, MmapArrays
-from hf_trak.traker.savers.row_files import seed_of
-from hf_trak.traker.savers.run_metadata import IDENTITY_FORMAT, changes, defining
+from hf_trak.store.sealed import content_digest, read_sealed, sealed_bytes, unsealed
+from hf_trak.traker.savers.row_files import RowFile, seed_of
 
 logger = logging.getLogger(__name__)
 
 METADATA = "metadata.json"
 EXPERIMENTS = "experiments.json"
-ID_METADATA = "id_metadata.json"
-
-_RESTORE = "Restore it from a copy, or use another save_dir."
-_warned: set[Path] = set()
+_ID_METADATA = "id_metadata.json"
+_MARKS = "_is_featurized"
+_VERSION = "hf_trak_version"  # the one key of the metadata that does not define features
 
 
 class MmapDirectory:
@@ -62,32 +51,35 @@ class MmapDirectory:
     Attributes:
         save_dir: the directory.
         metadata: the saved configuration.
-        version: format version in which all files are written.
         run: digest of all that defines the features.
-        arrays: the plans of all arrays.
     """
 
-    def __init__(self, save_dir: Path, metadata: Mapping[str, Any], version: int) -> None:
-        """Use [`~MmapDirectory.open`] or [`~MmapDirectory.load`]."""
+    def __init__(self, save_dir: Path) -> None:
+        """Open a directory that exists.
+
+        Raises:
+            IncompleteStoreError: it holds no results of a `MmapSaver`.
+            StoreError: its configuration is damaged.
+        """
         self.save_dir = save_dir
-        self.metadata = dict(metadata)
-        self.version = version
-        self.run = content_digest(defining(metadata))
-        dtype = np.float16 if metadata["feature_dtype"] == "float16" else np.float32
-        n, k = int(metadata["train_size"]), int(metadata["proj_dim"])
-        self.arrays = MmapArrays(save_dir, n, k, dtype, checked=version > 1)
+        try:
+            self.metadata = _read(save_dir / METADATA, "Restore it from a copy, or use another save_dir.")
+        except FileNotFoundError as error:
+            raise IncompleteStoreError(
+                f"{save_dir} holds no results of a MmapSaver: {METADATA} is missing. Pass the save_dir of a run."
+            ) from error
+        self.run = content_digest(_defining(self.metadata))
+        self._dtype = np.dtype(self.metadata["feature_dtype"])
+        self._train_size, self._proj_dim = self.metadata["train_size"], self.metadata["proj_dim"]
 
     @classmethod
-    def open(
-        cls, save_dir: Path, metadata: Mapping[str, Any], in_format_1: Mapping[str, Any] | None = None
-    ) -> "MmapDirectory":
+    def open(cls, save_dir: Path, metadata: Mapping[str, Any]) -> "MmapDirectory":
         """Open a directory. A new one is given this configuration.
 
         Args:
             save_dir: the directory.
             metadata: all that defines the features, as plain JSON; needs `feature_dtype`, `proj_dim` and
                 `train_size`.
-            in_format_1: the same metadata as a directory of format 1 describes it, if that differs.
 
         Raises:
             ConfigMismatchError: it holds results of another configuration; it is left as it was.
@@ -96,11 +88,21 @@ class MmapDirectory:
         path = save_dir / METADATA
         if not path.exists():
             create_bytes(path, sealed_bytes(metadata))
-        directory = cls.load(save_dir)
-        saved, given = defining(directory.metadata), defining(metadata)
-        if 1 in (directory.version, directory.metadata.get(IDENTITY_FORMAT)):  # it describes less
-            given = {key: value for key, value in defining(in_format_1 or metadata).items() if key in saved}
-        if lines := changes(saved, given):
+        directory = cls(save_dir)
+        saved, given = _defining(directory.metadata), _defining(metadata)
+        for key in saved.keys() & given.keys():  # functions with the same code are equal, whatever their names
+            same = same_function(saved[key], given[key])
+            if same is None:
+                logger.warning(
+                    "It is unknown whether `%s` has changed, because its code was compiled by another version of "
+                    "Python: saved %s, given %s.",
+                    key,
+                    saved[key],
+                    given[key],
+                )
+            if same is not False:
+                given[key] = saved[key]
+        if lines := differing(saved, given):
             raise ConfigMismatchError(
                 f"{path} was saved with another configuration than the one given:\n  "
                 + "\n  ".join(lines)
@@ -108,50 +110,15 @@ class MmapDirectory:
             )
         return directory
 
-    @classmethod
-    def load(cls, save_dir: Path) -> "MmapDirectory":
-        """Open a directory that exists.
-
-        Raises:
-            IncompleteStoreError: it holds no results of a `MmapSaver`.
-            StoreError: its configuration is damaged.
-        """
-        path = save_dir / METADATA
-        try:
-            content = _read_json(path, _RESTORE)
-        except FileNotFoundError as error:
-            raise IncompleteStoreError(
-                f"{save_dir} holds no results of a MmapSaver: {METADATA} is missing. Pass the save_dir of a run."
-            ) from error
-        metadata = unsealed(content)
-        sizes = [metadata.get("train_size"), metadata.get("proj_dim")]
-        numbers = all(is_int(size, 1) for size in sizes)
-        if not numbers or metadata.get("feature_dtype") not in ("float16", "float32"):
-            raise StoreError(
-                f"{path} says train_size and proj_dim {sizes} and feature_dtype {metadata.get('feature_dtype')!r}. "
-                f"Expected two positive numbers, and 'float16' or 'float32'. {_RESTORE}"
-            )
-        version = content.get(VERSION_KEY, 1) if is_sealed(content) else 1
-        if version not in (1, SEALED_VERSION):
-            raise StoreError(
-                f"{path} has format version {version!r}; this version of hf_trak reads up to {SEALED_VERSION}. Use "
-                "the version of hf_trak that wrote it, or another save_dir."
-            )
-        if version == 1 and save_dir.absolute() not in _warned:
-            _warned.add(save_dir.absolute())
-            logger.warning(
-                "%s is of format 1: its files have no checksums, so that damage is not noticed. `hf-trak upgrade %s` "
-                "adds checksums.",
-                save_dir,
-                save_dir,
-            )
-        return cls(save_dir, metadata, version)
-
     # model ids
 
     def id_path(self, model_id: int) -> Path:
         """Return the file that describes a model id. Its arrays are in the same directory."""
-        return self.save_dir / str(checked_model_id(model_id)) / ID_METADATA
+        return self.save_dir / str(checked_model_id(model_id)) / _ID_METADATA
+
+    def member_path(self, model_id: int) -> Path:
+        """Return the file that says that a model id belongs to this directory."""
+        return self.save_dir / f"{checked_model_id(model_id)}.json"
 
     def model_ids(self) -> list[int]:
         """List the registered model ids, in ascending order.
@@ -160,16 +127,20 @@ class MmapDirectory:
             StoreError: files of a model id that belongs here have vanished. An average without it would be other
                 scores.
         """
-        found = {int(p.parent.name) for p in self.save_dir.glob(f"*/{ID_METADATA}") if is_id(p.parent.name)}
-        lost = {int(p.stem) for p in self.save_dir.glob("*.json") if is_id(p.stem)} if self.version > 1 else set()
-        lost |= {int(p.parent.name) for p in self.save_dir.glob(f"*/{MARKS}.mmap") if is_id(p.parent.name)}
-        if lost := lost - found:
+        found = {int(path.parent.name) for path in self.save_dir.glob(f"*/{_ID_METADATA}") if _is_id(path.parent.name)}
+        if lost := set(self.mentioned_ids(f"*/{_MARKS}.mmap")) - found:
             path = self.id_path(min(lost))
             raise StoreError(
                 f"{path} is missing, although model id {min(lost)} belongs to {self.save_dir}. Restore it, or delete "
                 f"{self.member_path(min(lost))} and {path.parent}, and featurize this checkpoint again if you need it."
             )
         return sorted(found)
+
+    def mentioned_ids(self, files: str) -> list[int]:
+        """List the model ids that belong here, or whose directory has a file of this pattern."""
+        names = {path.parent.name for path in self.save_dir.glob(files)}
+        names |= {path.stem for path in self.save_dir.glob("*.json")}
+        return sorted(int(name) for name in names if _is_id(name))
 
     def register(self, model_id: int, fingerprint: str | None) -> tuple[dict[str, Any], bool]:
         """Write the description of a model id unless there is one.
@@ -184,36 +155,18 @@ class MmapDirectory:
         Raises:
             StoreError: the model id exists, and its description is damaged.
         """
-        content: dict[str, Any] = {
-            "featurized": 0, "finalized": 0, "fingerprint": fingerprint, "model_id": model_id,
-        }  # fmt: skip
-        if self.version > 1:
-            content |= self.identity(model_id, fingerprint)
-        created = create_bytes(self.id_path(model_id), self._encoded(content))
+        identity = {"fingerprint": fingerprint, "model_id": model_id, "run": self.run}
+        content = {**identity, "featurized": 0, "finalized": 0, "row_identity": content_digest(identity)}
+        created = create_bytes(self.id_path(model_id), sealed_bytes(content))
         info = content if created else self.read_info(model_id)
         self.claim(model_id, info)
         return info, created
 
-    def identity(self, model_id: int, fingerprint: str | None) -> dict[str, str]:
-        """Return the keys of a description that tie a model id to this run and to its weights."""
-        of = {"fingerprint": fingerprint, "model_id": model_id, "run": self.run}
-        return {"row_identity": content_digest(of), "run": self.run}
-
     def claim(self, model_id: int, info: Mapping[str, Any]) -> None:
-        """Write the file that says that a model id belongs to this directory.
-
-        Args:
-            model_id: the id.
-            info: the description of the model id.
-        """
+        """Write the file that says that a model id, which has this description, belongs to this directory."""
         path = self.member_path(model_id)
-        if self.version > 1 and not path.exists():
-            content = {"model_id": model_id, "row_identity": info["row_identity"], "run": self.run}
-            create_bytes(path, sealed_bytes(content))
-
-    def member_path(self, model_id: int) -> Path:
-        """Return the file that says that a model id belongs to this directory."""
-        return self.save_dir / f"{checked_model_id(model_id)}.json"
+        if not path.exists():
+            create_bytes(path, sealed_bytes(_membership(info)))
 
     def read_info(self, model_id: int) -> dict[str, Any]:
         """Read the description of a model id.
@@ -222,52 +175,31 @@ class MmapDirectory:
             FileNotFoundError: the id is not registered.
             StoreError: the file is damaged, or that of another model id or configuration.
         """
-        path = self.id_path(model_id)
-        remedy = (
-            f"Restore it from a copy, or delete {self.member_path(model_id)} and {path.parent}, and featurize again."
-        )
-        info = self._read(path, remedy)
-        found = (info.get("model_id"), info.get("run") if self.version > 1 else self.run)
-        if found != (model_id, self.run):
+        path, member = self.id_path(model_id), self.member_path(model_id)
+        remedy = f"Restore it from a copy, or delete {member} and {path.parent}, and featurize again."
+        info = _read(path, remedy)
+        if (info.get("model_id"), info.get("run")) != (model_id, self.run):
             raise StoreError(
-                f"{path} belongs to model id {found[0]!r} of the run {found[1]!r}; expected model id {model_id} of "
-                f"the run {self.run}, which {self.save_dir / METADATA} describes: files were mixed. {remedy}"
+                f"{path} belongs to model id {info.get('model_id')!r} of the run {info.get('run')!r}; expected model "
+                f"id {model_id} of the run {self.run}, which {self.save_dir / METADATA} describes: files were mixed. "
+                f"{remedy}"
             )
-        kinds: dict[str, tuple[type, ...]] = {
-            "content": (dict, type(None)),
-            "finalized": (int,),
-            "finalized_with": (dict, type(None)),
-            "fingerprint": (str, type(None)),
-            "grads_deleted": (bool, type(None)),
-            "row_identity": (str,) if self.version > 1 else (str, type(None)),
-        }
-        if wrong := [key for key, kind in kinds.items() if not isinstance(info.get(key), kind)]:
-            raise StoreError(f"{path} says {wrong[0]!r} is {info.get(wrong[0])!r}, which is impossible. {remedy}")
-        if self.version > 1:
-            self._compare_member(model_id, info)
-        return info
-
-    def _compare_member(self, model_id: int, info: Mapping[str, Any]) -> None:
-        path = self.member_path(model_id)
-        remedy = f"Restore the right one, or delete both and {self.id_path(model_id).parent}, and featurize again."
         try:
-            said = self._read(path, remedy)
+            said = _read(member, remedy)
         except FileNotFoundError:
-            return  # a run was killed before it wrote the file
-        if said != {key: info.get(key) for key in ("model_id", "row_identity", "run")}:
+            return info  # a run was killed before it wrote the file
+        if said != _membership(info):
             raise StoreError(
-                f"{path} and {self.id_path(model_id)} are of different runs or weights: files were mixed. {remedy}"
+                f"{member} and {path} are of different runs or weights: files were mixed. Restore the right one, or "
+                f"delete both and {path.parent}, and featurize again."
             )
+        return info
 
     def write_info(self, model_id: int, info: Mapping[str, Any]) -> None:
         """Replace the description of a model id."""
-        write_bytes(self.id_path(model_id), self._encoded(info))
+        write_bytes(self.id_path(model_id), sealed_bytes(info))
 
     # experiments
-
-    def lock(self) -> FileLock:
-        """Return the lock that is held while `experiments.json` is changed."""
-        return FileLock(self.save_dir / ".experiments.lock")
 
     def read_experiments(self) -> dict[str, dict[str, Any]]:
         """Read what is known of all experiments, by name.
@@ -278,62 +210,139 @@ class MmapDirectory:
         path = self.save_dir / EXPERIMENTS
         remedy = "Restore it from a copy, or delete it and call `start_scoring_checkpoint` for every experiment again."
         try:
-            found = _read_json(path, remedy, allow_unsealed=self.version == 1)
+            content = _read(path, remedy)
         except FileNotFoundError:
             return {}
-        content = unsealed(found)
-        experiments = content.get("experiments") if is_sealed(found) else content
-        run = content.get("run") if is_sealed(found) else self.run
-        sound = isinstance(experiments, dict) and run == self.run
-        for entry in experiments.values() if isinstance(experiments, dict) else ():
-            count = entry.get("num_targets") if isinstance(entry, dict) else None
-            sound = sound and is_int(count, 1)
-        if not sound or not isinstance(experiments, dict):
+        if content.get("run") != self.run:
             raise StoreError(
-                f"{path} is that of the run {run!r}, or has no number of targets. Expected experiments of the run "
-                f"{self.run}, which {self.save_dir / METADATA} describes. {remedy}"
+                f"{path} is that of the run {content.get('run')!r}. Expected experiments of the run {self.run}, which "
+                f"{self.save_dir / METADATA} describes. {remedy}"
             )
-        return experiments
+        return content["experiments"]
 
-    def write_experiments(self, experiments: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the file of all experiments."""
-        content = dict(experiments) if self.version == 1 else {"experiments": dict(experiments), "run": self.run}
-        write_bytes(self.save_dir / EXPERIMENTS, self._encoded(content))
+    def write_experiment(self, name: str, entry: Mapping[str, Any], replace: bool) -> dict[str, dict[str, Any]]:
+        """Write what is known of an experiment. What is known of it already stays, unless `replace` is set.
 
-    # checksums of arrays
+        Returns:
+            `dict`: what is now known of all experiments.
+        """
+        path = self.save_dir / EXPERIMENTS
+        with explained(path), FileLock(self.save_dir / ".experiments.lock"):
+            found = self.read_experiments()
+            if replace or name not in found:
+                found[name] = dict(entry)
+                write_bytes(path, sealed_bytes({"experiments": found, "run": self.run}))
+        return found
 
-    def rows_seed(self, info: Mapping[str, Any], array: str, **extra: Any) -> int:
-        """Return the seed of an array's checksums under a model id; `extra` is what else the rows depend on."""
-        return seed_of({"array": array, "rows": info.get("row_identity"), **extra})
+    def read_scores(self, exp_name: str) -> Tensor:
+        """Read the scores of an experiment. Returns and raises as [`MmapSaver.read_scores`]."""
+        entry = self.read_experiments().get(safe_name(exp_name, "exp_name"), {})
+        if not entry.get("scores_finalized"):
+            raise IncompleteStoreError(
+                f"Experiment {exp_name!r} in {self.save_dir} has no scores. Call `finalize_scores` for it first."
+            )
+        file = self.scores(exp_name, entry["num_targets"])
+        try:
+            file.open("r")
+        except FileNotFoundError as error:
+            raise StoreError(f"{file.path} is missing. {file.remedy}") from error
+        wrong, bare = file.compare(np.arange(file.shape[0]), self.scores_seed(exp_name, entry))
+        if len(wrong) or len(bare):
+            raise StoreError(
+                f"{file.path} is damaged, or holds other scores than {self.save_dir / EXPERIMENTS} says: "
+                f"{len(wrong) + len(bare)} of {file.shape[0]} rows do not match their checksums. {file.remedy}"
+            )
+        # Scores stay valid when features are deleted, but not when other features have taken their place.
+        for model_id, said in (entry.get("members") or {}).items():
+            path = self.id_path(int(model_id))
+            if path.exists() and (info := self.read_info(int(model_id))).get("finalized") and member(info) != said:
+                raise StoreError(
+                    f"{file.path} was computed from other features than those that now exist, according to {path}. "
+                    "Call `finalize_scores` again."
+                )
+        return torch.from_numpy(np.lib.format.open_memmap(file.path, mode="c"))
 
-    def features_seed(self, info: Mapping[str, Any]) -> int:
-        """Return the seed of the checksums of features, which depend on their settings and on the gradients."""
-        return self.rows_seed(info, "features", content=info.get("content"), settings=info.get("finalized_with"))
+    # arrays
 
-    def member(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what scores depend on of a model id: its weights, its gradients, the settings of its features."""
-        return {key: info.get(key) for key in ("content", "finalized_with", "row_identity")}
+    def train_set(self, model_id: int, grads_deleted: bool = False) -> list[RowFile]:
+        """Describe the arrays of the train set under a model id. The marks come last, and are created last."""
+        directory = self.id_path(model_id).parent
+        n, k = self._train_size, self._proj_dim
+        marks = directory / f"{_MARKS}.mmap"
+        again = (
+            f"Restore it from a copy, or delete {marks} and featurize again, which computes all rows of this model id "
+            "anew."
+        )
+        if grads_deleted:
+            again = f"Restore it from a copy, or delete {directory} and featurize again."
+        features = "Restore it from a copy, or delete it and call `finalize_features` again."
+        files = [
+            RowFile("grads", directory / "grads.mmap", (n, k), self._dtype, again),
+            RowFile("out_to_loss", directory / "out_to_loss.mmap", (n, 1), np.float32, again),
+            RowFile("features", directory / "features.mmap", (n, k), self._dtype, features),
+            RowFile("is_featurized", marks, (n, 1), np.int32, again, checked=False),
+        ]
+        return files[1:] if grads_deleted else files
+
+    def targets(self, model_id: int, experiment: str, num_targets: int) -> list[RowFile]:
+        """Describe the arrays of an experiment's targets under a model id. The marks come last."""
+        directory = self.id_path(model_id).parent
+        m = checked_int(num_targets, "num_targets", 1, type_error=ValueError)
+        grads, marks = (f"{safe_name(experiment, 'exp_name')}_{kind}" for kind in ("grads", "is_scored"))
+        again = f"Restore it from a copy, or delete {directory / f'{marks}.mmap'} and score the targets again."
+        return [
+            RowFile(grads, directory / f"{grads}.mmap", (m, self._proj_dim), self._dtype, again),
+            RowFile(marks, directory / f"{marks}.mmap", (m, 1), np.int32, again, checked=False),
+        ]
+
+    def scores(self, experiment: str, num_targets: int) -> RowFile:
+        """Describe the array of an experiment's scores."""
+        path = self.save_dir / "scores" / f"{safe_name(experiment, 'exp_name')}.mmap"
+        remedy = "Restore it from a copy, or call `finalize_scores` again."
+        return RowFile("scores", path, (self._train_size, num_targets), np.float32, remedy)
 
     def scores_seed(self, experiment: str, entry: Mapping[str, Any]) -> int:
         """Return the seed of the checksums of an experiment's scores."""
         of = {key: entry.get(key) for key in ("members", "model_ids", "num_targets")}
         return seed_of({"array": "scores", "experiment": experiment, "run": self.run, **of})
 
-    def _read(self, path: Path, remedy: str) -> dict[str, Any]:
-        return unsealed(_read_json(path, remedy, allow_unsealed=self.version == 1))
 
-    def _encoded(self, content: Mapping[str, Any]) -> bytes:
-        return json_bytes(content) if self.version == 1 else sealed_bytes(content)
+def rows_seed(info: Mapping[str, Any], key: str) -> int:
+    """Return the seed of the checksums of an array under a model id.
+
+    Args:
+        info: the description of the model id.
+        key: name of the array in `current_store`.
+    """
+    identity = {"array": key, "rows": info.get("row_identity")}
+    if key == "features":
+        identity |= {"content": info.get("content"), "settings": info.get("finalized_with")}
+    elif key not in ("grads", "out_to_loss"):
+        identity |= {"array": "targets", "experiment": key.removesuffix("_grads")}
+    return seed_of(identity)
 
 
-def is_id(name: str) -> bool:
+def member(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what scores depend on of a model id: its weights, its gradients, the settings of its features."""
+    return {key: info.get(key) for key in ("content", "finalized_with", "row_identity")}
+
+
+def _membership(info: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: info.get(key) for key in ("model_id", "row_identity", "run")}
+
+
+def _defining(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metadata.items() if key != _VERSION}
+
+
+def _is_id(name: str) -> bool:
     """Tell whether the name of a file or directory is that of a model id."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
-def _read_json(path: Path, remedy: str, allow_unsealed: bool = True) -> dict[str, Any]:
+def _read(path: Path, remedy: str) -> dict[str, Any]:
     try:
-        return read_sealed(path, remedy, allow_unsealed)
+        return unsealed(read_sealed(path, remedy))
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -1,12 +1,12 @@
-"""A saver that keeps everything in memory-mapped NumPy files. `mmap_directory` describes the layout.
+"""The saver of the `trak` API, which keeps everything in memory-mapped NumPy files. `mmap_directory` lists them.
 
 The `.mmap` files are in NumPy's `.npy` format; nothing is pickled. `read_grads`, `read_features`, `read_targets` and
-[`read_scores`] compare every row with its checksum the first time that a process reads a file as it is now. That costs
+`read_scores` compare every row with its checksum the first time that a process reads a file as it is now. That costs
 one pass over the file (on one core, 0.2 µs per row and 0.2 s per GB). Arrays that are taken from `current_store` are
 not compared with anything.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,14 @@ from torch import Tensor
 
 from hf_trak.errors import ConfigMismatchError, StoreError
 from hf_trak.runtime.checks import checked_int
-from hf_trak.store.atomic import explained, safe_name
+from hf_trak.store.atomic import explained, remove_stale, safe_name
 from hf_trak.store.checkpoint_records import checked_model_id
-from hf_trak.traker.savers.directory_saver import DirectorySaver
-from hf_trak.traker.savers.mmap_arrays import ArrayPlan
-from hf_trak.traker.savers.mmap_check import verify_mmap
-from hf_trak.traker.savers.mmap_directory import MmapDirectory
-from hf_trak.traker.savers.mmap_scores import read_scores
-from hf_trak.traker.savers.mmap_upgrade import upgrade_mmap
-from hf_trak.traker.savers.refusals import unknown_model_id
-from hf_trak.traker.savers.row_files import RowFile, rows_without_values
-
-__all__ = ["MmapSaver", "read_scores", "upgrade_mmap", "verify_mmap"]
+from hf_trak.traker.savers.base import AbstractSaver, ModelIDException
+from hf_trak.traker.savers.mmap_directory import MmapDirectory, member, rows_seed
+from hf_trak.traker.savers.row_files import RowFile
 
 
-class MmapSaver(DirectorySaver):
+class MmapSaver(AbstractSaver):
     """Keeps results in memory-mapped `.npy` files with a checksum per row.
 
     Args:
@@ -55,26 +48,43 @@ class MmapSaver(DirectorySaver):
         StoreError: a file that describes results is damaged, missing, or that of another run.
     """
 
-    def _open_directory(self, in_format_1: Mapping[str, Any]) -> None:
-        self.directory = MmapDirectory.open(self.save_dir, self.metadata, in_format_1)
+    def __init__(
+        self,
+        save_dir: Path | str,
+        metadata: Iterable[Any],
+        train_set_size: int,
+        proj_dim: int,
+        load_from_save_dir: bool,
+        logging_level: int,
+        use_half_precision: bool,
+    ) -> None:
+        super().__init__(save_dir, metadata, load_from_save_dir, logging_level, use_half_precision)
+        self.train_set_size = checked_int(train_set_size, "train_set_size", 1, type_error=ValueError)
+        self.proj_dim = checked_int(proj_dim, "proj_dim", 1, type_error=ValueError)
+        self.metadata |= {
+            "feature_dtype": "float16" if use_half_precision else "float32",
+            "proj_dim": self.proj_dim,
+            "train_size": self.train_set_size,
+        }
+        self.directory = MmapDirectory.open(self.save_dir, self.metadata)
         self._files: dict[str, RowFile] = {}
         self._told_unchecked: set[Path] = set()
-
-    def _saved_model_ids(self) -> dict[int, dict[str, Any]]:
-        return {model_id: self.directory.read_info(model_id) for model_id in self.directory.model_ids()}
-
-    def _saved_experiments(self) -> dict[str, dict[str, Any]]:
-        return self.directory.read_experiments()
+        remove_stale(self.save_dir)
+        if load_from_save_dir:
+            self.model_ids = {model_id: self.directory.read_info(model_id) for model_id in self.directory.model_ids()}
+        self.experiments = self.directory.read_experiments()
 
     def register_model_id(self, model_id: int, _allow_featurizing_already_registered: bool = False) -> None:
         model_id = checked_model_id(model_id)
         info, created = self.directory.register(model_id, self.checkpoint_fingerprint)
         if not created and not _allow_featurizing_already_registered:
-            raise self._already_registered(model_id)
+            raise ModelIDException(
+                f"Model id {model_id} is registered already in {self.save_dir}. Use another model id, or continue "
+                "this one with `load_from_save_dir=True` (or `_allow_featurizing_already_registered=True`)."
+            )
         self.model_ids[model_id] = info
         if not created and self.checkpoint_fingerprint is not None:
             self.verify_checkpoint(model_id, self.checkpoint_fingerprint)
-        self.current_model_id = model_id
         self.init_store(model_id)
 
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
@@ -87,28 +97,27 @@ class MmapSaver(DirectorySaver):
         if untied:
             self.directory.write_info(model_id, self.model_ids[model_id])
 
+    def init_store(self, model_id: int) -> None:
+        """Open the arrays of the train set under a model id. They are created if they do not exist."""
+        self.load_current_store(model_id)
+
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
-        safe_name(exp_name, "exp_name")
-        num_targets = checked_int(num_targets, "num_targets", 1, type_error=ValueError)
-        if model_id not in self.model_ids:
-            raise unknown_model_id(self.save_dir, model_id, self.model_ids)
-        with explained(self.save_dir / "experiments.json"), self.directory.lock():
-            self.experiments = self.directory.read_experiments()
-            saved = self.experiments.get(exp_name)
-            if saved is None:
-                self.experiments[exp_name] = {
-                    "num_targets": num_targets,
-                    "scores_finalized": 0,
-                    "scores_path": str(Path("scores") / f"{exp_name}.mmap"),
-                }
-                self.directory.write_experiments(self.experiments)
-        if saved is not None and saved["num_targets"] != num_targets:
+        files = self.directory.targets(model_id, exp_name, num_targets)
+        self._require_known(model_id)
+        entry = {
+            "num_targets": files[0].shape[0],
+            "scores_finalized": 0,
+            "scores_path": str(Path("scores") / f"{exp_name}.mmap"),
+        }
+        self.experiments = self.directory.write_experiment(exp_name, entry, replace=False)
+        saved = self.experiments[exp_name]["num_targets"]
+        if saved != num_targets:
             raise ConfigMismatchError(
-                f"Experiment {exp_name!r} in {self.save_dir} has {saved['num_targets']} targets, but "
-                f"num_targets={num_targets} was given. Use another exp_name for other targets."
+                f"Experiment {exp_name!r} in {self.save_dir} has {saved} targets, but num_targets={num_targets} was "
+                "given. Use another exp_name for other targets."
             )
-        for plan in self.directory.arrays.of_targets(model_id, exp_name, num_targets):
-            plan.create()
+        for file in files:
+            file.create()
         self.load_current_store(model_id, exp_name, num_targets)
 
     def load_current_store(
@@ -132,55 +141,48 @@ class MmapSaver(DirectorySaver):
             StoreError: an array of the train set is missing; an array is truncated, or has another shape or dtype.
         """
         if exp_name is None:
-            deleted = bool(self._info(model_id).get("grads_deleted"))
-            plans = self.directory.arrays.of_train_set(model_id, deleted)
+            files = self.directory.train_set(model_id, bool(self._info(model_id).get("grads_deleted")))
             if mode != "r":
-                self._create_train_arrays(model_id, plans)
+                self._create_train_arrays(model_id, files)
         else:
             count = self.experiments[exp_name]["num_targets"] if exp_num_targets in (-1, None) else exp_num_targets
-            count = checked_int(count, "exp_num_targets", 1, type_error=ValueError)
-            plans = self.directory.arrays.of_targets(model_id, exp_name, count)
-        if mode == "w+":
-            for plan in plans:
-                plan.create(replace=True)
-        try:
-            files = {plan.key: plan.open("r" if mode == "r" else "r+") for plan in plans}
-        except FileNotFoundError as error:
-            if exp_name is not None:
-                raise
-            plan = next(plan for plan in plans if not plan.path.exists())
-            raise StoreError(f"{plan.path} is missing. {plan.remedy}") from error
+            files = self.directory.targets(model_id, exp_name, count)
+        for file in files:
+            if mode == "w+":
+                file.create(replace=True)
+            try:
+                file.open("r" if mode == "r" else "r+")
+            except FileNotFoundError as error:
+                if exp_name is not None:
+                    raise
+                raise StoreError(f"{file.path} is missing. {file.remedy}") from error
         # The arrays of an experiment join those of the train set of the same model id; all others are closed.
-        kept = exp_name is not None and self.current_model_id == model_id
-        self._files = {**(self._files if kept else {}), **files}
-        store = {key: file.array for key, file in files.items()}
-        self.current_store = {**(self.current_store if kept else {}), **store}
+        if exp_name is None or self.current_model_id != model_id:
+            self._files, self.current_store = {}, {}
+        self._files |= {file.key: file for file in files}
+        self.current_store |= {file.key: file.array for file in files}
         self.current_model_id = model_id
 
     def save_scores(self, exp_name: str) -> None:
         scores = np.asarray(self.current_store[f"{safe_name(exp_name, 'exp_name')}_scores"])
-        plan = self.directory.arrays.of_scores(exp_name, scores.shape[1])
         entry = {**self.experiments[exp_name], "scores_finalized": 1}
         # Readers take the scores for what the entry says. It says that there are none while they are exchanged.
-        if entry != self._saved_experiments().get(exp_name):
-            self._write_experiment(exp_name, {**entry, "scores_finalized": 0})
-        RowFile.write(plan.path, scores, self.directory.scores_seed(exp_name, entry) if plan.checked else None)
-        self._write_experiment(exp_name, entry)
+        if entry != self.directory.read_experiments().get(exp_name):
+            self.directory.write_experiment(exp_name, {**entry, "scores_finalized": 0}, replace=True)
+        self.directory.scores(exp_name, scores.shape[1]).write(scores, self.directory.scores_seed(exp_name, entry))
+        self.experiments = self.directory.write_experiment(exp_name, entry, replace=True)
 
     def del_grads(self, model_id: int, target: bool = False) -> None:
         if target:
-            for exp_name in self.experiments:
-                for plan in reversed(self.directory.arrays.of_targets(model_id, exp_name, 1)):  # marks first
-                    plan.path.unlink(missing_ok=True)
-                    self.current_store.pop(plan.key, None)
-                    self._files.pop(plan.key, None)
-            return
-        info = self.model_ids[model_id]
-        info["grads_deleted"] = True
-        self.directory.write_info(model_id, info)
-        self.current_store.pop("grads", None)
-        self._files.pop("grads", None)
-        (self.directory.id_path(model_id).parent / "grads.mmap").unlink(missing_ok=True)
+            files = [file for name in self.experiments for file in self.directory.targets(model_id, name, 1)]
+        else:
+            files = self.directory.train_set(model_id)[:1]
+            self.model_ids[model_id]["grads_deleted"] = True
+            self.directory.write_info(model_id, self.model_ids[model_id])
+        for file in reversed(files):  # marks first
+            file.path.unlink(missing_ok=True)
+            self.current_store.pop(file.key, None)
+            self._files.pop(file.key, None)
 
     def update_checksums(self, key: str, rows: Sequence[int] | None = None) -> None:
         """Compute the checksums of rows that were written into `current_store` directly.
@@ -194,9 +196,24 @@ class MmapSaver(DirectorySaver):
         Raises:
             KeyError: `current_store` has no such array on disk.
         """
-        file = self._files[key]
-        index = np.arange(len(file.array)) if rows is None else np.asarray(rows)
-        self._rows_written(index, key)
+        self._rows_written(np.arange(self._files[key].shape[0]) if rows is None else np.asarray(rows), key)
+
+    def read_scores(self, exp_name: str) -> Tensor:
+        """Read the scores of a finished experiment.
+
+        Args:
+            exp_name (`str`):
+                Name of the experiment.
+
+        Returns:
+            `torch.Tensor` of shape `(n, m)`, float32, memory-mapped; writing into it does not change the file.
+
+        Raises:
+            IncompleteStoreError: the experiment has no scores.
+            StoreError: the file is damaged, or that of another experiment, or was computed from other features than
+                those that exist now.
+        """
+        return self.directory.read_scores(exp_name)
 
     # What TRAKer calls
 
@@ -204,14 +221,7 @@ class MmapSaver(DirectorySaver):
         """See [`AbstractSaver.featurized`]. Rows whose gradients were deleted count as written."""
         if self._info(self.require_model_id()).get("grads_deleted"):
             return np.ones(self.train_set_size if rows is None else len(rows), dtype=bool)
-        done = super().featurized()
-        done &= self._summed("grads", done)
-        return done if rows is None else done[np.asarray(rows)]
-
-    def scored(self, rows: Sequence[int] | None = None) -> np.ndarray:
-        done = super().scored()
-        done &= self._summed(f"{self.require_experiment()}_grads", done)
-        return done if rows is None else done[np.asarray(rows)]
+        return super().featurized(rows)
 
     def read_grads(self) -> Tensor:
         if "grads" in self.current_store:
@@ -224,43 +234,27 @@ class MmapSaver(DirectorySaver):
         Raises:
             StoreError: the gradients are not those that the features were computed from.
         """
-        features = self.directory.arrays.features_path(model_id)
+        path = self.directory.id_path(model_id)
         try:
             info = self.directory.read_info(model_id)  # another process may have finalized them anew
         except FileNotFoundError:
             return None
         self.model_ids[model_id] = info
+        features = path.with_name("features.mmap")
         if not info.get("finalized") or not features.exists():
             return None
         saved = info.get("content") or {}
         if changed := [key for key, digest in self._content(model_id).items() if saved.get(key, digest) != digest]:
             raise StoreError(
-                f"According to {self.directory.id_path(model_id)}, {features} was computed from other rows than those "
-                f"in {features.with_stem(changed[0])}. Restore the file that was exchanged; if rows were computed "
-                "anew, delete the features and call `finalize_features` again."
+                f"According to {path}, {features} was computed from other rows than those in "
+                f"{features.with_stem(changed[0])}. Restore the file that was exchanged; if rows were computed anew, "
+                "delete the features and call `finalize_features` again."
             )
         return info.get("finalized_with") or {}
 
-    def write_features(self, features: Tensor, settings: Mapping[str, Any]) -> None:
-        model_id = self.require_model_id()
-        info = self.model_ids[model_id]
-        features = self.to_storage(range(len(features)), features, "feature")
-        # The features do not count as finalized while they are exchanged.
-        if info.get("finalized"):
-            info["finalized"] = 0
-            self.serialize_current_model_id_metadata()
-        info["finalized_with"] = dict(settings)
-        if content := self._content(model_id):
-            info["content"] = content
-        self.current_store["features"][:] = features
-        self._rows_written(np.arange(len(features)), "features")
-        info.update(featurized=1, finalized=1)
-        self.serialize_current_model_id_metadata()
-
     def read_features(self) -> tuple[Tensor, Tensor]:
-        rows = np.arange(self.train_set_size)
         for key in ("features", "out_to_loss"):
-            self._compare(key, rows)
+            self._compare(key, np.arange(self.train_set_size))
         return super().read_features()
 
     def read_targets(self) -> Tensor:
@@ -268,60 +262,50 @@ class MmapSaver(DirectorySaver):
         return super().read_targets()
 
     def write_scores(self, exp_name: str, scores: Tensor, model_ids: Sequence[int]) -> None:
-        members = {str(model_id): self.directory.member(self._info(model_id)) for model_id in model_ids}
+        members = {str(model_id): member(self._info(model_id)) for model_id in model_ids}
         self.experiments[exp_name] |= {"model_ids": list(model_ids), "members": members}
         super().write_scores(exp_name, scores, model_ids)
 
     def _rows_written(self, rows: np.ndarray, *keys: str) -> None:
         for key in keys:
-            file = self._file(key)
-            if file is None:
+            if file := self._file(key):
+                with explained(file.path):
+                    file.seal(rows, rows_seed(self._info(self.require_model_id()), key))
+            else:
                 super()._rows_written(rows, key)
-                continue
-            with explained(file.path):
-                file.seal(rows, self._seed(key))
-                file.flush()
 
     def _file(self, key: str) -> RowFile | None:
         """Return the file behind an array of `current_store`, or `None` if a user put another array in its place."""
         file = self._files.get(key)
         return None if file is None or file.array is not self.current_store.get(key) else file
 
-    def _seed(self, key: str) -> int:
-        info = self._info(self.require_model_id())
-        if key == "features":
-            return self.directory.features_seed(info)
-        if key in ("grads", "out_to_loss"):
-            return self.directory.rows_seed(info, key)
-        return self.directory.rows_seed(info, "targets", experiment=key.removesuffix("_grads"))
-
-    def _summed(self, key: str, marked: np.ndarray) -> np.ndarray:
+    def _present(self, key: str, marks: Any, rows: Sequence[int] | None) -> np.ndarray:
         """Tell which of the marked rows were written.
 
         Those have a checksum. A row without one was written past this saver if any of its values is not zero.
         """
+        marked = super()._present(key, marks, rows)
         file = self._file(key)
         if file is None or file.sums is None:
             return marked
-        empty = rows_without_values(file, np.flatnonzero(marked & (file.sums == 0)))
-        if len(empty):
+        index = np.arange(len(marked)) if rows is None else np.asarray(rows)
+        bare = index[marked & (file.sums[index] == 0)]
+        if len(empty := file.empty(bare)):
             self.logger.warning(
                 "%s has no checksums of %d rows that are marked as written. They count as missing.",
                 file.path,
                 len(empty),
             )
-        written = marked.copy()
-        written[empty] = False
-        return written
+        return marked & ~np.isin(index, empty)
 
     def _compare(self, key: str, rows: np.ndarray) -> None:
         """Compare rows with their checksums. Raises `StoreError` if any is damaged."""
         file = self._file(key)
         if file is None:
             return
-        wrong, bare = file.compare(rows, self._seed(key))
+        wrong, bare = file.compare(rows, rows_seed(self._info(self.require_model_id()), key))
         if key != "out_to_loss":  # whose values may be zero
-            wrong = np.concatenate([wrong, rows_without_values(file, bare)])
+            wrong = np.concatenate([wrong, file.empty(bare)])
         if len(wrong):
             raise StoreError(
                 f"{file.path} is damaged: {len(wrong)} of {len(rows)} rows (first: {sorted(wrong.tolist())[:5]}) do "
@@ -340,34 +324,28 @@ class MmapSaver(DirectorySaver):
             )
 
     def _content(self, model_id: int) -> dict[str, str]:
-        """Return digests of what the features of a model id are computed from; none in format 1."""
         found = {}
-        for plan in self.directory.arrays.of_train_set(model_id, bool(self._info(model_id).get("grads_deleted"))):
-            if plan.checked and plan.key != "features" and plan.path.exists():
-                sums = plan.open("r").sums
-                found[plan.key] = "" if sums is None else xxhash.xxh3_128_hexdigest(sums.tobytes())
+        for file in self.directory.train_set(model_id, bool(self._info(model_id).get("grads_deleted"))):
+            if file.checked and file.key != "features" and file.path.exists():
+                sums = file.open("r").sums
+                found[file.key] = xxhash.xxh3_128_hexdigest(np.asarray(sums).tobytes())
         return found
 
     def _info(self, model_id: int) -> dict[str, Any]:
         return self.model_ids.get(model_id) or self.directory.read_info(model_id)
 
-    def _create_train_arrays(self, model_id: int, plans: list[ArrayPlan]) -> None:
+    def _create_train_arrays(self, model_id: int, files: list[RowFile]) -> None:
         """Create the missing arrays of a model id if none of its rows was ever written, and missing features always,
         since they can be computed again.
         """
-        self.directory.claim(model_id, self._info(model_id))
-        if not plans[-1].path.exists():  # the marks, which are created last
-            for plan in plans:
-                plan.create()
-        features = next(plan for plan in plans if plan.key == "features")
+        info = self._info(model_id)
+        self.directory.claim(model_id, info)
+        if not files[-1].path.exists():  # the marks, which are created last
+            for file in files:
+                file.create()
+        features = next(file for file in files if file.key == "features")
         if not features.path.exists():
-            info = self._info(model_id)
             if info.get("finalized"):
-                self.directory.write_info(model_id, info | {"finalized": 0})
                 info["finalized"] = 0
+                self.directory.write_info(model_id, info)
             features.create()
-
-    def _write_experiment(self, exp_name: str, entry: dict[str, Any]) -> None:
-        with explained(self.save_dir / "experiments.json"), self.directory.lock():
-            self.experiments = {**self.directory.read_experiments(), exp_name: entry}
-            self.directory.write_experiments(self.experiments)

@@ -16,7 +16,6 @@ import os
 import tokenize
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,11 +50,7 @@ _intact: dict[str, object] = {}
 
 
 def seed_of(identity: Mapping[str, Any]) -> int:
-    """Compute the seed of an array's checksums.
-
-    Args:
-        identity: all that tells the array from others, as plain JSON.
-    """
+    """Compute the seed of an array's checksums from all that tells the array from others, as plain JSON."""
     return int(content_digest(identity)[:16], 16)
 
 
@@ -81,95 +76,96 @@ def row_sums(values: np.ndarray, rows: np.ndarray, seed: int) -> np.ndarray:
 
 
 class RowFile:
-    """One open file of the format above.
+    """One file of the format above. It is described when this object is made, and opened by [`~RowFile.open`].
 
     Attributes:
+        key: name of the array in `current_store`.
         path: the file.
-        remedy: what to do if it is damaged.
+        shape: `(rows, width)`.
+        dtype: NumPy dtype.
+        remedy: what to do if the file is damaged.
+        checked: whether checksums follow the array.
         array: `(rows, width)`, memory-mapped.
         sums: `(rows,)`, uint64, memory-mapped; `None` for a file without checksums.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        shape: tuple[int, int],
-        dtype: Any,
-        checked: bool = True,
-        mode: Literal["r", "r+"] = "r+",
-        remedy: str = "Restore it from a copy.",
-    ) -> None:
-        """Open a file that exists. Its rows are not read.
+    array: np.memmap
+    sums: np.memmap | None
 
-        Args:
-            path: the file.
-            shape: shape that its array must have.
-            dtype: dtype that its array must have.
-            checked: whether checksums follow the array.
-            mode: `r` or `r+`.
-            remedy: what to do about a damaged file, for the error message.
+    def __init__(
+        self, key: str, path: Path, shape: tuple[int, int], dtype: Any, remedy: str, checked: bool = True
+    ) -> None:
+        self.key = key
+        self.path = path
+        self.shape = shape
+        self.dtype = np.dtype(dtype)
+        self.remedy = remedy
+        self.checked = checked
+
+    def open(self, mode: Literal["r", "r+"]) -> "RowFile":
+        """Map a file that exists. Its rows are not read.
 
         Raises:
             FileNotFoundError: the file does not exist.
             StoreError: it is truncated, or holds another array, or may not be opened.
         """
-        self.path = path
-        self.remedy = remedy
-        found = _read_header(path, remedy)
-        itemsize = np.dtype(dtype).itemsize
-        plain = found.offset + shape[0] * shape[1] * itemsize
-        summed = _with_sums(plain, shape[0])
-        sizes = [summed] if checked else [plain, summed]  # an interrupted upgrade leaves checksums behind
-        if found.shape != shape or found.dtype != dtype or found.fortran or found.size not in sizes:
+        shape, fortran, dtype, offset, size = self._read_header()
+        end = self._end(offset)
+        if (shape, dtype, fortran, size) != (self.shape, self.dtype, False, end):
             raise StoreError(
-                f"{path} holds {found.dtype} {found.shape} in {found.size} bytes; expected {np.dtype(dtype)} {shape}, "
-                f"{'with' if checked else 'without'} checksums. {remedy}"
+                f"{self.path} holds {dtype} {shape} in {size} bytes; expected {self.dtype} {self.shape}, "
+                f"{'with' if self.checked else 'without'} checksums. {self.remedy}"
             )
+        rows = self.shape[0]
         try:
-            self.array = np.memmap(path, dtype, mode, found.offset, shape)
-            self.sums = np.memmap(path, np.uint64, mode, summed - 8 * shape[0], shape[:1]) if checked else None
+            self.array = np.memmap(self.path, dtype, mode, offset, self.shape)
+            self.sums = np.memmap(self.path, np.uint64, mode, end - 8 * rows, (rows,)) if self.checked else None
         except OSError as error:
-            raise StoreError(f"{path} cannot be opened ({error}). {remedy}") from error
+            raise StoreError(f"{self.path} cannot be opened ({error}). {self.remedy}") from error
+        return self
 
-    @staticmethod
-    def create(path: Path, shape: tuple[int, int], dtype: Any, checked: bool = True, replace: bool = False) -> None:
-        """Make a file of zeros. A file that another process has created meanwhile stays, unless `replace` is set.
+    def create(self, replace: bool = False) -> None:
+        """Make the file, filled with zeros. A file that exists stays, unless `replace` is set.
 
         Raises:
             StoreError: the file cannot be written.
         """
 
         def fill(temporary: Path) -> None:
-            array = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
-            end = array.offset + array.nbytes
+            array = np.lib.format.open_memmap(temporary, mode="w+", dtype=self.dtype, shape=self.shape)
             with open(temporary, "r+b") as file:
-                allocate(file, _with_sums(end, shape[0]) if checked else end)
+                allocate(file, self._end(array.offset))
 
         if replace:
-            with atomic_path(path) as temporary:
+            with atomic_path(self.path) as temporary:
                 fill(temporary)
-        else:
-            create_file(path, fill)
+        elif not self.path.exists():
+            create_file(self.path, fill)
 
-    @staticmethod
-    def write(path: Path, values: np.ndarray, seed: int | None) -> None:
-        """Write a whole array at once, atomically, with checksums if a seed is given.
+    def write(self, values: np.ndarray, seed: int) -> None:
+        """Write the whole array at once, atomically, with its checksums.
 
         Raises:
             StoreError: the file cannot be written.
         """
-        with atomic_path(path) as temporary, open(temporary, "wb") as file:
+        with atomic_path(self.path) as temporary, open(temporary, "wb") as file:
             np.lib.format.write_array(file, values, allow_pickle=False)
-            if seed is not None:
-                file.write(b"\0" * (-file.tell() % _ALIGNMENT))
-                file.write(row_sums(values, np.arange(len(values)), seed).tobytes())
+            file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+            file.write(row_sums(values, np.arange(len(values)), seed).tobytes())
 
     def seal(self, rows: np.ndarray, seed: int) -> None:
-        """Compute the checksums of rows that have been written to the array."""
+        """Compute the checksums of rows that have been written to the array, and write all changes to disk.
+
+        Raises:
+            OSError: they cannot be written.
+        """
         if self.sums is not None:
             _intact.pop(os.path.abspath(self.path), None)
-            for part in _parts(rows, self.array):
+            for part in self._parts(rows):
                 self.sums[part] = row_sums(self.array[part], part, seed)
+        self.array.flush()
+        if self.sums is not None:
+            self.sums.flush()
 
     def compare(self, rows: np.ndarray, seed: int, again: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Compare rows with their checksums, which reads the rows once.
@@ -184,17 +180,20 @@ class RowFile:
             Both are empty for a file without checksums.
         """
         none = np.empty(0, dtype=np.int64)
-        state = (_stamp(self.path), seed)
-        if self.sums is None or (not again and _intact.get(os.path.abspath(self.path)) == state):
+        name, state = os.path.abspath(self.path), (_stamp(self.path), seed)
+        if self.sums is None or (not again and _intact.get(name) == state):
             return none, none
-        wrong = [none]
         bare = rows[self.sums[rows] == 0]
-        for part in _parts(rows[self.sums[rows] != 0], self.array):
-            wrong.append(part[row_sums(self.array[part], part, seed) != self.sums[part]])
-        found = np.concatenate(wrong)
+        parts = self._parts(rows[self.sums[rows] != 0])
+        wrong = [part[row_sums(self.array[part], part, seed) != self.sums[part]] for part in parts]
+        found = np.concatenate([none, *wrong])
         if not len(found) and not len(bare) and len(rows) == len(self.array):
-            _intact[os.path.abspath(self.path)] = state
+            _intact[name] = state
         return found, bare
+
+    def empty(self, rows: np.ndarray) -> np.ndarray:
+        """Find the rows whose values are all zero, as they are before anything is written."""
+        return rows[~np.asarray(self.array[rows] != 0).any(axis=1)]
 
     def stray_bytes(self) -> bool:
         """Tell whether the padding between array and checksums holds anything but zeros."""
@@ -203,82 +202,34 @@ class RowFile:
             file.seek(end)
             return self.sums is not None and any(file.read(-end % _ALIGNMENT))
 
-    def flush(self) -> None:
-        """Write all changes to disk.
+    def _end(self, offset: int) -> int:
+        """Return the size of the file if its array begins at byte `offset`."""
+        end = offset + self.shape[0] * self.shape[1] * self.dtype.itemsize
+        return end + -end % _ALIGNMENT + 8 * self.shape[0] if self.checked else end
 
-        Raises:
-            OSError: they cannot be written.
+    def _parts(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Split row numbers into parts whose values fit into a block."""
+        count = max(1, _BLOCK_BYTES // max(1, self.shape[1] * self.dtype.itemsize))
+        return [rows[start : start + count] for start in range(0, len(rows), count)]
+
+    def _read_header(self) -> tuple[Any, bool, Any, int, int]:
+        """Read shape, order, dtype and offset of the array, and the size of the file.
+
+        NumPy would extend a truncated file with zeros when it maps it.
         """
-        self.array.flush()
-        if self.sums is not None:
-            self.sums.flush()
-
-
-def rows_without_values(file: RowFile, rows: np.ndarray) -> np.ndarray:
-    """Find the rows whose values are all zero, as they are before anything is written."""
-    return rows[~np.asarray(file.array[rows] != 0).any(axis=1)]
-
-
-def add_sums(path: Path, shape: tuple[int, int], dtype: Any, rows: np.ndarray, seed: int) -> np.ndarray:
-    """Replace a file without checksums, atomically, by one with checksums of the given rows. Checksums that the file
-    already has are computed anew.
-
-    Returns:
-        `numpy.ndarray` of shape `(shape[0],)`, uint64: the checksums, 0 for all other rows.
-
-    Raises:
-        StoreError: the file is truncated, or holds another array, or cannot be written.
-    """
-    old = RowFile(path, shape, dtype, checked=False, mode="r")
-    sums = np.zeros(shape[0], dtype=np.uint64)
-    for part in _parts(rows, old.array):
-        sums[part] = row_sums(old.array[part], part, seed)
-    end = old.array.offset + old.array.nbytes
-    with atomic_path(path) as temporary, open(temporary, "wb") as file:
-        with open(path, "rb") as source:
-            while block := source.read(min(_BLOCK_BYTES, end - source.tell())):
-                file.write(block)
-        file.write(b"\0" * (-end % _ALIGNMENT))
-        file.write(sums.tobytes())
-    return sums
-
-
-@dataclass(frozen=True)
-class _Header:
-    """The header of a file, and the file's size."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    fortran: bool
-    offset: int
-    size: int
-
-
-def _read_header(path: Path, remedy: str) -> _Header:
-    """Read the header of a file. (NumPy would extend a truncated file with zeros when it maps it.)"""
-    try:
-        with open(path, "rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # NumPy takes damaged headers for those of Python 2
-            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-            shape, fortran, dtype = read[np.lib.format.read_magic(file)](file)
-            return _Header(shape, dtype, fortran, file.tell(), os.fstat(file.fileno()).st_size)
-    except FileNotFoundError:
-        raise
-    except _HEADER_ERRORS as error:
-        raise StoreError(
-            f"{path} cannot be opened as a complete .npy file ({error}). Expected a file that hf_trak wrote. {remedy}"
-        ) from error
-
-
-def _with_sums(end: int, rows: int) -> int:
-    """Return the size, with checksums, of a file whose array ends at byte `end`."""
-    return end + -end % _ALIGNMENT + 8 * rows
-
-
-def _parts(rows: np.ndarray, array: np.ndarray) -> list[np.ndarray]:
-    """Split row numbers into parts whose values fit into a block."""
-    count = max(1, _BLOCK_BYTES // max(1, array.shape[1] * array.itemsize))
-    return [rows[start : start + count] for start in range(0, len(rows), count)]
+        try:
+            with open(self.path, "rb") as file, warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # NumPy takes damaged headers for those of Python 2
+                read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+                header = read[np.lib.format.read_magic(file)](file)
+                return *header, file.tell(), os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            raise
+        except _HEADER_ERRORS as error:
+            raise StoreError(
+                f"{self.path} cannot be opened as a complete .npy file ({error}). Expected a file that hf_trak wrote. "
+                f"{self.remedy}"
+            ) from error
 
 
 def _stamp(path: Path) -> object:

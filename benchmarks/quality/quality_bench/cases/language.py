@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets
+from kit.python_text import python_reference
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_trak.recipe_kit.python_text import python_reference
 from quality_bench.case import Case
 from quality_bench.cases.tokens import LENGTH, additive, bpe_tokenizer, decoder, ids, pieces
 

@@ -76,10 +76,10 @@ def _features(own: TrakAttributor, job: Job, part: str) -> tuple[Tensor, Tensor]
 
 def _filled(own: TrakAttributor) -> Iterator:
     """The shards of the rows, without a Gram matrix."""
-    own.prepare_store()
-    with own.weights(0, None, register=True):
-        shards = own.store.train(0)
-        own.featurizer().fill(shards, own.train_dataset, 0, "train", "rows")
+    own.features.prepare_store()
+    with own.features.weights(0, None, register=True):
+        shards = own.features.store.train(0)
+        own.features.featurizer().fill(shards, own.train_dataset, 0, "train", "rows")
     return iter(shards)
 
 

@@ -33,13 +33,13 @@ def exact(
         own = attributor(job, checkpoints[0], False, curvature=curvature)
 
         def scores(**options: float) -> np.ndarray:
-            own.args = replace(own.args, **options)  # type: ignore[arg-type]
-            scored = own.attribute(job.case.targets, top_k=None, checkpoints=checkpoints, exact=True)
+            own.args = replace(own.args, curvature=replace(own.args.curvature, **options))  # type: ignore[arg-type]
+            scored = own.attribute(job.case.targets, top_k=None, checkpoints=checkpoints, method="exact")
             return np.stack(scored.with_format("numpy")["trak_scores"][:]).T.astype(np.float64)
 
         cost.time("fit", lambda: own.fit_curvature(checkpoints))
         found = {"default": cost.time("score", scores)}
-        cost.bytes_per_row = 4.0 * own.proj_dim * len(checkpoints) if curvature == "hybrid" else 0.0
+        cost.bytes_per_row = 4.0 * own.features.proj_dim * len(checkpoints) if curvature == "hybrid" else 0.0
         if curvature == "hybrid":
             for damping, ridge in HYBRIDS:
                 found[f"c = {damping:g}, λ = {ridge:g}"] = scores(damping=damping, hybrid_lambda=ridge)

@@ -43,10 +43,10 @@ class Features:
     @classmethod
     def of(cls, own: TrakAttributor, model_id: int) -> "Features":
         """Read the features of an attributor that has scored the targets."""
-        shards = list(own.store.train(model_id))
+        shards = list(own.features.store.train(model_id))
         rows = torch.cat([shard.grads for shard in shards])
         q = torch.cat([shard.out_to_loss for shard in shards])
-        targets = torch.cat([shard.grads for shard in own.store.saved_targets(_TARGETS, model_id)])
+        targets = torch.cat([shard.grads for shard in own.features.store.saved_targets(_TARGETS, model_id)])
         return cls(rows.double(), targets.double(), q.double())
 
     def products(self, relative: Sequence[float]) -> list[Tensor]:
@@ -100,9 +100,9 @@ def trak(
         own = attributor(job, checkpoints[0], loss, **options)
         cost.time("fit", lambda: own.featurize(checkpoints))
         scores = {"default": cost.time("score", lambda: library_scores(own, job, checkpoints))}
-        cost.bytes_per_row = 4.0 * own.proj_dim * len(checkpoints)
+        cost.bytes_per_row = 4.0 * own.features.proj_dim * len(checkpoints)
         features = [Features.of(own, model_id) for model_id in range(len(checkpoints))]
-        relative = {f"λ = {value:g}": value for value in LAMBDAS} | further(len(job.case.train), own.proj_dim)
+        relative = {f"λ = {value:g}": value for value in LAMBDAS} | further(len(job.case.train), own.features.proj_dim)
         return scores | dict(zip(relative, ridge_scores(features, list(relative.values())), strict=True))
 
     return attribute
@@ -110,9 +110,7 @@ def trak(
 
 def attributor(job: Job, model: nn.Module, loss: bool, **options: Any) -> TrakAttributor:
     disable_progress_bars()
-    config = TrakConfig(
-        output_dir=str(job.directory), seed=job.seed, per_device_batch_size=BATCH, disable_tqdm=True, **options
-    )
+    config = TrakConfig(output_dir=str(job.directory), seed=job.seed, per_device_batch_size=BATCH, **options)
     task = get_task(job.case.task)
     return TrakAttributor(model, config, job.case.train, task=LossModelOutput(task) if loss else task)
 
@@ -124,7 +122,7 @@ def library_scores(own: TrakAttributor, job: Job, checkpoints: list[nn.Module]) 
 
 
 def rules(n: int, k: int) -> dict[str, float]:
-    """Give λ that fall with k ≪ n; the first rule came out of an earlier sweep, see `lambda_sweep.py`."""
+    """Give λ that fall with k ≪ n; the first rule came out of an earlier sweep."""
     root = min(1.0, k / n) ** 0.5
     return {"λ = 0.5 √(k / n)": 0.5 * root, "λ = √(k / n)": root}
 
@@ -141,7 +139,7 @@ def changed(change: Callable[[Features], Features], models: Callable[[Job], list
         own = attributor(job, checkpoints[0], loss=False)
         cost.time("fit", lambda: own.featurize(checkpoints))
         cost.time("score", lambda: library_scores(own, job, checkpoints))
-        cost.bytes_per_row = 4.0 * own.proj_dim * len(checkpoints)
+        cost.bytes_per_row = 4.0 * own.features.proj_dim * len(checkpoints)
         features = [change(Features.of(own, model_id)) for model_id in range(len(checkpoints))]
 
         def scores(relative: Sequence[float]) -> list[np.ndarray]:

@@ -104,7 +104,6 @@ class _Influence:
             analysis_name="case",
             model=prepare_model(model, self.task),
             task=self.task,
-            disable_tqdm=True,
             output_dir=str(job.directory),
         )
 

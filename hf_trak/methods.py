@@ -1,0 +1,182 @@
+"""How scores are computed: `Index`, `Exact` and `Rerank`, as `TrakAttributor.attribute(method=...)` takes them."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from hf_trak.config import CurvatureName
+from hf_trak.curvature.conjugate_gradients import Refinement, checked_refinement
+from hf_trak.runtime.checks import checked_int
+
+_KINDS = get_args(CurvatureName)
+
+
+def _check_curvature(kind: Any) -> None:
+    if kind not in (None, *_KINDS):
+        raise ValueError(f"`curvature` is {kind!r}. Expected one of {_KINDS}, or `None` as in the configuration.")
+
+
+@dataclass(frozen=True)
+class Index:
+    """Score with the stored features: TRAK's ridge regression.
+
+    Args:
+        first_pass_bytes (`int`, *optional*):
+            Look at the first so many bytes of every row, and at whole rows of the best of these alone. For stores with
+            codes; 512, 1024, 2048, … are whole blocks. Rows that the first bytes rank low are missed;
+            `TrakAttributor.fidelity(of=Index(first_pass_bytes=...))` measures them.
+        candidates (`int`, *optional*):
+            Rows of the first pass whose whole features are read, for each target and end. By default 50 times
+            `top_k`, and 1,000 at least.
+
+    Raises:
+        ValueError: `first_pass_bytes` is less than 1, or `candidates` is given without it.
+    """
+
+    first_pass_bytes: int | None = None
+    candidates: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.first_pass_bytes is not None:
+            checked_int(self.first_pass_bytes, "first_pass_bytes", 1, type_error=ValueError)
+        elif self.candidates is not None:
+            raise ValueError(
+                f"`candidates` is {self.candidates}, without `first_pass_bytes`. Expected both or neither: candidates "
+                "are the rows that a first pass finds."
+            )
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Score with whole gradients under the curvature that `fit_curvature` fits: one pass over the training rows.
+
+    A curvature that is missing is fitted first. Nothing of a row is stored but its scores.
+
+    Args:
+        curvature (`str`, *optional*):
+            Kind of the curvature: `"ekfac"`, `"hybrid"`, … By default that of the configuration.
+        refine (`str` or `Refinement`, *optional*):
+            `"cg"` refines targets by conjugate gradients on the Gauss-Newton matrix of some training rows, which knows
+            all parameters together, where the fitted curvature knows layers. Options are in
+            [`~hf_trak.curvature.conjugate_gradients.Refinement`].
+
+    Raises:
+        ValueError: a kind or a refinement is unknown.
+    """
+
+    curvature: CurvatureName | None = None
+    refine: str | Refinement | None = None
+
+    def __post_init__(self) -> None:
+        _check_curvature(self.curvature)
+        object.__setattr__(self, "refine", checked_refinement(self.refine))
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """The options of the refinement."""
+        return checked_refinement(self.refine)
+
+
+@dataclass(frozen=True)
+class Rerank:
+    """Take rows from the features, and score these rows with whole gradients, as [`Exact`] scores all rows.
+
+    The cost does not grow with the training dataset.
+
+    Args:
+        rows (`int`, *optional*, defaults to 2000):
+            Rows to take from the features, for each target and end.
+        curvature, refine (*optional*):
+            See [`Exact`]. A hybrid has a system over all rows, so that it cannot score some of them.
+        index ([`Index`], *optional*):
+            How rows are taken from the features.
+
+    Raises:
+        ValueError: `rows` is less than 1, or a kind or a refinement is unknown.
+    """
+
+    rows: int = 2000
+    curvature: CurvatureName | None = None
+    refine: str | Refinement | None = None
+    index: Index = Index()
+
+    def __post_init__(self) -> None:
+        checked_int(self.rows, "rows", 1, type_error=ValueError)
+        _check_curvature(self.curvature)
+        object.__setattr__(self, "refine", checked_refinement(self.refine))
+
+    @property
+    def exact(self) -> Exact:
+        """How the rows are scored."""
+        return Exact(self.curvature, self.refine)
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """The options of the refinement."""
+        return checked_refinement(self.refine)
+
+
+Method = Literal["auto", "index", "exact", "rerank"] | Index | Exact | Rerank
+"""How scores are computed: a name, or a dataclass with options. `"auto"` is `"index"`."""
+
+_NAMED: dict[str, Index | Exact | Rerank] = {
+    "auto": Index(),
+    "index": Index(),
+    "exact": Exact(),
+    "rerank": Rerank(),
+}
+
+
+def checked_method(method: Method) -> Index | Exact | Rerank:
+    """Return the dataclass of a method.
+
+    Raises:
+        ValueError: it is no method.
+    """
+    if isinstance(method, Index | Exact | Rerank):
+        return method
+    if not isinstance(method, str) or method not in _NAMED:
+        raise ValueError(
+            f"`method` is {method!r}. Expected one of {list(_NAMED)}, or `Index(...)`, `Exact(...)` or `Rerank(...)` "
+            "of `hf_trak`."
+        )
+    return _NAMED[method]
+
+
+def method_of_all_rows(method: Method) -> Index | Exact:
+    """Return the dataclass of a method that scores every training row.
+
+    Raises:
+        ValueError: it is no method, or scores the best rows alone.
+    """
+    found = checked_method(method)
+    if isinstance(found, Rerank) or (isinstance(found, Index) and found.first_pass_bytes is not None):
+        raise ValueError(
+            f"`method` is {found}, which scores the best rows of each target alone. Expected one that scores all "
+            "training rows. Choose 'index' or 'exact'."
+        )
+    return found
+
+
+def check_best_rows(method: Index | Exact | Rerank, top_k: int | None, per: str) -> None:
+    """Check that what is asked for are the best rows of each target, if a method finds no others.
+
+    Raises:
+        ValueError: other scores are asked for, or more rows than the method looks at.
+    """
+    if isinstance(method, Index):
+        if method.first_pass_bytes is not None and (top_k is None or per != "target"):
+            raise ValueError(
+                f"`first_pass_bytes` is {method.first_pass_bytes}, with `top_k={top_k}` and `per={per!r}`. A first "
+                "pass finds the best rows of each target from stored features. Leave it out for other scores."
+            )
+    elif isinstance(method, Rerank):
+        if top_k is None or per != "target":
+            raise ValueError(
+                f"`method` is {method}, with `top_k={top_k}` and `per={per!r}`. Reranking finds the best rows of each "
+                "target, and scores no others. For scores of all rows, set `method='exact'`."
+            )
+        if method.rows < top_k:
+            raise ValueError(
+                f"`rows` of `Rerank` is {method.rows}, less than `top_k`, which is {top_k}. Expected at least as many "
+                "rows on the shortlist as are to be returned. Raise `rows`, or lower `top_k`."
+            )
