@@ -153,7 +153,7 @@ def attributed(
         for name in scored.column_names:
             if name.startswith("trak_") and name != "trak_stage":
                 column = np.asarray([[np.nan if x is None else x for x in row] for row in scored[name]], dtype="f8")
-                found[f"{method}:{name}"] = digest(column)
+                found[f"{method}:{name.replace('opponent', 'harmful')}"] = digest(column)
     return found
 
 

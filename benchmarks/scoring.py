@@ -93,7 +93,7 @@ def product(directory: Path, args: argparse.Namespace) -> None:
 def scored(directory: Path, args: argparse.Namespace, top_k: int | None) -> None:
     processes = Processes(use_cpu=True)
     store = FeatureStore.load(directory / "store")
-    scorer = Scorer(store, processes, processes.device, None, 0.3)
+    scorer = Scorer(store, processes, processes.device, 0.3)
     files = ScoreFiles(directory / "scores", "per-target", processes, args.rows, args.targets)
     files.columns(scorer.blocks(scorer.ensemble(None), [targets(args)]), top_k, "target")
 
@@ -101,7 +101,7 @@ def scored(directory: Path, args: argparse.Namespace, top_k: int | None) -> None
 def gram(directory: Path, args: argparse.Namespace) -> None:
     processes = Processes(use_cpu=True)
     store = FeatureStore.load(directory / "store")
-    Scorer(store, processes, processes.device, None, 0.3).gram(0)
+    Scorer(store, processes, processes.device, 0.3).gram(0)
     next((directory / "store").rglob("gram.safetensors")).unlink()
 
 

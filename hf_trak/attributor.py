@@ -206,7 +206,7 @@ class TrakAttributor:
             use_cpu=args.use_cpu or trainer.args.device.type == "cpu",
         )
         rows = training_rows(trainer, train_dataset)
-        return cls(
+        features = featurized_model(
             trainer.accelerator.unwrap_model(trainer.model),
             args,
             train_dataset=with_references(trainer, rows, args.output_dir, args.use_cpu),
@@ -215,6 +215,7 @@ class TrakAttributor:
             task=trainer_task(trainer, rows) if task is None else task,
             num_workers=trainer.args.dataloader_num_workers,
         )
+        return cls._of(features)
 
     @classmethod
     def from_pretrained(

@@ -27,7 +27,7 @@ class InspectArguments:
     """The directory to inspect, and what to do there."""
 
     output_dir: str = field(
-        metadata={"help": "Directory of a store, an index, a run, a TRAKer or retrainings; may stand first."}
+        metadata={"help": "Directory of a store, an index, a run, a TRAKer, retrainings or a bank; may stand first."}
     )
     check: bool = field(
         default=False, metadata={"help": "Compare every byte with the checksums and identities in the directory."}
@@ -87,7 +87,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _records() -> dict[str, RecordCheck]:
     """Where records are, and what checks the directory of one."""
-    from hf_trak.evaluation.retraining import verify_retraining
+    from hf_trak.evaluation.bank import verify_bank
+    from hf_trak.evaluation.retraining_files import verify_retraining
     from hf_trak.report.run_record import verify_run
     from hf_trak.traker.savers.check import check_run
 
@@ -96,6 +97,7 @@ def _records() -> dict[str, RecordCheck]:
         "**/curvature/*/curvature.json": verify_curvature,
         "metadata.json": check_run,
         "retraining.json": verify_retraining,
+        "bank.json": verify_bank,
         "run.json": verify_run,
         "run": verify_run,
         "scores/*/run": verify_run,

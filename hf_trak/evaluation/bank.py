@@ -10,7 +10,7 @@ noise; removals of the rows that a method found (`hf_trak.evaluation.removal`).
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,15 @@ from hf_trak.evaluation.retraining_files import (
     create_described,
     read_described,
     subset_digest,
+    verify_retraining,
 )
 from hf_trak.identity.row_digest import fingerprint_dataset
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.processes import Processes
 from hf_trak.store.atomic import differing, safe_name
 from hf_trak.store.sealed import content_digest
+from hf_trak.store.shards import Finding
+from hf_trak.store.verification import judged
 
 BANK = "bank.json"
 
@@ -471,6 +474,41 @@ class Bank:
 def _masks(files: RetrainingFiles) -> np.ndarray:
     """Read the subsets of a part, booleans `(s, n)`."""
     return files.read_subsets(files.config["subsets"], files.config["masks"])
+
+
+def verify_bank(directory: Path) -> Iterator[Finding]:
+    """Check `bank.json` and the directories of all parts, file by file.
+
+    Args:
+        directory: directory of the bank.
+
+    Yields:
+        One finding per file, those of trainings that are not done included. A file that is intact by itself but does
+        not fit the rest of the bank is reported as damaged.
+    """
+    described = judged(directory / BANK, lambda: Bank(directory), "Restore it from a copy.")
+    yield described
+    for path in sorted(directory.glob(f"*/{CONFIG}")):
+        found = {one.path: one for one in verify_retraining(path.parent)}
+        if described.state == "intact" and found[path].state == "intact":
+            found |= {one.path: one for one in _compared(Bank(directory), path.parent.name)}
+        yield from found.values()
+
+
+def _compared(bank: Bank, name: str) -> Iterator[Finding]:
+    """Compare files of a part with its description, and that with the description of the bank."""
+    path = bank.directory / name
+    described = judged(path / CONFIG, lambda: bank.description(name), "Restore it from a copy.")
+    yield described
+    if described.state != "intact":
+        return
+    files = bank._files(name)
+    shape = files.config["repeats"], files.config["subsets"], bank.n_targets
+    yield judged(path / SUBSETS, lambda: _masks(files), "Restore it, or add the same part again.")
+    remedy = "Delete it, if it is there; `Bank.build` with the same arguments writes it."
+    yield judged(path / OUTPUTS, lambda: files.read_outputs(shape, files.config["masks"]), remedy)
+    for training in [] if bank.is_complete(name) else files.missing(all_trainings(shape[1], shape[0])):
+        yield Finding(files.path(training), "missing", "this training is not done", "`Bank.build` computes it.")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError, StoreError
 from hf_trak.store.atomic import differing, json_bytes, leftovers
-from hf_trak.store.sealed import SEALED_VERSION, VERSION_KEY, content_digest, create_sealed, read_sealed, unsealed
+from hf_trak.store.sealed import content_digest, create_sealed, read_sealed, unsealed
 from hf_trak.store.shards import Finding, TensorSpec, check_file, parse_metadata, read_tensors, write_tensors
 
 CONFIG = "retraining.json"
@@ -90,17 +90,11 @@ def read_described(path: Path, keys: Mapping[str, type], absent: str) -> dict[st
         StoreError: it is damaged, of another version, or lacks a key.
     """
     try:
-        saved = read_sealed(path)
+        content = unsealed(read_sealed(path))
     except FileNotFoundError as error:
         raise IncompleteStoreError(absent) from error
     except OSError as error:
         raise StoreError(f"{path} cannot be read ({error}). Expected a file of hf_trak. Restore it.") from error
-    if (version := saved.get(VERSION_KEY)) != SEALED_VERSION:
-        raise StoreError(
-            f"{path} has format version {version!r}. Expected {SEALED_VERSION}, which this version of hf_trak reads. "
-            "Use the version of hf_trak that wrote it."
-        )
-    content = unsealed(saved)
     if wrong := [name for name, kind in keys.items() if type(content.get(name)) is not kind]:
         raise StoreError(
             f"{path} has no valid {', '.join(wrong)}. Expected the file as hf_trak wrote it. Restore it from a copy, "

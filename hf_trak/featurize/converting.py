@@ -135,10 +135,9 @@ def converted_config(source: FeatureStore, feature_dtype: str) -> dict[str, Any]
         StoreError: the source is not a store of an attributor.
     """
     config = source.config
-    if isinstance(source, RevisedStore) or config.get("api") == "TRAKer":
-        kind = "a revision" if isinstance(source, RevisedStore) else "a TRAKer directory"
+    if isinstance(source, RevisedStore):
         raise StoreError(
-            f"{source.output_dir} is {kind}, which cannot be converted. Expected a store of a `TrakAttributor`. "
+            f"{source.output_dir} is a revision, which cannot be converted. Expected a store of a `TrakAttributor`. "
             "Featurize the rows of a revision in a directory of their own."
         )
     before = str(config["feature_dtype"])
@@ -179,8 +178,8 @@ def history_of(store: FeatureStore, model_id: int) -> tuple[str, ...]:
 
 def scorer_of(store: FeatureStore, args: TrakConfig, processes: Processes) -> Scorer:
     """Make the scorer of a store without its model."""
-    ridge = (None, args.lambda_relative, args.solver_kind, args.solver_rank)
-    return Scorer(store, processes, processes.device, *ridge)
+    solver = (args.solver_kind, args.solver_rank)
+    return Scorer(store, processes, processes.device, args.lambda_relative, *solver)
 
 
 def _converted_settings(

@@ -449,15 +449,8 @@ class FeaturizedModel:
     def scorer(self) -> Scorer:
         """Gram matrices, ridge systems and score blocks of the store."""
         args = self.args
-        return Scorer(
-            self.store,
-            self.processes,
-            self.device,
-            None,
-            args.lambda_relative,
-            args.solver_kind,
-            args.solver_rank,
-        )
+        ridge = (args.lambda_relative, args.solver_kind, args.solver_rank)
+        return Scorer(self.store, self.processes, self.device, *ridge)
 
     def chosen(
         self, checkpoints: Checkpoints = None, featurized: bool = True

@@ -129,7 +129,7 @@ class SavedShortlist:
             name: torch.from_numpy(np.ascontiguousarray(np.stack(listed[name][:]))).to(dtype)
             for name, dtype in zip(TOP_K_COLUMNS, _DTYPES, strict=True)
         }
-        write_tensors(self.path, tensors, self._identity, self._version)
+        write_tensors(self.path, tensors, self._identity)
 
 
 LEAST_CANDIDATES, CANDIDATES_PER_ROW = 1000, 50
@@ -158,7 +158,7 @@ def two_passes(model: FeaturizedModel, question: Question, method: Index, top_k:
     store = PrefixStore(model.store, count)
     # The first columns have no more eigenvalues than there are of them.
     rank = None if args.solver_rank is None else min(args.solver_rank, store.proj_dim, store.train_size)
-    scorer = Scorer(store, processes, model.device, None, args.lambda_relative, args.solver_kind, rank)
+    scorer = Scorer(store, processes, model.device, args.lambda_relative, args.solver_kind, rank)
     asked = [
         scorer.precondition(model_id, partial(_first_columns, shards, store.proj_dim, groups), m)
         for model_id, shards in zip(ids, targets.features, strict=True)

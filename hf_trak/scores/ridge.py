@@ -44,10 +44,8 @@ def gram_update(gram: Tensor, features: Tensor, start: int = 0) -> Tensor:
     return gram.addmm_(wide.T, wide)
 
 
-def ridge_lambda(trace: float, n: int, k: int, lambda_reg: float | None, lambda_relative: float) -> float:
-    """Compute the ridge λ from its absolute or relative setting.
-
-    λ = `lambda_reg` if that is given, and otherwise
+def ridge_lambda(trace: float, n: int, k: int, lambda_relative: float) -> float:
+    """Compute the ridge λ from its relative setting.
 
         λ = lambda_relative · trace(XᵀX) / min(n, k),
 
@@ -58,27 +56,23 @@ def ridge_lambda(trace: float, n: int, k: int, lambda_reg: float | None, lambda_
         trace: trace(XᵀX).
         n: number of training examples.
         k: number of features.
-        lambda_reg: the absolute value, or `None`.
         lambda_relative: the relative value, a pure number.
 
     Returns:
         λ, in the units of XᵀX.
 
     Raises:
-        ValueError: n or k is not positive, or the value that is used is negative or not finite.
+        ValueError: n or k is not positive, or `lambda_relative` is negative or not finite.
         NonFiniteError: the trace is not finite.
     """
     if n < 1 or k < 1:
         raise ValueError(
             f"λ is not defined for {n} training example(s) and {k} feature(s). Expected at least one of each."
         )
-    for name, value in (("lambda_reg", lambda_reg), ("lambda_relative", lambda_relative)):
-        if value is not None and not (value >= 0 and math.isfinite(value)):
-            raise ValueError(
-                f"`{name}` is {value}. Expected a finite number of at least 0. `lambda_relative=0.1` is a good start."
-            )
-    if lambda_reg is not None:
-        return float(lambda_reg)
+    if not (lambda_relative >= 0 and math.isfinite(lambda_relative)):
+        raise ValueError(
+            f"`lambda_relative` is {lambda_relative}. Expected a finite number of at least 0; 0.1 is a good start."
+        )
     if not math.isfinite(trace):
         raise NonFiniteError(
             f"The trace of XᵀX is {trace}, so some feature is NaN or infinite. Expected finite features. Featurize "

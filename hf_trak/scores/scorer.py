@@ -67,7 +67,6 @@ class Scorer:
         store: FeatureStore,
         processes: Processes,
         device: torch.device,
-        lambda_reg: float | None,
         lambda_relative: float,
         solver: SolverName = "auto",
         solver_rank: int | None = None,
@@ -77,7 +76,6 @@ class Scorer:
             store: the features.
             processes: the processes that share the shards.
             device: products are computed on this device if it is a CUDA device, and on the CPU otherwise.
-            lambda_reg: absolute ridge, see [`ridge_lambda`].
             lambda_relative: relative ridge, see [`ridge_lambda`].
             solver: how the ridge regression is solved, see `hf_trak.scores.solvers`.
             solver_rank: rank of `"low_rank"`; `None` for the default.
@@ -85,10 +83,9 @@ class Scorer:
         self.store = store
         self.processes = processes
         self.device = device if device.type == "cuda" else torch.device("cpu")
-        self.lambda_reg = lambda_reg
         self.lambda_relative = lambda_relative
         self.n, self.k = store.config["train_size"], store.config["proj_dim"]
-        self.solvers = Solvers(store, processes, self.device, lambda_reg, lambda_relative, solver, solver_rank)
+        self.solvers = Solvers(store, processes, self.device, lambda_relative, solver, solver_rank)
 
     def ensemble(self, model_ids: Sequence[int] | None) -> list[int]:
         """Check the checkpoints to average over.
@@ -243,7 +240,7 @@ class Scorer:
         Raises:
             SingularGramError: the ridge is too small for these features.
         """
-        lam = ridge_lambda(gram.trace, self.n, self.k, self.lambda_reg, self.lambda_relative)
+        lam = ridge_lambda(gram.trace, self.n, self.k, self.lambda_relative)
         system = RidgeSystem(gram.matrix, lam)
         logger.info(
             "Checkpoint %d: λ = %.6g, condition number of XᵀX + λI about %.2e.", model_id, lam, system.condition
@@ -311,7 +308,6 @@ class Scorer:
             "checkpoints": self.processes.broadcast_from_main(describe),
             "config": self.store.config_hash,
             "device": self.device.type,
-            "lambda_reg": self.lambda_reg,
             "lambda_relative": self.lambda_relative,
             "scores_version": SCORES_VERSION,
             "threads": torch.get_num_threads(),

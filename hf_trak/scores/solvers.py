@@ -243,7 +243,6 @@ class Solvers:
         store: FeatureStore,
         processes: Processes,
         device: torch.device,
-        lambda_reg: float | None,
         lambda_relative: float,
         solver: SolverName = "auto",
         solver_rank: int | None = None,
@@ -253,7 +252,6 @@ class Solvers:
             store: the features.
             processes: the processes that share the work.
             device: products are computed on this device.
-            lambda_reg: absolute ridge, see [`ridge_lambda`].
             lambda_relative: relative ridge, see [`ridge_lambda`].
             solver: the setting, see `hf_trak.scores.solvers`.
             solver_rank: rank of `low_rank`; `None` for the default.
@@ -261,7 +259,6 @@ class Solvers:
         self._store = store
         self._processes = processes
         self._device = device
-        self._lambda_reg = lambda_reg
         self._lambda_relative = lambda_relative
         self._solver = solver
         self._solver_rank = solver_rank
@@ -355,7 +352,7 @@ class Solvers:
         return TrainingFeatures(self._store.train(model_id), self._processes, self._device)
 
     def _lambda(self, features: TrainingFeatures, trace: float) -> float:
-        return ridge_lambda(trace, features.n, features.k, self._lambda_reg, self._lambda_relative)
+        return ridge_lambda(trace, features.n, features.k, self._lambda_relative)
 
     def _iteration(
         self, model_id: int, choice: SolverChoice, features: TrainingFeatures, files: SolverFiles

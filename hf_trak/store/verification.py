@@ -55,7 +55,7 @@ def verify(directory: Path, records: Mapping[str, RecordCheck]) -> Iterator[Find
     if not found:
         raise IncompleteStoreError(
             f"{str(directory)!r} holds nothing that hf_trak wrote. Expected the output directory of a run, an index, "
-            "a report run, a `save_dir` of TRAKer, or a directory of retrainings. Name one of those."
+            "a report run, a `save_dir` of TRAKer, retrainings, or a bank. Name one of those."
         )
     return _verified(directory, dict.fromkeys(found))
 
@@ -140,8 +140,6 @@ def _checkpoint(store: FeatureStore, model_id: int) -> Iterator[Finding]:
         # the features were computed with these references, and would not fit newly computed ones
         remedy = "Restore it, or featurize this checkpoint anew."
         yield judged(directory / REFERENCES_FILE, lambda: read_references(store, model_id), remedy)
-    if store.config.get("api") == "TRAKer":
-        return  # whose stores hold no XᵀX
     whole = all(one.state == "intact" for one in shards)
     solvers = list(SolverFiles(store, model_id).findings(whole))
     yield from solvers

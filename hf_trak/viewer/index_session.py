@@ -93,8 +93,8 @@ class KeptSolvers:
         model, args = self._model, self._model.args
         if lambda_relative is None:
             return model.scorer
-        given = (model.store, model.processes, model.device, None, lambda_relative)
-        return Scorer(*given, args.solver_kind, args.solver_rank)
+        given = (model.store, model.processes, model.device)
+        return Scorer(*given, lambda_relative, args.solver_kind, args.solver_rank)
 
 
 logger = logging.getLogger(__name__)

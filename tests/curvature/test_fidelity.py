@@ -159,7 +159,7 @@ def test_numbers_out_of_range_and_missing_parts(tmp_path: Path) -> None:
     assert (few.rows, few.targets) == (3, 1)
     with pytest.raises(ValueError, match="There are 3 training rows"):
         attributor(tmp_path / "c", count=3).featurize().fidelity()
-    one.train_dataset = _Absent()
+    one.features.train_dataset = _Absent()
     with pytest.raises(IncompleteStoreError, match="training rows of this index are not at hand"):
         one.fidelity()
 

@@ -80,7 +80,7 @@ def test_identical_texts_keep_rows_and_scores_of_their_own(tmp_path: Any) -> Non
     targets = text_rows(["a b", "e d", "a b"], [0, 2, 0])
     args = TrakConfig(str(tmp_path), proj_type="none", per_device_batch_size=3, shard_size=4, use_cpu=True)
     attributor = TrakAttributor(model, args, train_dataset=train, task="text_classification").featurize()
-    attributor.args = replace(args, lambda_relative=relative_ridge(attributor, RIDGE))
+    attributor.features.args = replace(args, lambda_relative=relative_ridge(attributor, RIDGE))
     expected = closed_form(model, train, targets)
     scored = attributor.attribute(targets, top_k=None)
     scores = torch.tensor(scored["trak_scores"][:], dtype=torch.float64)

@@ -54,7 +54,7 @@ def run_sizes(directory: Path) -> list[dict[str, Any]]:
 def fail_in_one_process(directory: Path) -> dict[str, Any]:
     """A bad row, which falls to the last process; then an error in the main process alone."""
     attributor = store_jobs.make(directory)
-    attributor.train_dataset = attributor.train_dataset.map(
+    attributor.features.train_dataset = attributor.train_dataset.map(
         lambda row, i: {"labels": 7 if i == 22 else row["labels"]}, with_indices=True
     )
     first = store_jobs.report_of(lambda: attributor.featurize() and None, ())

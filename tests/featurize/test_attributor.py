@@ -158,7 +158,7 @@ def test_identity_projection_is_the_formula_of_the_paper(trained: Any, tmp_path:
 def test_absolute_lambda(trained: Any, tmp_path: Path) -> None:
     model, _, _ = trained
     attributor = make(copy_of(model), tmp_path, proj_type="none").featurize()
-    attributor.args = replace(attributor.args, lambda_relative=relative_ridge(attributor, 3.0))
+    attributor.features.args = replace(attributor.args, lambda_relative=relative_ridge(attributor, 3.0))
     assert relative_error(full(attributor), closed_form([model], 0.0, absolute=3.0)) < 1e-4
 
 

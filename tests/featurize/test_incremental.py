@@ -260,7 +260,7 @@ attributor = make(trained_net(digits(0, 61)), directory / "store", digits(0, 61)
 revised = attributor.exclude([3, 17, 60]).extend(digits(200, 219))
 subset = revised.select(9, targets, group_by="labels", stratify_by="source")
 result = {
-    "processes": revised.processes.num_processes,
+    "processes": revised.features.processes.num_processes,
     "selected": [subset["trak_index"][:], subset["trak_score"][:]],
     "groups": revised.group_scores(targets, "labels", group_by="all")["trak_group_scores"][:],
     "mean": revised.attribute(targets, top_k=5, group_by="all")["trak_scores"][:],

@@ -63,7 +63,7 @@ def make_codes(path: Path, dtype: str = "int8", k: int = K, n: int = N, rank: in
         rows = shards.plan.rows(index)
         shards.write(index, x[rows.start : rows.stop], q[rows.start : rows.stop])
     solver = ("auto", None) if rank is None else ("low_rank", rank)
-    Scorer(store, Processes(True), torch.device("cpu"), None, 0.3, *solver).prepare(0)
+    Scorer(store, Processes(True), torch.device("cpu"), 0.3, *solver).prepare(0)
     return store
 
 
@@ -186,7 +186,7 @@ def test_the_card_says_what_is_stored(hub: Hub, client: Path, tmp_path: Path) ->
     assert found.checkpoint_info(0)["converted_from"] == ["bfloat16"]
     pull_index("tester/small", tmp_path / "copy")
     assert FeatureStore.load(tmp_path / "copy").checkpoint_info(0)["converted_from"] == ["bfloat16"]
-    Scorer(plain, Processes(True), torch.device("cpu"), None, 0.3).prepare(0)
+    Scorer(plain, Processes(True), torch.device("cpu"), 0.3).prepare(0)
     push_index(plain, "tester/plain", token=TOKEN)
     assert "| 12 bytes of bfloat16 |" in hub.dataset("tester/plain")["README.md"].decode()
 
@@ -229,12 +229,12 @@ def test_solvers_that_read_all_features_publish_nothing(hub: Hub, client: Path, 
     (tmp_path / "store/checkpoint-0/gram.safetensors").unlink()
     with pytest.raises(IncompleteStoreError, match="neither a Gram matrix nor what another solver keeps"):
         push_index(store, "tester/index", token=TOKEN)
-    Scorer(store, Processes(True), torch.device("cpu"), None, 0.3, solver).prepare(0)
+    Scorer(store, Processes(True), torch.device("cpu"), 0.3, solver).prepare(0)
     push_index(store, "tester/index", token=TOKEN, settings=TrakConfig(solver=solver))
     assert {name for name in hub.dataset("tester/index") if "safetensors" in name} == {FIRST, MIDDLE, LAST}
     index = opened()
     assert index.manifest.settings["solver"] == solver and index.read_gram(0) is None
-    found = Scorer(index, Processes(True), torch.device("cpu"), None, 0.3, "primal").gram(0)
+    found = Scorer(index, Processes(True), torch.device("cpu"), 0.3, "primal").gram(0)
     assert torch.equal(found.matrix, matrix)
     assert (index.output_dir / "checkpoint-0" / "gram.safetensors").exists()
     pull_index("tester/index", tmp_path / "copy", token=TOKEN)
@@ -316,7 +316,7 @@ def test_features_that_are_no_codes_have_no_heads(hub: Hub, client: Path, files:
     for index in range(3):
         rows = plain.train(0).plan.rows(index)
         plain.train(0).write(index, torch.randn(len(rows), 6), torch.ones(len(rows)))
-    Scorer(plain, Processes(True), torch.device("cpu"), None, 0.3).prepare(0)
+    Scorer(plain, Processes(True), torch.device("cpu"), 0.3).prepare(0)
     push_index(plain, "tester/plain", token=TOKEN)
     with pytest.raises(ValueError, match=r"are torch.float32, whose first bytes say nothing"):
         open_repo("tester/plain").train(0).prefix_of(0, 512)

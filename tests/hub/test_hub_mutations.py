@@ -95,7 +95,7 @@ def below(directory: Path) -> dict[str, bytes]:
 def scored(store: IndexStore) -> np.ndarray:
     """Score three targets with existing features over both checkpoints, as `attribute` does."""
     settings, processes = store.manifest.settings, Processes(use_cpu=True)
-    scorer = Scorer(store, processes, processes.device, None, settings["lambda_relative"])
+    scorer = Scorer(store, processes, processes.device, settings["lambda_relative"])
     ids = scorer.ensemble(None)
     features = torch.sin(torch.arange(3.0 * store.config["proj_dim"])).reshape(3, -1)
     targets = [scorer.precondition(model_id, lambda: features, 3) for model_id in ids]

@@ -32,7 +32,7 @@ def scores(directory: Path, scale: float) -> Tensor:
     for index in range(2):
         store.train(0).write(index, features[6 * index : 6 * index + 6], torch.ones(6))
     processes = Processes(use_cpu=True)
-    scorer = Scorer(store, processes, processes.device, None, 0.3)
+    scorer = Scorer(store, processes, processes.device, 0.3)
     rows = scorer.precondition(0, lambda: targets, M)
     return torch.cat([block for _, _, block in scorer.blocks([0], [rows])])
 

@@ -49,19 +49,16 @@ def test_gram_refuses_half_precision_accumulators_and_wrong_shapes():
 
 
 def test_lambda():
-    assert ridge_lambda(600.0, n=30, k=20, lambda_reg=None, lambda_relative=0.1) == pytest.approx(3.0)
-    assert ridge_lambda(600.0, n=10, k=20, lambda_reg=None, lambda_relative=0.1) == pytest.approx(6.0)
-    assert ridge_lambda(600.0, n=10, k=20, lambda_reg=0.25, lambda_relative=0.1) == 0.25
-    assert ridge_lambda(600.0, n=10, k=20, lambda_reg=0.0, lambda_relative=0.1) == 0.0
+    assert ridge_lambda(600.0, n=30, k=20, lambda_relative=0.1) == pytest.approx(3.0)
+    assert ridge_lambda(600.0, n=10, k=20, lambda_relative=0.1) == pytest.approx(6.0)
+    assert ridge_lambda(600.0, n=10, k=20, lambda_relative=0.0) == 0.0
     for bad in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="`lambda_reg` is"):
-            ridge_lambda(1.0, 1, 1, lambda_reg=bad, lambda_relative=0.1)
         with pytest.raises(ValueError, match="`lambda_relative` is"):
-            ridge_lambda(1.0, 1, 1, lambda_reg=None, lambda_relative=bad)
+            ridge_lambda(1.0, 1, 1, lambda_relative=bad)
     with pytest.raises(NonFiniteError, match="trace"):
-        ridge_lambda(float("inf"), 1, 1, lambda_reg=None, lambda_relative=0.1)
+        ridge_lambda(float("inf"), 1, 1, lambda_relative=0.1)
     with pytest.raises(ValueError, match="at least one"):
-        ridge_lambda(1.0, 0, 1, lambda_reg=None, lambda_relative=0.1)
+        ridge_lambda(1.0, 0, 1, lambda_relative=0.1)
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e6])
@@ -71,7 +68,7 @@ def test_relative_lambda_makes_scores_independent_of_the_scale_of_features(scale
     def scores(factor: float) -> torch.Tensor:
         x, t = features * factor, targets * factor
         gram = x.T @ x
-        return x @ RidgeSystem(gram, ridge_lambda(float(gram.trace()), 50, 8, None, 0.1)).solve(t).T
+        return x @ RidgeSystem(gram, ridge_lambda(float(gram.trace()), 50, 8, 0.1)).solve(t).T
 
     torch.testing.assert_close(scores(scale), scores(1.0), rtol=1e-10, atol=1e-12)
 
@@ -111,7 +108,7 @@ def test_rank_deficient_without_ridge_is_an_error_with_a_remedy(dtype, rank):
         gram = (features.T @ features).to(dtype)
         with pytest.raises(SingularGramError, match="Set a positive λ"):
             RidgeSystem(gram, 0.0)
-        regular = RidgeSystem(gram, ridge_lambda(float(gram.trace()), 3 * rank, 32, None, 0.1))
+        regular = RidgeSystem(gram, ridge_lambda(float(gram.trace()), 3 * rank, 32, 0.1))
         assert regular.solve(torch.randn(2, 32)).isfinite().all()
 
 

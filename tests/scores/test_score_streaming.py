@@ -38,7 +38,7 @@ def problem():
     systems = []
     for x in features:
         gram = gram_update(torch.zeros(K, K, dtype=torch.float64), x)
-        systems.append(RidgeSystem(gram, ridge_lambda(float(gram.trace()), N, K, None, 0.1)))
+        systems.append(RidgeSystem(gram, ridge_lambda(float(gram.trace()), N, K, 0.1)))
     return features, targets, qs, systems
 
 

@@ -84,7 +84,7 @@ def test_scores_have_the_same_bits_for_any_number_of_threads(tmp_path):
             rows = shards.plan.rows(index)
             shards.write(index, *(each[model_id][rows.start : rows.stop] for each in (features, weights)))
     processes = Processes(use_cpu=True)
-    scorer = Scorer(FeatureStore.load(tmp_path), processes, processes.device, None, 0.3)
+    scorer = Scorer(FeatureStore.load(tmp_path), processes, processes.device, 0.3)
     found = []
     before = torch.get_num_threads()
     try:

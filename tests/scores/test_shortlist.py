@@ -9,7 +9,6 @@ from datasets import Dataset
 from torch import nn
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 from hf_trak.scores.shortlist import RANK_OFFSET, fused_ranks, fused_shortlist, with_plain_targets
 
@@ -65,7 +64,7 @@ def test_plain_targets_score_by_inner_products(tmp_path: Path) -> None:
     rows = [(torch.randn(6), torch.tensor(row % 3)) for row in range(30)]
     args = TrakConfig(str(tmp_path), proj_dim=64, use_cpu=True, feature_dtype="float32")
     own = TrakAttributor(model, args, rows[:24], task="image_classification").featurize()
-    targets = own.features.precondition(rows[24:], None, None, None)
+    targets = own.features.precondition(own.features.question(rows[24:]))
     scorer = own.features.scorer
     blocks = scorer.blocks([0], with_plain_targets(targets, scorer.device), everywhere=True)
     ridge, found = torch.cat([block for _, _, block in blocks]).split(6, dim=1)
@@ -84,9 +83,9 @@ def test_groups_of_targets_and_features_of_any_size(tmp_path: Path) -> None:
     rows = [(1e18 * torch.randn(6), torch.tensor(row % 3)) for row in range(30)]
     args = TrakConfig(str(tmp_path), proj_dim=64, use_cpu=True, feature_dtype="float32")
     own = TrakAttributor(model, args, rows[:24], task="image_classification").featurize()
-    groups = RowGroups.of(rows[24:], [0, 0, 0, 1, 1, 1], "group_by")
-    targets = own.features.precondition(rows[24:], None, None, None, groups)
-    (found,) = with_plain_targets(targets, own.features.scorer.device, groups)
+    question = own.features.question(rows[24:], group_by=[0, 0, 0, 1, 1, 1])
+    targets = own.features.precondition(question)
+    (found,) = with_plain_targets(targets, own.features.scorer.device, question.groups)
     features = torch.cat([shard.grads for shard in targets.features[0]]).double()
     plain = torch.ldexp(found.values.double(), found.exponents.unsqueeze(1))[2:]
     means = torch.stack([features[:3].mean(0), features[3:].mean(0)])

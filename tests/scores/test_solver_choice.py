@@ -91,13 +91,13 @@ def store(tmp_path: Path) -> FeatureStore:
 
 
 def scorer(store: FeatureStore, *solver: Any) -> Scorer:
-    return Scorer(store, Processes(use_cpu=True), CPU, None, 0.3, *solver)
+    return Scorer(store, Processes(use_cpu=True), CPU, 0.3, *solver)
 
 
 def test_small_stores_are_solved_and_described_as_ever(store: FeatureStore, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hf_trak"):
         one = scorer(store)
-        one.features.precondition(0, lambda: torch.ones(2, K), 2)
+        one.precondition(0, lambda: torch.ones(2, K), 2)
     assert {path.name for path in store.checkpoint_dir(0).glob("*.safetensors") if "train" not in path.name} == {
         "gram.safetensors"
     }
@@ -106,7 +106,6 @@ def test_small_stores_are_solved_and_described_as_ever(store: FeatureStore, capl
         "checkpoints",
         "config",
         "device",
-        "lambda_reg",
         "lambda_relative",
         "scores_version",
         "threads",
@@ -215,7 +214,7 @@ def test_costs_are_those_of_what_is_done(
     one = scorer(store, solver, rank)
     cost = solver_cost(one.solvers.choice(0), n, k, m)
     with Products() as products:
-        one.features.precondition(0, lambda: torch.ones(m, k), m)
+        one.precondition(0, lambda: torch.ones(m, k), m)
     factorized = {
         "primal": k**3 // 6 + m * k * k,
         "dual": n**3 // 6 + m * n * n,

@@ -70,9 +70,8 @@ def scorer(
     solver: Any = "auto",
     rank: int | None = None,
     lambda_relative: float = 0.3,
-    lambda_reg: float | None = None,
 ) -> Scorer:
-    return Scorer(store, Processes(use_cpu=True), CPU, lambda_reg, lambda_relative, solver, rank)
+    return Scorer(store, Processes(use_cpu=True), CPU, lambda_relative, solver, rank)
 
 
 def stored(store: FeatureStore) -> Tensor:
@@ -150,7 +149,6 @@ def test_lambda_and_condition_number_are_the_same(tmp_path: Path, shape: tuple[i
     report = scorer(store, "primal", lambda_relative=0.01).report(0)
     assert report.lam == pytest.approx(lam, rel=1e-12)
     assert condition / 3 <= report.condition <= k * condition
-    assert scorer(store, "dual", lambda_reg=7.0).report(0).lam == 7.0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int1"])
@@ -189,7 +187,7 @@ def test_an_ensemble_of_several_solvers(tmp_path: Path) -> None:
     rows = targets(50)
     scores = []
     for one in (primal, mixed):
-        preconditioned = [one.features.precondition(model_id, lambda: rows, M) for model_id in (0, 1)]
+        preconditioned = [one.precondition(model_id, lambda: rows, M) for model_id in (0, 1)]
         scores.append(torch.cat([block for _, _, block in one.blocks([0, 1], preconditioned)]))
     torch.testing.assert_close(scores[1], scores[0], rtol=1e-5, atol=1e-5 * float(scores[0].abs().max()))
 
@@ -198,7 +196,7 @@ def test_a_large_ridge_keeps_small_self_influence(tmp_path: Path) -> None:
     """1 − λ(K + λI)⁻¹ would lose every digit."""
     store = make_store(tmp_path, features(20, 30))
     x, lam = stored(store), 1e14
-    found = scorer(store, "dual", lambda_reg=lam).self_influence([0])
+    found = scorer(store, "dual", lambda_relative=lam * 20 / float(x.square().sum())).self_influence([0])
     expected = (x.square().sum(1) / lam) * torch.linspace(0.5, 1.5, 20)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0.0)
 
@@ -352,7 +350,7 @@ def test_the_order_of_shards_changes_no_bit(
     found = []
     for name, processes in (("forwards", Processes(use_cpu=True)), ("backwards", Backwards(use_cpu=True))):
         store = make_store(tmp_path / name, features(33, 60))
-        one = Scorer(store, processes, CPU, None, 0.3, kind, rank)
+        one = Scorer(store, processes, CPU, 0.3, kind, rank)
         found.append((solved(one, targets(60)), bytes_of(tmp_path / name, "*.safetensors")))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
@@ -398,7 +396,7 @@ def run_all(directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, rank in (("dual", None), ("low_rank", 6)):
         one = scorer(store, kind, rank)
-        rows = one.features.precondition(0, lambda: targets(60), M)
+        rows = one.precondition(0, lambda: targets(60), M)
         scores = torch.cat([block for _, _, block in one.blocks([0], [rows], everywhere=True)])
         for name, value in (("rows", rows.values), ("scores", scores), ("self", one.self_influence([0]))):
             found[f"{kind} {name}"] = hashlib.sha256(value.numpy().tobytes()).hexdigest()
@@ -465,16 +463,16 @@ def test_what_is_saved_is_not_computed_again(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("kind", ["primal", "dual", "low_rank"])
 def test_no_ridge_with_fewer_rows_than_features_is_an_error(tmp_path: Path, kind: Any) -> None:
     store = make_store(tmp_path, features(20, 30))
-    one = scorer(store, kind, lambda_reg=0.0)
+    one = scorer(store, kind, lambda_relative=0.0)
     with pytest.raises(SingularGramError, match=r"λ = 0 is singular: .*Set a positive λ"):
-        one.features.precondition(0, lambda: targets(30), M)
+        one.precondition(0, lambda: targets(30), M)
 
 
 @pytest.mark.parametrize("kind, lam", [("dual", 1e-17), ("low_rank", 1e-8)])
 def test_a_ridge_below_rounding_is_an_error(tmp_path: Path, kind: Any, lam: float) -> None:
     store = make_store(tmp_path, features(20, 30))
     with pytest.raises(SingularGramError, match=r"condition number is about .* Set a positive λ"):
-        scorer(store, kind, lambda_reg=lam).report(0)
+        scorer(store, kind, lambda_relative=lam * 20 / float(stored(store).square().sum())).report(0)
 
 
 @pytest.mark.parametrize("kind", ["dual", "low_rank"])

@@ -247,8 +247,6 @@ def test_incomplete_and_foreign_stores_are_refused(tmp_path: Path, net: torch.nn
     revised = make(net, featurized, digits(0, N)).exclude([0])
     with pytest.raises(StoreError, match="is a revision, which cannot be converted"):
         convert_store(revised.features.store, tmp_path / "converted", "int1")
-    with pytest.raises(StoreError, match="is a TRAKer directory"):
-        convert_store(make_store(tmp_path / "traker", api="TRAKer"), tmp_path / "converted", "int1")
     assert not (tmp_path / "converted").exists()
 
 

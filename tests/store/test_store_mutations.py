@@ -51,7 +51,7 @@ def scores_of(directory: Path) -> Tensor:
     """As `attribute` reads a store whose features are all there."""
     processes = Processes(use_cpu=True)
     store = FeatureStore.open(directory, config(0))
-    scorer = Scorer(store, processes, processes.device, None, 0.3)
+    scorer = Scorer(store, processes, processes.device, 0.3)
     ids = scorer.ensemble(None)
     targets, read = [], []
     for model_id in ids:

@@ -132,7 +132,7 @@ def _ridge(rows: Tensor, targets: Tensor, relative: float) -> Tensor:
     """X (XᵀX + λI)⁻¹ tᵀ, from the smaller system."""
     rows, targets = rows.double(), targets.double()
     n, k = rows.shape
-    lam = ridge_lambda(float(rows.square().sum()), n, k, None, relative)
+    lam = ridge_lambda(float(rows.square().sum()), n, k, relative)
     if k <= n:
         return (rows @ RidgeSystem(rows.T @ rows, lam).solve(targets).T).float()
     return RidgeSystem(rows @ rows.T, lam).solve(targets @ rows.T).T.float()

@@ -53,7 +53,7 @@ def by_bytes(attributor: Callable[..., TrakAttributor], models: Callable[[Job], 
                 else:
                     codes = CodedRows.encode(rotation.apply(rows), CodeFormat(BITS[form], columns))
                     kept, asked, prefix = codes.decode(), rotation.apply(targets), codes.first(512).decode()
-                lam = ridge_lambda(float(kept.double().square().sum()), *kept.shape, None, own.args.lambda_relative)
+                lam = ridge_lambda(float(kept.double().square().sum()), *kept.shape, own.args.lambda_relative)
                 solved = _preconditioned(kept.double(), asked.double(), lam)
                 found[variant(form, size)] = _weighted(kept.double() @ solved.T, q)
                 found[variant(form, size, PLAIN)] = _weighted((kept @ asked.T).double(), q)

@@ -33,7 +33,8 @@ def exact(
         own = attributor(job, checkpoints[0], False, curvature=curvature)
 
         def scores(**options: float) -> np.ndarray:
-            own.args = replace(own.args, curvature=replace(own.args.curvature, **options))  # type: ignore[arg-type]
+            curvature_args = replace(own.args.curvature, **options)  # type: ignore[arg-type]
+            own.features.args = replace(own.args, curvature=curvature_args)
             scored = own.attribute(job.case.targets, top_k=None, checkpoints=checkpoints, method="exact")
             return np.stack(scored.with_format("numpy")["trak_scores"][:]).T.astype(np.float64)
 

@@ -53,7 +53,7 @@ class Features:
         """X (XᵀX + λI)⁻¹ tᵀ = (XXᵀ + λI)⁻¹ X tᵀ `(n, m)` for each relative λ, from the smaller system."""
         n, k = self.rows.shape
         trace = float(self.rows.square().sum())
-        lambdas = [ridge_lambda(trace, n, k, None, value) for value in relative]
+        lambdas = [ridge_lambda(trace, n, k, value) for value in relative]
         if k < n:
             gram = self.rows.T @ self.rows
             return [self.rows @ RidgeSystem(gram, lam).solve(self.targets).T for lam in lambdas]
