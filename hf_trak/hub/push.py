@@ -383,7 +383,7 @@ def _described(attributor: FeaturizedModel, curvature: bool, facts: Mapping[str,
     return index
 
 
-def save_index(attributor: FeaturizedModel, directory: str | os.PathLike[str], **facts: Any) -> Path:
+def save_index(attributor: FeaturizedModel, directory: str | os.PathLike[str], **facts: Any) -> None:
     """Write the files that [`push_attributor`] would upload into a new directory, from which they can be loaded.
 
     Every process calls this function, and the main process writes. The directory appears as a whole or not at all.
@@ -393,9 +393,6 @@ def save_index(attributor: FeaturizedModel, directory: str | os.PathLike[str], *
         directory: the directory, which must not exist yet, or be empty.
         facts: `model_name`, `model_revision`, `checkpoints`, `lds` and `fidelity` of [`IndexFacts`], and `curvature`
             as in [`push_index`].
-
-    Returns:
-        The directory.
 
     Raises:
         ValueError: the directory exists and is not empty, the index is published already, or an argument is not a
@@ -425,7 +422,6 @@ def save_index(attributor: FeaturizedModel, directory: str | os.PathLike[str], *
                     shutil.copyfile(content, temporary / name)
 
     attributor.processes.broadcast_from_main(save)
-    return path
 
 
 def push_index(

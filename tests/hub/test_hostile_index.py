@@ -114,7 +114,7 @@ def forge(path: Path) -> None:
         metadata = json.loads(file.metadata()["hf_trak"])
         tensors = {name: 100 * file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     del metadata["checksum"]
-    metadata = sealed({**metadata, "tensors": checksum(tensors, 2)})
+    metadata = sealed({**metadata, "tensors": checksum(tensors)})
     save_file(tensors, path, metadata={"hf_trak": json.dumps(metadata)})
 
 

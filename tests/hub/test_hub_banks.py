@@ -389,7 +389,7 @@ def retensored(
     metadata.pop(CHECKSUM_KEY)
     metadata["identity"] |= identity
     if tensors is not None:
-        metadata["tensors"] = checksum(tensors, 2)
+        metadata["tensors"] = checksum(tensors)
     text = {"hf_trak": json.dumps(sealed(metadata))}
     if tensors is not None:
         return {**files, name: save(tensors, text)}

@@ -170,7 +170,7 @@ def test_the_card_says_what_is_stored(hub: Hub, client: Path, tmp_path: Path) ->
     card = hub.dataset("tester/index")["README.md"].decode()
     assert "1,029 bytes: codes of 1 bit per number and a scale, 31.9 times fewer than float32" in card
     assert "rotation hadamard-1, levels levels-1" in card and "| 8,200, stored as int1 |" in card
-    assert "| format version | 3; an `hf_trak` that does not read it refuses it |" in card
+    assert "| format version | 1; an `hf_trak` that does not read it refuses it |" in card
     assert "the first 512 bytes of every row can be downloaded by themselves" in card
     assert "converted from" not in card
     plain = FeatureStore.open(tmp_path / "bfloat16", {**CONFIG, "feature_dtype": "bfloat16"})
@@ -572,7 +572,7 @@ def rewritten(files: Files, name: str, content: dict[str, torch.Tensor], **chang
     """Replace the tensors of a file, and update all checksums, as an attacker can."""
     metadata = metadata_of(files[name])
     del metadata["checksum"]
-    metadata = sealed({**metadata, "tensors": checksums(content, 3), **changes})
+    metadata = sealed({**metadata, "tensors": checksums(content), **changes})
     return listed({**files, name: save(content, {"hf_trak": json.dumps(metadata)})})
 
 
@@ -617,7 +617,7 @@ def header_with(change: Callable[[dict[str, Any]], Any]) -> Callable[[Files], Fi
 def digests_with(change: Callable[[dict[str, str]], Any]) -> Callable[[Files], Files]:
     def act(files: Files) -> Files:
         tensors = load(files[LAST])
-        return rewritten(files, LAST, tensors, tensors=change(checksums(tensors, 3)))
+        return rewritten(files, LAST, tensors, tensors=change(checksums(tensors)))
 
     return act
 
@@ -733,6 +733,11 @@ def renamed(old: str, new: str) -> Callable[[Files, Path], Files]:
     return manifest(lambda m: m["files"].update({new: m["files"].pop(old)}))
 
 
+def moved(old: str, new: str) -> Callable[[Files, Path], Files]:
+    """Give a file another name, and list it under that."""
+    return lambda files, tmp: renamed(old, new)({new if name == old else name: files[name] for name in files}, tmp)
+
+
 def entry(change: Callable[[dict[str, Any]], Any]) -> Callable[[Files, Path], Files]:
     """Change what the manifest says of the checkpoint."""
     return manifest(lambda m: change(m["checkpoints"]["0"]))
@@ -758,8 +763,8 @@ BAD_FACTS: dict[str, tuple[Callable[[Files, Path], Files], str]] = {
     "rotation that is a path": (config(rotation="../x"), "`rotation` is '../x'"),
     "no rotation": (config(rotation=None), "`rotation` is None"),
     "unknown levels": (config(levels=["x"]), r"`levels` is \['x'\]. Expected 'levels-1'"),
-    "codes in format 2": (config(format_version=2), "Expected format version 3 for codes"),
-    "float features in format 3": (config(feature_dtype="float32"), "Expected format version 3 for codes"),
+    "codes in a later format": (config(format_version=2), "format version 2, and this version"),
+    "codes that are said to be floats": (config(feature_dtype="float32"), "belongs to the configuration"),
     "another number of bits": (config(feature_dtype="int4"), "belongs to the configuration"),
     "bits that are none": (config(feature_dtype="int3"), "`feature_dtype` is 'int3'"),
     "bits that are a list": (config(feature_dtype=["int8"]), "feature_dtype|unhashable"),
@@ -768,7 +773,7 @@ BAD_FACTS: dict[str, tuple[Callable[[Files, Path], Files], str]] = {
     "negative seed": (config(seed=-1), "`seed` is -1"),
     "seed that is a text": (config(seed="7"), "`seed` is '7'"),
     "solver that is none": (renamed(RANK_4, "checkpoint-0/x.safetensors"), "which no index has|shards, not the"),
-    "rank without end": (renamed(RANK_4, "checkpoint-0/low_rank-1000000.safetensors"), "bytes, not"),
+    "rank without end": (moved(RANK_4, "checkpoint-0/low_rank-1000000.safetensors"), "bytes, not"),
     "rank that is too long": (renamed(RANK_4, "checkpoint-0/low_rank-100000000.safetensors"), "shards, not the"),
     "rank that is a path": (renamed(RANK_4, "checkpoint-0/low_rank-../4.safetensors"), "shards, not the"),
     "another rank": (renamed(RANK_4, "checkpoint-0/low_rank-5.safetensors"), "low_rank-5.*(is missing|bytes, not)"),

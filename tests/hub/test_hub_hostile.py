@@ -107,7 +107,7 @@ def shard_with(files: Files, name: str, tensors: dict[str, torch.Tensor], consis
     (length,) = struct.unpack("<Q", files[name][:8])
     metadata = json.loads(json.loads(files[name][8 : 8 + length])["__metadata__"]["hf_trak"])
     del metadata["checksum"]
-    metadata = sealed({**metadata, "tensors": checksum(tensors, 2)})
+    metadata = sealed({**metadata, "tensors": checksum(tensors)})
     changed = {**files, name: save(tensors, {"hf_trak": json.dumps(metadata)})}
     return listed(changed) if consistent else changed
 

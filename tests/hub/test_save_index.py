@@ -10,7 +10,6 @@ from test_hub_attributor import one_thread as one_thread
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import HfTrakError, IncompleteStoreError, StoreError
-from hf_trak.hub.push import save_index
 
 __all__ = ["client", "hub"]  # fixtures
 
@@ -31,8 +30,8 @@ def test_the_directory_is_the_repo(hub: Hub, client: Path, tmp_path: Path) -> No
     made = attributor_in(tmp_path / "trak").featurize()
     made.fit_curvature()
     expected = full(made)
-    saved = save_index(made, tmp_path / "deep" / "index", lds=0.25)
-    assert saved == tmp_path / "deep" / "index"
+    saved = tmp_path / "deep" / "index"
+    made.save_pretrained(saved, lds=0.25)
     made.push_to_hub("tester/index", token=TOKEN, lds=0.25)
     published, found = dict(hub.dataset("tester/index")), files_in(saved)
     del published[".gitattributes"]
@@ -43,31 +42,32 @@ def test_the_directory_is_the_repo(hub: Hub, client: Path, tmp_path: Path) -> No
     assert np.array_equal(full(loaded), expected) and loaded.args.per_device_batch_size == 3
     assert files_in(saved) == found
     with pytest.raises(ValueError, match=r"index exists and is not an empty directory"):
-        save_index(made, saved)
+        made.save_pretrained(saved)
     assert files_in(saved) == found
     with pytest.raises(ValueError, match="is published already"):
-        save_index(loaded, tmp_path / "again")
+        loaded.save_pretrained(tmp_path / "again")
     (tmp_path / "empty").mkdir()
-    assert "curvature/0/curvature.json" not in files_in(save_index(made, tmp_path / "empty", curvature=False))
+    made.save_pretrained(tmp_path / "empty", curvature=False)
+    assert "curvature/0/curvature.json" not in files_in(tmp_path / "empty")
 
 
 def test_nothing_is_left_of_an_index_that_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = attributor_in(tmp_path / "trak")
     with pytest.raises(IncompleteStoreError):
-        save_index(made, tmp_path / "index")
+        made.save_pretrained(tmp_path / "index")
     made.featurize()
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="exists and is not an empty directory"):
-        save_index(made, tmp_path / "file")
+        made.save_pretrained(tmp_path / "file")
 
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as broken, pytest.raises(StoreError, match="No space left"):
         broken.setattr("hf_trak.hub.push.shutil.copyfile", full_disk)
-        save_index(made, tmp_path / "index")
+        made.save_pretrained(tmp_path / "index")
     shard = tmp_path / "trak/checkpoint-0/train-00001-of-00003.safetensors"
     shard.write_bytes(shard.read_bytes()[:-4])
     with pytest.raises(HfTrakError, match="train-00001"):
-        save_index(made, tmp_path / "index")
+        made.save_pretrained(tmp_path / "index")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "trak"]
