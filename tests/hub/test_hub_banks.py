@@ -27,7 +27,7 @@ from hf_trak.hub import load_bank, push_bank
 from hf_trak.hub.banks import bank_card, open_checked
 from hf_trak.hub.files import LocalFiles
 from hf_trak.store.sealed import CHECKSUM_KEY, content_digest, sealed
-from hf_trak.store.shards import checksum
+from hf_trak.store.shards import checksums
 
 __all__ = ["client", "hub"]  # fixtures
 
@@ -226,7 +226,7 @@ def test_a_reader_that_follows_the_documentation(hub: Hub, client: Path, tmp_pat
     files = hub.dataset("tester/bank")
     described = {name: json.loads(data) for name, data in files.items() if name.endswith(".json")}
     for content in described.values():
-        assert content["format_version"] == 2 and content["checksum"] == canonical(content, "checksum")
+        assert content["format_version"] == 1 and content["checksum"] == canonical(content, "checksum")
     assert described["parts.json"]["parts"] == ["half", "half-again", "removed"]
     n, m = described["bank.json"]["rows"], described["bank.json"]["targets"]
     scores = np.random.default_rng(0).normal(size=(n, m))
@@ -389,7 +389,7 @@ def retensored(
     metadata.pop(CHECKSUM_KEY)
     metadata["identity"] |= identity
     if tensors is not None:
-        metadata["tensors"] = checksum(tensors)
+        metadata["tensors"] = checksums(tensors)
     text = {"hf_trak": json.dumps(sealed(metadata))}
     if tensors is not None:
         return {**files, name: save(tensors, text)}

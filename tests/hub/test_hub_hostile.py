@@ -21,7 +21,7 @@ from hf_trak.hub.index_store import IndexStore, open_index
 from hf_trak.hub.models import load_model
 from hf_trak.store.references import write_references
 from hf_trak.store.sealed import CHECKSUM_KEY, content_digest, sealed
-from hf_trak.store.shards import checksum
+from hf_trak.store.shards import checksums
 
 __all__ = ["client", "hub"]  # fixtures
 
@@ -107,7 +107,7 @@ def shard_with(files: Files, name: str, tensors: dict[str, torch.Tensor], consis
     (length,) = struct.unpack("<Q", files[name][:8])
     metadata = json.loads(json.loads(files[name][8 : 8 + length])["__metadata__"]["hf_trak"])
     del metadata["checksum"]
-    metadata = sealed({**metadata, "tensors": checksum(tensors)})
+    metadata = sealed({**metadata, "tensors": checksums(tensors)})
     changed = {**files, name: save(tensors, {"hf_trak": json.dumps(metadata)})}
     return listed(changed) if consistent else changed
 
