@@ -291,7 +291,7 @@ def _discarded_if_refused(files: IndexFiles, *paths: str) -> Iterator[None]:
 def _read_json(files: IndexFiles, path: str) -> dict[str, Any]:
     """Fetch a sealed JSON file, and check its size, its values and its checksum."""
     with files.refused_if_damaged(path):
-        return files.read_json(path, (SEALED_VERSION,))
+        return files.read_json(path, (SEALED_VERSION,), most_bytes(path))
 
 
 def push_bank(

@@ -291,7 +291,7 @@ class IndexFiles(ABC):
         """
         size, entry = self.size(path), self.listed.get(path)
         if size is None and self.names() is not None:
-            raise StoreError("it is missing, although the manifest lists it")
+            raise StoreError("it is missing" if entry is None else "it is missing, although the manifest lists it")
         for found in (size, None if entry is None else entry.size):
             if found is not None:
                 bounds.check(found)
