@@ -522,7 +522,9 @@ def test_a_bad_bank_is_refused(hub: Hub, client: Path, tmp_path: Path, published
     assert bad != published
     hub.put("dataset", "tester/bank", bad)
     before = below(tmp_path)
-    with pytest.raises(RefusedIndexError, match=reason if "refused" in reason else f"was refused: .*({reason})") as caught:
+    with pytest.raises(
+        RefusedIndexError, match=reason if "refused" in reason else f"was refused: .*({reason})"
+    ) as caught:
         load_bank("tester/bank")
     assert "Expected a bank that `push_bank` has published: use another revision" in str(caught.value)
     assert "\x1b" not in str(caught.value)
