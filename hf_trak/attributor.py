@@ -302,11 +302,14 @@ class TrakAttributor:
                 As for [`~TrakAttributor.push_to_hub`].
 
         Raises:
+            ValueError: the directory exists and is not empty, the index is published already, or an argument is not a
+                valid name of a repo or revision.
+            TypeError: `facts` has another name.
             HfTrakError: the attributor came from `exclude` or `extend`.
             IncompleteStoreError: features are missing.
-            StoreError: a file cannot be written.
+            StoreError: a file is damaged, or the directory cannot be written.
         """
-        from hf_trak.hub.push import save_index  # type: ignore[attr-defined]  # loaded by those who publish indexes
+        from hf_trak.hub.push import save_index  # loaded by those who publish indexes
 
         save_index(self.features, directory, **facts)
 

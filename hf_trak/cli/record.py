@@ -31,7 +31,7 @@ def remembered(output_dir: str) -> dict[str, Any]:
 
 
 def is_copy(output_dir: str) -> bool:
-    """Whether a directory is a copy of a published index."""
+    """Tell whether a directory is a copy of a published index."""
     return (Path(output_dir) / MANIFEST_FILE).exists()
 
 

@@ -1,14 +1,13 @@
 """Attribution indexes and scores on the Hugging Face Hub: publish your own, and use those of others safely.
 
-Start with `push.py`, which makes one commit of a feature store, and `loading.py`, which makes an attributor of a repo.
-`index_store.py` reads a published index as a feature store: `files.py` fetches its files, `index_checks.py`,
-`manifest.py`, `index_files.py`, `solver_state.py` and `curvature_files.py` check them. `index_shards.py` reads shards
-as a whole, and with `heads.py`, `row_digests.py` and `ranges.py` parts of them. `pull.py` copies an index, `scores.py`
-publishes scored datasets, `remote_rows.py` reads single training rows from a dataset repo (`parquet_rows.py`,
-`ranged_file.py`, `train_rows.py`), `banks.py` banks of retrained models, `cards.py` writes cards.
+Start with `push.py`, which makes one commit or one directory of a feature store, and `loading.py`, which makes an
+attributor of either. `index_store.py` reads a published index as a feature store. `files.py` fetches its files and
+compares them with `manifest.py`; `index_files.py`, `index_shards.py` and `curvature_files.py` check what they hold.
+`pull.py` copies an index, `scores.py` publishes scored datasets, `remote_rows.py` reads single training rows from a
+dataset repo, `banks.py` serves banks of retrained models, `cards.py` writes cards.
 
 Everything that others published is checked before it is used. `safe_loading.py` is the only module of the library that
-loads models, tokenizers and datasets by name; `repo_config.py`, `foreign_json.py` and `foreign_yaml.py` check files.
+loads models, tokenizers and datasets by name; `names.py` checks names, JSON and YAML.
 
 May import `evaluation` and what lies below it. Knows nothing of reports and the command line.
 """

@@ -18,13 +18,13 @@ from hf_trak.evaluation.intervals import RESAMPLES
 from hf_trak.evaluation.retraining_files import CONFIG, OUTPUTS, SUBSETS
 from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api, without_secrets
 from hf_trak.hub.cards import card_operations, render_card
-from hf_trak.hub.files import HubFiles, IndexFiles, LocalFiles
-from hf_trak.hub.index_files import MAX_HEADER_BYTES, check_file
-from hf_trak.hub.names import read_foreign_object, shown, too_large
+from hf_trak.hub.files import MAX_HEADER_BYTES, Bounds, HubFiles, IndexFiles, LocalFiles, check_file
+from hf_trak.hub.manifest import MAX_JSON_BYTES
+from hf_trak.hub.names import shown, too_large
 from hf_trak.hub.push import Destination, commit_fields, create_repo
 from hf_trak.runtime.processes import Processes
 from hf_trak.store.atomic import safe_name
-from hf_trak.store.sealed import SEALED_VERSION, VERSION_KEY, check_seal, content_digest, sealed_bytes
+from hf_trak.store.sealed import SEALED_VERSION, content_digest, sealed_bytes
 
 _FEWEST_SUBSETS = 3
 
@@ -128,10 +128,6 @@ PART_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._+=-]{0,98}[A-Za-z0-9])?")
 """Names of published parts: file names on every system, and plain text in a terminal."""
 
 
-MAX_JSON_BYTES = 16 << 20
-
-"""Maximum bytes of a JSON file: room for a plan of a million removals."""
-
 MAX_SUBSETS_BYTES = 256 << 20
 
 """Maximum bytes of the subsets of a part: 1,000 of two million rows. In memory they take eight times as much."""
@@ -142,6 +138,8 @@ MAX_OUTPUTS_BYTES = 1 << 30
 
 
 _KIND = "published bank"
+
+_WANTED = "a bank that `push_bank` has published"
 
 _LISTED_PART = re.compile(rf"(?P<name>[^/]+)/{CONFIG}", re.DOTALL)
 
@@ -208,24 +206,24 @@ def _named_parts(files: IndexFiles) -> list[str]:
         content = _read_json(files, PARTS)
         names = content.get("parts")
         if content.get("kind") != _KIND or not isinstance(names, list) or not names:
-            raise refused(where, "it does not name the parts of a bank")
+            raise files.refused(where, "it does not name the parts of a bank")
         for name in names:
             if not isinstance(name, str) or not PART_NAME.fullmatch(name):
-                raise refused(where, f"it names the part {shown(name)}, which is no plain name of a directory")
+                raise files.refused(where, f"it names the part {shown(name)}, which is no plain name of a directory")
         if len(set(names)) < len(names):
-            raise refused(where, "it names a part twice")
+            raise files.refused(where, "it names a part twice")
         return names
 
 
 def _check_same_bank(files: IndexFiles, described: Mapping[str, Any]) -> None:
     with _discarded_if_refused(files, PARTS, BANK):
         if _read_json(files, PARTS).get("bank") != content_digest(described):
-            raise refused(f"{PARTS} of {files.name}", f"it belongs to another {BANK} than the one beside it")
+            raise files.refused(f"{PARTS} of {files.name}", f"it belongs to another {BANK} than the one beside it")
 
 
 def _refuse_others(files: IndexFiles, found: set[str], names: list[str]) -> None:
     if others := sorted(found - set(names)):
-        raise refused(f"The bank {files.name}", f"it has a part {shown(others[0])}, which {PARTS} does not name")
+        raise files.refused(f"The bank {files.name}", f"it has a part {shown(others[0])}, which {PARTS} does not name")
 
 
 def _check_part(files: IndexFiles, bank: Bank, name: str) -> None:
@@ -235,12 +233,12 @@ def _check_part(files: IndexFiles, bank: Bank, name: str) -> None:
         try:
             safe_name(name)
         except ValueError as error:
-            raise refused(f"The bank {files.name}", str(error)) from error
+            raise files.refused(f"The bank {files.name}", str(error)) from error
         content = _read_json(files, paths[0])
         repeated, removal = content.get("repeat_of"), content.get("removal")
         right = isinstance(content.get("bank"), str) and (repeated is None or isinstance(repeated, str))
         if not right or not (removal is None or isinstance(removal, dict)):
-            raise refused(f"{paths[0]} of {files.name}", "`bank`, `repeat_of` or `removal` is of another type")
+            raise files.refused(f"{paths[0]} of {files.name}", "`bank`, `repeat_of` or `removal` is of another type")
         part = bank.description(name)
         subsets, repeats = part["subsets"], part["repeats"]
         sizes = {
@@ -262,69 +260,38 @@ def _check_repeat(files: IndexFiles, bank: Bank, name: str) -> None:
         return
     repeat, repeated = bank.part(name), bank.part(original)
     if len(repeated.outputs) != 1 or not np.array_equal(repeated.masks[: len(repeat.masks)], repeat.masks):
-        raise refused(f"The part {name!r} of {files.name}", f"it does not repeat subsets of {original!r}, as it says")
-
-
-def _read_json(files: IndexFiles, path: str) -> dict[str, Any]:
-    """Fetch a sealed JSON file, and check its size, its values and its checksum."""
-    where = f"{path} of {files.name}"
-    _check_listed(files, path, 2, MAX_JSON_BYTES)
-    try:
-        content = read_foreign_object(files.fetch(path), MAX_JSON_BYTES)
-    except ValueError as error:
-        raise refused(where, str(error)) from error
-    if (version := content.get(VERSION_KEY)) != SEALED_VERSION:
-        raise refused(
-            where, f"it has format version {shown(version)}, and this version of hf_trak reads {SEALED_VERSION}"
+        raise files.refused(
+            f"The part {name!r} of {files.name}", f"it does not repeat subsets of {original!r}, as it says"
         )
-    check_seal(content, where)
-    return content
 
 
 def _fetch_tensors(files: IndexFiles, path: str, data: int) -> None:
     """Fetch a file of tensors that has `data` bytes besides its header."""
     if data > most_bytes(path):
-        raise refused(f"{path} of {files.name}", too_large(data, most_bytes(path)))
-    sizes = data + 8, data + 8 + MAX_HEADER_BYTES
-    _check_listed(files, path, *sizes)
-    local = files.fetch(path)
-    try:
-        check_file(local, sizes)
-    except StoreError as error:
-        raise refused(f"{path} of {files.name}", str(error)) from error
-
-
-def _check_listed(files: IndexFiles, path: str, least: int, most: int) -> None:
-    """Refuse a file that is missing, or whose size is wrong, before it is downloaded."""
-    size = files.size(path)
-    if size is None and files.names() is not None:
-        raise refused(f"The bank {files.name}", f"the file {path!r} is missing")
-    if size is not None and not least <= size <= most:
-        raise refused(f"{path} of {files.name}", f"it has {size} bytes, not {least} to {most}")
+        raise files.refused(f"{path} of {files.name}", too_large(data, most_bytes(path)))
+    with files.refused_if_damaged(path):
+        check_file(files.fetch_bounded(path, bounds := Bounds(data + 8, data + 8 + MAX_HEADER_BYTES)), bounds)
 
 
 @contextlib.contextmanager
 def _discarded_if_refused(files: IndexFiles, *paths: str) -> Iterator[None]:
-    """Turn damage of downloaded files into a refusal, and discard them, so that they are downloaded again."""
-    try:
+    """Turn damage of downloaded files into a refusal, and discard them. Errors of a directory stay as they are."""
+    if not isinstance(files, HubFiles):
         yield
-    except StoreError as error:
-        if not isinstance(files, HubFiles):
+        return
+    with files.refused_if_damaged(*paths):
+        try:
+            yield
+        except RefusedIndexError:
             raise
-        for path in paths:
-            files.discard(path)
-        if isinstance(error, RefusedIndexError):
-            raise
-        reason = re.split(r"\. (?:Expected|Delete)\b", str(error))[0]  # without advice on files of one's own
-        raise refused(f"The bank {files.name}", reason) from error
+        except StoreError as error:  # without advice on files of one's own
+            raise StoreError(re.split(r"\. (?:Expected|Delete)\b", str(error))[0]) from error
 
 
-def refused(where: str, reason: str) -> RefusedIndexError:
-    """Make the error for a bank that is refused."""
-    return RefusedIndexError(
-        f"{where} was refused: {reason}. Expected a bank that `push_bank` has published. Use another revision, or ask "
-        "its publisher for a new one."
-    )
+def _read_json(files: IndexFiles, path: str) -> dict[str, Any]:
+    """Fetch a sealed JSON file, and check its size, its values and its checksum."""
+    with files.refused_if_damaged(path):
+        return files.read_json(path, (SEALED_VERSION,), most_bytes(path))
 
 
 def push_bank(
@@ -495,11 +462,5 @@ def load_bank(
         StoreError: a file in the directory is damaged.
     """
     if Path(repo_or_path).is_dir():
-        return open_checked(LocalFiles(Path(repo_or_path)))
-    repo_id = os.fspath(repo_or_path)
-
-    def check_size(name: str, size: int) -> None:
-        if size > MAX_JSON_BYTES:
-            raise refused(f"{name} of {repo_id}", too_large(size, MAX_JSON_BYTES))
-
-    return open_checked(HubFiles(repo_id, PARTS, revision, token, local_files_only, check_size))
+        return open_checked(LocalFiles(Path(repo_or_path), _WANTED))
+    return open_checked(HubFiles(os.fspath(repo_or_path), PARTS, revision, token, local_files_only, _WANTED))

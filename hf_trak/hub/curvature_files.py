@@ -16,13 +16,13 @@ from hf_trak.curvature.curvature import KINDS
 from hf_trak.curvature.files import CURVATURE_FILE
 from hf_trak.errors import StoreError
 from hf_trak.featurize.definition import CURVATURE_VERSION
-from hf_trak.hub.files import IndexFiles, LocalFiles
-from hf_trak.hub.index_files import MAX_HEADER_BYTES, check_file, reason_of, refused_if_damaged
-from hf_trak.hub.manifest import MAX_JSON_BYTES, PublishedCurvature
-from hf_trak.hub.names import read_foreign_object, shown
+from hf_trak.hub.files import IndexFiles, check_file, reason_of, sealed_object, tensor_bytes
+from hf_trak.hub.index_files import check_finite
+from hf_trak.hub.manifest import INDEX_DIGITS
+from hf_trak.hub.names import shown
 from hf_trak.store.atomic import differing
-from hf_trak.store.sealed import CHECKSUM_KEY, SEALED_VERSION, VERSION_KEY, content_digest
-from hf_trak.store.shards import TensorSpec, read_header, read_tensors
+from hf_trak.store.sealed import SEALED_VERSION, content_digest
+from hf_trak.store.shards import TensorSpec, read_tensors
 from hf_trak.store.store import FeatureStore
 
 MAX_SIDE = 1 << 15
@@ -35,11 +35,6 @@ _MAX_PIECES = 1 << 24
 """Maximum number of contiguous pieces of all blocks: one for each row of a matrix that is cut in columns."""
 
 
-_HEADER_BYTES_PER_TENSOR = 128
-
-"""Maximum bytes of an entry in the header of a safetensors file. One with a name of five digits has about 90."""
-
-
 _VALUES = (torch.float32, torch.float64)
 
 
@@ -50,12 +45,10 @@ class CurvatureRecord:
     Attributes:
         identity: what the curvature was computed from.
         blocks: the division of the parameters.
-        checksum: the checksum of the record.
     """
 
     identity: Mapping[str, str | int]
     blocks: CurvatureBlocks
-    checksum: str
 
     @property
     def tensors(self) -> dict[str, dict[str, TensorSpec]]:
@@ -76,46 +69,37 @@ class CurvatureRecord:
         return specs
 
 
-def tensor_bytes(specs: Mapping[str, TensorSpec]) -> tuple[int, int]:
-    """Return the minimum and maximum bytes of a file of float32 or float64 tensors."""
-    numbers = sum(prod(spec.shape) for spec in specs.values())
-    return 4 * numbers + 8, 8 * numbers + 8 + max_header(specs)
-
-
-def max_header(specs: Mapping[str, TensorSpec]) -> int:
-    """Return the maximum bytes of the header of a file of tensors."""
-    return MAX_HEADER_BYTES + _HEADER_BYTES_PER_TENSOR * len(specs)
-
-
-def read_content(path: Path, store: FeatureStore, model_id: int) -> dict[str, Any]:
-    """Read a record, and check that it is one of a checkpoint of this store.
+def read_content(files: IndexFiles, store: FeatureStore, model_id: int) -> dict[str, Any]:
+    """Fetch the record of a curvature, and check that it is one of a checkpoint of this store.
 
     Args:
-        path: `curvature.json` on this machine.
+        files: the files of the store, or of the index.
         store: the store, or the index.
         model_id: the checkpoint.
 
     Returns:
-        The content. Its checksum and its identity are checked.
+        The content, checked only in its checksum and its identity.
 
     Raises:
-        StoreError: it is no such record. The message begins with "it", so that the caller can name the file.
+        HubAccessError: it cannot be fetched.
+        IncompleteStoreError: it is missing in a copy.
+        RefusedIndexError: it is missing in the repo, damaged, or not that of the manifest.
     """
-    try:
-        content = read_foreign_object(path, MAX_JSON_BYTES)
-    except ValueError as error:
-        raise StoreError(str(error)) from error
-    if (version := content.get(VERSION_KEY)) != SEALED_VERSION:
-        raise StoreError(f"it has format version {shown(version)}, and this version of hf_trak reads {SEALED_VERSION}")
-    if content.get(CHECKSUM_KEY) != content_digest(content):
-        raise StoreError("its content has another checksum than the one that it records")
+    path = f"{curvature_folder(model_id)}/{CURVATURE_FILE}"
+    with files.refused_if_damaged(path):
+        content = files.read_json(path, (SEALED_VERSION,), max_digits=INDEX_DIGITS)
+        _check_identity(content, store, model_id)
+    return content
+
+
+def _check_identity(content: Mapping[str, Any], store: FeatureStore, model_id: int) -> None:
+    """Check that a record is that of a checkpoint."""
     identity = content.get("identity")
     if not isinstance(identity, dict) or not all(type(value) in (str, int) for value in identity.values()):
         raise StoreError(f"its identity is {shown(identity)}, not an object of texts and integers")
     expected = store.identity(model_id)
     if changes := differing({key: identity.get(key) for key in expected}, expected):
         raise StoreError(f"it belongs to another checkpoint or index ({'; '.join(changes)})")
-    return content
 
 
 def is_known(identity: Mapping[str, Any]) -> bool:
@@ -144,7 +128,7 @@ def checked_record(content: Mapping[str, Any], store: FeatureStore) -> Curvature
         raise StoreError(
             f"its number of rows is {shown(rows)}, and in its identity {shown(content['identity'].get('rows'))}"
         )
-    return CurvatureRecord(content["identity"], blocks, content[CHECKSUM_KEY])
+    return CurvatureRecord(content["identity"], blocks)
 
 
 def _is_count(value: Any) -> bool:
@@ -247,12 +231,10 @@ class StoredCurvature:
 
     Attributes:
         record: its record.
-        checksums: the checksums of its files.
-        paths: its files by name.
+        paths: its files by their path in an index.
     """
 
     record: CurvatureRecord
-    checksums: PublishedCurvature
     paths: Mapping[str, Path]
 
     @property
@@ -279,30 +261,29 @@ def stored_curvature(store: FeatureStore, model_id: int) -> StoredCurvature | No
     Raises:
         StoreError: it is damaged, or larger than readers accept.
     """
-    directory = store.checkpoint_dir(model_id).parent / curvature_folder(model_id)
-    path = directory / CURVATURE_FILE
+    root, folder = store.checkpoint_dir(model_id).parent, curvature_folder(model_id)
+    path = root / folder / CURVATURE_FILE
     if not path.exists():
-        if (directory / "progress").exists():
+        if (root / folder / "progress").exists():
             logger.warning("The curvature of checkpoint %d is not finished, and is not published.", model_id)
         return None
     try:
-        content = read_content(path, store, model_id)
+        content = sealed_object(path, (SEALED_VERSION,), max_digits=INDEX_DIGITS)
+        _check_identity(content, store, model_id)
         if not is_known(content["identity"]):
             logger.warning("%s was fitted by another version of hf_trak, and is not published.", path)
             return None
         record = checked_record(content, store)
-        checksums = {}
         for name, specs in record.tensors.items():
-            path = directory / name
-            checksums[name] = checked_tensors(path, record, specs)
+            path = root / folder / name
+            checked_tensors(path, record, specs)
     except StoreError as error:
         raise StoreError(
             f"{path} cannot be published: {reason_of(error)}. Expected a curvature as hf_trak fits it. Delete "
-            f"{directory} and fit it again, or publish the index without it (`curvature=False`)."
+            f"{root / folder} and fit it again, or publish the index without it (`curvature=False`)."
         ) from error
-    diagonal = checksums.pop("diagonal.safetensors", None)
-    published = PublishedCurvature(record.checksum, tuple(checksums.values()), diagonal)
-    return StoredCurvature(record, published, {name: directory / name for name in (CURVATURE_FILE, *record.tensors)})
+    names = (CURVATURE_FILE, *record.tensors)
+    return StoredCurvature(record, {f"{folder}/{name}": root / folder / name for name in names})
 
 
 def settings_left_open(settings: Mapping[str, Any], record: CurvatureRecord, n: int) -> dict[str, Any]:
@@ -327,38 +308,17 @@ def settings_left_open(settings: Mapping[str, Any], record: CurvatureRecord, n: 
     }
 
 
-def fetch_content(
-    files: IndexFiles, store: FeatureStore, model_id: int, published: PublishedCurvature
-) -> dict[str, Any]:
-    """Fetch and check the record of a published curvature, as [`~hf_trak.hub.curvature_files.read_content`] does.
-
-    Raises:
-        HubAccessError: it cannot be fetched.
-        IncompleteStoreError: it is missing in a copy.
-        RefusedIndexError: it is missing in the repo, damaged, or not that of the manifest.
-    """
-    path = f"{curvature_folder(model_id)}/{CURVATURE_FILE}"
-    with refused_if_damaged(files, path):
-        content = read_content(_fetched(files, path, (2, MAX_JSON_BYTES)), store, model_id)
-        if content["checksum"] != published.record:
-            raise StoreError(f"its checksum is {content['checksum']}, the manifest says {published.record}")
-    return content
-
-
-def fetch_tensors(
-    files: IndexFiles, store: FeatureStore, model_id: int, published: PublishedCurvature, content: Mapping[str, Any]
-) -> list[str]:
+def fetch_tensors(files: IndexFiles, store: FeatureStore, model_id: int, content: Mapping[str, Any]) -> list[str]:
     """Fetch and check all other files of a published curvature.
 
     Args:
         files: the files of the index.
         store: the index.
         model_id: the checkpoint.
-        published: the checksums in the manifest.
-        content: the result of [`fetch_content`].
+        content: the result of [`read_content`].
 
     Returns:
-        The paths of all files in the index, that of the record last.
+        The paths of all files in the index. The record comes last.
 
     Raises:
         HubAccessError: a file cannot be fetched.
@@ -366,54 +326,37 @@ def fetch_tensors(
         RefusedIndexError: a file is missing in the repo or damaged, or not that of record and manifest.
     """
     folder = curvature_folder(model_id)
-    with refused_if_damaged(files, f"{folder}/{CURVATURE_FILE}"):
+    path = f"{folder}/{CURVATURE_FILE}"
+    with files.refused_if_damaged(path):
         record = checked_record(content, store)
-        expected = dict(zip(record.tensors, _listed(record, published), strict=True))
-    for name, specs in record.tensors.items():
-        path = f"{folder}/{name}"
-        with refused_if_damaged(files, path):
-            found = checked_tensors(_fetched(files, path, tensor_bytes(specs)), record, specs)
-            if found != expected[name]:
-                raise StoreError(f"its checksum is {found}, the manifest says {expected[name]}")
-    return [*(f"{folder}/{name}" for name in record.tensors), f"{folder}/{CURVATURE_FILE}"]
+        tensors = {f"{folder}/{name}": specs for name, specs in record.tensors.items()}
+        listed = {name for name in files.listed if name.startswith(f"{folder}/")}
+        if listed != {path, *tensors}:
+            bases, others = len(record.blocks.kronecker), len(record.blocks.diagonal)
+            raise StoreError(
+                f"it has {bases} blocks with bases and {others} others, and the manifest lists other files"
+            )
+    for name, specs in tensors.items():
+        with files.refused_if_damaged(name):
+            checked_tensors(files.fetch_tensors(name, tensor_bytes(specs)), record, specs)
+    return [*tensors, path]
 
 
-def fetch_known(files: IndexFiles, store: FeatureStore, model_id: int, published: PublishedCurvature) -> list[str]:
+def fetch_known(files: IndexFiles, store: FeatureStore, model_id: int) -> list[str]:
     """Fetch and check all files of a published curvature, unless it is of another version of hf_trak.
 
     Returns and raises as [`fetch_tensors`]; an empty list for one of another version.
     """
-    content = fetch_content(files, store, model_id, published)
+    content = read_content(files, store, model_id)
     if is_known(content["identity"]):
-        return fetch_tensors(files, store, model_id, published, content)
+        return fetch_tensors(files, store, model_id, content)
     logger.warning(
         "The curvature of checkpoint %d in %s is of another version of hf_trak, and is left out.", model_id, files.name
     )
     return []
 
 
-def _listed(record: CurvatureRecord, published: PublishedCurvature) -> list[str]:
-    """Return the checksums in the manifest, in the order of the record's files."""
-    blocks = record.blocks
-    if len(published.blocks) != len(blocks.kronecker) or (published.diagonal is None) != (not blocks.diagonal):
-        raise StoreError(
-            f"it has {len(blocks.kronecker)} blocks with bases and {len(blocks.diagonal)} others, and the manifest "
-            "lists other files"
-        )
-    return [*published.blocks, *([] if published.diagonal is None else [published.diagonal])]
-
-
-def _fetched(files: IndexFiles, path: str, sizes: tuple[int, int]) -> Path:
-    """Fetch a file whose size is right. Raises `StoreError` if it is not, or if the repo lacks the file."""
-    size = files.size(path)
-    if size is None and files.names() is not None and not isinstance(files, LocalFiles):
-        raise StoreError("it is missing, although the manifest lists it")
-    if size is not None and not sizes[0] <= size <= sizes[1]:
-        raise StoreError(f"it has {size} bytes, not {sizes[0]} to {sizes[1]}")
-    return files.fetch(path)
-
-
-def checked_tensors(path: Path, record: CurvatureRecord, specs: Mapping[str, TensorSpec]) -> str:
+def checked_tensors(path: Path, record: CurvatureRecord, specs: Mapping[str, TensorSpec]) -> None:
     """Check a file of tensors: size, header, identity, shapes, checksum and values.
 
     Args:
@@ -421,20 +364,14 @@ def checked_tensors(path: Path, record: CurvatureRecord, specs: Mapping[str, Ten
         record: the record of the curvature.
         specs: its tensors.
 
-    Returns:
-        Its checksum.
-
     Raises:
         StoreError: it is not a file of this curvature. The message begins with "it", or with the path.
     """
     if not path.is_file():
         raise StoreError("it is missing")
-    check_file(path, tensor_bytes(specs), max_header(specs))
-    identity = {"curvature": content_digest(record.identity)}
-    header = read_header(path, identity, specs)
-    for name, values in read_tensors(path, identity, specs, verify=True).items():
-        if not bool(torch.isfinite(values).all()):
-            raise StoreError(f"`{name}` holds NaN or infinite values")
+    check_file(path, tensor_bytes(specs))
+    tensors = read_tensors(path, {"curvature": content_digest(record.identity)}, specs, verify=True)
+    check_finite(tensors)
+    for name, values in tensors.items():
         if not name.endswith("_basis") and bool((values < 0).any()):
             raise StoreError(f"`{name}` holds eigenvalues below 0")
-    return str(header["checksum"])

@@ -4,23 +4,32 @@ Only file names that the library derives from the index's configuration are ever
 commit when it is opened, so that all files belong to the same upload.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from huggingface_hub import HfApi, constants, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+from safetensors import SafetensorError, safe_open
 
-from hf_trak.errors import HubAccessError, IncompleteStoreError, RefusedIndexError
+from hf_trak.errors import HfTrakError, HubAccessError, IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
-from hf_trak.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES
+from hf_trak.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES, PublishedFile
+from hf_trak.hub.names import read_foreign_object, shown, too_large
+from hf_trak.store.atomic import read_json
+from hf_trak.store.sealed import CHECKSUM_KEY, VERSION_KEY, content_digest
+from hf_trak.store.shards import TensorSpec, parse_metadata
 from hf_trak.store.store import FeatureStore
 from hf_trak.version import __version__
 
@@ -101,42 +110,275 @@ def _refused(path: str, repo_id: str, commit: str, part: range, found: str) -> R
 
 DEFAULT_REVISION = "main"
 
+INDEX = "an index that hf_trak has published"
 
-class IndexFiles(Protocol):
-    """A place that holds the files of an index. Paths in an index have forward slashes."""
+MAX_HEADER_BYTES = 64 << 10
+"""Maximum length of the header of a safetensors file. Headers that the store writes have about 500 bytes."""
+
+_HEADER_BYTES_PER_TENSOR = 128
+"""Maximum bytes of an entry in the header of a safetensors file. One with a name of five digits has about 90."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a file may take.
+
+    Attributes:
+        least: minimum bytes.
+        most: maximum bytes.
+        header: maximum bytes of the header of a safetensors file.
+    """
+
+    least: int
+    most: int
+    header: int = MAX_HEADER_BYTES
+
+    def check(self, size: int) -> None:
+        """Raise `StoreError` for another size. The message begins with "it", so that the caller can name the file."""
+        if not self.least <= size <= self.most:
+            raise StoreError(f"it has {size} bytes, not {self.least} to {self.most}")
+
+
+def tensor_bytes(specs: Mapping[str, TensorSpec]) -> Bounds:
+    """Return the bounds on a file of tensors."""
+    header = MAX_HEADER_BYTES + _HEADER_BYTES_PER_TENSOR * len(specs)
+    sizes = [(prod(spec.shape), [dtype.itemsize for dtype in spec.dtypes]) for spec in specs.values()]
+    least, most = (sum(count * end(bytes_each) for count, bytes_each in sizes) for end in (min, max))
+    return Bounds(least + 8, most + 8 + header, header)
+
+
+def check_file(path: Path, bounds: Bounds) -> None:
+    """Check the size of a file of tensors and the length of its header before the file is parsed.
+
+    Args:
+        path: the file on this machine.
+        bounds: what it may take.
+
+    Raises:
+        StoreError: the file is refused. The message begins with "it", so that the caller can name the file.
+    """
+    bounds.check(path.stat().st_size)
+    with path.open("rb") as file:
+        length, start = int.from_bytes(file.read(8), "little"), file.read(1)
+    if length > bounds.header or start != b"{":
+        raise StoreError(
+            f"it is not a safetensors file of an index: it begins with a header of {length} bytes that starts with "
+            f"{start!r} (at most {bounds.header} bytes, starting with b'{{', were expected)"
+        )
+
+
+def metadata_of(path: Path) -> dict[str, Any]:
+    """Return what a file of tensors says of itself, unchecked.
+
+    Raises:
+        StoreError: it is missing or damaged, or was not written by hf_trak.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return parse_metadata(path, file)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{path} cannot be used: it cannot be read ({error})") from error
+
+
+def recorded_checksum(path: Path) -> str:
+    """Return the checksum that an intact file of an index, of tensors or JSON, records of itself."""
+    return str((read_json(path) if path.suffix == ".json" else metadata_of(path))[CHECKSUM_KEY])
+
+
+def reason_of(error: HfTrakError) -> str:
+    """Cut a message of the store down to its reason, without the advice on the user's own files."""
+    text = str(error)
+    return (text.partition(" cannot be used: ")[2] or text).partition(". Delete this file")[0]
+
+
+def sealed_object(path: Path, versions: Sequence[int], most: int = MAX_JSON_BYTES, **limits: int) -> dict[str, Any]:
+    """Read a sealed JSON file from an untrusted source.
+
+    Args:
+        path: the file on this machine.
+        versions, most, limits: see [`IndexFiles.read_json`].
+
+    Raises:
+        StoreError: it is not such a file. The message begins with "it", so that the caller can name the file.
+    """
+    try:
+        content = read_foreign_object(path, most, **limits)
+    except ValueError as error:
+        raise StoreError(str(error)) from error
+    version = content.get(VERSION_KEY)
+    if version not in versions or isinstance(version, bool):
+        known = " or ".join(map(str, versions))
+        raise StoreError(f"it has format version {shown(version)}, and this version of hf_trak reads {known}")
+    if content.get(CHECKSUM_KEY) != content_digest(content):
+        raise StoreError("its content has another checksum than the one that it records")
+    return content
+
+
+def refused(where: str, reason: str, wanted: str = INDEX) -> RefusedIndexError:
+    """Make the error for files that are refused.
+
+    Args:
+        where: the file.
+        reason: a clause that says what is wrong with it.
+        wanted: the files that are expected.
+    """
+    return RefusedIndexError(
+        f"{where} was refused: {reason}. Nothing of it was executed or kept. Expected {wanted}: use another revision, "
+        "or ask its publisher for a new one."
+    )
+
+
+class IndexFiles(ABC):
+    """A place that holds the files of an index or of a bank. Paths in it have forward slashes.
+
+    Attributes:
+        name (`str`): name in messages.
+        root (`Path`): directory of the fetched files.
+        wanted (`str`): the files that are expected, for messages.
+        listed (`dict[str, PublishedFile]`): size and checksum of files by path, from the manifest.
+    """
+
+    name: str
+    root: Path
+
+    def __init__(self, wanted: str = INDEX) -> None:
+        """
+        Args:
+            wanted: the files that are expected, for messages.
+        """
+        self.wanted = wanted
+        self.listed: dict[str, PublishedFile] = {}
+        self._checked: set[str] = set()
 
     @property
-    def name(self) -> str:
-        """Return the name of the index in messages."""
-
-    @property
-    def root(self) -> Path:
-        """Return the directory of the fetched files."""
-
-    @property
+    @abstractmethod
     def work_dir(self) -> Path:
         """Return the default directory for results computed with the index, outside of its files."""
 
+    @abstractmethod
     def names(self) -> set[str] | None:
         """List the paths of all files; `None` if the index was opened from the cache alone."""
 
+    @abstractmethod
     def size(self, path: str) -> int | None:
         """Return the bytes of a file without fetching it; `None` if it does not exist, or the size is unknown."""
 
+    @abstractmethod
     def fetch(self, path: str) -> Path:
         """Return the file on this machine, downloading it if need be."""
 
+    @abstractmethod
     def is_local(self, path: str) -> bool:
         """Tell whether the file is on this machine as a whole."""
 
+    @abstractmethod
     def fetch_range(self, path: str, start: int, stop: int) -> bytes:
         """Return the bytes `start … stop - 1` of a file, downloading no others, and keep nothing."""
 
+    @abstractmethod
     def discard(self, path: str) -> None:
         """Remove the local copy of a file that turned out to be unusable."""
 
+    def check_size(self, path: str, bounds: Bounds) -> None:
+        """Compare the size of a file with its bounds and with the manifest. Fetches nothing.
 
-class HubFiles:
+        Args:
+            path: the file.
+            bounds: what it may take.
+
+        Raises:
+            StoreError: it is missing, or has another size. The message begins with "it".
+        """
+        size, entry = self.size(path), self.listed.get(path)
+        if size is None and self.names() is not None:
+            raise StoreError("it is missing" if entry is None else "it is missing, although the manifest lists it")
+        for found in (size, None if entry is None else entry.size):
+            if found is not None:
+                bounds.check(found)
+        if size is not None and entry is not None and size != entry.size:
+            raise StoreError(f"it has {size} bytes, not {entry.size}, which the manifest says")
+
+    def fetch_tensors(self, path: str, bounds: Bounds) -> Path:
+        """Return a file of tensors, downloading it if need be. Its size and checksum are compared once.
+
+        Args:
+            path: the file.
+            bounds: what it may take.
+
+        Raises:
+            StoreError: its size or header is another one, or its checksum is not that of the manifest. The message
+                begins with "it".
+            HubAccessError: it cannot be fetched.
+        """
+        local = self.fetch_bounded(path, bounds)
+        if path not in self._checked:
+            check_file(local, bounds)
+            self.check_recorded(path, metadata_of(local).get(CHECKSUM_KEY))
+            self._checked.add(path)
+        return local
+
+    def read_json(
+        self, path: str, versions: Sequence[int], most: int = MAX_JSON_BYTES, **limits: int
+    ) -> dict[str, Any]:
+        """Fetch a sealed JSON file, and check its size, its version and its checksum.
+
+        Args:
+            path: the file.
+            versions: format versions that are read.
+            most: maximum bytes.
+            limits: `bytes_per_value` and `max_digits` of [`~hf_trak.hub.names.read_foreign_object`].
+
+        Raises:
+            StoreError: it is not such a file. The message begins with "it".
+            HubAccessError: it cannot be fetched.
+        """
+        if (size := self.size(path)) is not None and size > most:
+            raise StoreError(too_large(size, most))
+        content = sealed_object(self.fetch_bounded(path, Bounds(2, most)), versions, most, **limits)
+        self.check_recorded(path, content[CHECKSUM_KEY])
+        return content
+
+    def check_recorded(self, path: str, found: Any) -> None:
+        """Compare the checksum that a file records of itself with that of the manifest.
+
+        Raises:
+            StoreError: they differ.
+        """
+        entry = self.listed.get(path)
+        if entry is not None and found != entry.checksum:
+            raise StoreError(f"its checksum is {found}, the manifest says {entry.checksum}")
+
+    def fetch_bounded(self, path: str, bounds: Bounds) -> Path:
+        """Return a file of bounded size, downloading it if need be. Raises as [`check_size`]."""
+        if path not in self._checked and not (self.is_local(path) and self.size(path) is None):
+            self.check_size(path, bounds)
+        return self.fetch(path)
+
+    def refused(self, where: str, reason: str) -> RefusedIndexError:
+        """Make the error for files that are refused."""
+        return refused(where, reason, self.wanted)
+
+    @contextlib.contextmanager
+    def refused_if_damaged(self, *paths: str) -> Iterator[None]:
+        """Turn a `StoreError` into a refusal of the first file, and discard all, so that they are downloaded again.
+
+        Raises:
+            RefusedIndexError: a file is damaged, or of another format.
+        """
+        try:
+            yield
+        except IncompleteStoreError:
+            raise
+        except StoreError as error:
+            for path in paths:
+                self._checked.discard(path)
+                self.discard(path)
+            if isinstance(error, RefusedIndexError):
+                raise
+            raise self.refused(f"{paths[0]} of {self.name}", reason_of(error)) from error
+
+
+class HubFiles(IndexFiles):
     """The files of one commit of a dataset repo, downloaded into the Hub's cache when they are fetched."""
 
     def __init__(
@@ -146,20 +388,22 @@ class HubFiles:
         revision: str | None = None,
         token: str | bool | None = None,
         local_files_only: bool = False,
-        check_size: Callable[[str, int], None] | None = None,
+        wanted: str = INDEX,
     ) -> None:
         """
         Args:
             repo_id: the dataset repo.
-            first: a file that is fetched at once; in the cache, it tells the commit of a revision.
+            first: a JSON file that is fetched at once; in the cache, it tells the commit of a revision.
             revision: a branch, tag or commit; `None` is the main branch.
             token: as in `huggingface_hub`: `None` uses that of the login, `False` sends none.
             local_files_only: use only what is in the cache, as the environment's `HF_HUB_OFFLINE` does.
-            check_size: called with `first` and its size before it is downloaded; raises to refuse it.
+            wanted: the files that are expected, for messages.
 
         Raises:
+            RefusedIndexError: `first` is larger than a JSON file may be.
             HubAccessError: the repo, the revision or `first` does not exist or cannot be reached.
         """
+        super().__init__(wanted)
         self.repo_id = repo_id
         self._api = hub_api(token)
         wanted = revision or DEFAULT_REVISION
@@ -169,8 +413,7 @@ class HubFiles:
         self._sizes: dict[str, int] | None = None
         # A commit never changes, so one that is in the cache is used without asking the Hub.
         if isinstance(cached, str) and (self._offline or REGEX_COMMIT_HASH.fullmatch(wanted)):
-            self.commit = Path(cached).parent.name
-            self.root = Path(cached).parent
+            self._pin(Path(cached).parent.name, Path(cached).parent)
             return
         if self._offline:
             raise HubAccessError(
@@ -179,20 +422,19 @@ class HubFiles:
                 "pass the path of a copy."
             )
         with access_errors(repo_id, revision):
-            self.commit, self._sizes = self._list(wanted)
-            if check_size is not None and first in self._sizes:
-                check_size(first, self._sizes[first])
+            commit, self._sizes = self._list(wanted)
+            if (size := self._sizes.get(first, 0)) > MAX_JSON_BYTES:
+                raise self.refused(f"{first} of {repo_id}", too_large(size, MAX_JSON_BYTES))
             path = Path(self._download(first, wanted))
-        if path.parent.name != self.commit:
+        if path.parent.name != commit:
             raise HubAccessError(
-                f"The dataset repo {repo_id!r} changed at revision {wanted!r} while it was opened ({self.commit} "
+                f"The dataset repo {repo_id!r} changed at revision {wanted!r} while it was opened ({commit} "
                 f"became {path.parent.name}). Expected one commit. Load it again."
             )
-        self.root = path.parent
+        self._pin(commit, path.parent)
 
-    @property
-    def name(self) -> str:
-        return f"{self.repo_id}@{self.commit[:12]}"
+    def _pin(self, commit: str, root: Path) -> None:
+        self.commit, self.root, self.name = commit, root, f"{self.repo_id}@{commit[:12]}"
 
     @property
     def work_dir(self) -> Path:
@@ -256,23 +498,22 @@ class HubFiles:
         return str(self._api.hf_hub_download(self.repo_id, path, repo_type=REPO_TYPE, revision=revision))
 
 
-class LocalFiles:
+class LocalFiles(IndexFiles):
     """The files of an index in a directory: a clone, a directory that `pull_index` wrote, or a snapshot of the cache.
 
     The files may come from anybody. They are only read, and never through a link, except for the links that a
     snapshot of the Hub's cache has to the blobs beside it.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, wanted: str = INDEX) -> None:
         """
         Args:
             directory: the directory, which is only read.
+            wanted: the files that are expected, for messages.
         """
+        super().__init__(wanted)
         self.root = directory
-
-    @property
-    def name(self) -> str:
-        return str(self.root)
+        self.name = str(directory)
 
     @property
     def work_dir(self) -> Path:
@@ -315,7 +556,7 @@ class LocalFiles:
         return local
 
     def is_local(self, path: str) -> bool:
-        """Return `True`: what is missing here is nowhere."""
+        """Return `True`: a file that is missing here is nowhere."""
         return True
 
     def fetch_range(self, path: str, start: int, stop: int) -> bytes:

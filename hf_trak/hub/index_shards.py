@@ -14,15 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_trak.errors import StoreError
-from hf_trak.hub.files import IndexFiles
-from hf_trak.hub.index_files import (
-    MAX_HEADER_BYTES,
-    check_file,
-    check_published_values,
-    check_rows,
-    refused_if_damaged,
-    shard_bytes,
-)
+from hf_trak.hub.files import MAX_HEADER_BYTES, Bounds, IndexFiles, tensor_bytes
+from hf_trak.hub.index_files import check_published_values, check_rows
 from hf_trak.hub.names import parse_foreign_object, shown
 from hf_trak.store.atomic import atomic_path
 from hf_trak.store.codes import CodedRows, CodeFormat
@@ -55,7 +48,7 @@ class ShardLayout:
         data = sum(self._bytes(name) for name in self._specs)
         self.header = size - _LENGTH_BYTES - data
         if not 2 <= self.header <= MAX_HEADER_BYTES:
-            raise StoreError(f"it has {size} bytes, but tensors take {data} and the header cannot take the rest")
+            raise StoreError(f"it has {size} bytes, of which tensors take {data} and the header cannot take the rest")
         self.stops: dict[str, int] = {}
         stop = _LENGTH_BYTES + self.header
         for name in self._specs:
@@ -155,7 +148,6 @@ class IndexShards(ShardSet):
         local: ShardSet,
         files: IndexFiles,
         folder: str,
-        checksums: tuple[str, ...],
         heads: Path,
         digests: Callable[[], Tensor | None],
     ) -> None:
@@ -164,14 +156,12 @@ class IndexShards(ShardSet):
             local: the same shards, read without any check of an index.
             files: the files of the index.
             folder: directory of the shards in the index.
-            checksums: the checksum of every shard, from the manifest.
             heads: directory for heads of shards, see `hf_trak.hub.index_shards`.
             digests: returns the digests of all rows, if there are some, see `hf_trak.hub.index_files`.
         """
         super().__init__(**local.arguments)
         self._files = files
         self._folder = folder
-        self._checksums = checksums
         self._heads = heads
         self._load_digests = digests
         self._known_digests: tuple[Tensor | None] | None = None
@@ -188,7 +178,7 @@ class IndexShards(ShardSet):
     @property
     def content_hash(self) -> str:
         """Return the digest of the checksums of all shards, from the manifest. Reads no shard."""
-        return content_hash(self._checksums)
+        return content_hash([self._files.listed[self.path_of(index)].checksum for index in range(len(self))])
 
     def write(self, index: int, grads: Tensor, out_to_loss: Tensor) -> NoReturn:
         """Raise `StoreError`: an index is read-only."""
@@ -204,33 +194,31 @@ class IndexShards(ShardSet):
             RefusedIndexError: the shard has another shape, dtype, checkpoint or checksum than the index says, is not a
                 safetensors file, or has values that are not finite.
         """
-        path = self._path(index)
-        self._files.fetch(path)
-        with refused_if_damaged(self._files, path):
+        path = self.path_of(index)
+        with self._files.refused_if_damaged(path):
+            self._files.fetch_tensors(path, self.bounds(index))
             if index in self._checked:
                 return super().read(index, verify, mapped)
-            self._check_file(index)
+            self._check_parts(self.header(index), index)
             shard = super().read(index, True, mapped)
             check_published_values(shard)
             self._checked.add(index)
             return shard
 
-    def _path(self, index: int) -> str:
+    def path_of(self, index: int) -> str:
+        """Return the path of a shard in the index."""
         return f"{self._folder}/{self.plan.file_name(index, self.prefix)}"
 
-    def _check_published(self, header: dict[str, Any], index: int) -> None:
-        """Check the shard's header against the manifest, and reject unexpected tensors."""
-        if (found := header.get("checksum")) != self._checksums[index]:
-            raise StoreError(f"its checksum is {found}, the manifest says {self._checksums[index]}")
+    def bounds(self, index: int) -> Bounds:
+        """Return the bounds on the file of a shard."""
+        return tensor_bytes(self._specs(self.plan.rows(index)))
+
+    def _check_parts(self, header: dict[str, Any], index: int) -> None:
+        """Check that the metadata of a shard of codes has a checksum for each tensor. Raises `StoreError`."""
         if self.code_format is not None:
             parts, names = header.get("tensors"), set(self._specs(self.plan.rows(index)))
             if not isinstance(parts, dict) or set(parts) != names:
                 raise StoreError(f"its metadata has {shown(parts)}, not a checksum for each tensor")
-
-    def _check_file(self, index: int) -> None:
-        """Check everything of the file of a shard but its tensors. Raises `StoreError`."""
-        check_file(self.path(index), shard_bytes(self.plan.rows(index), self))
-        self._check_published(self.header(index), index)
 
     # -- heads -------------------------------------------------------------------------------------------------------
 
@@ -256,7 +244,7 @@ class IndexShards(ShardSet):
         names = self.names_within(count)
         if len(names) == len(self._specs(self.plan.rows(index))):
             return self.read(index)
-        if self._files.is_local(self._path(index)):
+        if self._files.is_local(self.path_of(index)):
             return self._prefix_of_local(index, count)
         if self._kept_head(index, names) is None:
             # A pass over all rows is about to need those of the next shards, too. Of several processes, each reads a
@@ -266,7 +254,7 @@ class IndexShards(ShardSet):
         path = self._kept_head(index, names)
         if path is None:  # the whole shard has come in the meantime
             return self._prefix_of_local(index, count)
-        with refused_if_damaged(self._files, self._path(index)):
+        with self._files.refused_if_damaged(self.path_of(index)):
             try:
                 if path not in self._checked_heads:
                     self._check_head(path, index, names)
@@ -278,12 +266,12 @@ class IndexShards(ShardSet):
 
     def _prefix_of_local(self, index: int, count: int) -> Shard:
         """Read the first blocks of a shard that is here as a whole, and check nothing of the others."""
-        path = self._path(index)
-        self._files.fetch(path)
-        with refused_if_damaged(self._files, path):
+        path = self.path_of(index)
+        with self._files.refused_if_damaged(path):
+            self._files.fetch_tensors(path, self.bounds(index))
             known = index in self._checked or self.path(index) in self._checked_heads
             if not known:
-                self._check_file(index)
+                self._check_parts(self.header(index), index)
             shard = super().prefix_of(index, count)
             if not known:
                 check_published_values(shard)
@@ -306,10 +294,10 @@ class IndexShards(ShardSet):
             missing = [
                 index
                 for index in (range(len(self)) if indices is None else indices)
-                if not self._files.is_local(self._path(index)) and self._kept_head(index, names) is None
+                if not self._files.is_local(self.path_of(index)) and self._kept_head(index, names) is None
             ]
             if missing:
-                self._files.size(self._path(missing[0]))  # lists the files before several threads would
+                self._files.size(self.path_of(missing[0]))  # lists the files before several threads would
             in_parallel(lambda index: self._fetch_head(index, names), missing, "first blocks", quiet)
 
     # -- single rows -------------------------------------------------------------------------------------------------
@@ -344,16 +332,16 @@ class IndexShards(ShardSet):
                 yield index, *found[index]
 
     def _rows(self, index: int, chosen: list[int]) -> tuple[Tensor | CodedRows, Tensor]:
-        path, places = self._path(index), torch.tensor(chosen, dtype=torch.int64)
+        path, places = self.path_of(index), torch.tensor(chosen, dtype=torch.int64)
         parts = [] if self._files.is_local(path) or self.code_format is None else self._parts(index, chosen)
         apart = sum(map(len, parts)) + _REQUEST_BYTES * len(parts)
-        digests = self._digests() if parts and apart < (self._files.size(path) or 0) else None
+        digests = self._digests() if parts and apart < self._files.listed[path].size else None
         if digests is None:
             shard = self.read(index)
             return shard.features[places], shard.out_to_loss[places]
         head = self.prefix_of(index, self._form.prefixes[0])
         assert head.coded is not None  # heads are those of codes
-        with refused_if_damaged(self._files, path):
+        with self._files.refused_if_damaged(path):
             known = head.coded[places]
             blocks = list(known.blocks)
             data = iter([self._files.fetch_range(path, part.start, part.stop) for part in parts])
@@ -367,10 +355,7 @@ class IndexShards(ShardSet):
     def _parts(self, index: int, chosen: Sequence[int]) -> list[range]:
         """List the ranges of bytes of all blocks but the first, for each block those of the chosen rows in turn."""
         rows = self.plan.rows(index)
-        size = self._files.size(self._path(index))
-        if size is None:
-            return []
-        layout, form = ShardLayout(self._specs(rows), size), self._form
+        layout, form = ShardLayout(self._specs(rows), self._files.listed[self.path_of(index)].size), self._form
         parts = []
         for name, width in list(zip(form.names, form.block_bytes, strict=True))[1:]:
             start = layout.stops[name] - len(rows) * width
@@ -404,12 +389,9 @@ class IndexShards(ShardSet):
 
     def _fetch_head(self, index: int, names: Sequence[str]) -> None:
         """Fetch the head of a shard, check it and keep it."""
-        path, specs = self._path(index), self._specs(self.plan.rows(index))
-        with refused_if_damaged(self._files, path):
-            size = self._files.size(path)
-            if size is None:  # without a connection, or not in the repo: the first byte cannot be had either
-                size = len(self._files.fetch_range(path, 0, 1))
-            layout = ShardLayout(specs, size)
+        path, specs = self.path_of(index), self._specs(self.plan.rows(index))
+        with self._files.refused_if_damaged(path):
+            layout = ShardLayout(specs, self._files.listed[path].size)
             data = self._files.fetch_range(path, 0, layout.stops[names[-1]])
             tensors, metadata = layout.tensors(data)
             keep_head(
@@ -421,7 +403,8 @@ class IndexShards(ShardSet):
         rows = self.plan.rows(index)
         specs = {name: spec for name, spec in self._specs(rows).items() if name in names}
         header = read_header(path, self.identity, specs, start=rows.start, stop=rows.stop)
-        self._check_published(header, index)
+        self._files.check_recorded(self.path_of(index), header["checksum"])
+        self._check_parts(header, index)
         check_published_values(self._read_head(path, index, names))
 
     def _read_head(self, path: Path, index: int, names: Sequence[str]) -> Shard:

@@ -4,51 +4,36 @@ Features of targets and scores, which this machine computes, are kept in a direc
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError, RefusedIndexError, StoreError
-from hf_trak.hub.curvature_files import curvature_folder, fetch_content, fetch_known, fetch_tensors
-from hf_trak.hub.files import IndexFiles
+from hf_trak.hub.curvature_files import curvature_folder, fetch_known, fetch_tensors, read_content
+from hf_trak.hub.files import Bounds, IndexFiles
 from hf_trak.hub.index_files import (
     INDEX_FILE,
-    REFERENCE_BYTES,
     ROW_DIGESTS_FILE,
     TRAIN_ROWS_FILE,
-    check_file,
-    check_listing,
+    check_finite,
     check_low_rank,
+    check_references,
     checked_config,
-    gram_bytes,
-    low_rank_file,
+    file_bounds,
+    low_rank_of,
     read_row_digests,
     read_train_rows,
-    references_checksum,
-    refused_if_damaged,
-    row_digest_bytes,
-    tensor_files,
-    train_row_bytes,
 )
 from hf_trak.hub.index_shards import IndexShards, refuse_writing
-from hf_trak.hub.manifest import (
-    MANIFEST_BYTES_PER_VALUE,
-    MANIFEST_FILE,
-    MAX_JSON_BYTES,
-    IndexManifest,
-    check_json_size,
-    read_index_json,
-    refused,
-)
+from hf_trak.hub.manifest import INDEX_DIGITS, MANIFEST_FILE, MANIFEST_VERSION, MAX_JSON_BYTES, IndexManifest
 from hf_trak.identity.row_digest import RowContents
 from hf_trak.store.atomic import differing
 from hf_trak.store.checkpoint_records import Comparison
 from hf_trak.store.codes import CodeFormat, Rotation
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
-from hf_trak.store.references import read_references
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import Identity, ShardPlan
 from hf_trak.store.store import GRAM_FILE, FeatureStore, Gram
@@ -57,9 +42,14 @@ logger = logging.getLogger(__name__)
 
 JSON_FILES = (FeatureStore.CONFIG_FILE, MANIFEST_FILE)
 
+_BYTES_PER_VALUE = 16
+"""Minimum bytes per value of a manifest, which consists mostly of paths and of digests of 32 digits."""
+
 _MANIFEST_BYTES = 64 << 10
 _MANIFEST_BYTES_PER_FILE = 1 << 10
-"""Bounds on a manifest: a fixed part, and a part per file. A digest takes 44 bytes of it."""
+"""Bounds on a manifest: a fixed part, and a part per file, of which path and digest take 130 bytes."""
+
+T = TypeVar("T")
 
 
 class IndexStore(FeatureStore):
@@ -76,6 +66,7 @@ class IndexStore(FeatureStore):
         super().__init__(output_dir, config)
         self.files = files
         self.manifest = manifest
+        files.listed = manifest.files
         self._config_hash = super().config_hash
         self._curvatures: dict[int, Mapping[str, Any]] = {}
         self._train: dict[int, IndexShards] = {}
@@ -140,7 +131,7 @@ class IndexStore(FeatureStore):
         Raises:
             StoreError: the index has one, and is read-only.
         """
-        if self.manifest.checkpoints[model_id].solver is None:
+        if self.manifest.solvers.get(model_id) == GRAM_FILE:
             refuse_writing(self.files.name)
         super().write_gram(model_id, gram, n)
 
@@ -162,11 +153,9 @@ class IndexStore(FeatureStore):
     def train(self, model_id: int) -> IndexShards:
         """Return the training features of one checkpoint, without fetching any."""
         if model_id not in self._train:
-            local = super().train(model_id)
-            folder, published = self.checkpoint_dir(model_id).name, self.manifest.checkpoints[model_id]
-            heads = self.files.work_dir / "heads"
+            local, folder = super().train(model_id), self.checkpoint_dir(model_id).name
             digests = partial(self.row_digests, model_id)
-            self._train[model_id] = IndexShards(local, self.files, folder, published.shards, heads, digests)
+            self._train[model_id] = IndexShards(local, self.files, folder, self.files.work_dir / "heads", digests)
         return self._train[model_id]
 
     def targets(
@@ -182,6 +171,31 @@ class IndexStore(FeatureStore):
         self.fetch_references(model_id)
         return super().targets(experiment, model_id, n_targets, dataset_fingerprint, extra, compare)
 
+    def bounds(self) -> dict[str, Bounds]:
+        """Return the bounds on every published file by its path, except for files of curvatures."""
+        sets = [self.train(model_id) for model_id in self.model_ids]
+        found = {shards.path_of(index): shards.bounds(index) for shards in sets for index in range(len(shards))}
+        others = [path for path in self.files.listed if path not in found and not path.startswith("curvature/")]
+        return {**found, **{path: file_bounds(self, path.rpartition("/")[2]) for path in others}}
+
+    def _checked(self, path: str, read: Callable[[Path], T]) -> T | None:
+        """Fetch a tensor file and read it.
+
+        Args:
+            path: the file.
+            read: reads the file, and raises `StoreError` to refuse it.
+
+        Returns:
+            The result of `read`; `None` if the file is not published.
+
+        Raises:
+            As [`IndexShards.read`].
+        """
+        if path not in self.files.listed:
+            return None
+        with self.files.refused_if_damaged(path):
+            return read(self.files.fetch_tensors(path, file_bounds(self, path.rpartition("/")[2])))
+
     def fetch_references(self, model_id: int) -> None:
         """Fetch and check the tensors that the task computed before its first batch, if any.
 
@@ -189,19 +203,8 @@ class IndexStore(FeatureStore):
             As [`IndexShards.read`].
         """
         self.checkpoint_info(model_id)
-        published = self.manifest.checkpoints[model_id]
-        if published.references is None:
-            return
-        path = f"{self.checkpoint_dir(model_id).name}/{REFERENCES_FILE}"
-        self.files.fetch(path)
-        with refused_if_damaged(self.files, path):
-            check_file(self.files.root / path, REFERENCE_BYTES)
-            found = references_checksum(self, model_id)
-            if found != published.references:
-                raise StoreError(f"its checksum is {found}, the manifest says {published.references}")
-            for name, values in (read_references(self, model_id) or {}).items():
-                if not bool(torch.isfinite(values).all()):
-                    raise StoreError(f"`{name}` holds NaN or infinite values")
+        folder = self.checkpoint_dir(model_id).name
+        self._checked(f"{folder}/{REFERENCES_FILE}", lambda _: check_references(self, model_id))
 
     def curvature_dir(self, model_id: int, identity: Mapping[str, Any]) -> Path:
         """Return the directory of the published curvature, fetched and checked, if it has this identity.
@@ -213,20 +216,24 @@ class IndexStore(FeatureStore):
         """
         own = super().curvature_dir(model_id, identity)
         self.checkpoint_info(model_id)
-        published = self.manifest.checkpoints[model_id].curvature
-        if published is None:
+        if not self.has_curvature(model_id):
             return own
         if model_id not in self._curvatures:
-            content = fetch_content(self.files, self, model_id, published)
+            content = read_content(self.files, self, model_id)
             if changes := differing(content["identity"], identity):
                 message = (
                     "The curvature of checkpoint %d in %s was fitted with other settings; one is fitted in %s:\n  %s"
                 )
                 logger.warning(message, model_id, self.files.name, own, "\n  ".join(changes))
                 return own
-            fetch_tensors(self.files, self, model_id, published, content)
+            fetch_tensors(self.files, self, model_id, content)
             self._curvatures[model_id] = content["identity"]
         return self.files.root / curvature_folder(model_id) if self._curvatures[model_id] == identity else own
+
+    def has_curvature(self, model_id: int) -> bool:
+        """Tell whether the curvature of a checkpoint is published."""
+        folder = curvature_folder(model_id)
+        return any(path.startswith(f"{folder}/") for path in self.files.listed)
 
     def fetch_curvature(self, model_id: int) -> list[str]:
         """Fetch and check the published curvature of a checkpoint, if there is one that this version can use.
@@ -237,8 +244,7 @@ class IndexStore(FeatureStore):
         Raises:
             As [`IndexShards.read`].
         """
-        published = self.manifest.checkpoints[model_id].curvature
-        return [] if published is None else fetch_known(self.files, self, model_id, published)
+        return fetch_known(self.files, self, model_id) if self.has_curvature(model_id) else []
 
     def solver_path(self, model_id: int, name: str) -> Path:
         """Return the file that a solver keeps: the published one, fetched and checked, or that of this machine.
@@ -250,27 +256,20 @@ class IndexStore(FeatureStore):
         Raises:
             As [`IndexShards.read`].
         """
-        own = self.output_dir / self.checkpoint_dir(model_id).name / name
-        published = self.manifest.checkpoints[model_id].solver
-        if published is None or published.kind == "none" or name != low_rank_file(published.rank):
-            return own
+        folder = self.checkpoint_dir(model_id).name
+        if not low_rank_of(name) or self.manifest.solvers.get(model_id) != name:
+            return self.output_dir / folder / name
         if model_id not in self._solvers:
-            path = f"{self.checkpoint_dir(model_id).name}/{name}"
-            self.files.fetch(path)
-            with refused_if_damaged(self.files, path):
-                found = check_low_rank(self.files.root / path, self, model_id, published.rank)
-                if found != published.checksum:
-                    raise StoreError(f"its checksum is {found}, the manifest says {published.checksum}")
+            path = f"{folder}/{name}"
+            self._checked(path, lambda local: check_low_rank(local, self, model_id, low_rank_of(name)))
             self._solvers[model_id] = self.files.root / path
         return self._solvers[model_id]
 
     def fetch_solver(self, model_id: int) -> None:
         """Fetch and check what the solver of a checkpoint keeps, if published. Raises as [`IndexShards.read`]."""
-        published = self.manifest.checkpoints[model_id].solver
-        if published is None:
-            self.read_gram(model_id)
-        elif published.kind == "low_rank":
-            self.solver_path(model_id, low_rank_file(published.rank))
+        self.read_gram(model_id)
+        if name := self.manifest.solvers.get(model_id):
+            self.solver_path(model_id, name)
 
     def row_digests(self, model_id: int) -> torch.Tensor | None:
         """Return the digests of the rows of a checkpoint `(n,)`, if they are published; see `hf_trak.hub.index_files`.
@@ -278,17 +277,8 @@ class IndexStore(FeatureStore):
         Raises:
             As [`IndexShards.read`].
         """
-        published = self.manifest.checkpoints[model_id].row_digests
-        if published is None:
-            return None
         path = f"{self.checkpoint_dir(model_id).name}/{ROW_DIGESTS_FILE}"
-        self.files.fetch(path)
-        with refused_if_damaged(self.files, path):
-            check_file(self.files.root / path, row_digest_bytes(self.train_size))
-            digests, found = read_row_digests(self, model_id)
-            if found != published:
-                raise StoreError(f"its checksum is {found}, the manifest says {published}")
-            return digests
+        return self._checked(path, lambda _: read_row_digests(self, model_id))
 
     def train_rows(self) -> RowContents | None:
         """Return the digests of the training rows, if they are published; see `hf_trak.hub.index_files`.
@@ -296,19 +286,29 @@ class IndexStore(FeatureStore):
         Raises:
             As [`IndexShards.read`].
         """
-        published = self.manifest.train_rows
-        if published is None:
-            return None
-        path = self.files.fetch(TRAIN_ROWS_FILE)
-        with refused_if_damaged(self.files, TRAIN_ROWS_FILE):
-            check_file(path, train_row_bytes(self.train_size))
-            contents, found = read_train_rows(path, self)
-            if found != published:
-                raise StoreError(f"its checksum is {found}, the manifest says {published}")
-            return contents
+        return self._checked(TRAIN_ROWS_FILE, lambda local: read_train_rows(local, self))
+
+    def fetch_all(self, model_id: int) -> list[str]:
+        """Fetch and check every published file of a checkpoint.
+
+        Returns:
+            Their paths. The record of a curvature comes last.
+
+        Raises:
+            As [`IndexShards.read`].
+        """
+        for _ in self.train(model_id):
+            pass
+        self.fetch_solver(model_id)
+        self.row_digests(model_id)
+        self.fetch_references(model_id)
+        folder = self.checkpoint_dir(model_id).name
+        return [
+            *(path for path in self.files.listed if path.startswith(f"{folder}/")), *self.fetch_curvature(model_id)
+        ]  # fmt: skip
 
     def _gram_path(self, model_id: int) -> Path:
-        if self.manifest.checkpoints[model_id].solver is None:
+        if self.manifest.solvers.get(model_id) == GRAM_FILE:
             return super()._gram_path(model_id)
         return self.output_dir / self.checkpoint_dir(model_id).name / GRAM_FILE
 
@@ -319,18 +319,18 @@ class IndexStore(FeatureStore):
             As [`IndexShards.read`].
         """
         self.checkpoint_info(model_id)
-        if self.manifest.checkpoints[model_id].solver is not None:
-            return super().read_gram(model_id)
-        path = f"{self.checkpoint_dir(model_id).name}/{GRAM_FILE}"
-        self.files.fetch(path)
-        with refused_if_damaged(self.files, path):
-            check_file(self.files.root / path, gram_bytes(self.proj_dim))
-            gram = super().read_gram(model_id)
+        read = super().read_gram
+        if self.manifest.solvers.get(model_id) != GRAM_FILE:
+            return read(model_id)
+
+        def checked(_: Path) -> Gram:
+            gram = read(model_id)
             if gram is None:
                 raise StoreError("it was removed while it was read")
-            if not bool(torch.isfinite(gram.matrix).all()):
-                raise StoreError("the Gram matrix holds NaN or infinite values")
+            check_finite({"gram": gram.matrix})
             return gram
+
+        return self._checked(f"{self.checkpoint_dir(model_id).name}/{GRAM_FILE}", checked)
 
 
 def open_index(files: IndexFiles, output_dir: Path) -> IndexStore:
@@ -346,10 +346,10 @@ def open_index(files: IndexFiles, output_dir: Path) -> IndexStore:
     """
     try:
         store = _checked_store(files, output_dir)
-        for model_id in store.model_ids:
-            check_listing(files, tensor_files(store, model_id, store.manifest.checkpoints[model_id]))
-        if store.manifest.train_rows is not None:
-            check_listing(files, {TRAIN_ROWS_FILE: train_row_bytes(store.train_size)})
+        if files.names() is not None:  # files in the cache are checked when they are read
+            for path, bounds in store.bounds().items():
+                with files.refused_if_damaged(path):
+                    files.check_size(path, bounds)
     except RefusedIndexError:
         for path in JSON_FILES:
             files.discard(path)
@@ -361,30 +361,30 @@ def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
     """Read and check the configuration, and then the manifest that belongs to it."""
     config = checked_config(files)
     plan = ShardPlan(config["train_size"], config["shard_size"])
-    where = f"{MANIFEST_FILE} of {files.name}"
     most = MAX_JSON_BYTES
     # The number of files that exist bounds the size of the manifest, before it is downloaded.
     names = files.names()
     if names is not None:
         listed = sum(INDEX_FILE.fullmatch(name) is not None for name in names)
         if listed < len(plan):
-            raise refused(
+            raise files.refused(
                 f"The index {files.name}",
                 f"its configuration implies {len(plan)} shards, and only {listed} files are there: some are missing",
             )
         most = min(most, _MANIFEST_BYTES + _MANIFEST_BYTES_PER_FILE * listed)
-    check_json_size(where, files.size(MANIFEST_FILE), most)
-    content = read_index_json(files.fetch(MANIFEST_FILE), where, most, MANIFEST_BYTES_PER_VALUE)
-    try:
-        manifest = IndexManifest.from_json(content, plan)
-    except ValueError as error:
-        raise refused(where, str(error)) from error
-    # Both files are of the same index: the manifest records the hash of the configuration.
-    store = IndexStore(output_dir, config, files, manifest)
-    if manifest.config not in (None, store.config_hash):
-        raise refused(
-            where,
-            f"it belongs to the configuration {manifest.config}, and {FeatureStore.CONFIG_FILE} has the hash "
-            f"{store.config_hash}: files of two indexes were mixed, or one of them was edited",
+    with files.refused_if_damaged(MANIFEST_FILE):
+        content = files.read_json(
+            MANIFEST_FILE, (MANIFEST_VERSION,), most, bytes_per_value=_BYTES_PER_VALUE, max_digits=INDEX_DIGITS
         )
+        try:
+            manifest = IndexManifest.from_json(content, plan)
+        except ValueError as error:
+            raise StoreError(str(error)) from error
+        # Both files are of the same index: the manifest records the hash of the configuration.
+        store = IndexStore(output_dir, config, files, manifest)
+        if manifest.config != store.config_hash:
+            raise StoreError(
+                f"it belongs to the configuration {manifest.config}, and {FeatureStore.CONFIG_FILE} has the hash "
+                f"{store.config_hash}: files of two indexes were mixed, or one of them was edited"
+            )
     return store

@@ -22,9 +22,10 @@ from hf_trak.featurize.definition import COMPARISONS, whitening_arguments
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.hub.access import access_errors, hub_api
-from hf_trak.hub.files import LocalFiles
+from hf_trak.hub.files import LocalFiles, refused
+from hf_trak.hub.index_files import TRAIN_ROWS_FILE
 from hf_trak.hub.index_store import IndexStore, open_index
-from hf_trak.hub.manifest import MANIFEST_FILE, IndexManifest, TrainSource, refused
+from hf_trak.hub.manifest import MANIFEST_FILE, RUN_OPTIONS, IndexManifest, TrainSource
 from hf_trak.hub.models import HubCheckpoint, load_model
 from hf_trak.hub.names import checked_repo, checked_revision, shown
 from hf_trak.hub.pull import open_repo
@@ -33,6 +34,7 @@ from hf_trak.hub.safe_loading import load_dataset
 from hf_trak.identity.own_code import name_of
 from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from hf_trak.modelout_functions.function import task_identity
+from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.store import FeatureStore
 from hf_trak.weights.checkpoints import Checkpoint, fingerprint_state_dict
 
@@ -86,21 +88,7 @@ F = TypeVar("F", bound=FeaturizedModel)
 
 
 _MOST_DRAWS = 10_000
-
-
-RUN_OPTIONS = (
-    "curvature",
-    "engine",
-    "label_names",
-    "lambda_relative",
-    "output_dir",
-    "per_device_batch_size",
-    "remove_unused_columns",
-    "solver",
-    "use_cpu",
-)
-
-"""Fields of `TrakConfig` that can be chosen for an existing index. The others define its features."""
+"""Maximum number of draws of a random row."""
 
 
 @dataclass(frozen=True)
@@ -290,8 +278,10 @@ def _train_dataset(index: _OpenedIndex, name: str) -> Any:
 
 def _recorded_rows(index: _OpenedIndex) -> RemoteRows | None:
     """Return the rows of the dataset repo that an index names, if the index has digests to compare them with."""
-    source = None if index.manifest is None else index.manifest.train_dataset
-    if source is None or index.local_files_only or index.manifest is None or index.manifest.train_rows is None:
+    if index.manifest is None or TRAIN_ROWS_FILE not in index.manifest.files:
+        return None
+    source = index.manifest.train_dataset
+    if source is None or index.local_files_only:
         return None
     rows = RemoteRows(source.name, source.config, source.split or "train", source.revision, token=index.token)
     _expect(index, rows)
@@ -417,8 +407,8 @@ def _check_references(index: _OpenedIndex, attributor: FeaturizedModel) -> None:
     """Refuse a published index without the references that its task computed from training rows."""
     if index.manifest is None or not attributor.task.reference_rows(index.store.config["train_size"]):
         return
-    for model_id, published in index.manifest.checkpoints.items():
-        if published.references is None:
+    for model_id in index.manifest.checkpoints:
+        if f"checkpoint-{model_id}/{REFERENCES_FILE}" not in index.manifest.files:
             raise refused(
                 f"The index {index.name}", f"its task needs references, and checkpoint {model_id} comes without them"
             )

@@ -4,11 +4,12 @@ import os
 import shutil
 from pathlib import Path
 
+from hf_trak.curvature.files import CURVATURE_FILE
 from hf_trak.errors import ConfigMismatchError
+from hf_trak.hub.curvature_files import curvature_folder
 from hf_trak.hub.files import HubFiles, LocalFiles
-from hf_trak.hub.index_files import TRAIN_ROWS_FILE, tensor_files
+from hf_trak.hub.index_files import TRAIN_ROWS_FILE
 from hf_trak.hub.index_store import JSON_FILES, IndexStore, open_index
-from hf_trak.hub.manifest import check_json_size
 from hf_trak.store.atomic import atomic_path, write_bytes
 from hf_trak.store.sealed import sealed_bytes
 from hf_trak.store.store import FeatureStore
@@ -42,11 +43,7 @@ def open_repo(
         HubAccessError: the repo or revision does not exist or cannot be reached.
         RefusedIndexError: the repo holds no index, or a damaged one.
     """
-
-    def check(name: str, size: int) -> None:
-        check_json_size(f"{name} of {repo_id}", size)
-
-    files = HubFiles(repo_id, FeatureStore.CONFIG_FILE, revision, token, local_files_only, check)
+    files = HubFiles(repo_id, FeatureStore.CONFIG_FILE, revision, token, local_files_only)
     return open_index(files, files.work_dir if output_dir is None else Path(output_dir))
 
 
@@ -94,32 +91,19 @@ def pull_index(
             "directory, or an earlier copy of the same index. Use another directory."
         )
     for model_id in store.model_ids:
-        # Reading a file fetches and checks it.
-        for _ in store.train(model_id):
-            pass
-        store.fetch_solver(model_id)
-        store.row_digests(model_id)
-        store.fetch_references(model_id)
-        for name in tensor_files(store, model_id, store.manifest.checkpoints[model_id]):
-            _copy(store, name, directory)
-        _copy_curvature(store, model_id, directory)
-        folder = store.checkpoint_dir(model_id).name
-        write_bytes(directory / folder / "checkpoint.json", sealed_bytes(store.checkpoint_info(model_id)))
+        paths = store.fetch_all(model_id)
+        # The record of a curvature makes it complete. It goes first and comes last.
+        (directory / curvature_folder(model_id) / CURVATURE_FILE).unlink(missing_ok=True)
+        for path in paths:
+            _copy(store, path, directory)
+        info = directory / store.checkpoint_dir(model_id).name / "checkpoint.json"
+        write_bytes(info, sealed_bytes(store.checkpoint_info(model_id)))
     if store.train_rows() is not None:
         _copy(store, TRAIN_ROWS_FILE, directory)
     # The JSON files come last: a directory that has them is complete.
     for name in JSON_FILES:
         write_bytes(directory / name, store.files.fetch(name).read_bytes())
     return open_index(local, local.work_dir)
-
-
-def _copy_curvature(store: IndexStore, model_id: int, directory: Path) -> None:
-    """Copy the curvature of a checkpoint. Its record, which makes it complete, goes first and comes last."""
-    names = store.fetch_curvature(model_id)
-    for name in names[-1:]:
-        (directory / name).unlink(missing_ok=True)
-    for name in names:
-        _copy(store, name, directory)
 
 
 def _copy(store: IndexStore, name: str, directory: Path) -> None:

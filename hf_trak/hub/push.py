@@ -1,11 +1,14 @@
 """Publishing an index: one commit, which the same call finishes after an interruption.
 
 The same code serves a store on disk ([`push_index`]) and an attributor that may run in several processes
-([`push_attributor`]). Both describe the index as [`IndexFacts`] and end in [`publish`].
+([`push_attributor`]). Both describe the index as [`IndexFacts`] and end in [`publish`]. [`save_index`] writes the same
+files into a directory.
 """
 
 import logging
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,22 +23,20 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.featurizer import BatchSizeFinder
 from hf_trak.featurize.fidelity import Fidelity
 from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
-from hf_trak.hub.cards import card_operations
-from hf_trak.hub.curvature_files import StoredCurvature, curvature_folder, settings_left_open, stored_curvature
-from hf_trak.hub.files import LocalFiles
+from hf_trak.hub.cards import README, card_operations
+from hf_trak.hub.curvature_files import StoredCurvature, settings_left_open, stored_curvature
+from hf_trak.hub.files import LocalFiles, recorded_checksum
 from hf_trak.hub.index_card import index_card
 from hf_trak.hub.index_files import (
     INDEX_FILE,
+    ROW_DIGESTS_FILE,
     TRAIN_ROWS_FILE,
     check_bounds,
-    checksums_of,
+    check_references,
     has_row_digests,
-    read_train_rows,
     recorded_source,
-    references_checksum,
+    solver_file,
     solver_settings,
-    stored_solver,
-    tensor_files,
     write_row_digests,
     write_train_rows,
 )
@@ -47,11 +48,15 @@ from hf_trak.hub.manifest import (
     SETTINGS,
     IndexManifest,
     PublishedCheckpoint,
+    PublishedFile,
     TrainSource,
+    shard_paths,
 )
 from hf_trak.hub.models import HubCheckpoint, source_of
 from hf_trak.hub.names import HubSource, checked_repo, checked_revision
 from hf_trak.hub.safe_loading import is_commit
+from hf_trak.store.atomic import atomic_directory
+from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.revised import RevisedStore
 from hf_trak.store.sealed import sealed, sealed_bytes
 from hf_trak.store.store import FeatureStore
@@ -287,6 +292,29 @@ def completed(facts: IndexFacts, store: FeatureStore) -> IndexFacts:
     return replace(facts, checkpoints={**known_sources(store), **(facts.checkpoints or {})})
 
 
+@dataclass(frozen=True)
+class PreparedIndex:
+    """A store that was checked and described, to be uploaded or written into a directory.
+
+    Attributes:
+        config: the configuration as it is published.
+        manifest: the manifest.
+        curvatures: the curvatures by model id.
+        files: every file but the card by its path: its content, or where it is.
+        fidelity: how well its scores agree with exact ones, if that was measured.
+    """
+
+    config: dict[str, Any]
+    manifest: IndexManifest
+    curvatures: dict[int, StoredCurvature]
+    files: dict[str, bytes | Path]
+    fidelity: Fidelity | None
+
+    def card(self, name: str) -> str:
+        """Write the card, for a repo or directory of this name."""
+        return index_card(name, self.config, self.manifest, self.curvatures, self.fidelity)
+
+
 _UPLOAD_FILES = 64
 
 """Files per group of uploads."""
@@ -321,6 +349,17 @@ def push_attributor(
         HubAccessError: the repo cannot be written to, or the connection failed; the same call resumes.
         PeerProcessError: the main process failed.
     """
+    destination = Destination(repo_id, private, token, revision, create_pr, commit_message)
+    index = _described(attributor, curvature, facts)
+    return CommitInfo(**attributor.processes.broadcast_from_main(lambda: commit_fields(publish(index(), destination))))
+
+
+def _described(attributor: FeaturizedModel, curvature: bool, facts: Mapping[str, Any]) -> Callable[[], PreparedIndex]:
+    """Prepare the solvers of an attributor in all processes.
+
+    Returns:
+        A function that checks and describes the index, for the main process.
+    """
     if isinstance(attributor.store, IndexStore):
         raise ValueError(
             f"The index {attributor.store.files.name} is published already. Expected features of your own. To publish "
@@ -331,18 +370,58 @@ def push_attributor(
             "A revised index refers to the store that it revises, and cannot be published by itself. Featurize "
             "`attributor.train_dataset` in an output directory of its own, and push that."
         )
-    destination = Destination(repo_id, private, token, revision, create_pr, commit_message)
     described = attributor_facts(attributor, **facts)
     for model_id in attributor.scorer.ensemble(None):
         attributor.scorer.prepare(model_id)  # computed by all processes together if it is missing
     store, rows = attributor.store, attributor.train_dataset
 
-    def push() -> dict[str, Any]:
+    def index() -> PreparedIndex:
         if described.train_dataset is not None:
             write_train_rows(store, rows, described.train_dataset)
-        return commit_fields(publish(store, destination, described, curvature))
+        return prepared(store, described, curvature)
 
-    return CommitInfo(**attributor.processes.broadcast_from_main(push))
+    return index
+
+
+def save_index(attributor: FeaturizedModel, directory: str | os.PathLike[str], **facts: Any) -> None:
+    """Write the files that [`push_attributor`] would upload into a new directory, from which they can be loaded.
+
+    Every process calls this function, and the main process writes. The directory appears as a whole or not at all.
+
+    Args:
+        attributor: any `FeaturizedModel`.
+        directory: the directory, which must not exist yet, or be empty.
+        facts: `model_name`, `model_revision`, `checkpoints`, `lds` and `fidelity` of [`IndexFacts`], and `curvature`
+            as in [`push_index`].
+
+    Raises:
+        ValueError: the directory exists and is not empty, the index is published already, or an argument is not a
+            valid name of a repo or revision.
+        TypeError: `facts` has another name.
+        HfTrakError: the attributor came from `exclude` or `extend`, whose features lie in several stores.
+        IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
+        StoreError: a file is damaged, or the directory cannot be written.
+        PeerProcessError: the main process failed.
+    """
+    path = Path(directory)
+    index = _described(attributor, facts.pop("curvature", True), facts)
+
+    def save() -> None:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ValueError(
+                f"{path} exists and is not an empty directory. Expected a new directory for the index. Name another "
+                "one, or delete it."
+            )
+        found = index()
+        with atomic_directory(path) as temporary:
+            for name, content in {**found.files, README: found.card(path.resolve().name).encode()}.items():
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                if isinstance(content, bytes):
+                    (temporary / name).write_bytes(content)
+                else:
+                    shutil.copyfile(content, temporary / name)
+
+    attributor.processes.broadcast_from_main(save)
 
 
 def push_index(
@@ -402,11 +481,20 @@ def push_index(
         RefusedIndexError: the store is a copy of an index, and its manifest is damaged.
     """
     destination = Destination(repo_id, private, token, revision, create_pr, commit_message)
-    return publish(store, destination, IndexFacts(**facts), curvature)
+    return publish(prepared(store, IndexFacts(**facts), curvature), destination)
 
 
-def publish(store: FeatureStore, destination: Destination, facts: IndexFacts, curvature: bool = True) -> CommitInfo:
-    """Publish a store in a repo. Raises as [`push_index`]."""
+def prepared(store: FeatureStore, facts: IndexFacts, curvature: bool) -> PreparedIndex:
+    """Check a store, and describe it as it is published.
+
+    Args:
+        store: the store.
+        facts: what it does not record.
+        curvature: whether to publish its curvatures.
+
+    Raises:
+        As [`push_index`], but for errors of the Hub.
+    """
     facts = completed(facts, store)
     if facts.train_dataset is None and not isinstance(store, IndexStore):
         facts = replace(facts, train_dataset=recorded_source(store))
@@ -417,26 +505,34 @@ def publish(store: FeatureStore, destination: Destination, facts: IndexFacts, cu
             f"The index has whitened features, and no curvature of the checkpoints {lacking} would be published with "
             "it. Expected all, since targets are whitened with them. Leave out `curvature=False`."
         )
-    manifest = _manifest(store, facts, curvatures)
+    paths = _tensor_files(store)
+    for one in curvatures.values():
+        paths |= one.paths
+    manifest = _manifest(store, facts, curvatures, paths)
     json_files = {
         FeatureStore.CONFIG_FILE: sealed_bytes(config),
         MANIFEST_FILE: sealed_bytes(manifest.to_json()),
     }
     _check_readable(config, json_files)
+    # Sources on the Hub take the place of paths of this machine.
+    for model_id, published in manifest.checkpoints.items():
+        source = None if published.source is None else str(published.source)
+        content = sealed_bytes({**store.checkpoint_info(model_id), "source": source})
+        json_files[f"{store.checkpoint_dir(model_id).name}/checkpoint.json"] = content
+    return PreparedIndex(config, manifest, curvatures, {**json_files, **paths}, facts.fidelity)
 
+
+def publish(index: PreparedIndex, destination: Destination) -> CommitInfo:
+    """Upload an index to a repo. Raises as [`push_index`]."""
     api, revision = hub_api(destination.token), destination.revision
     with access_errors(destination.repo_id, revision):
         repo_id = create_repo(api, destination)
         if revision is not None and not revision.startswith("refs/pr/"):
             api.create_branch(repo_id, branch=revision, repo_type=REPO_TYPE, exist_ok=True)
         info = api.dataset_info(repo_id, revision=revision)
-        card = index_card(repo_id, config, manifest, curvatures, facts.fidelity)
         additions = [
-            *(CommitOperationAdd(name, data) for name, data in json_files.items()),
-            *card_operations(api, repo_id, info, card, "index"),
-            *_checkpoint_operations(store, manifest),
-            *_train_row_operations(store, manifest),
-            *_curvature_operations(curvatures),
+            *(CommitOperationAdd(name, content) for name, content in index.files.items()),
+            *card_operations(api, repo_id, info, index.card(repo_id), "index"),
         ]
         present = {file.rfilename for file in info.siblings or []}
         stale = _stale(present, {addition.path_in_repo for addition in additions})
@@ -470,65 +566,65 @@ def _curvatures(store: FeatureStore) -> dict[int, StoredCurvature]:
     return {model_id: one for model_id, one in found.items() if one is not None}
 
 
-def _manifest(store: FeatureStore, facts: IndexFacts, curvatures: Mapping[int, StoredCurvature]) -> IndexManifest:
-    """Describe the checkpoints of a store. Each has to be complete."""
-    ids, given = store.model_ids, facts.checkpoints or {}
-    if not ids:
+def _tensor_files(store: FeatureStore) -> dict[str, Path]:
+    """Check the tensor files of a complete store, and map their paths in an index to where they are."""
+    if not store.model_ids:
         raise IncompleteStoreError(f"{store.output_dir} holds no checkpoint to publish. Featurize first.")
+    root = store.checkpoint_dir(store.model_ids[0]).parent
+    if isinstance(store, IndexStore):
+        for model_id in store.model_ids:
+            store.fetch_all(model_id)
+        store.train_rows()
+        return {path: root / path for path in store.files.listed if not path.startswith("curvature/")}
+    paths = [TRAIN_ROWS_FILE] if (root / TRAIN_ROWS_FILE).exists() else []
+    for model_id in store.model_ids:
+        shards, folder = store.train(model_id), store.checkpoint_dir(model_id).name
+        shards.require_complete("Featurize the remaining rows first.")
+        shards.checksums()
+        paths += shard_paths(model_id, shards.plan)
+        if (name := solver_file(store, model_id)) is not None:
+            paths.append(f"{folder}/{name}")
+        if (root / folder / REFERENCES_FILE).exists():
+            check_references(store, model_id)
+            paths.append(f"{folder}/{REFERENCES_FILE}")
+        if has_row_digests(store):
+            write_row_digests(store, model_id)
+            paths.append(f"{folder}/{ROW_DIGESTS_FILE}")
+    return {path: root / path for path in paths}
+
+
+def _manifest(
+    store: FeatureStore, facts: IndexFacts, curvatures: Mapping[int, StoredCurvature], paths: Mapping[str, Path]
+) -> IndexManifest:
+    """Describe the checkpoints of a store and the files of an index."""
+    ids, given = store.model_ids, facts.checkpoints or {}
     if unknown := sorted(set(given) - set(ids)):
         raise ValueError(f"`checkpoints` names the model ids {unknown}; the index has {ids}. Expected some of those.")
-    published = {}
-    for model_id in ids:
-        shards = store.train(model_id)
-        shards.require_complete("Featurize the remaining rows first.")
-        if isinstance(store, IndexStore):
-            store.fetch_solver(model_id)
-        published[model_id] = PublishedCheckpoint(
-            store.checkpoint_info(model_id)["fingerprint"],
-            parse_source(given.get(model_id)),
-            checksums_of(shards),
-            references_checksum(store, model_id),
-            curvatures[model_id].checksums if model_id in curvatures else None,
-            stored_solver(store, model_id),
-            _row_digests(store, model_id),
-            history_of(store, model_id),
-        )
+    manifest = IndexManifest(
+        {path: PublishedFile(local.stat().st_size, recorded_checksum(local)) for path, local in paths.items()},
+        {
+            model_id: PublishedCheckpoint(
+                store.checkpoint_info(model_id)["fingerprint"],
+                parse_source(given.get(model_id)),
+                history_of(store, model_id),
+            )
+            for model_id in ids
+        },
+        store.config_hash,
+        weights_dtype=facts.weights_dtype,
+        train_dataset=facts.train_dataset,
+        lds=facts.lds,
+    )
     values = (facts.settings or TrakConfig()).to_dict()
     for one in list(curvatures.values())[:1]:
         values["curvature"] |= settings_left_open(values["curvature"], one.record, store.train_size)
     if values["solver"] == "auto":
-        values |= solver_settings([one.solver for one in published.values()], store.train_size, store.proj_dim)
+        values |= solver_settings([manifest.solvers.get(one) for one in ids], store.train_size, store.proj_dim)
     settings = {name: values[name] for name in SETTINGS}
     settings["curvature"] = {name: values["curvature"][name] for name in CURVATURE_SETTINGS}
-    manifest = IndexManifest(
-        published, settings, facts.weights_dtype, facts.train_dataset, facts.lds, store.config_hash, _train_rows(store)
-    )
+    manifest = replace(manifest, settings=settings)
     # Reading it back checks it as every reader will.
     return IndexManifest.from_json(sealed(manifest.to_json()), store.train(ids[0]).plan)
-
-
-def _row_digests(store: FeatureStore, model_id: int) -> str | None:
-    """Return the checksum of the digests of the rows, which are computed unless they are there."""
-    if isinstance(store, IndexStore):
-        store.row_digests(model_id)
-        return store.manifest.checkpoints[model_id].row_digests
-    return write_row_digests(store, model_id) if has_row_digests(store) else None
-
-
-def _train_rows(store: FeatureStore) -> str | None:
-    """Return the checksum of the digests of the training rows, if there are some."""
-    if isinstance(store, IndexStore):
-        store.train_rows()
-        return store.manifest.train_rows
-    path = store.output_dir / TRAIN_ROWS_FILE
-    return read_train_rows(path, store)[1] if path.exists() else None
-
-
-def _train_row_operations(store: FeatureStore, manifest: IndexManifest) -> list[CommitOperationAdd]:
-    if manifest.train_rows is None:
-        return []
-    root = store.files.root if isinstance(store, IndexStore) else store.output_dir
-    return [CommitOperationAdd(TRAIN_ROWS_FILE, root / TRAIN_ROWS_FILE)]
 
 
 def _check_readable(config: Mapping[str, Any], json_files: Mapping[str, bytes]) -> None:
@@ -546,29 +642,6 @@ def _check_readable(config: Mapping[str, Any], json_files: Mapping[str, bytes]) 
                 f"{name} has {len(data)} bytes, and readers take at most {MAX_JSON_BYTES}. Expected fewer shards or "
                 "parameters. Featurize with a larger `shard_size`, or name fewer parameters in `grad_wrt`."
             )
-
-
-def _checkpoint_operations(store: FeatureStore, manifest: IndexManifest) -> list[CommitOperationAdd]:
-    """Add the files of every checkpoint, with sources on the Hub in place of paths of this machine."""
-    operations = []
-    for model_id, published in manifest.checkpoints.items():
-        folder = store.checkpoint_dir(model_id)
-        public = {
-            **store.checkpoint_info(model_id),
-            "source": str(published.source) if published.source else None,
-        }
-        operations.append(CommitOperationAdd(f"{folder.name}/checkpoint.json", sealed_bytes(public)))
-        for path in tensor_files(store, model_id, published):
-            operations.append(CommitOperationAdd(path, folder.parent / path))
-    return operations
-
-
-def _curvature_operations(curvatures: Mapping[int, StoredCurvature]) -> list[CommitOperationAdd]:
-    return [
-        CommitOperationAdd(f"{curvature_folder(model_id)}/{name}", path)
-        for model_id, one in curvatures.items()
-        for name, path in one.paths.items()
-    ]
 
 
 def _stale(present: set[str], new: set[str]) -> list[str]:

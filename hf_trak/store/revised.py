@@ -252,6 +252,9 @@ class PrefixShards(ShardSet):
     def header(self, index: int) -> dict[str, Any]:
         return self._whole.header(index)
 
+    def is_written(self, index: int) -> bool:
+        return self._whole.is_written(index)
+
     @property
     def content_hash(self) -> str:
         return self._whole.content_hash

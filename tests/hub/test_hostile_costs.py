@@ -15,8 +15,8 @@ from places import PYTHONPATH
 from test_hub_hostile import resealed
 from test_hub_index import make_store
 
-from hf_trak.hub.index_files import checksums_of
-from hf_trak.hub.manifest import IndexManifest, PublishedCheckpoint
+from hf_trak.hub.files import recorded_checksum
+from hf_trak.hub.manifest import IndexManifest, PublishedCheckpoint, PublishedFile
 from hf_trak.store.sealed import content_digest, sealed_bytes
 from hf_trak.store.store import FeatureStore
 
@@ -107,8 +107,10 @@ UPDATE = (
 def index(tmp_path: Path, **changes: Any) -> Path:
     """Write an index of one checkpoint into a directory, with `changes` to its configuration."""
     store = make_store(tmp_path / "index", ids=(0,))
-    published = PublishedCheckpoint(f"{0:032x}", None, checksums_of(store.train(0)))
-    manifest = IndexManifest({0: published}, {"lambda_relative": 0.3}, config=store.config_hash)
+    paths = {path.relative_to(tmp_path / "index").as_posix(): path for path in store.output_dir.rglob("*.safetensors")}
+    files = {name: PublishedFile(path.stat().st_size, recorded_checksum(path)) for name, path in paths.items()}
+    published = PublishedCheckpoint(f"{0:032x}")
+    manifest = IndexManifest(files, {0: published}, store.config_hash, {"lambda_relative": 0.3})
     (tmp_path / "index" / "trak_index.json").write_bytes(sealed_bytes(manifest.to_json()))
     if changes:
         write_config(tmp_path / "index", **changes)
@@ -151,9 +153,10 @@ def with_manifest(data: bytes) -> Callable[[Path], Path]:
 def with_many_checksums(tmp_path: Path) -> Path:
     """Write consistent JSON files of an index of 10⁹ rows, with 300,000 checksums and only three shard files."""
     directory = index(tmp_path, train_size=300_000 * 4000, shard_size=4000)
-    checkpoint = {"fingerprint": "0" * 32, "references": None, "source": None, "shards": ["0" * 32] * 300_000}
+    files = {f"checkpoint-0/train-{i:05d}-of-300000.safetensors": [8, "0" * 32] for i in range(300_000)}
     others = {"config": "0" * 32, "lds": None, "settings": {}, "train_dataset": None, "weights_dtype": None}
-    content = {"format_version": 2, "checkpoints": {"0": checkpoint}, **others}
+    checkpoints = {"0": {"fingerprint": "0" * 32, "source": None, "converted_from": []}}
+    content = {"format_version": 1, "checkpoints": checkpoints, "files": files, **others}
     (directory / "trak_index.json").write_bytes(sealed_bytes(content))
     return directory
 

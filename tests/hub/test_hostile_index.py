@@ -108,13 +108,13 @@ def forge(path: Path) -> None:
     from safetensors.torch import save_file
 
     from hf_trak.store.sealed import sealed
-    from hf_trak.store.shards import checksum
+    from hf_trak.store.shards import checksums
 
     with safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()["hf_trak"])
         tensors = {name: 100 * file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     del metadata["checksum"]
-    metadata = sealed({**metadata, "tensors": checksum(tensors, 2)})
+    metadata = sealed({**metadata, "tensors": checksums(tensors)})
     save_file(tensors, path, metadata={"hf_trak": json.dumps(metadata)})
 
 

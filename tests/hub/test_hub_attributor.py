@@ -133,20 +133,20 @@ def test_two_processes_elsewhere_get_the_same_bits(
             here, token = pathlib.Path({str(tmp_path)!r}), os.environ["SECRET"]
             options = dict(use_cpu=True)
             attributor = TrakAttributor.from_pretrained("tester/index", token=token, **options)
-            assert attributor.processes.num_processes == 2
+            assert attributor.features.processes.num_processes == 2
             targets = load_from_disk(str(here / "targets"))
             full, top = attributor.attribute(targets, top_k=None), attributor.attribute(targets, top_k=3)
-            if attributor.processes.is_main_process:
+            if attributor.features.processes.is_main_process:
                 full.save_to_disk(str(here / "full"))
                 top.save_to_disk(str(here / "top"))
 
             model = BertForSequenceClassification.from_pretrained(here / "model")
-            config = trak_config(
+            config = TrakConfig(
                 output_dir=str(here / "made" / "trak"), proj_dim=32, shard_size=8, per_device_batch_size=3, **options
             )
             again = TrakAttributor(model, config, train_dataset=load_from_disk(str(here / "train")))
             commit = again.push_to_hub("tester/again", private=True, token=token)
-            (here / f"commit-{{again.processes.process_index}}").write_text(commit.oid)
+            (here / f"commit-{{again.features.processes.process_index}}").write_text(commit.oid)
             push_scores(top, "tester/scores", token=token, private=True)
             """
         )

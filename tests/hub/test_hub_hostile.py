@@ -21,7 +21,7 @@ from hf_trak.hub.index_store import IndexStore, open_index
 from hf_trak.hub.models import load_model
 from hf_trak.store.references import write_references
 from hf_trak.store.sealed import CHECKSUM_KEY, content_digest, sealed
-from hf_trak.store.shards import checksum
+from hf_trak.store.shards import checksums
 
 __all__ = ["client", "hub"]  # fixtures
 
@@ -79,20 +79,37 @@ def resealed(content: dict[str, Any]) -> bytes:
     return json.dumps(content).encode()
 
 
+def recorded(data: bytes) -> str | None:
+    """Return the checksum that a file records of itself, if it is a digest."""
+    try:
+        if data[8:9] == b"{" and data[:1] != b"{":
+            (length,) = struct.unpack("<Q", data[:8])
+            data = json.loads(data[8 : 8 + length])["__metadata__"]["hf_trak"]
+        found = json.loads(data)["checksum"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, str) and len(found) == 32 else None
+
+
+def listed(files: Files) -> Files:
+    """Let the manifest say the size and the checksum of all files, as an attacker can."""
+
+    def change(content: dict[str, Any]) -> None:
+        for name, entry in content["files"].items():
+            data = files.get(name)
+            content["files"][name] = entry if data is None else [len(data), recorded(data) or entry[1]]
+
+    return {**files, "trak_index.json": edited(files, "trak_index.json", change)}
+
+
 def shard_with(files: Files, name: str, tensors: dict[str, torch.Tensor], consistent: bool = True) -> Files:
     """Replace the tensors of one file, and update all checksums unless `consistent` is false."""
     (length,) = struct.unpack("<Q", files[name][:8])
     metadata = json.loads(json.loads(files[name][8 : 8 + length])["__metadata__"]["hf_trak"])
-    old = metadata.pop("checksum")
-    metadata = sealed({**metadata, "tensors": checksum(tensors, 2)})
-    index = files["trak_index.json"]
-    if consistent and "references" in name:
-        index = edited(
-            files, "trak_index.json", lambda m: m["checkpoints"]["0"].update(references=metadata["tensors"])
-        )
-    elif consistent:
-        index = resealed(json.loads(index.replace(old.encode(), metadata["checksum"].encode())))
-    return {**files, name: save(tensors, {"hf_trak": json.dumps(metadata)}), "trak_index.json": index}
+    del metadata["checksum"]
+    metadata = sealed({**metadata, "tensors": checksums(tensors)})
+    changed = {**files, name: save(tensors, {"hf_trak": json.dumps(metadata)})}
+    return listed(changed) if consistent else changed
 
 
 def rows(value: float = 1.0, k: int = K, n: int = 8, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -113,7 +130,7 @@ def config(**changes: Any) -> Callable[[Files, Path], Files]:
 
 
 def replaced(name: str, data: bytes) -> Callable[[Files, Path], Files]:
-    return lambda files, tmp: {**files, name: data}
+    return lambda files, tmp: listed({**files, name: data}) if name.endswith("safetensors") else {**files, name: data}
 
 
 def flipped(files: Files, name: str) -> Files:
@@ -131,7 +148,7 @@ def with_huge_header(files: Files, tmp: Path) -> Files:
     """Replace a shard by a header full of tensors, of nearly the allowed size of the whole file."""
     entries = {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(1200)}
     header = json.dumps(entries).encode()
-    return {**files, SHARD: struct.pack("<Q", len(header)) + header}
+    return listed({**files, SHARD: struct.pack("<Q", len(header)) + header})
 
 
 BAD: dict[str, tuple[Callable[[Files, Path], Files], str]] = {
@@ -140,7 +157,7 @@ BAD: dict[str, tuple[Callable[[Files, Path], Files], str]] = {
     "config without a format version": (config(format_version=None), "format version None"),
     "config of a version that is a text": (config(format_version="2"), "format version '2'"),
     "manifest of another format version": (manifest(lambda m: m.update(format_version=99)), "format version 99"),
-    "manifest of the version before": (manifest(lambda m: m.update(format_version=1)), "format version 1, and"),
+    "manifest of a version that is true": (manifest(lambda m: m.update(format_version=True)), "format version True"),
     "manifest with another checksum": (lambda files, tmp: flipped(files, "trak_index.json"), "another checksum"),
     "config with another checksum": (lambda files, tmp: flipped(files, "trak_config.json"), "another checksum"),
     "manifest without its checksum": (manifest(lambda m: m.pop("checksum")), "another checksum"),
@@ -163,8 +180,30 @@ BAD: dict[str, tuple[Callable[[Files, Path], Files], str]] = {
     ),
     "absolute path as checkpoint": (manifest(lambda m: m["checkpoints"].update({"/etc": {}})), "/etc"),
     "no checkpoints": (manifest(lambda m: m.update(checkpoints={})), "checkpoints"),
-    "checksum that is a path": (manifest(lambda m: m["checkpoints"]["0"]["shards"].__setitem__(0, "../x")), "digest"),
-    "too few checksums": (manifest(lambda m: m["checkpoints"]["0"]["shards"].pop()), "2 shards"),
+    "checksum that is a path": (manifest(lambda m: m["files"][SHARD].__setitem__(1, "../x")), "digest"),
+    "checksum that is a number": (manifest(lambda m: m["files"][SHARD].__setitem__(1, 5)), "digest 5"),
+    "too few files": (manifest(lambda m: m["files"].pop(SHARD)), "2 shards"),
+    "no files": (manifest(lambda m: m.pop("files")), "`files` is None"),
+    "files that are a list": (manifest(lambda m: m.update(files=[])), "`files` is a list of 0"),
+    "file elsewhere": (manifest(lambda m: m["files"].update({"../x": m["files"].pop(SHARD)})), r"'\.\./x', which no"),
+    "one file too many": (manifest(lambda m: m["files"].update({"/etc/passwd": [8, "0" * 32]})), "4 shards"),
+    "shard of another number": (
+        manifest(lambda m: m["files"].update({SHARD.replace("00001", "00007"): m["files"].pop(SHARD)})), "which no"
+    ),
+    "file of no checkpoint": (
+        manifest(lambda m: m["files"].update({GRAM.replace("0", "7"): [920, "0" * 32]})), "no checkpoint 7"
+    ),
+    "files of two solvers": (
+        manifest(lambda m: m["files"].update({GRAM.replace("gram", "low_rank-4"): [920, "0" * 32]})), "two solvers"
+    ),
+    "entry that is a text": (manifest(lambda m: m["files"].update({SHARD: "x"})), "'x' of .*, not its bytes and"),
+    "entry without a digest": (manifest(lambda m: m["files"][SHARD].pop()), "not its bytes and its digest"),
+    "bytes that are a text": (manifest(lambda m: m["files"][SHARD].__setitem__(0, "560")), "not its bytes and"),
+    "bytes below 0": (manifest(lambda m: m["files"][SHARD].__setitem__(0, -560)), "not its bytes and its digest"),
+    "bytes without end": (manifest(lambda m: m["files"][SHARD].__setitem__(0, 10**15)), f"it has {10**15} bytes, not"),
+    "other bytes": (manifest(lambda m: m["files"][SHARD].__setitem__(0, 561)), "not 561, which the manifest says"),
+    "another key of a checkpoint": (manifest(lambda m: m["checkpoints"]["0"].update(x=1)), "checkpoint 0 is a dict"),
+    "checkpoint that is a list": (manifest(lambda m: m["checkpoints"].update({"0": []})), "checkpoint 0 is a list"),
     "local path as source": (manifest(lambda m: m["checkpoints"]["0"].update(source="/etc/passwd")), "passwd"),
     "escaping source": (manifest(lambda m: m["checkpoints"]["0"].update(source="hf://../..@main")), "source"),
     "escaping revision": (manifest(lambda m: m["checkpoints"]["0"].update(source="hf://a/b@../x")), "revision"),
@@ -198,16 +237,20 @@ BAD: dict[str, tuple[Callable[[Files, Path], Files], str]] = {
     ),
     "checksum of others": (lambda files, tmp: shard_with(files, SHARD, rows(), consistent=False), "the manifest says"),
     "shard of other rows": (
-        lambda files, tmp: {**files, SHARD: files["checkpoint-0/train-00000-of-00003.safetensors"]}, "another run"
+        lambda files, tmp: listed({**files, SHARD: files[SHARD.replace("00001", "00000")]}), "another run"
     ),
-    "pickle as safetensors": (lambda files, tmp: {**files, SHARD: padded(bomb(tmp), 600)}, "not a safetensors file"),
-    "pickle as Gram matrix": (lambda files, tmp: {**files, GRAM: padded(bomb(tmp), 600)}, "not a safetensors file"),
+    "pickle as safetensors": (
+        lambda files, tmp: listed({**files, SHARD: padded(bomb(tmp), 600)}), "not a safetensors file"
+    ),
+    "pickle as Gram matrix": (
+        lambda files, tmp: listed({**files, GRAM: padded(bomb(tmp), 600)}), "not a safetensors file"
+    ),
     "header beyond the file": (replaced(SHARD, padded(struct.pack("<Q", 2**62) + b"{", 600)), "header of 46116860184"),
     "huge header": (with_huge_header, "bytes|header"),
     "header of a whole file": (replaced(SHARD, padded(struct.pack("<Q", 500) + b'{"a":', 600)), "cannot be read"),
     "huge shard": (replaced(SHARD, bytes(1 << 20)), "it has 1048576 bytes, not"),
     "empty shard": (replaced(SHARD, b""), "it has 0 bytes"),
-    "shard of anybody": (lambda files, tmp: {**files, SHARD: save(rows())}, "not written by hf_trak"),
+    "shard of anybody": (lambda files, tmp: listed({**files, SHARD: save(rows())}), "not written by hf_trak"),
     "NaN Gram matrix": (
         lambda files, tmp: shard_with(files, GRAM, {"gram": torch.full((K, K), float("nan"), dtype=torch.float64)}),
         "(?i)its matrix has nan",
@@ -222,7 +265,7 @@ BAD: dict[str, tuple[Callable[[Files, Path], Files], str]] = {
         "NaN",
     ),
     "pickle as references": (
-        lambda files, tmp: {**files, "checkpoint-0/references.safetensors": padded(bomb(tmp), 300)},
+        lambda files, tmp: listed({**files, "checkpoint-0/references.safetensors": padded(bomb(tmp), 300)}),
         "not a safetensors file",
     ),
 }  # fmt: skip
@@ -270,7 +313,7 @@ def test_huge_files_are_refused_before_they_are_downloaded(
     with pytest.raises(RefusedIndexError, match="1048576 bytes"):
         open_repo("tester/index")
     assert hub.downloads() == ["trak_config.json", "trak_index.json"]
-    for module in ("manifest", "index_store"):
+    for module in ("files", "index_store"):
         monkeypatch.setattr(f"hf_trak.hub.{module}.MAX_JSON_BYTES", 1 << 19)
     for name in ("trak_config.json", "trak_index.json"):
         before = len(hub.downloads())

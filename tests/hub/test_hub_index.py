@@ -1,9 +1,7 @@
 """Publishing a feature store and reading it back over real HTTP, from a local Hub."""
 
-import json
 import logging
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -304,21 +302,6 @@ def test_pull_makes_a_store_that_needs_no_hub(hub: Hub, client: Path, tmp_path: 
     with pytest.raises(ConfigMismatchError, match="another configuration"):
         make_store(tmp_path / "other", seed=8)
         pull_index("tester/index", tmp_path / "other")
-
-
-def test_a_store_of_format_1_is_published_in_its_format(hub: Hub, client: Path, tmp_path: Path) -> None:
-    """Its tensor files are published unchanged, and the manifest, which is new, has a checksum."""
-    shutil.copytree(Path(__file__).parents[1] / "data" / "format-1" / "store", tmp_path / "store")
-    local = FeatureStore.load(tmp_path / "store")
-    push_index(local, "tester/index", token=TOKEN)
-    files = hub.dataset("tester/index")
-    assert json.loads(files["trak_config.json"])["format_version"] == 1
-    manifest = json.loads(files["trak_index.json"])
-    assert (manifest["format_version"], manifest["config"]) == (2, local.config_hash) and "checksum" in manifest
-    store = open_repo("tester/index")
-    for model_id in (0, 1):
-        assert torch.equal(features(store, model_id), features(local, model_id))
-        assert torch.equal(store.read_gram(model_id).matrix, local.read_gram(model_id).matrix)
 
 
 def test_what_no_reader_takes_is_not_published(
