@@ -26,7 +26,7 @@ from hf_trak.store.sealed import write_sealed
 
 @dataclass
 class MethodArguments:
-    """How scores are computed, as `method` of `TrakAttributor.attribute`."""
+    """Options of how scores are computed, as `method` of `TrakAttributor.attribute`."""
 
     method: MethodName = field(
         default="auto",

@@ -121,7 +121,7 @@ _HEADER_BYTES_PER_TENSOR = 128
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a file may take.
+    """Bounds on the size of a file.
 
     Attributes:
         least: minimum bytes.

@@ -194,7 +194,7 @@ class IndexManifest:
 
     @cached_property
     def solvers(self) -> dict[int, str]:
-        """The file that the solver of a checkpoint keeps, by model id. Some solvers keep none."""
+        """Return the file that the solver of a checkpoint keeps, by model id. Some solvers keep none."""
         found = {}
         for path in self.files:
             match = _OTHER_FILES.fullmatch(path)
