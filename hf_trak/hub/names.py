@@ -187,7 +187,7 @@ def check_yaml(text: str, max_bytes: int) -> None:
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_YAML_DEPTH:
-                raise ValueError(f"line {line} is nested more than {MAX_DEPTH} deep")
+                raise ValueError(f"line {line} is nested more than {MAX_YAML_DEPTH} deep")
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
 
