@@ -235,7 +235,7 @@ class MmapDirectory:
         return found
 
     def read_scores(self, exp_name: str) -> Tensor:
-        """Read the scores of an experiment. Returns and raises as [`MmapSaver.read_scores`]."""
+        """Read the scores of an experiment. Raises and returns as [`MmapSaver.read_scores`]."""
         entry = self.read_experiments().get(safe_name(exp_name, "exp_name"), {})
         if not entry.get("scores_finalized"):
             raise IncompleteStoreError(
