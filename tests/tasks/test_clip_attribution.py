@@ -304,7 +304,7 @@ import test_clip_attribution as t
 directory = Path({directory!r})
 model = t.make_model("open_clip ViT", directory)
 attributor = t.make(model, directory / "two", t.pairs(0, 20), shard_size=4)
-assert attributor.processes.num_processes == 2
+assert attributor.features.processes.num_processes == 2
 attributor.featurize().attribute(t.pairs(20, 29), top_k=3, name="e")
 """
 
