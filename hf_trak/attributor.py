@@ -532,7 +532,7 @@ class TrakAttributor:
         found = answer(self.features, question, method, top_k, per)
         rows = self.train_dataset if per == "train" else question.rows
         scored = attach_columns(without_rerank_columns(rows), found.columns)
-        if per == "target" and question.groups is None:
+        if per == "target":
             self._last = LastResult(scored, question, found)
         return scored
 
@@ -555,7 +555,7 @@ class TrakAttributor:
 
         Args:
             target (`int`):
-                Row of the targets.
+                Row of the targets, or of the groups of them.
             options:
                 `examples`, the number of training examples from either end, 5 by default; `image_column`,
                 `text_columns`, `label_column`, `label_names`, where the defaults do not find them.
@@ -567,7 +567,7 @@ class TrakAttributor:
         from hf_trak.report.notebook import show_target  # reports need more packages than attribution does
 
         last = last_result(self)
-        given = {"eval_dataset": last.question.eval_dataset, "distributions": last.counted()}
+        given = {"eval_dataset": last.question.rows, "distributions": last.counted()}
         return show_target(self.features, last.scored, target, **given, **options)
 
     def report(self, path: str | Path, **options: Any) -> Path:

@@ -112,15 +112,16 @@ def run(argv: Sequence[str]) -> None:
         method=method,
         group_by=wanted.group_by,
     )
-    last, features = None if wanted.group_by else last_result(attributor), attributor.features
+    last, features = last_result(attributor), attributor.features
     # With all scores at hand, collecting the run counts them; of a reranked run only some scores are exact.
-    counts = last.counted() if last and wanted.distributions and last.answer.rows is None else None
+    counts = last.counted() if wanted.distributions and last.answer.rows is None else None
     influence = attributor.self_influence("exact" if exact else "index") if wanted.self_influence else None
     directory = Path(attributor.args.output_dir) / "scores" / wanted.name
     facts: dict[str, Any] = {
         "dataset": data.dataset_name,
         "target_dataset": targets.eval_dataset_name or data.dataset_name,
-        **(last.facts(features) if last else {"groups of targets": wanted.group_by, "method": str(method)}),
+        **({} if wanted.group_by is None else {"groups of targets": wanted.group_by}),
+        **last.facts(features),
     }
     if wanted.all_scores:
         facts[SCORE_FILES] = features.processes.broadcast_from_main(lambda: score_file_digests(scored, directory))

@@ -72,7 +72,7 @@ class LastResult:
         return AttributionRun.collect(
             features,
             self.scored,
-            self.question.eval_dataset,
+            self.question.rows,
             distributions=self.counted(),
             facts=self.facts(features),
         )

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_trak import TrakAttributor
+from hf_trak.attributor import last_result
 from hf_trak.scores.groups import RowGroups
 
 N_TRAIN, N_EVAL = 61, 23
@@ -40,6 +41,16 @@ def stacked(dataset: Dataset, column: str) -> np.ndarray:
 
 
 # -- targets ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_result_of_groups_is_shown_and_says_how_it_was_computed(attributor, targets):
+    """Its facts are those of the method that was asked for, not those of the index."""
+    attributor.attribute(targets, top_k=3, group_by="labels", method="exact", name="grouped")
+    facts = last_result(attributor).facts(attributor.features)
+    assert facts["projection"] == "none: exact scores, ekfac" and facts["ridge"] == "damping 0.1 relative"
+    assert "helped most: row" in str(attributor.show(9))
+    with pytest.raises(IndexError):
+        attributor.show(10)  # as many groups as labels
 
 
 def test_mean_of_targets_is_the_mean_of_scores(attributor, targets, scores):
