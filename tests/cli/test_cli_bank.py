@@ -275,7 +275,7 @@ def test_targets_that_do_not_exist_are_refused(ask: Ask, targets: list[str]) -> 
         ("half/retraining.json", "truncated", r"retraining\.json of .* was refused: it is not valid JSON"),
         ("half/outputs.safetensors", "flipped", "the checksum of its tensors is"),
         ("half/subsets.safetensors", "flipped", "the checksum of its tensors is"),
-        ("half/subsets.safetensors", "missing", "'half/subsets.safetensors' is missing"),
+        ("half/subsets.safetensors", "missing", "half/subsets.safetensors is missing"),
         ("bank.json", "missing", "holds no bank: bank.json is missing"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_curvature_is_given_in_three_ways() -> None:
 
 def test_help_is_the_first_sentence_of_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_yaml_and_args(TrakConfig, ["--help"])
+        parse_yaml_and_args(TrakConfig, ["--help", "all"])
     text = " ".join(capsys.readouterr().out.split())
     assert "Directory of the feature store. (default: trak)" in text
     assert "Damping c, relative to the mean of each block's eigenvalues. (default: None)" in text

@@ -16,6 +16,7 @@ from hf_trak.errors import GradientEngineError, StoreError
 from hf_trak.featurize.featurizer import BatchSizeFinder
 from hf_trak.gradient_computers.base import is_out_of_memory
 from hf_trak.runtime.progress import RowProgress, duration
+from hf_trak.store.sealed import write_sealed
 
 N_TRAIN = 61
 
@@ -195,6 +196,9 @@ def test_memory_of_the_failed_batch_is_free_before_the_next(tmp_path):
 
 def test_a_damaged_record_is_an_error(tmp_path):
     (tmp_path / "batch_size.json").write_text('{"batch_size": "many"}')
+    with pytest.raises(StoreError, match="checksum"):
+        BatchSizeFinder(8, tmp_path)
+    write_sealed(tmp_path / "batch_size.json", {"batch_size": "many"})
     with pytest.raises(StoreError, match="'many'"):
         BatchSizeFinder(8, tmp_path)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
-CPU = "--use_cpu"
+CPU = ("--use_cpu",)
 
 
 @contextmanager
