@@ -1,8 +1,8 @@
-"""Model output functions: the tasks. Each defines the scalar f(z; θ) that is attributed, and q(z) = ∂L/∂f.
+"""Model output functions: the tasks. Each defines the scalar f(z; θ) that is attributed, and q(z) = −∂L/∂f.
 
 Start with `base` (the contract), then `classification` (the paper's example) over the numerics in `margins`, and
 `aggregated` (samples of several labels) under the token tasks. `registry` turns what users pass as `task` into an
-object, `inference` finds the task of a model, `identity` says what identifies a task in a store.
+object, `inference` finds the task of a model, `function` says what identifies a task in a store.
 
 May import `hf_trak.identity` (code and settings as plain JSON), `hf_trak.weights.watch` (which weights a CLIP task's
 embeddings belong to), `hf_trak.weights.adapters` (what a wrapped model is inside) and `hf_trak.runtime`'s checks.

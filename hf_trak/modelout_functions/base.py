@@ -1,8 +1,8 @@
 """The contract between a task, a model and a batch: `AbstractModelOutput` and `BatchedModelOutput`.
 
 A *task* defines, for a sample z and weights θ, the scalar model output f(z; θ) whose change is attributed, and the
-output-to-loss gradient q(z) = ∂L/∂f at z (TRAK paper, arXiv 2303.14186, Sections 2 and 3), with the sign chosen so
-that a positive score marks a helpful training example.
+output-to-loss gradient q(z) = −∂L/∂f at z (TRAK paper, arXiv 2303.14186, Sections 2 and 3), with the
+sign by which a positive score marks a helpful training example.
 
 Two forms of the same thing:
 
@@ -153,7 +153,8 @@ class BatchedModelOutput(AbstractModelOutput):
 
     No method may mix samples: element i of every result depends on sample i alone. `output` may run under `torch.func`
     transforms, under which values cannot be inspected; `out_to_loss_grad` never does, so it is the one that checks
-    labels. An engine calls it before any gradient of the batch leaves it for the store.
+    labels. An engine calls it before any gradient of the batch leaves it for the store, and `output` may come before
+    it: that has to return some number for a label that is no class, too.
     """
 
     @abstractmethod

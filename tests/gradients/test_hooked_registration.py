@@ -1,4 +1,4 @@
-"""Rules and handlers registered from outside the library, as docs/contributing/layer_rules.md describes them."""
+"""Rules and handlers registered from outside the library, as docs/contributing.md describes them."""
 
 from collections.abc import Iterator
 from typing import Any

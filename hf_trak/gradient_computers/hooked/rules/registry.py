@@ -6,7 +6,7 @@ A rule for a layer type of your own:
     @register_layer_rule(Scale, parameters=("scale",))
     def scale_rule(call):
         # y[b, ..., d] = scale[d] · x[b, ..., d]
-        return {"scale": (call.grad * call.x).flatten(1, -2).sum(1)}
+        return {"scale": over_tokens(call.grad * call.x)}
 
 The self-check of the engine compares it with plain autograd on the first batch.
 """
@@ -85,7 +85,8 @@ def register_layer_rule(
     Args:
         types (`type[torch.nn.Module]`): the layer types. A later registration replaces an earlier one.
         parameters (`Iterable[str]`, *optional*, defaults to `("weight", "bias")`): names of the layer's own parameters
-            that the rule covers.
+            that the rule covers. A layer with another attributed one, or without one of these, goes without the
+            rule.
         rows (`bool`, *optional*, defaults to `False`): whether the layer takes exactly one leading dimension, as
             convolutions do. A model that folds frames or windows into the batch dimension then still gets one
             gradient per sample.
