@@ -747,6 +747,8 @@ class TrakAttributor:
         chosen = method_of_all_rows(method)
         if isinstance(chosen, Exact):
             return ExactScores(self.features, chosen).self_influence(checkpoints)
+        if not isinstance(chosen, Index):
+            raise ValueError(f"`method` is {chosen}, which has no self-influence. Expected 'index' or 'exact'.")
         return self.features.scorer.self_influence(self.features.chosen(checkpoints)[0])
 
     def predict(self, dataset: HFDataset, **generation: Any) -> HFDataset:

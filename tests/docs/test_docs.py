@@ -162,7 +162,7 @@ def test_which_method(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert namespace["listed"]["trak_stage"][:] == ["exact"] * 6
     assert namespace["refined"]["trak_stage"][:] == ["refined"] * 6
     printed = capsys.readouterr().out
-    assert "Fidelity of checkpoints [0], 16 training rows × 4 targets" in printed
+    assert "Fidelity of checkpoints [0], 16 training rows × 4 others as targets" in printed
     assert "% of the rows are not among the first 20" in printed
     assert len(list((place / "trak").glob("experiments/*/exact-*/checkpoint-0/refined-*/refined-*.json"))) == 1
     assert_documented(place / "trak", "trak")

@@ -93,7 +93,7 @@ def test_help_is_the_first_sentence_of_every_field(capsys: pytest.CaptureFixture
         parse_yaml_and_args(TrakConfig, ["--help", "all"])
     text = " ".join(capsys.readouterr().out.split())
     assert "Directory of the feature store. (default: trak)" in text
-    assert "Damping c, relative to the mean of each block's eigenvalues. (default: None)" in text
+    assert "Damping c, relative to the mean of each block's eigenvalues." in text
     assert "--curvature_rows CURVATURE_ROWS, --curvature-rows CURVATURE_ROWS Number of training rows" in text
 
 
