@@ -309,6 +309,7 @@ def unchanged(kept: Kept) -> bool:
     return all(path.stat().st_mtime_ns == kept[path] for path in kept if path.exists() and "block-" not in path.name)
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(reference: dict[str, Any], tmp_path: Path) -> None:
     """In every pass: before a file becomes visible. The same call goes on, and ends with the same bits."""
     kept: Kept = {}

@@ -73,6 +73,7 @@ def test_more_processes(reference: dict[str, Any], tmp_path: Path, world: int) -
     assert reports == [reference] * world
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(reference: dict[str, Any], tmp_path: Path) -> None:
     """Between and within the stages. The same call goes on, and ends with the same bits."""
     kept: Kept = {}

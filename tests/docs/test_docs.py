@@ -396,6 +396,7 @@ def test_command_line(
     assert re.search(r"^lds +-?0\.\d+", capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_evaluation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = sentences(12)
     attributor = TrakAttributor(tiny_bert(), small("trak"), rows).featurize()

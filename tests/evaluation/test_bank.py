@@ -101,6 +101,7 @@ def sums(rows: np.ndarray, seed: int) -> np.ndarray:
     return np.array([np.sum(np.sin(rows * (1 + target))) for target in range(M)]) + 0.1 * noise
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_by_two_processes(whole: Path, tmp_path: Path) -> None:
     """Every file equals that of an uninterrupted bank, bit for bit."""
     killed = start(tmp_path / "bank", 4)
@@ -118,6 +119,7 @@ def test_killed_and_resumed_by_two_processes(whole: Path, tmp_path: Path) -> Non
     assert content(tmp_path / "bank") == content(whole)
 
 
+@pytest.mark.slow
 def test_jobs_of_an_array_divide_a_bank(whole: Path, tmp_path: Path) -> None:
     jobs = [start(tmp_path / "bank", 0, job, 3) for job in range(3)]
     for job in jobs:

@@ -32,6 +32,7 @@ def test_the_bank_is_that_of_the_case(bank: Bank, tmp_path: Path) -> None:
         bank.check_rows(case.train.select(range(999)))
 
 
+@pytest.mark.slow
 def test_trak_predicts_the_bank(bank: Bank, tmp_path: Path) -> None:
     """Far above chance at both shares of dropped rows, below the ceiling, and with the sign of a proponent."""
     case = make_case("digits-cnn", tmp_path)

@@ -174,6 +174,7 @@ def test_trainer_trains_on_the_subset_alone(tmp_path: Path, monkeypatch: pytest.
     assert not np.allclose(result[0]["outputs"], result[1]["outputs"])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
     """Bit for bit, with a function and with `Trainer`, which must not synchronize gradients of different subsets."""

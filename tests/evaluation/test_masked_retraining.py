@@ -243,6 +243,7 @@ def test_retraining_refuses_unknown_options() -> None:
         TrainerRetraining(lambda rows, seed: None, data, data, row_losses=squared_errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", ["rows", "mask"])
 def test_exact_leave_one_out_predicts_a_linear_regression(drop: Any, tmp_path: Path) -> None:
     """A regression trained to convergence: the answer is known in closed form, for both protocols.
@@ -278,6 +279,7 @@ def test_exact_leave_one_out_predicts_a_linear_regression(drop: Any, tmp_path: P
     assert evaluate_lds(scores, masks, outputs, resamples=10).mean.value >= 0.99
 
 
+@pytest.mark.slow
 def test_one_seed_for_all_trainings(tmp_path: Path) -> None:
     """With `seed=` the number of the training changes nothing; without it, it does."""
     data = rows("bert")

@@ -94,7 +94,7 @@ def test_help_is_the_first_sentence_of_every_field(capsys: pytest.CaptureFixture
     text = " ".join(capsys.readouterr().out.split())
     assert "Directory of the feature store. (default: trak)" in text
     assert "Damping c, relative to the mean of each block's eigenvalues." in text
-    assert "--curvature_rows CURVATURE_ROWS, --curvature-rows CURVATURE_ROWS Number of training rows" in text
+    assert "--curvature_rows ROWS Number of training rows" in text
 
 
 @pytest.mark.parametrize("kind", [TrakConfig, CurvatureConfig])

@@ -141,6 +141,7 @@ class Trial:
         raise AssertionError(f"it never ends: {self.history}")
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_damaged_in_between(reference: Reference, tmp_path: Path) -> None:
     """At least 50 killed runs in one process: at random times, and right before steps all along the way."""
     rng, killed, trials = np.random.default_rng(0), 0, 0

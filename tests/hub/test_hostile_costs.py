@@ -87,6 +87,7 @@ def bounded() -> Iterator[Bounded]:
     started.process.kill()
 
 
+@pytest.mark.slow
 def test_the_bounds_hold(tmp_path: Path, bounded: Bounded) -> None:
     """A case that takes more is stopped, and the next one still runs."""
     assert bounded.run("len([bytearray(2**20) for _ in range(100)])", tmp_path) == "100"

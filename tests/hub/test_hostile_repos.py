@@ -118,6 +118,7 @@ def test_code_of_a_model_is_not_run(
     assert not marker.exists() and not says_yes
 
 
+@pytest.mark.slow
 def test_the_command_line_runs_no_code_whatever_stands_on_stdin(
     model: Path, marker: Path, tmp_path: Path, hub: Hub, client: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def load(model: Any = None, **options: Any) -> TrakAttributor:
 # -- round trips -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_elsewhere_get_the_same_bits(
     hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

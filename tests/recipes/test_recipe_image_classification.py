@@ -121,6 +121,7 @@ def test_the_picture_is_a_picture(finished):
         assert (pixels == np.array(frame)).all(axis=-1).sum() > 500
 
 
+@pytest.mark.slow
 def test_the_same_command_under_accelerate_launch_computes_nothing_again(finished):
     directory, printed = finished
     before = shard_times(directory)

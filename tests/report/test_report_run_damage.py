@@ -108,6 +108,7 @@ def texts_of(directory: Path) -> set[str]:
         return set()
 
 
+@pytest.mark.slow
 def test_saves_killed_at_random_moments_leave_a_whole_run(tmp_path: Path):
     found = job(tmp_path, kill_at_random, 16, 0, str(tmp_path / "run"))
     check_random_kills(found, tmp_path / "run")

@@ -309,6 +309,7 @@ attributor.featurize().attribute(t.pairs(20, 29), top_k=3, name="e")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_draw_the_same_negatives_and_write_the_bytes_of_one(tmp_path: Path) -> None:
     model = make_model("open_clip ViT", tmp_path)
