@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.scores.spans import span_targets
 
+pytestmark = pytest.mark.slow  # a training and a featurization of some seconds
+
 CAPITALS = {
     "france": "paris", "spain": "madrid", "italy": "rome", "austria": "vienna", "norway": "oslo", "japan": "tokyo",
     "sweden": "stockholm", "finland": "helsinki", "poland": "warsaw", "greece": "athens", "ireland": "dublin",

@@ -11,6 +11,8 @@ from recipe_runs import CPU, ROOT, commands_of, imported, run_script
 from hf_trak import TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
 
+pytestmark = pytest.mark.slow  # a training and a featurization of some seconds
+
 RECIPE = ROOT / "recipes" / "causal_lm"
 SMALL = (
     "--config", str(RECIPE / "smallest.yaml"), "--max_train_samples=80", "--max_eval_samples=3", "--block_size=24",

@@ -11,6 +11,8 @@ from datasets import Dataset, DatasetDict, Features, Image, List, Value, load_fr
 from PIL import Image as PILImage
 from recipe_runs import CPU, ROOT, commands_of, imported, run_script
 
+pytestmark = pytest.mark.slow  # a training and a featurization of some seconds
+
 RECIPE = ROOT / "recipes" / "clip"
 SMALL = ["--config", str(RECIPE / "smallest.yaml"), *CPU]
 

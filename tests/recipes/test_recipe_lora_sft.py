@@ -9,6 +9,8 @@ from datasets import Dataset, DatasetDict, load_from_disk
 from recipe_runs import CPU, ROOT, commands_of, imported, run_script
 from transformers import LlamaConfig, LlamaForCausalLM
 
+pytestmark = pytest.mark.slow  # a training and a featurization of some seconds
+
 RECIPE = ROOT / "recipes" / "lora_sft"
 SMALL = ["--config", str(RECIPE / "smallest.yaml"), *CPU]
 
