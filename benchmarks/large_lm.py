@@ -125,7 +125,7 @@ def flattened(ids: Tensor) -> dict[str, Tensor]:
 
 
 def batch_and_task(case: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """Make a batch of rows of which every token is predicted, or of pairs that share a prompt."""
+    """Make a batch of rows whose every token is predicted, or of pairs that share a prompt."""
     from hf_trak.modelout_functions import CausalLMModelOutput
     from hf_trak.modelout_functions.dpo import DPOModelOutput
 

@@ -24,7 +24,7 @@ BATCH = 16
 
 
 def documents(count: int, longest: int) -> list[list[int]]:
-    """Draw documents of 8 tokens or more, of which most are short."""
+    """Draw documents of 8 tokens or more. Most are short."""
     generator = torch.Generator().manual_seed(0)
     lengths = (8 + (longest - 8) * torch.rand(count, generator=generator) ** 2).long().tolist()
     return [torch.randint(3, 1000, (length,), generator=generator).tolist() for length in lengths]

@@ -105,7 +105,7 @@ def timed(attributor: TrakAttributor, targets: Dataset, options: dict[str, Any])
 
 
 def write_index(attributor: TrakAttributor) -> None:
-    """Featurize one shard, of which rows are compared later, and write random codes in the place of all others."""
+    """Featurize one shard, whose rows are compared later, and write random codes in the place of all others."""
     store, generator = attributor.features.store, torch.Generator().manual_seed(0)
     attributor.featurize(part=(0, -(-len(attributor.train_dataset) // attributor.args.shard_size)))
     store, generator = attributor.features.store, torch.Generator().manual_seed(0)

@@ -37,7 +37,7 @@ def config_of(layers: int, width: int) -> Any:
 
 
 def model_of(layers: int, width: int, processes: int) -> nn.Module:
-    """The model, of which each process gets its shard alone."""
+    """Make the model. Each process gets its shard alone."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import GPT2LMHeadModel

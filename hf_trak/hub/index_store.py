@@ -47,7 +47,7 @@ _BYTES_PER_VALUE = 16
 
 _MANIFEST_BYTES = 64 << 10
 _MANIFEST_BYTES_PER_FILE = 1 << 10
-"""Bounds on a manifest: a fixed part, and a part per file, of which path and digest take 130 bytes."""
+"""Bounds on a manifest: a fixed part, and a part per file, whose path and digest take 130 bytes."""
 
 T = TypeVar("T")
 

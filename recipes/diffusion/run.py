@@ -27,7 +27,7 @@ from hf_trak.modelout_functions import DiffusionModelOutput
 
 MARKED_DIGIT = 3
 DRAWN = 256
-"""Images that are drawn from the model, of which some become targets."""
+"""Images that are drawn from the model. Some become targets."""
 
 
 def load(args: argparse.Namespace) -> Dataset:

@@ -44,7 +44,7 @@ TOPICS = {
     "theatre": "curtain stage actor script costume ticket balcony spotlight orchestra mask scene prompter",
     "workshop": "hammer nail drill bench saw screw plank glue vice sandpaper chisel wrench",
 }
-"""Words of each topic, of which the texts are drawn."""
+"""Words of each topic, from which the texts are drawn."""
 ASKED, WRONG = "garden", "kitchen"
 MAX_TOKENS, BATCH_SIZE = 48, 32
 FACTS = ("topic", "planted")
