@@ -39,9 +39,7 @@ from hf_trak.store.atomic import safe_name
 class RunArguments(MethodArguments):
     """The scores to compute, and what is saved of them."""
 
-    index: str | None = field(
-        default=None, metadata={"help": "Published index, a repo or a directory, to use instead of training rows."}
-    )
+    index: str | None = field(default=None, metadata={"help": "Published index, in place of training rows."})
     top_k: int = field(default=20, metadata={"help": "Training rows to keep per target, from either end."})
     group_by: str | None = field(
         default=None,
