@@ -16,7 +16,7 @@ from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.report import CurvatureReport
 from hf_trak.data.preferences import PreparingCollator, kind_of, training_rows
 from hf_trak.data.reference_log_probs import with_references
-from hf_trak.data.rows import Collator
+from hf_trak.data.rows import Collator, attribute_of
 from hf_trak.data.text_columns import collator_of
 from hf_trak.data.trainer_tasks import task_of
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
@@ -506,7 +506,8 @@ class TrakAttributor:
         chosen = checked_method(method)
         check_best_rows(chosen, top_k, per)
         if part is not None:
-            eval_dataset = part.of(eval_dataset, self.features.processing_class)
+            ready = attribute_of(self.features.data_collator, "ready")
+            eval_dataset = part.of(eval_dataset, self.features.processing_class, ready)
         with log_on_interrupt(
             lambda: "Nothing half-written was left. Run the same call again; target features are kept."
         ):

@@ -227,7 +227,7 @@ def target_rows(data: DataArguments, targets: TargetArguments) -> Dataset:
     """Load the targets as they are stored.
 
     Raises:
-        ValueError: no rows are named.
+        ValueError: no rows are named, or the training rows alone.
         Exception: any error of loading them.
     """
     name = targets.eval_dataset_name or data.dataset_name
@@ -236,8 +236,9 @@ def target_rows(data: DataArguments, targets: TargetArguments) -> Dataset:
     config_name = targets.eval_dataset_config_name
     if targets.eval_dataset_name is None:
         config_name = config_name or data.dataset_config_name
+    own = targets.eval_dataset_name is None
     preferred = ("test", "validation")
-    return load_rows(name, config_name, targets.eval_split, preferred, targets.max_eval_samples)
+    return load_rows(name, config_name, targets.eval_split, preferred, targets.max_eval_samples, held_out=own)
 
 
 def remember(built: Built, model_args: ModelArguments, data: DataArguments, write: bool = True) -> None:
@@ -254,7 +255,11 @@ def remember(built: Built, model_args: ModelArguments, data: DataArguments, writ
     attributor = built.attributor
     processor = built.preparation.processing_class
     given = {
-        "arguments": {**dataclasses.asdict(model_args), **dataclasses.asdict(data)},
+        "arguments": {
+            **dataclasses.asdict(model_args),
+            **dataclasses.asdict(data),
+            **built.preparation.columns.given(),
+        },
         "processing": _settings(processor),
         "trak": attributor.args.to_dict(),
     }

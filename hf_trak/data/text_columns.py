@@ -4,6 +4,7 @@ Nothing of sentence-transformers is imported: a trainer is known by the name of 
 """
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -336,11 +337,17 @@ class SFTCollator(ColumnsCollator):
         """Collate rows into a batch. Raises as [`ready`] does."""
         return self.collator(self.ready(rows))
 
+    @property
+    def prompt_settings(self) -> dict[str, Any]:
+        """Return the arguments with which [`tokenize_prompt`] does as the trainer does."""
+        return {"template": self.trainer.chat_template, "text_column": self.trainer.args.dataset_text_field}
+
     def ready(self, rows: list[Any]) -> list[Any]:
         """Return rows of tokens, which they may be already.
 
         Raises:
-            ValueError: the preparation leaves rows out, or several processes would have to prepare them together.
+            ValueError: a row has no answer, the preparation leaves rows out, or several processes would have to
+                prepare them together.
         """
         if not rows or not isinstance(rows[0], Mapping) or _TOKENS in rows[0]:
             return rows
@@ -351,10 +358,14 @@ class SFTCollator(ColumnsCollator):
                 "processes cannot prepare them alone. Expected rows with `input_ids`. Give the trainer these rows as "
                 "`eval_dataset`, and pass `trainer.eval_dataset`."
             )
+        for row in rows:
+            _check_answered(row, trainer.args.assistant_only_loss)
+        args = copy(trainer.args)
+        args.shuffle_dataset = False  # rows keep their numbers
         with no_progress_bars():
             given = Dataset.from_list([dict(row) for row in rows])
             made = trainer._prepare_dataset(
-                given, trainer.processing_class, trainer.args, False, trainer._formatting_func, "eval"
+                given, trainer.processing_class, args, False, trainer._formatting_func, "eval"
             )
         if len(made) != len(rows):
             raise ValueError(
@@ -362,6 +373,21 @@ class SFTCollator(ColumnsCollator):
                 "out rows that its `max_length` drops."
             )
         return list(made)
+
+
+def _check_answered(row: Mapping[str, Any], assistant_only: bool) -> None:
+    """Refuse a row with a prompt and no answer."""
+    turns = row.get("messages")
+    if row.get("prompt") is not None:
+        answered = row.get("completion") is not None
+    else:
+        answered = not assistant_only or turns is None or any(turn.get("role") == "assistant" for turn in turns)
+    if not answered:
+        raise ValueError(
+            f"A row has the columns {sorted(name for name, value in row.items() if value is not None)} and no answer, "
+            "so that it has no labels. Expected a completion, or a turn of the assistant. Let the model answer: pass "
+            "`attributor.predict(rows, max_new_tokens=...)`."
+        )
 
 
 def collator_of(trainer: Any) -> Collator:
