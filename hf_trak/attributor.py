@@ -48,7 +48,6 @@ from hf_trak.scores.selection import (
     Criterion,
     best_rows,
     check_criterion,
-    check_strata,
     group_score_columns,
     row_scores,
     selected,
@@ -725,7 +724,7 @@ class TrakAttributor:
         n = selection_size(n, self.features.train_size)
         check_criterion(criterion)
         chosen = method_of_all_rows(method)
-        strata = check_strata(self.train_dataset, stratify_by)
+        strata = None if stratify_by is None else RowGroups.of(self.train_dataset, stratify_by, "stratify_by")
         if group_by is None and criterion == "most_helpful":
             group_by = ALL
         question = self.features.question(
