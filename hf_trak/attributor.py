@@ -37,7 +37,7 @@ from hf_trak.featurize.predictions import predicted_rows
 from hf_trak.featurize.revising import revise
 from hf_trak.featurize.search import SearchIndex, build_search
 from hf_trak.featurize.whitening import featurized_model
-from hf_trak.methods import Exact, Index, Method, Rerank, check_best_rows, checked_method, method_of_all_rows
+from hf_trak.methods import Exact, Index, Method, Replay, Rerank, check_best_rows, checked_method, method_of_all_rows
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.notebook import LastResult
 from hf_trak.runtime.checks import is_int
@@ -533,7 +533,7 @@ class TrakAttributor:
     ) -> HFDataset:
         """Ask, attach the columns of the answer, and remember the result."""
         question = self.features.question(
-            eval_dataset, name, checkpoints, group_by, featurized=not isinstance(method, Exact)
+            eval_dataset, name, checkpoints, group_by, featurized=not isinstance(method, Exact | Replay)
         )
         found = answer(self.features, question, method, top_k, per)
         rows = self.train_dataset if per == "train" else question.rows

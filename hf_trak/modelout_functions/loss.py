@@ -64,6 +64,11 @@ class LossModelOutput(BatchedModelOutput):
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         return self._task.collator(collator)
 
+    @property
+    def of_task(self) -> BatchedModelOutput:
+        """Return the task whose loss is taken."""
+        return self._task
+
     def bind(self, model: torch.nn.Module) -> None:
         if not self._given:
             self._task = _checked(_task_of(model))
