@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from ecosystem_cases.case import EcosystemCase, texts, tokenizer
 from ecosystem_cases.language import llama, llama_of_rewards
+from ecosystem_cases.truth import of_trainer
 from hf_trak import TrakAttributor, TrakConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "kit"))
@@ -45,7 +46,7 @@ def trained(directory: Path, args: TrakConfig, *, name: str, rows: Any, model: A
     )
     reference = {"ref_model": llama()} if name in ("DPO", "KTO") else {}
     made = trainer(model(), args=own, train_dataset=rows(), processing_class=tokenizer(), **reference)
-    return TrakAttributor.from_trainer(made, args)
+    return of_trainer(made, args)
 
 
 def policy(directory: Path, args: TrakConfig) -> TrakAttributor:
@@ -64,7 +65,7 @@ def policy(directory: Path, args: TrakConfig) -> TrakAttributor:
     )
     said = [f" {one}" for one in texts(6, 1)]
     rollouts = Dataset.from_dict({"prompt": texts(6), "completion": said, "advantage": [1.0, -0.5, 0.2] * 2})
-    return TrakAttributor.from_trainer(made, args, train_dataset=rollouts)
+    return of_trainer(made, args, train_dataset=rollouts)
 
 
 def pairs_about_images(directory: Path, args: TrakConfig) -> TrakAttributor:
@@ -79,7 +80,7 @@ def pairs_about_images(directory: Path, args: TrakConfig) -> TrakAttributor:
     model.config.pad_token_id = 0
     rows = rows.add_column("rejected", rejected)
     made = trl.DPOTrainer(model, reference, own, train_dataset=rows, processing_class=processor_of_words())
-    return TrakAttributor.from_trainer(made, args)
+    return of_trainer(made, args)
 
 
 PREFERENCES = (

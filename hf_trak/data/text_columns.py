@@ -15,11 +15,15 @@ from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.modelout_functions.embedding_pairs import EmbeddingPairsModelOutput
 from hf_trak.modelout_functions.embeddings import EmbeddingLossModelOutput
 from hf_trak.modelout_functions.text_pairs import TextPairsModelOutput
+from hf_trak.modelout_functions.tokens import ROLE_MASKS
 from hf_trak.runtime.progress import no_progress_bars
 
 
 class ColumnsCollator:
     """A data collator with the names of the dataset columns that it needs, whatever the model's `forward` takes."""
+
+    decides_labels = True
+    """Whether masks of completions count only where the collator returns them, as for the trainer that it is of."""
 
     def __init__(self, collator: Collator, columns: tuple[str, ...]) -> None:
         """
@@ -57,8 +61,9 @@ def trainer_collator(trainer: Any) -> Collator:
     Args:
         trainer: a `transformers.Trainer`.
     """
-    own = signature_columns(trainer)
-    if set(own) <= set(forward_columns(trainer.model, trainer.args.label_names)):
+    own, given = signature_columns(trainer), getattr(trainer.train_dataset, "column_names", None) or ()
+    masked = not set(ROLE_MASKS).isdisjoint(given)
+    if set(own) <= set(forward_columns(trainer.model, trainer.args.label_names)) and not masked:
         return trainer.data_collator
     return ColumnsCollator(trainer.data_collator, own)
 

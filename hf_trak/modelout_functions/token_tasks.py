@@ -15,6 +15,7 @@ from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.margins import sliced_margin
 from hf_trak.modelout_functions.tokens import (
     IGNORED,
+    ROLE_MASKS,
     TARGET_WEIGHTS,
     TOKEN_COLUMNS,
     as_mapping,
@@ -46,6 +47,9 @@ class TokenColumnsCollator:
         """
         if not rows or not isinstance(rows[0], Mapping):
             return self.collator(rows)
+        if getattr(self.collator, "decides_labels", False):
+            left_out = set(ROLE_MASKS).difference(self.collator.columns)  # type: ignore[attr-defined]
+            rows = [{name: value for name, value in row.items() if name not in left_out} for row in rows]
         names = [name for name in TOKEN_COLUMNS if name in rows[0]]
         # `DataCollatorWithPadding` pads what the tokenizer made and fails on labels of different lengths.
         if isinstance(self.collator, DataCollatorWithPadding) and isinstance(rows[0].get("labels"), Sequence | Tensor):
