@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader
 
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.report import CurvatureReport
-from hf_trak.data.preferences import PreparingCollator, kind_of, trainer_task, training_rows
+from hf_trak.data.preferences import PreparingCollator, kind_of, training_rows
 from hf_trak.data.reference_log_probs import with_references
 from hf_trak.data.rows import Collator, attribute_of
 from hf_trak.data.text_columns import collator_of
+from hf_trak.data.trainer_tasks import task_of
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
 from hf_trak.evaluation.trial_steps import Similarity
 from hf_trak.featurize.answering import answer, planned
@@ -36,7 +37,7 @@ from hf_trak.featurize.predictions import predicted_rows
 from hf_trak.featurize.revising import revise
 from hf_trak.featurize.search import SearchIndex, build_search
 from hf_trak.featurize.whitening import featurized_model
-from hf_trak.methods import Exact, Index, Method, Rerank, check_best_rows, checked_method, method_of_all_rows
+from hf_trak.methods import Exact, Index, Method, Replay, Rerank, check_best_rows, checked_method, method_of_all_rows
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.notebook import LastResult
 from hf_trak.runtime.checks import is_int
@@ -47,7 +48,6 @@ from hf_trak.scores.selection import (
     Criterion,
     best_rows,
     check_criterion,
-    check_strata,
     group_score_columns,
     row_scores,
     selected,
@@ -157,7 +157,9 @@ class TrakAttributor:
     ) -> "TrakAttributor":
         """Take model, training dataset, collator and processing class from a `transformers.Trainer`.
 
-        Trainers of preferences, rewards and policies of TRL also have a task, with the settings of their loss, and a
+        Training rows are attributed by the loss that the trainer minimizes. Where that is not the loss of the model's
+        task (an overridden `compute_loss`, `compute_loss_func`, label smoothing), the task is `trainer_loss`. Trainers
+        of preferences, rewards and policies of TRL have a task of their own, with the settings of their loss, and a
         reference model, whose log-probabilities become columns of the rows.
 
         Args:
@@ -170,15 +172,15 @@ class TrakAttributor:
             task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
                 The model output function: a name, an `AbstractModelOutput`, or a function
                 `output_fn(model_output, batch) -> (B,)`. By default it follows from the trainer, or from the class of
-                the model.
+                the model. `"trainer_loss"` takes the trainer's own loss in any case.
             train_dataset (`Dataset`, *optional*):
                 Rows in place of those of the trainer: the rollouts of a trainer of policies.
 
         Raises:
             TypeError: `trainer` is no `Trainer`, or `args` no `TrakConfig`.
             ValueError: the trainer has no training dataset, `args.output_dir` is the trainer's own, there is no task
-                for the loss of a trainer of preferences, its rows are none or lack a reference model, and all of
-                `TrakAttributor(...)`.
+                for the loss of a trainer of preferences, its rows are none or lack a reference model, the loss of
+                the trainer compares rows of a batch with each other, and all of `TrakAttributor(...)`.
         """
         parts = ("model", "args", "train_dataset", "data_collator", "processing_class", "accelerator")
         if missing := [name for name in parts if not hasattr(trainer, name)]:
@@ -206,13 +208,16 @@ class TrakAttributor:
             use_cpu=args.use_cpu or trainer.args.device.type == "cpu",
         )
         rows = training_rows(trainer, train_dataset)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        collator = collator_of(trainer) if kind_of(trainer) is None else PreparingCollator(trainer)
+        task = task_of(trainer, model, rows, collator, task)
         features = featurized_model(
-            trainer.accelerator.unwrap_model(trainer.model),
+            model,
             args,
             train_dataset=with_references(trainer, rows, args.output_dir, args.use_cpu),
-            data_collator=collator_of(trainer) if kind_of(trainer) is None else PreparingCollator(trainer),
+            data_collator=collator,
             processing_class=trainer.processing_class,
-            task=trainer_task(trainer, rows) if task is None else task,
+            task=task,
             num_workers=trainer.args.dataloader_num_workers,
         )
         return cls._of(features)
@@ -528,7 +533,7 @@ class TrakAttributor:
     ) -> HFDataset:
         """Ask, attach the columns of the answer, and remember the result."""
         question = self.features.question(
-            eval_dataset, name, checkpoints, group_by, featurized=not isinstance(method, Exact)
+            eval_dataset, name, checkpoints, group_by, featurized=not isinstance(method, Exact | Replay)
         )
         found = answer(self.features, question, method, top_k, per)
         rows = self.train_dataset if per == "train" else question.rows
@@ -719,7 +724,7 @@ class TrakAttributor:
         n = selection_size(n, self.features.train_size)
         check_criterion(criterion)
         chosen = method_of_all_rows(method)
-        strata = check_strata(self.train_dataset, stratify_by)
+        strata = None if stratify_by is None else RowGroups.of(self.train_dataset, stratify_by, "stratify_by")
         if group_by is None and criterion == "most_helpful":
             group_by = ALL
         question = self.features.question(

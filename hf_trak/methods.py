@@ -115,26 +115,67 @@ class Rerank:
         return checked_refinement(self.refine)
 
 
+@dataclass(frozen=True)
+class Replay:
+    """Score with the training run itself, which is followed back step by step.
+
+    Args:
+        of (`str`, *optional*, defaults to `"run"`):
+            `"run"` asks what rows did to this model: the run as `TrakCallback(record=True)` recorded it.
+        name (`str`, *optional*, defaults to `"run"`):
+            Name of the record, that of the callback.
+        hessian_share (`float`, *optional*, defaults to 1.0):
+            Part of the rows of each step whose curvature is used: less work, and more noise.
+        form (`str`, *optional*):
+            `"hessian"` or `"gauss-newton"`. By default the Hessian where all rows are used, and else the
+            Gauss-Newton matrix, which has no negative curvature for the noise of a few rows to blow up.
+        smoothing (`float`, *optional*, defaults to 0.1):
+            κ, the part of the variance of gradients in the scale of Adam's steps. 0 is the plain derivative.
+
+    Raises:
+        ValueError: a name or a number is out of range.
+    """
+
+    of: Literal["run"] = "run"
+    name: str = "run"
+    hessian_share: float = 1.0
+    form: Literal["gauss-newton", "hessian"] | None = None
+    smoothing: float = 0.1
+
+    @property
+    def share(self) -> float:
+        """Return the part of the rows of each step whose curvature is used."""
+        return self.hessian_share
+
+    @property
+    def products(self) -> Literal["hessian", "gauss-newton"]:
+        """Return the curvature that is used."""
+        if self.form is not None:
+            return self.form
+        return "hessian" if self.hessian_share == 1 else "gauss-newton"
+
+
 MethodName = Literal["auto", "index", "exact", "rerank"]
 
-Method = MethodName | Index | Exact | Rerank
+Method = MethodName | Index | Exact | Rerank | Replay
 """How scores are computed: a name, or a dataclass with options. `"auto"` is `"index"`."""
 
-_NAMED: dict[str, Index | Exact | Rerank] = {
+_NAMED: dict[str, Index | Exact | Rerank | Replay] = {
     "auto": Index(),
     "index": Index(),
     "exact": Exact(),
     "rerank": Rerank(),
+    "replay": Replay(),
 }
 
 
-def checked_method(method: Method) -> Index | Exact | Rerank:
+def checked_method(method: Method) -> Index | Exact | Rerank | Replay:
     """Return the dataclass of a method.
 
     Raises:
         ValueError: it is no method.
     """
-    if isinstance(method, Index | Exact | Rerank):
+    if isinstance(method, Index | Exact | Rerank | Replay):
         return method
     if not isinstance(method, str) or method not in _NAMED:
         raise ValueError(

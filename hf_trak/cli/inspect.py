@@ -89,6 +89,7 @@ def _records() -> dict[str, RecordCheck]:
     from hf_trak.evaluation.bank import verify_bank
     from hf_trak.evaluation.retraining_files import verify_retraining
     from hf_trak.report.run_record import verify_run
+    from hf_trak.trajectory.record import verify_record
     from hf_trak.traker.savers.check import check_run
 
     return {
@@ -97,6 +98,7 @@ def _records() -> dict[str, RecordCheck]:
         "metadata.json": check_run,
         "retraining.json": verify_retraining,
         "bank.json": verify_bank,
+        "**/record.json": verify_record,
         "run.json": verify_run,
         "run": verify_run,
         "scores/*/run": verify_run,

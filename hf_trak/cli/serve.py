@@ -62,10 +62,12 @@ def run(argv: Sequence[str]) -> None:
     """Serve the page until the process is interrupted."""
     session, args, as_json = opened(argv)
     port = int(os.environ.get("GRADIO_SERVER_PORT") or args.port)
-    app = serve(session, args.host, port, block=False)
-    content = {"url": app.local_url, "train_rows": session.rows.count}
-    answer(content, [f"The viewer is at {app.local_url} (Ctrl-C ends it)."], as_json)
-    app.block_thread()
+
+    def started(url: str) -> None:
+        content = {"url": url, "train_rows": session.rows.count}
+        answer(content, [f"The viewer is at {url} (Ctrl-C ends it)."], as_json)
+
+    serve(session, args.host, port, started=started)
 
 
 def opened(argv: Sequence[str]) -> tuple[Session, ServeArguments, bool]:

@@ -63,6 +63,7 @@ _BANK_KEYS = {
 }
 
 _PART_KEYS = {
+    "name": str,
     "rows": int,
     "seed": int,
     "bank": str,
@@ -209,11 +210,12 @@ class Bank:
                 Name of the part.
 
         Returns:
-            `dict[str, Any]`: `rows`, `subsets`, `repeats`, `seed`, `protocol`, `repeat_of`, `removal` and digests.
+            `dict[str, Any]`: `name`, `rows`, `subsets`, `repeats`, `seed`, `protocol`, `repeat_of`, `removal` and
+            digests.
 
         Raises:
             IncompleteStoreError: there is no such part.
-            StoreError: the file is damaged, or belongs to another bank.
+            StoreError: the file is damaged, or belongs to another bank or part.
             ValueError: `name` is no name of a directory.
         """
         path = self.directory / safe_name(name) / CONFIG
@@ -225,6 +227,10 @@ class Bank:
         if content["bank"] != content_digest(self.described) or content["rows"] != self.n_train:
             raise StoreError(
                 f"{path} belongs to another bank. Expected a part of {self.directory}. Restore it from a copy."
+            )
+        if content["name"] != name:
+            raise StoreError(
+                f"{path} is that of the part {content['name']!r}. Expected {name!r}. Give its directory back its name."
             )
         if content["subsets"] < 1 or content["repeats"] < 1:
             raise StoreError(
@@ -294,6 +300,7 @@ class Bank:
         if repeat_of is not None:
             self._check_repeated(repeat_of, member)
         content = {
+            "name": name,
             "rows": self.n_train,
             "bank": content_digest(self.described),
             "subsets": len(member),

@@ -6,7 +6,8 @@ from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Answer, Question
 from hf_trak.featurize.reranking import reranked, two_passes
-from hf_trak.methods import Exact, Index, Rerank, check_best_rows
+from hf_trak.featurize.run_replaying import RunReplay
+from hf_trak.methods import Exact, Index, Replay, Rerank, check_best_rows
 from hf_trak.scores.score_files import ScoreFiles
 from hf_trak.scores.scorer import PlannedScores
 from hf_trak.store.sealed import content_digest
@@ -23,6 +24,8 @@ def planned(
         method: the method.
         everywhere: all training rows in every process, rather than those that fall to this one.
     """
+    if isinstance(method, Replay):
+        return RunReplay(model, method).plan(question)
     if isinstance(method, Exact):
         return ExactScores(model, method).plan(question, everywhere)
     return model.plan(question, everywhere)

@@ -539,10 +539,19 @@ class FeaturizedModel:
         return self.store.targets(question.name, model_id, m, question.fingerprint, collation, COMPARISONS)
 
     def _target_shards(self, question: Question, model_id: int) -> ShardSet:
-        """Compute the features of the targets for one checkpoint that are missing."""
+        """Compute the features of the targets for one checkpoint that are missing.
+
+        Kept ones answer for the weights that they were computed with, so weights at hand are compared.
+        """
         shards = self.targets(question, model_id)
-        if self.processes.broadcast_from_main(shards.unwritten):
-            with self.weights(model_id, self.source_of(model_id, question.sources)):
+        missing = bool(self.processes.broadcast_from_main(shards.unwritten))
+        source = self.source_of(model_id, question.sources)
+        known = model_id in {**self.sources, **question.sources} or len(question.ids) == 1
+        at_hand = known if source is None else isinstance(source, Mapping | torch.nn.Module)
+        if missing or at_hand or model_id in question.sources:
+            with self.weights(model_id, source):
+                if not missing:
+                    return shards
                 description = f"{question.name}, checkpoint {model_id}"
                 stored = StoredRows.find(self.store.train(model_id), self.train_dataset, "train")
                 self.featurizer(projector=self.feature_map(model_id)).fill(

@@ -176,6 +176,10 @@ class ShardedGradientComputer(HookedGradientComputer):
         """Check the engine no more: it has been checked on another task of the same model."""
         self.self_check = self.self_check and engine is None
 
+    def check_again(self) -> None:
+        """Check the next batch, whatever was checked before it."""
+        self._checked.clear()
+
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
         self._last = batch, side
         words = self.lockstep.begin(CHECK if self._unchecked(batch, side) else STEP)

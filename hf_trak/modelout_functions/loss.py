@@ -56,8 +56,18 @@ class LossModelOutput(BatchedModelOutput):
         """Name the columns of the inner task, see [`AbstractModelOutput`]."""
         return self._task.batch_columns
 
+    @property
+    def row_by_row(self) -> bool:  # type: ignore[override]
+        """Tell whether the inner task takes rows alone, see [`BatchedModelOutput`]."""
+        return self._task.row_by_row
+
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         return self._task.collator(collator)
+
+    @property
+    def of_task(self) -> BatchedModelOutput:
+        """Return the task whose loss is taken."""
+        return self._task
 
     def bind(self, model: torch.nn.Module) -> None:
         if not self._given:

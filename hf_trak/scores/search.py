@@ -20,7 +20,8 @@ import torch
 from hf_trak.errors import StoreError
 from hf_trak.scores.shortlist import PreconditionedTargets
 from hf_trak.scores.streaming import ScaledRows
-from hf_trak.store.sealed import read_sealed, write_sealed
+from hf_trak.store.atomic import atomic_path
+from hf_trak.store.sealed import file_digest, read_sealed, write_sealed
 from hf_trak.store.shard_set import ShardSet
 
 VECTORS_FILE, RECORD_FILE = "vectors.faiss", "search.json"
@@ -101,13 +102,16 @@ class GradientSearch:
     def save(self, directory: str | Path) -> None:
         """Write the index and what it was made from to a directory."""
         directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        self.index.save(str(directory / VECTORS_FILE))
-        write_sealed(directory / RECORD_FILE, {"identity": self.identity, "model_ids": self.model_ids})
+        with atomic_path(directory / VECTORS_FILE) as temporary:
+            self.index.save(str(temporary))
+            content = {"identity": self.identity, "model_ids": self.model_ids, "vectors": file_digest(temporary)}
+        write_sealed(directory / RECORD_FILE, content)
 
     @classmethod
     def load(cls, directory: str | Path, identity: str) -> "GradientSearch":
-        """Read an index that was saved on this machine. FAISS does not check files: load none from other people.
+        """Read an index that was saved on this machine.
+
+        FAISS trusts its files, and a checksum does not tell who wrote them: load none from other people.
 
         Args:
             directory: the directory.
@@ -115,7 +119,7 @@ class GradientSearch:
 
         Raises:
             ImportError: `faiss` is not installed.
-            StoreError: there is none, or it was made from other features.
+            StoreError: there is none, it is damaged, or it was made from other features.
         """
         _faiss()
         from datasets.search import FaissIndex  # needs faiss
@@ -132,7 +136,17 @@ class GradientSearch:
                 f"The search index in {directory} was made from {record.get('identity')}, the features at hand are "
                 f"{identity}. Expected the same. Build it again."
             )
-        return cls(record["model_ids"], identity, FaissIndex.load(str(directory / VECTORS_FILE)))
+        path = directory / VECTORS_FILE
+        try:
+            found = file_digest(path)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read ({error}). Expected the vectors. Build it again.") from error
+        if found != record.get("vectors"):
+            raise StoreError(
+                f"{path} is damaged: its checksum is {found}, and {RECORD_FILE} says {record.get('vectors')!r}. "
+                "Expected the vectors as they were saved. Build it again in another directory."
+            )
+        return cls(record["model_ids"], identity, FaissIndex.load(str(path)))
 
 
 def _faiss() -> Any:

@@ -11,10 +11,8 @@ import errno
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
-import socket
 import stat
 import sys
 import time
@@ -26,6 +24,7 @@ from typing import IO, Any
 from safetensors import SafetensorError
 
 from hf_trak.errors import HfTrakError, StoreError
+from hf_trak.runtime.temporary import TEMPORARY, host_name, temporary_name
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +32,6 @@ logger = logging.getLogger(__name__)
 MAX_NAME_BYTES = 200
 
 """Longest accepted name; file systems stop at 255 bytes, and the store adds suffixes of its own."""
-
-
-TEMPORARY = re.compile(r"\.hf_trak-tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{16}")
-
-"""Names of temporary files and directories; `hf_trak.store.atomic` says who removes them."""
 
 
 _STALE_SECONDS = 3600.0
@@ -289,11 +283,6 @@ def remove_stale_temporaries(directory: Path) -> None:
                 logger.info("Removed %s, left behind by a process that died.", entry)
 
 
-def temporary_name() -> str:
-    """Make a name for a temporary file or directory that no other writer uses, of the form [`TEMPORARY`]."""
-    return f".hf_trak-tmp-{host_name()}-{os.getpid()}-{secrets.token_hex(8)}"
-
-
 @contextlib.contextmanager
 def _temporary_directory(directory: Path) -> Iterator[Path]:
     path = directory / temporary_name()
@@ -363,11 +352,6 @@ def flush_to_disk(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def host_name() -> str:
-    """Return the name of this host in the form that is part of the names of temporary files."""
-    return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64] or "unknown"
 
 
 def is_alive(pid: int) -> bool:

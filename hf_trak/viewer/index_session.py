@@ -31,7 +31,7 @@ from hf_trak.scores.scorer import Scorer
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.store.shards import ShardPlan
 from hf_trak.viewer.session import Answer, Session, TokenScores, label_rows
-from hf_trak.viewer.target_form import TargetForm
+from hf_trak.viewer.target_form import TYPED_COLUMNS, TargetForm, check_numbers
 from hf_trak.viewer.train_rows import TrainRows
 
 MOST_KEPT = 4
@@ -169,12 +169,12 @@ class IndexSession(Session):
         self.attributor = attributor
         self.features = features = attributor.features
         features.prepare_store()
-        self.form = form or TargetForm()
         self.title = title
         self.roots = list(roots)
         self.model_ids = features.scorer.ensemble(None)
         self.tokenizer = features.processing_class
         source = row_source(features) if shown_rows is None else shown_rows
+        self.form = form or TargetForm(columns=tuple(getattr(source, "column_names", TYPED_COLUMNS)))
         self.rows = TrainRows(source, features.store.train_size)
         self.reranks = row_source(features) is not None and self._has_curvature()
         self._prepare = prepare
@@ -225,6 +225,8 @@ class IndexSession(Session):
     def _answer(self, given: Dataset, question: Question) -> Answer:
         model, ids = self.attributor, self._checked_ids(question.model_ids)
         rows = without_transform(self._prepare(given))
+        if self.form.as_json:
+            check_numbers(rows.with_format(None)[0], model.model)
         generates = self.form.generates and question.predicted
         if generates or (self.form.predicts and question.label is None):
             rows = model.predict(rows, **({"max_new_tokens": self._room(rows)} if generates else {}))
@@ -279,7 +281,7 @@ class IndexSession(Session):
         known = None if model_id in self._compared else StoredRows.find(train, model.train_dataset, "train")
         plan = ShardPlan(len(rows), store.config["shard_size"])
         identity = {**store.identity(model_id), "kind": "targets", "dataset_fingerprint": fingerprint_dataset(rows)}
-        with tempfile.TemporaryDirectory(prefix="hf_trak-viewer-") as directory:
+        with tempfile.TemporaryDirectory(prefix="hf_trak-target-", dir=self.scratch) as directory:
             place = Path(directory)
             shards = store.shard_set(place, "targets", plan, identity, store.rotation(model_id))
             with model.weights(model_id, model.source_of(model_id, {})):

@@ -116,7 +116,7 @@ def test_what_was_downloaded_is_kept(hub: Hub, net: DigitNet, client: Path) -> N
     hub.log.clear()
     load(net).attribute(targets(), top_k=TOP, method=Rerank(6))
     assert not hub.downloads("parquet")
-    kept = sorted((client / "hf_trak" / "rows").rglob("*.parquet"))
+    kept = sorted((client / "hf_trak" / "rows").rglob("*.rows"))
     kept[0].write_bytes(kept[0].read_bytes()[:-9])  # damaged: downloaded again
     load(net, output_dir=str(client / "other")).attribute(targets(), top_k=TOP, method=Rerank(6))
     assert len(hub.downloads("parquet")) == 1

@@ -302,10 +302,13 @@ def test_unfinished_parts_are_not_published(hub: Hub, client: Path, tmp_path: Pa
 @pytest.mark.parametrize("name", ["half of it", "größe", "half.", "a" * 101, "-x", "\x1b[2Jx"])
 def test_names_that_others_cannot_have_are_not_published(hub: Hub, client: Path, tmp_path: Path, name: str) -> None:
     bank = Bank.create(tmp_path / "bank", rows(0, N), rows(100, M))
-    directory = bank.directory / name
-    bank.add_part("plain", random_subsets(N, 4))
-    bank.build("plain", outputs)
-    os.rename(bank.directory / "plain", directory)
+    if name.isprintable():
+        bank.add_part(name, random_subsets(N, 4))
+        bank.build(name, outputs)
+    else:
+        bank.add_part("plain", random_subsets(N, 4))
+        bank.build("plain", outputs)
+        os.rename(bank.directory / "plain", bank.directory / name)
     with pytest.raises(ValueError, match=r"Expected letters, digits and|control character"):
         push_bank(bank, "tester/bank", token=TOKEN)
     assert hub.log == []
@@ -401,7 +404,7 @@ def again(files: Files, name: str) -> Files:
     """Add a copy of a part that says that it repeats it."""
     copies = {path.replace(f"{name}/", "again/"): data for path, data in files.items() if path.startswith(f"{name}/")}
     names = json.loads(files["parts.json"])["parts"]
-    return repart(parts({**files, **copies}, *names, "again"), "again", repeat_of=name, removal=None)
+    return repart(parts({**files, **copies}, *names, "again"), "again", name="again", repeat_of=name, removal=None)
 
 
 def without(files: Files, *names: str) -> Files:
@@ -499,6 +502,7 @@ BAD: dict[str, tuple[Callable[[Files], Files], str]] = {
     "a description without its bank": (lambda f: repart(f, "half", bank=...), "of another type"),
     "a repeat of a list": (lambda f: repart(f, "half-again", repeat_of=["half"]), "of another type"),
     "removals that are a text": (lambda f: repart(f, "removed", removal="x"), "of another type"),
+    "a part of another name": (lambda f: repart(f, "half", name="removed"), "is that of the part 'removed'"),
     "a repeat of other subsets": (lambda f: repart(f, "removed", repeat_of="half", removal=None), "does not repeat"),
     "a repeat of a part with repeats": (lambda f: again(f, "removed"), "does not repeat subsets of 'removed'"),
     # JSON

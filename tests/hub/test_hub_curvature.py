@@ -467,6 +467,9 @@ BAD: dict[str, tuple[Callable[[Files], Files], str]] = {
     "a block twice": (record(twice), "leave out some parameters, or have some twice"),
     "fewer counts": (record(lambda r: r["counts"].pop()), "not one for each of"),
     "count below 0": (record(lambda r: r["counts"].__setitem__(0, -3)), "not one for each of"),
+    "no scale": (record(lambda r: r.pop("scale")), "its scale is None, not a finite number"),
+    "an infinite scale": (record(lambda r: r.update(scale=1e999)), "its scale is inf|not valid JSON"),
+    "a scale below 0": (record(lambda r: r.update(scale=-1.0)), "its scale is -1.0, not"),
     "another number of rows": (record(lambda r: r.update(rows=10)), "its number of rows is 10, and in its identity 9"),
     # tensors
     "missing file": (without(BLOCK), "block-00001.*it is missing, although the manifest lists it"),
@@ -483,7 +486,8 @@ BAD: dict[str, tuple[Callable[[Files], Files], str]] = {
         lambda files: listed({**files, BLOCK: files[BLOCK.replace("/0/", "/1/")]}), "belongs to another run"
     ),
     "another block of the same curvature": (
-        lambda files: listed({**files, BLOCK: files[BLOCK.replace("00001", "00000")]}), "expected|the manifest says"
+        lambda files: listed({**files, BLOCK: files[BLOCK.replace("00001", "00000")]}),
+        r"it belongs to another run \(part: saved \"0: layers.0.weight\", given \"1: layers.1.weight\"\)",
     ),
     "tensors of another edition": (
         lambda files: with_values(files, BLOCK, consistent=False, eigenvalues=torch.ones(SIZE, SIZE + 1)),
@@ -576,6 +580,7 @@ def checked(kronecker: list[KroneckerBlock], diagonal: list[DiagonalBlock], shap
         "blocks": CurvatureBlocks(tuple(kronecker), tuple(diagonal)).to_json(),
         "counts": [1] * len(kronecker),
         "rows": 9,
+        "scale": 1.0,
         "checksum": "",
     }
     store: Any = SimpleNamespace(config={"parameters": parameters})

@@ -1,0 +1,214 @@
+"""The replay of a recorded run: from a question to scores of all training rows.
+
+<output_dir>/experiments/<name>/replay-<digest>/targets-<first>-<last>/     see `trajectory.sweep`
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor
+
+from hf_trak.data.rows import batch_rows, row_count
+from hf_trak.errors import CheckpointMismatchError, HfTrakError
+from hf_trak.featurize.exact import ExactScores
+from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.question import Question
+from hf_trak.methods import Replay
+from hf_trak.modelout_functions.base import BatchedModelOutput
+from hf_trak.runtime.sharding import is_sharded
+from hf_trak.scores.scored_dataset import ScoreBlock
+from hf_trak.scores.scorer import PlannedScores
+from hf_trak.store.sealed import content_digest
+from hf_trak.trajectory.guards import warnings_of
+from hf_trak.trajectory.passes import StepPasses
+from hf_trak.trajectory.record import RunRecord, trained_weights
+from hf_trak.trajectory.states import RunPath
+from hf_trak.trajectory.sweep import BackwardSweep, SweepOptions, SweepResult
+
+logger = logging.getLogger(__name__)
+
+REPLAY_VERSION = 1
+"""Raised whenever the same record gives other scores. It is part of the identity of replayed scores."""
+
+COTANGENT_COPIES = 8
+"""Numbers for each parameter and target that a sweep holds: derivatives of weights and moments, and what is made of
+them in a step."""
+
+
+class RunReplay:
+    """Replays the recorded run of a model. All processes call [`plan`] together; the main process computes."""
+
+    def __init__(self, model: FeaturizedModel, method: Replay) -> None:
+        """
+        Args:
+            model: the model after the run, its training rows and its store.
+            method: the options.
+
+        Raises:
+            HfTrakError: the model is divided over processes, rows come at random, or the task has no loss.
+            IncompleteStoreError: there is no record.
+            StoreError: it is damaged.
+        """
+        if is_sharded(model.model):
+            raise HfTrakError(
+                "The parameters of the model are divided over processes. Expected a whole model, whose run can be "
+                "followed back. Load the model unsharded."
+            )
+        self.model, self.method = model, method
+        self.record = RunRecord.open(Path(model.args.output_dir) / "trajectory" / method.name)
+        task = ExactScores(model).train_task
+        if task is model.task or not isinstance(task, BatchedModelOutput):
+            raise HfTrakError(
+                f"The task {type(model.task).__name__} has no loss of single rows. Expected a task whose loss is what "
+                "the model was trained on. Name it in `task`."
+            )
+        self.task = task
+        if model.featurizer(task).batches(model.train_dataset).drawn:
+            raise HfTrakError(
+                "Training rows come out of the dataset or the collator at random. Expected the rows that the run "
+                "trained on. Set the augmentation or masking aside, or use `of='recipe'`."
+            )
+
+    def plan(self, question: Question) -> PlannedScores:
+        """Compute the scores of all training rows for the targets of a question.
+
+        Args:
+            question: what is asked.
+
+        Raises:
+            CheckpointMismatchError: the model does not have the last weights of the run.
+            HfTrakError: the training rows or their loss are not those of the run.
+            StoreError: a file is missing or damaged.
+        """
+        identity = self._identity(question)
+        digest = content_digest(identity)[:12]
+        directory = self.model.store.experiment_dir(question.name) / f"replay-{digest}"
+        self.model.processes.broadcast_from_main(lambda: self._compute(question, directory, digest))
+        results = self._results(question, directory, digest)
+        return PlannedScores(identity, self._blocks(question, results))
+
+    def _identity(self, question: Question) -> dict[str, Any]:
+        method, store = self.method, self.model.store
+        return {
+            "collation": question.collation,
+            "config": store.config_hash,
+            "groups": question.tag,
+            "form": method.products,
+            "record": self.record.digest,
+            "replay": REPLAY_VERSION,
+            "seed": self.model.args.seed,
+            "share": method.share,
+            "smoothing": method.smoothing,
+            "states": [self.record.checksum(step) for step in self.record.states()],
+            "targets": question.fingerprint,
+        }
+
+    def _parts(self, m: int) -> list[range]:
+        """Divide targets into groups whose derivatives fit into memory together."""
+        size = self.record.layout.total * self.record.dtype.itemsize * COTANGENT_COPIES
+        together = max(1, int(self.model.args.curvature.memory * 2**30) // size)
+        return [range(first, min(first + together, m)) for first in range(0, m, together)]
+
+    def _sweeps(self, question: Question, directory: Path, digest: str, passes: StepPasses | None) -> list[Any]:
+        path = RunPath.of_record(self.record, self.model.device)
+        method, n = self.method, row_count(self.model.train_dataset, "train_dataset")
+        options = SweepOptions(method.smoothing, method.share, method.products, self.model.args.seed)
+        return [
+            (
+                part,
+                BackwardSweep(
+                    path,
+                    passes,
+                    options,
+                    directory / f"targets-{part.start:06d}-{part.stop:06d}",
+                    {"replay": digest, "first": part.start},
+                    n,
+                ),
+            )
+            for part in self._parts(question.m)
+        ]
+
+    def _results(self, question: Question, directory: Path, digest: str) -> list[SweepResult]:
+        return [one.result(len(part)) for part, one in self._sweeps(question, directory, digest, None)]
+
+    def _compute(self, question: Question, directory: Path, digest: str) -> None:
+        """Make the sweeps that are not made yet. In the main process."""
+        sweeps = self._sweeps(question, directory, digest, None)
+        if all(one.result_path.exists() for _, one in sweeps):
+            return
+        model, (model_id, *_) = self.model, question.ids
+        source = {**model.sources, **question.sources}.get(model_id)
+        with model.weights(model_id, source, register=model_id not in model.store.model_ids):
+            own = dict(model.model.named_parameters())
+            last = trained_weights(own, self.record.layout)
+            self._check_weights(sweeps[0][1].path, last)
+            featurizer = model.featurizer(self.task)
+            featurizer.prepare_task(model_id, model.args.batch_size)
+            batches = featurizer.batches(model.train_dataset)
+
+            def collated(cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
+                for rows in cuts:
+                    batch = send_to_device(batches.collated(list(rows)), model.device)
+                    yield list(rows), featurizer.in_dtype_of_model(batch)
+
+            described = self.record.description
+            passes = StepPasses(
+                model.model,
+                self.task,
+                model.layout,
+                featurizer.computer(),
+                collated,
+                described["processes"],
+                described["across_devices"],
+            )
+            targets = self._targets(question, passes)
+            try:
+                for part, sweep in sweeps:
+                    sweep.passes = passes
+                    what = f"{question.name}, replay of targets {part.start} to {part.stop - 1}"
+                    found = sweep.run(targets[part.start : part.stop], what)
+                    for text in warnings_of(found, sweep.path, self.method):
+                        logger.warning("%s", text)
+            finally:
+                passes.put(last.to(model.device))
+
+    def _check_weights(self, path: RunPath, last: Tensor) -> None:
+        """Compare parameters and weights of the model with those at the end of the run."""
+        if self.record.layout != self.model.layout:
+            raise HfTrakError(
+                f"The run trained {self.record.layout.total:,} parameters in {len(self.record.layout.slots)} tensors, "
+                f"and {self.model.layout.total:,} in {len(self.model.layout.slots)} are attributed. Expected the same "
+                "ones. Leave `grad_wrt` out, and give the model of the run."
+            )
+        if not torch.equal(path.weights(len(path.steps)).cpu(), last):
+            raise CheckpointMismatchError(
+                "The model does not have the weights that the recorded run ended with. Expected them, since "
+                "the run is followed back from them. Load the last checkpoint (`load_best_model_at_end` loads another "
+                "one), or name the record of this model's run in `Replay(name=...)`."
+            )
+
+    def _targets(self, question: Question, passes: StepPasses) -> Tensor:
+        """Compute the gradients of the targets, or their means over groups, by the last weights: `(m, P)`."""
+        model, rows = self.model, question.eval_dataset
+        featurizer = model.featurizer(self.task)
+        batches = featurizer.batches(rows, "target")
+
+        def parts() -> Iterator[tuple[int, Tensor]]:
+            for cut in batch_rows(0, len(rows), model.args.batch_size):
+                batch = featurizer.in_dtype_of_model(send_to_device(batches.collated(list(cut)), model.device))
+                yield cut.start, passes.gradients(batch, len(cut), "target")[0].cpu()
+
+        if question.groups is not None:
+            return question.groups.means(parts())
+        return torch.cat([found for _, found in parts()])
+
+    def _blocks(self, question: Question, results: Sequence[SweepResult]) -> Iterator[ScoreBlock]:
+        """Yield the scores in blocks of training rows."""
+        size, n = self.model.store.config["shard_size"], len(results[0].scores)
+        for first in range(0, n, size):
+            last = min(first + size, n)
+            yield first, last, torch.cat([one.scores[first:last] for one in results], 1).float()
