@@ -39,7 +39,9 @@ from hf_trak.featurize.search import SearchIndex, build_search
 from hf_trak.featurize.whitening import featurized_model
 from hf_trak.methods import Exact, Index, Method, Replay, Rerank, check_best_rows, checked_method, method_of_all_rows
 from hf_trak.modelout_functions import AbstractModelOutput
+from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.report.notebook import LastResult
+from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import is_int
 from hf_trak.runtime.progress import log_on_interrupt
 from hf_trak.scores.groups import ALL, GroupBy, RowGroups
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from hf_trak.report.notebook import TargetDisplay
 
 
+@named_arguments
 class TrakAttributor:
     """Find the training examples that made a model do what it did, with TRAK (arXiv 2303.14186).
 
@@ -495,7 +498,7 @@ class TrakAttributor:
             CheckpointMismatchError: the weights at hand are not those of the features.
             ValueError: `top_k`, `name`, `per` or `method` is out of range, they do not go together, the dataset is
                 empty, or `checkpoints` are not as many as the model ids.
-            TypeError: `per_token` is set, and the task has one label per sample.
+            TypeError: `per_token` or `part` is set, and the task has one label per sample, or `part` is no `Span`.
             SingularGramError: the ridge is too small for these features.
         """
         if per not in ("target", "train"):
@@ -505,6 +508,12 @@ class TrakAttributor:
         chosen = checked_method(method)
         check_best_rows(chosen, top_k, per)
         if part is not None:
+            if not isinstance(part, Span) or not isinstance(self.task, AggregatedModelOutput):
+                raise TypeError(
+                    f"`part` is {part!r}, and the task is {type(self.task).__name__}. Expected a `Span`, such as "
+                    "`Span(words='barn')`, and a task with several labels per row, such as 'causal_lm'. Leave `part` "
+                    "out, or correct it."
+                )
             ready = attribute_of(self.features.data_collator, "ready")
             eval_dataset = part.of(eval_dataset, self.features.processing_class, ready)
         with log_on_interrupt(
@@ -777,7 +786,7 @@ class TrakAttributor:
         Raises:
             TypeError: the dataset has a transform or is no `datasets.Dataset`, or the task has no prediction that
                 could be a label.
-            ValueError: there are arguments of `generate` for a classifier, or nothing is generated.
+            ValueError: there are arguments of `generate` for a classifier, or unknown ones, or an answer is empty.
         """
         return predicted_rows(self.features, dataset, generation)
 
@@ -835,6 +844,7 @@ class TrakAttributor:
             gaps. The original attributor is unchanged, and its store is needed as long as the new one is used.
 
         Raises:
+            TypeError: `rows` is a single number.
             ValueError: a row number is out of range, or no row is left.
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             HfTrakError: the task's features depend on the training dataset as a whole (CLIP).

@@ -206,7 +206,7 @@ def _check_fast_jl() -> None:
         import fast_jl
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "fast_jl is not installed. It needs a GPU and the CUDA toolkit: `pip install 'hf_trak[fast-jl]'`. Nothing "
+            "fast_jl is not installed. It needs a GPU and the CUDA toolkit: `pip install fast-jl`. Nothing "
             "else in hf_trak needs it: check the installation with `test_install(use_fast_jl=False)`.",
             name="fast_jl",
         ) from error

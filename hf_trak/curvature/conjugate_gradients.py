@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_trak.curvature.curvature import Curvature, damping_of, inverse
 from hf_trak.gradient_computers.gauss_newton import ProductForm
+from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import checked_int
 
 Reason = Literal["running", "tolerance", "steps", "stagnation", "negative curvature", "zero gradient"]
@@ -204,6 +205,7 @@ curvature between layers, too, and so many more directions that a sample of rows
 DEFAULT_TOLERANCE = 0.05
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Refinement:
     """The settings of refined targets: the system (C + D) x = g and how far it is solved.

@@ -62,9 +62,7 @@ def scipy_stats() -> Any:
     try:
         import scipy.stats
     except ImportError as error:
-        raise ImportError(
-            "`hf_trak.evaluation` needs scipy. Install it with `pip install hf_trak[evaluation]`."
-        ) from error
+        raise ImportError("`hf_trak.evaluation` needs scipy. Install it with `pip install scipy`.") from error
     return scipy.stats
 
 

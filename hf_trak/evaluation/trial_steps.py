@@ -305,7 +305,7 @@ def bm25_scores(documents: Sequence[Sequence[str]], query: Sequence[str]) -> np.
         bm25s: Any = importlib.import_module("bm25s")
     except ImportError as error:
         raise ImportError(
-            "`similar` is 'bm25', which needs the package `bm25s`. Install it with `pip install hf_trak[text]`, or "
+            "`similar` is 'bm25', which needs the package `bm25s`. Install it with `pip install bm25s`, or "
             "set `similar='embeddings'`."
         ) from error
     index = bm25s.BM25()

@@ -735,11 +735,11 @@ class _SamplePerRow:
 
     def __call__(self, start: int, block: Tensor) -> None:
         self._check(block.shape[0])
-        self.sink(start, block)
+        self.sink(start, _at_most_float32(block))
 
     def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
         self._check(left.shape[0])
-        self.sink.add_outer(start, left, right)
+        self.sink.add_outer(start, _at_most_float32(left), _at_most_float32(right))
 
     def _check(self, samples: int) -> None:
         if samples != self.rows:
@@ -747,6 +747,11 @@ class _SamplePerRow:
                 f"The collator made a batch of {samples} samples from {self.rows} rows. Expected one sample per row, "
                 "since scores are kept by row. Use a collator that neither drops nor adds samples."
             )
+
+
+def _at_most_float32(block: Tensor) -> Tensor:
+    """Round gradients of a float64 model to the dtype in which features are summed."""
+    return block.float() if block.dtype == torch.float64 else block
 
 
 def _progress(shards: ShardSet, wanted: range, description: str) -> str:

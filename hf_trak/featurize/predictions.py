@@ -1,13 +1,15 @@
 """Rows with the model's own predictions in place of labels: what made the model say this, right or wrong?"""
 
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hf_trak.data.batch_limits import BatchLimits
 from hf_trak.data.columns import is_text
@@ -39,7 +41,7 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
 
     Raises:
         TypeError: the dataset is no `datasets.Dataset`, or the task has no prediction that could be a label.
-        ValueError: there are arguments of `generate` for a classifier, or an answer is empty.
+        ValueError: there are arguments of `generate` for a classifier, or unknown ones, or an answer is empty.
     """
     row_count(dataset, "dataset")
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
@@ -94,6 +96,7 @@ def _with_some_label(dataset: Dataset) -> Dataset:
 def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str, Any]) -> Dataset:
     """Generate what the model writes after each prompt. Prompts go one at a time, so that none is padded."""
     causal = isinstance(model.task, CausalLMModelOutput)
+    _check_options(generation, model.model)
     if "images" in dataset.column_names and "prompt" in dataset.column_names and causal:
         return _answers_to_images(model, dataset, generation)
     made, positions = list[dict[str, Any]](), BatchLimits.of(model.model).positions
@@ -111,6 +114,22 @@ def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str
     tokens = [name for name in dataset.column_names if _is_per_token(dataset, name)]
     kept = dataset.remove_columns(list(dict.fromkeys([*replaced, *tokens])))
     return _beside(kept, Dataset.from_list(made))
+
+
+def _check_options(generation: Mapping[str, Any], model: Any) -> None:
+    """Refuse options that neither `generate` nor the model has."""
+    known = {
+        *GenerationConfig().to_dict(),
+        *signature(model.generate).parameters,
+        *signature(model.forward).parameters,
+    }
+    if unknown := [name for name in generation if name not in known]:
+        near = get_close_matches(unknown[0], known, n=1)
+        hint = f" (did you mean `{near[0]}`?)" if near else ""
+        raise ValueError(
+            f"`generate` has no option `{unknown[0]}`{hint}. Expected fields of `transformers.GenerationConfig`, such "
+            "as `max_new_tokens`. Correct the name."
+        )
 
 
 def _prompts(model: FeaturizedModel, dataset: Dataset, causal: bool) -> Iterator[Tensor]:
@@ -204,7 +223,8 @@ def _check_length(row: int, tokens: int, new_tokens: Any, positions: int | None)
     if positions is not None and isinstance(new_tokens, int) and tokens + new_tokens > positions:
         raise ValueError(
             f"Row {row} has a prompt of {tokens} tokens, and `max_new_tokens` is {new_tokens}. The model has "
-            f"{positions} positions. Ask for at most {max(0, positions - tokens)} new tokens, or shorten the row."
+            f"{positions} positions. Expected room for all tokens. Ask for at most "
+            f"{max(0, positions - tokens)} new tokens, or shorten the row."
         )
 
 

@@ -417,6 +417,6 @@ def _fast_jl() -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "fast_jl is not installed. It needs the CUDA toolkit to build (before 13, or with TORCH_CUDA_ARCH_LIST "
-            "set for the GPU): `pip install 'hf_trak[fast-jl]'`. `CudaProjector` needs neither.",
+            "set for the GPU): `pip install fast-jl`. `CudaProjector` needs neither.",
             name="fast_jl",
         ) from error

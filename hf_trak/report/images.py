@@ -175,7 +175,7 @@ def pillow() -> Any:
         from PIL import Image
     except ImportError as error:
         raise ImportError(
-            "Images in a report need pillow, which is not installed. Install it with `pip install 'hf_trak[report]'`."
+            "Images in a report need pillow, which is not installed. Install it with `pip install pillow`."
         ) from error
     return Image
 

@@ -14,6 +14,7 @@ from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.page import target_page
 from hf_trak.report.run import AttributionRun, top_k_range
 from hf_trak.report.views import RunViews
+from hf_trak.runtime.arguments import explained
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 
@@ -98,6 +99,7 @@ class TargetDisplay:
         return self.text
 
 
+@explained
 def show_target(
     attributor: FeaturizedModel,
     scored: Dataset,

@@ -20,6 +20,7 @@ import numpy as np
 from hf_trak.report.content import visible
 from hf_trak.report.run import AttributionRun
 from hf_trak.report.views import RunViews, TargetView, number, signed
+from hf_trak.runtime.arguments import named_arguments
 from hf_trak.store.atomic import atomic_path
 from hf_trak.version import __version__
 
@@ -43,6 +44,7 @@ _FACT_NAMES = {
 }
 
 
+@named_arguments
 @dataclass(frozen=True)
 class ReportOptions:
     """Options of a report. Columns that are not given are inferred from the features and the first row.
@@ -226,7 +228,7 @@ def _environment() -> "Environment":
         from jinja2 import DictLoader, Environment, StrictUndefined
     except ImportError as error:
         raise ImportError(
-            "The report is made with jinja2, which is not installed. Install it with `pip install 'hf_trak[report]'`."
+            "The report is made with jinja2, which is not installed. Install it with `pip install jinja2`."
         ) from error
     names = ("base.html.jinja", "report.html.jinja", "target.html.jinja", "parts.html.jinja")
     return Environment(

@@ -34,7 +34,14 @@ def ridge_lambda(trace: float, n: int, k: int, lambda_relative: float) -> float:
 
     Raises:
         NonFiniteError: the trace is not finite.
+        SingularGramError: the trace is 0.
     """
+    if trace == 0:
+        raise SingularGramError(
+            "All features of all training rows are 0: the outputs do not depend on the attributed parameters, as they "
+            "do not on an adapter that was merged. Expected parameters that take part in the output. Name such in "
+            "`grad_wrt`, or attribute the model as it was trained, before merging."
+        )
     if not math.isfinite(trace):
         raise NonFiniteError(
             f"The trace of XᵀX is {trace}, so some feature is NaN or infinite. Expected finite features. Featurize "

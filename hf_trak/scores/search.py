@@ -154,7 +154,7 @@ def _faiss() -> Any:
         import faiss
     except ImportError as error:
         raise ImportError(
-            "Interactive search needs FAISS, which is not installed. Install it with `pip install hf_trak[search]`, "
+            "Interactive search needs FAISS, which is not installed. Install it with `pip install faiss-cpu`, "
             "or use `attribute`, which needs none."
         ) from error
     return faiss

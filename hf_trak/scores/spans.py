@@ -25,10 +25,12 @@ from hf_trak.data.rows import RowBatches
 from hf_trak.data.said import PREDICTED, Range, decoded, places, said_column, said_in
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput
+from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import is_int
 from hf_trak.scores.scored_dataset import HARMFUL_TOKEN_SCORES, TOKEN_POSITIONS, TOKEN_SCORES
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Span:
     """A part of every target, such as one word of an answer: what `attribute(part=...)` takes.
@@ -150,7 +152,7 @@ def single_labels(task: AbstractModelOutput, batches: RowBatches, dataset: Datas
     if not isinstance(task, AggregatedModelOutput):
         raise TypeError(
             f"The task is a {type(task).__name__}, which has one label per sample. Expected one that aggregates over "
-            "labels, such as 'causal_lm' or 'token_classification'. Use `attribute`."
+            "labels, such as 'causal_lm' or 'token_classification'. Leave `per_token` out."
         )
     columns: dict[str, list[Any]] = {"trak_target": [], "trak_position": [], TARGET_WEIGHTS: []}
     for target, weights in enumerate(label_weights(task, batches, dataset)):

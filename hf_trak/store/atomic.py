@@ -51,7 +51,7 @@ def safe_name(name: str, what: str = "name") -> str:
             `MAX_NAME_BYTES` bytes.
     """
     if not isinstance(name, str):
-        raise TypeError(f"`{what}` is {name!r} of type {type(name).__name__}; expected a string.")
+        raise TypeError(f"`{what}` is {name!r} ({type(name).__name__}). Expected a string. Give a name.")
     problem = None
     if not name.strip():
         problem = "it is empty"

@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -174,9 +175,17 @@ def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
         return _read_directory(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"The checkpoint {str(path)!r} does not exist. Expected a file or a checkpoint directory."
+            f"The checkpoint {str(path)!r} does not exist. Expected a file or a checkpoint directory. {_beside(path)}"
         )
     return _read_file(path)
+
+
+def _beside(path: Path) -> str:
+    """Say which checkpoints are where one is missing."""
+    there = path.parent.iterdir() if path.parent.is_dir() else ()
+    found = sorted(one.name for one in there if one.is_dir() or one.suffix in FILE_SUFFIXES)
+    nearest = get_close_matches(path.name, found, n=3) or found[:10]
+    return f"Beside it are {nearest}." if nearest else f"There is no checkpoint in {str(path.parent)!r} either."
 
 
 def _read_directory(path: Path) -> dict[str, Tensor]:
