@@ -35,10 +35,10 @@ _NEGLIGIBLE = 1e-7
 """Eigenvalues below this part of the largest are rounding. Without damping, they have no inverse."""
 
 
-NOISE = 1e-12
+NOISE = 1e-10
 
-"""Mean Λ of a block, relative to the largest of the model, below which rounding explains it: in float32, gradients
-that are zero come out at 1e-15. Those of adapters after one small step had 1e-8."""
+"""Mean Λ of a block, relative to the largest of the model, below which rounding explains it. In float32, gradients
+that are zero came out at 1e-15 to 1e-13; those of LoRA's A after one step of AdamW with the rate 1e-6 had 8e-10."""
 
 
 _LARGEST = 1e30

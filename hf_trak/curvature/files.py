@@ -10,7 +10,7 @@ All files are written atomically, checked against a checksum when they are read,
 That of a block names its number and its parameter, since another block may have the same shape.
 """
 
-import shutil
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from hf_trak.curvature.blocks import CurvatureBlocks
 from hf_trak.curvature.curvature import Curvature, KroneckerValues
 from hf_trak.errors import ConfigMismatchError, StoreError
 from hf_trak.store.atomic import differing, remove_stale_temporaries
+from hf_trak.store.lease import Lease
 from hf_trak.store.sealed import content_digest, read_sealed, unsealed, write_sealed
 from hf_trak.store.shards import Finding, Identity, TensorSpec, read_header, read_tensors, write_tensors
 
@@ -83,6 +84,7 @@ class CurvatureFiles:
         self.identity = dict(identity)
         self.digest = content_digest(self.identity)
         self._own = {"curvature": self.digest}
+        self._lease: Lease | None = None
 
     # -- the finished curvature --------------------------------------------------------------------------------------
 
@@ -113,15 +115,15 @@ class CurvatureFiles:
         """
         if self.saved() is None:
             return False
-        if self.progress.exists():
-            shutil.rmtree(self.progress, ignore_errors=True)
+        if self.progress.exists() and os.access(self.progress, os.W_OK):
+            Lease(self.progress).end(remove=True)
         return True
 
     def write(self, blocks: CurvatureBlocks, rows: int, statistics: Mapping[str, Any]) -> None:
-        """Write the record, which makes the curvature complete, and remove what only a resumed fit needs."""
+        """Write the record, which makes the curvature complete, and remove what only an unfinished fit needs."""
         content = {"identity": self.identity, "blocks": blocks.to_json(), "rows": rows, **statistics}
         write_sealed(self.directory / CURVATURE_FILE, content)
-        shutil.rmtree(self.progress, ignore_errors=True)
+        self.release(remove=True)
 
     def read(
         self, chosen: Callable[[CurvatureBlocks], tuple[Collection[int], Collection[int]]] | None = None
@@ -195,15 +197,28 @@ class CurvatureFiles:
         return self.directory / "progress"
 
     def prepare(self) -> None:
-        """Remove what dead processes and fits of another identity have left."""
-        path = self.progress / "identity.json"
+        """Begin, or go on. Remove what dead processes and fits of another identity have left.
+
+        Raises:
+            StoreError: a fit of another identity is running.
+        """
+        path, self._lease = self.progress / "identity.json", Lease(self.progress)
         if path.exists() and read_sealed(path, _REMEDY).get("digest") != self.digest:
-            shutil.rmtree(self.progress)
-        self.progress.mkdir(parents=True, exist_ok=True)
+            if not self.release(remove=True):
+                raise StoreError(
+                    f"A fit with other settings is running in {self.directory}. Expected one at a time. Wait for it, "
+                    "or use another output directory."
+                )
+            self._lease = Lease(self.progress)
         remove_stale_temporaries(self.progress)
         remove_stale_temporaries(self.directory)
         if not path.exists():
             write_sealed(path, {"digest": self.digest})
+
+    def release(self, remove: bool = False) -> bool:
+        """End the use of the directory of unfinished work, see [`Lease.end`]."""
+        lease, self._lease = self._lease, None
+        return lease is not None and lease.end(remove)
 
     def read_blocks(self) -> CurvatureBlocks | None:
         """Read the division that the fit has come to so far."""

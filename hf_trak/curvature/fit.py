@@ -30,7 +30,7 @@ from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.curvature.observation import BatchObserver, Observation, divide, eigenbasis, even_in_null_spaces
 from hf_trak.curvature.owner_maps import BlockOwners, ExchangingSink
 from hf_trak.curvature.sums import BasisSums, SquareSums, sides
-from hf_trak.errors import NonFiniteError
+from hf_trak.errors import NonFiniteError, StoreError
 from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.gradient_computers.base import SplitBatch
 from hf_trak.gradient_computers.layout import ParameterLayout
@@ -121,8 +121,11 @@ class CurvatureFit:
             PeerProcessError: another process failed or died.
         """
         if not self.processes.broadcast_from_main(self.files.finished):
-            self.processes.broadcast_from_main(self.files.prepare)
-            self._conclude(self._passes())
+            try:
+                self.processes.broadcast_from_main(self.files.prepare)
+                self._conclude(self._passes())
+            finally:
+                self.files.release()
         with self.processes.all_or_none():
             return self.files.read(chosen)
 
@@ -376,7 +379,13 @@ class CurvatureFit:
         total = torch.zeros(shape, dtype=torch.float64)
         specs = {name: TensorSpec(shape, (torch.float32, torch.float64))}
         for part in range(parts):
-            for path in self.files.sums_paths(stage, blocks, part):
+            paths = self.files.sums_paths(stage, blocks, part)
+            if not paths:
+                raise StoreError(
+                    f"The sums of part {part} of a fit have vanished from {self.files.progress}. Expected all parts. "
+                    "Run the same command again; only what is missing is computed."
+                )
+            for path in paths:
                 if name in self.files.read_extra(path)["names"]:
                     total += self.files.read_sums(path, specs)[name]
         return total

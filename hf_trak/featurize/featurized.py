@@ -389,7 +389,6 @@ class FeaturizedModel:
             with self.weights(model_id, source, register=True):
                 description = f"train rows, checkpoint {model_id}"
                 shards = self.store.train(model_id)
-                new = len(self.processes.broadcast_from_main(shards.unwritten)) > 0
                 stored = StoredRows.find(shards, self.train_dataset, "train")
                 self.featurizer(projector=self.feature_map(model_id)).fill(
                     shards, self.train_dataset, model_id, "train", description, part, stored
@@ -399,12 +398,11 @@ class FeaturizedModel:
                 logger.info("%s: %d shards of other parts are not there yet.", description, left)
             else:
                 self.scorer.prepare(model_id)
-                if new:
-                    self.check_features(model_id)
+                self.check_features(model_id)
         return self
 
     def check_features(self, model_id: int) -> float:
-        """Look at the features of a checkpoint, which have just become complete. Plain ones are as they should be.
+        """Look at the features of a checkpoint once they are complete. Plain ones are as they should be.
 
         Args:
             model_id: the checkpoint.

@@ -98,7 +98,6 @@ class ScoreFiles:
         One process alone writes its transposed blocks to their places in the file. Of several, each writes them to a
         scratch file, from which all processes then read the targets that they write.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
         if self.processes.num_processes == 1:
             return self._filled(blocks)
         with temporary_file(self.directory) as scratch:

@@ -277,7 +277,7 @@ def remove_stale_temporaries(directory: Path) -> None:
         match = TEMPORARY.fullmatch(entry.name)
         if match is None or match["host"] != host_name() or is_alive(int(match["pid"])):
             continue
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # gone by now, or not ours to remove
             if entry.is_file() and time.time() - entry.stat().st_mtime > _STALE_SECONDS:
                 entry.unlink()
                 logger.info("Removed %s, left behind by a process that died.", entry)
@@ -397,11 +397,11 @@ class Leftover:
         return (self.alive is False and self.age > DAY / 24) or self.age > 7 * DAY
 
     def remove(self) -> bool:
-        """Remove it, and return whether it is gone. Another process may have removed it first."""
+        """Remove it, and return whether it is gone: removed by another process, say. It may not be ours to remove."""
         if self.path.is_dir() and not self.path.is_symlink():
             shutil.rmtree(self.path, ignore_errors=True)
         else:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 self.path.unlink()
         return not os.path.lexists(self.path)
 

@@ -350,7 +350,7 @@ def test_a_public_repo_is_not_written_to_as_private(hub: Hub, client: Path, tmp_
 # -- banks of malicious publishers -----------------------------------------------------------------------------------
 
 
-def edited(files: Files, name: str, **changes: Any) -> Files:
+def edited(files: Files, name: str, /, **changes: Any) -> Files:
     """Change a JSON file and its checksum with it, as an attacker can; `...` removes a key."""
     content = json.loads(files[name])
     content.update(changes)
@@ -368,7 +368,7 @@ def rebuilt(files: Files, **changes: Any) -> Files:
     return edited(files, "parts.json", bank=bank)
 
 
-def repart(files: Files, name: str, **changes: Any) -> Files:
+def repart(files: Files, name: str, /, **changes: Any) -> Files:
     """Change a part's description, and make its tensors belong to it."""
     files = edited(files, f"{name}/retraining.json", **changes)
     for kind in ("subsets", "outputs"):
