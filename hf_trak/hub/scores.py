@@ -53,7 +53,7 @@ def push_scores(
     per: Literal["target", "train"] = "target",
     config_name: str = "default",
     split: str | None = None,
-    private: bool | None = None,
+    private: bool = True,
     token: str | None = None,
     revision: str | None = None,
     index: str | None = None,
@@ -76,8 +76,8 @@ def push_scores(
             Configuration of the dataset, as in `datasets.Dataset.push_to_hub`.
         split (`str`, *optional*):
             Split of the dataset, as in `datasets.Dataset.push_to_hub`.
-        private (`bool`, *optional*):
-            Visibility of a repo that is created. By default the Hub decides. `True` with a public repo is refused.
+        private (`bool`, *optional*, defaults to `True`):
+            Create a private repo, and refuse a public one. `False` creates a public repo.
         token (`str`, *optional*):
             As in `huggingface_hub`; needs the right to write.
         revision (`str`, *optional*):
