@@ -896,7 +896,7 @@ class TrakAttributor:
         self,
         repo_id: str,
         *,
-        private: bool | None = None,
+        private: bool = True,
         token: str | bool | None = None,
         revision: str | None = None,
         create_pr: bool = False,
@@ -911,8 +911,8 @@ class TrakAttributor:
         Args:
             repo_id (`str`):
                 The dataset repo, created if need be.
-            private (`bool`, *optional*):
-                Visibility of a new repo. `True` with a public one is refused.
+            private (`bool`, *optional*, defaults to `True`):
+                Create a private repo, and refuse a public one. `False` creates a public repo.
             token (`str` or `bool`, *optional*):
                 As in `huggingface_hub`. It is passed on and never written anywhere.
             revision (`str`, *optional*):
@@ -928,6 +928,7 @@ class TrakAttributor:
             `huggingface_hub.CommitInfo`: the commit.
 
         Raises:
+            ValueError: `repo_id` is a directory (use [`~TrakAttributor.save_pretrained`]), or a public repo.
             HfTrakError: the attributor came from `exclude` or `extend`.
             IncompleteStoreError: features are missing.
             HubAccessError: the repo cannot be written to, or the connection broke; the same call goes on.

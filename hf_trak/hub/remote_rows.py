@@ -22,10 +22,11 @@ from datasets.table import table_cast
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import RevisionNotFoundError
 
-from hf_trak.errors import ConfigMismatchError, HubAccessError
+from hf_trak.errors import ConfigMismatchError, HubAccessError, RefusedIndexError, StoreError
 from hf_trak.hub.access import access_errors, hub_api
 from hf_trak.hub.files import download_range
 from hf_trak.hub.names import checked_repo
+from hf_trak.hub.parquet_groups import read_group
 from hf_trak.hub.safe_loading import load_dataset_builder
 from hf_trak.identity.row_digest import RowContents
 from hf_trak.runtime.progress import RowProgress
@@ -94,11 +95,6 @@ logger = logging.getLogger(__name__)
 _THREADS = 8
 
 """Requests at a time: a row group is small, and most of the time of a request is that of its way."""
-
-
-_MAX_GROUP_BYTES = 4 << 30
-
-"""Maximum bytes of a row group when it is decoded, by its own account. Those that `datasets` writes have megabytes."""
 
 
 @dataclass(frozen=True)
@@ -232,16 +228,9 @@ class ParquetRows:
     def _fetch_group(self, index: int, columns: Sequence[str] | None) -> bytes:
         place, group = self._groups[index]
         metadata = self._metadata[place]
-        if (size := metadata.row_group(group).total_byte_size) > _MAX_GROUP_BYTES:
-            raise HubAccessError(
-                f"Row group {group} of {self._files[place].path!r} of {self._repo_id} has {size} bytes. Expected at "
-                f"most {_MAX_GROUP_BYTES}, since memory has to hold some at a time. Load the dataset as a whole, "
-                "and pass it as `train_dataset=`."
-            )
         file = self._open(place)
         with self._errors(place):
-            names = None if columns is None else [*columns]
-            table = pq.ParquetFile(file, metadata=metadata, pre_buffer=True).read_row_group(group, columns=names)
+            table = read_group(file, metadata, group, self._files[place].size, columns)
         self.fetched += file.fetched
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink, compression="zstd")
@@ -292,6 +281,13 @@ class ParquetRows:
         try:
             with access_errors(self._repo_id, self._commit):
                 yield
+        except RefusedIndexError:
+            raise  # of the server, which is named already
+        except StoreError as error:
+            raise HubAccessError(
+                f"A row group of {self._files[place].path!r} of {self._repo_id} was refused: {error}. Expected rows "
+                "as `datasets` writes them. Load the dataset as a whole, and pass it as `train_dataset=`."
+            ) from error
         except pa.ArrowException as error:
             raise HubAccessError(
                 f"{self._files[place].path!r} of {self._repo_id} cannot be read as Parquet "

@@ -116,7 +116,7 @@ class Gate:
         if size > (MOST_BYTES + _FORM_BYTES if upload else _MOST_JSON_BYTES):
             return (
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"The request is too large. A file has up to {MOST_BYTES} bytes.",
+                f"The request is too large. Expected at most {MOST_BYTES} bytes.",
             )
         if upload and not self._has_room(size):
             return HTTPStatus.SERVICE_UNAVAILABLE, "Too many files arrive at a time. Try again."

@@ -133,7 +133,7 @@ def test_a_bank_on_the_hub(
     monkeypatch.setattr("hf_trak.hub.banks.RESAMPLES", 20)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     push_bank(Bank(home / "bank"), "me/bank", private=True)
-    push_bank(Bank(home / "bank"), "me/bank", parts=["most"], revision="small")
+    push_bank(Bank(home / "bank"), "me/bank", parts=["most"], revision="small", private=False)
     local = ask("--bank", "bank", "--scores", "a=exact.npy", "b=noise.npy", "--json")
     found = ask("--bank", "me/bank", "--scores", "a=exact.npy", "b=noise.npy", "--json")
     assert found == {**local, "bank": "me/bank"} and hub.downloads("outputs")

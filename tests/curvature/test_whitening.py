@@ -107,8 +107,8 @@ def test_published(hub: Hub, client: Path, tmp_path: Path) -> None:
     made = attributor_in(tmp_path / "made").featurize()
     expected = scores(made)
     with pytest.raises(ValueError, match=r"no curvature of the checkpoints \[0\]"):
-        made.push_to_hub("tester/whitened", token=TOKEN, curvature=False)
-    made.push_to_hub("tester/whitened", token=TOKEN, fidelity=made.fidelity(rows=8, targets=4))
+        made.push_to_hub("tester/whitened", token=TOKEN, curvature=False, private=False)
+    made.push_to_hub("tester/whitened", token=TOKEN, fidelity=made.fidelity(rows=8, targets=4), private=False)
     card = hub.dataset("tester/whitened")["README.md"].decode()
     assert "with exact ekfac scores" in card and "8 training rows × 4 targets" in card
     loaded = TrakAttributor.from_pretrained("tester/whitened", made.model, token=TOKEN, use_cpu=True)

@@ -1,4 +1,4 @@
-"""Compiled code on disk: what others have put there is never loaded, and nothing else is needed to go on without it."""
+"""Compiled code on disk: what others have put there is never loaded, and work goes on without it."""
 
 import hashlib
 import logging
