@@ -23,7 +23,7 @@ from hf_trak.projectors.checks import (
     require_finite,
     same_device,
 )
-from hf_trak.projectors.dense import dense_projector
+from hf_trak.projectors.dense import NormalProjector, RademacherProjector
 from hf_trak.runtime.checks import checked_int
 
 
@@ -46,7 +46,8 @@ class _OverDenseMap(BlockProjector):
             raise ValueError(f"`dtype` is {dtype}. Expected a floating point type, such as torch.float32.")
         self.dtype = dtype
         self.model_id = check_model_id(model_id)
-        self._dense = dense_projector(proj_type, self.grad_dim, self.proj_dim, self.seed, device)
+        kind = RademacherProjector if proj_type == ProjectionType.rademacher else NormalProjector
+        self._dense = kind(self.grad_dim, self.proj_dim, self.seed, device=device)
         self.algorithm = self._dense.algorithm
 
     @property
