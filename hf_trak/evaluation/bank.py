@@ -23,9 +23,9 @@ from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteE
 from hf_trak.evaluation.intervals import (
     RESAMPLES,
     Interval,
+    Result,
     check_interval,
     checked_numbers,
-    plain,
     quantile_interval,
     spearman,
 )
@@ -519,7 +519,7 @@ def _compared(bank: Bank, name: str) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True)
-class BankScore:
+class BankScore(Result):
     """The score of one method on one part of a bank.
 
     Attributes:
@@ -543,10 +543,6 @@ class BankScore:
     difference: Interval | None
     per_target: np.ndarray
     ceilings: dict[str, Interval]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the attributes as plain JSON values."""
-        return plain(self)
 
 
 def evaluate_bank(

@@ -12,7 +12,6 @@ expectation (correction for attenuation, Spearman 1904). That is the ceiling of 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -21,9 +20,9 @@ from numpy.typing import ArrayLike
 from hf_trak.evaluation.intervals import (
     RESAMPLES,
     Interval,
+    Result,
     check_interval,
     checked_finite,
-    plain,
     quantile_interval,
     spearman,
 )
@@ -33,7 +32,7 @@ _SPLITS = 100
 
 
 @dataclass(frozen=True)
-class Reliability:
+class Reliability(Result):
     """Agreement of repeated trainings of the same subsets.
 
     Attributes:
@@ -54,10 +53,6 @@ class Reliability:
     mean: np.ndarray
     ceiling: Interval
     ceiling_of_one: Interval
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain JSON values."""
-        return plain(self)
 
 
 def repeated_outputs(retrained: Dataset) -> np.ndarray:

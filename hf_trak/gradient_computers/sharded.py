@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 from hf_trak._compat import class_before_fsdp, gathered_after_forward
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import BatchOutputs, GradientSink, SplitBatch
+from hf_trak.gradient_computers.environment import removing
 from hf_trak.gradient_computers.hooked.batch_axis import UnsupportedError
 from hf_trak.gradient_computers.hooked.computer import MAX_RESTARTS, HookedGradientComputer
 from hf_trak.gradient_computers.hooked.hooked_pass import BlockOutput, Emit, HookedPass
@@ -402,17 +403,14 @@ class ShardedGradientComputer(HookedGradientComputer):
                     hooked_pass.adopt(parameter, name)
 
         handles = [unit.register_forward_pre_hook(adopt) for unit in fsdp_modules(self.model)]
-        try:
-            with (
-                gathering(self.model, self._layers, adopt_gathered) if self._layers else nullcontext(),
-                hooks_as_forward(self.model),
-                self._slices.watched(adopt_slice, lambda: hooked_pass.bypass_depth > 0),
-                super().watching(hooked_pass, selected),
-            ):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with (
+            removing(handles),
+            gathering(self.model, self._layers, adopt_gathered) if self._layers else nullcontext(),
+            hooks_as_forward(self.model),
+            self._slices.watched(adopt_slice, lambda: hooked_pass.bypass_depth > 0),
+            super().watching(hooked_pass, selected),
+        ):
+            yield
 
     def _owned(self, selected: dict[int, str]) -> dict[int, list[tuple[nn.Module, str, str]]]:
         """List module, own name and name in the model of the attributed parameters of every FSDP2 unit, by `id`."""

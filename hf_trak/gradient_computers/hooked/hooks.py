@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_trak._compat import own_parameters, unseen_by_modes
 from hf_trak.errors import GradientEngineError
+from hf_trak.gradient_computers.environment import removing
 from hf_trak.gradient_computers.hooked.batch_axis import BatchAxis, UnsupportedError
 from hf_trak.gradient_computers.hooked.batched_op import aligned_rows, sum_rows
 from hf_trak.gradient_computers.hooked.hooked_pass import BlockOutput, HookedPass
@@ -100,7 +101,7 @@ class LayerHooks:
     def attached(self) -> Iterator[None]:
         """Return a context in which the hooks are on the model."""
         handles: list[RemovableHandle] = []
-        try:
+        with removing(handles):
             for name, module in self.model.named_modules():
                 handler = self._handler_for(name, module)
                 if handler is None:
@@ -113,9 +114,6 @@ class LayerHooks:
                     module.register_forward_hook(after, with_kwargs=True, prepend=True, always_call=True),
                 ]
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _postponing(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a hook so that a pass that other processes make, too, runs to its end before its error is raised."""
