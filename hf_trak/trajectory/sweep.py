@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trak.errors import NonFiniteError
+from hf_trak.errors import HfTrakError, NonFiniteError
 from hf_trak.runtime.progress import RowProgress
 from hf_trak.store.atomic import remove_stale_temporaries
 from hf_trak.store.shards import Identity, TensorSpec, read_tensors, write_tensors
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 KEPT_BYTES = 2**30
 """Memory for the states of a part of the run. A run whose states all fit is one part."""
+
+NORM_DEVIATION = 0.05
+"""By how much the norm of the first gradient may differ from the training's, which half precision explains."""
 
 _SLICE = 2**20
 """Parameters that are multiplied at a time, in float64."""
@@ -158,9 +161,22 @@ class BackwardSweep:
         trained = sum(one.loss for one in self.path.steps[index].batches)
         if is_known(trained):
             self.deviations[index] = abs(losses - trained) / max(abs(trained), 1e-12)
+        if index == 0:
+            self._check_gradient(gradient)
         variance = (squares - gradient.square() / count).clamp_min(0)
         _, moments = self._step(index).forward(state.weights, state.moments, gradient, variance)
         return State(self.path.weights(index + 1), moments)
+
+    def _check_gradient(self, gradient: Tensor) -> None:
+        """Compare the gradient of the first step, whose weights are known, with what the optimizer got."""
+        found = float(gradient.double().norm()) * self._step(0).share(gradient)
+        trained = self.path.steps[0].norm
+        if is_known(trained) and not abs(found - trained) <= NORM_DEVIATION * trained:
+            raise HfTrakError(
+                f"The gradient of the first step has the norm {found:.6g}, and the optimizer got one of {trained:.6g} "
+                f"in the training. Expected the same to {NORM_DEVIATION:.0%}. Was something drawn at random, such as "
+                "dropout, or are parameters frozen now that were not?"
+            )
 
     def _states(self, start: int) -> list[State]:
         """Rebuild the states before each step of a part, and the one after it."""

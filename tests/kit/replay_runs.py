@@ -141,6 +141,31 @@ def replay_saved(directory: Path) -> Any:
     return replayed(trainer(directory, model), directory, Replay(hessian_share=0.5))
 
 
+def watched(model: Any) -> list[list[int]]:
+    """Note the rows of every batch that a model is trained on, by their tokens."""
+    numbers = {tuple(row["input_ids"]): number for number, row in enumerate(TRAIN)}
+    seen: list[list[int]] = []
+
+    def before(module: Any, args: Any, kwargs: Any) -> None:
+        if module.training:
+            seen.append([numbers[tuple(row)] for row in kwargs["input_ids"].tolist()])
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    return seen
+
+
+def train_in_group(directory: str, across: bool) -> list[list[int]]:
+    """Train in one of several processes, and return the batches of this one."""
+    model = tiny()
+    seen = watched(model)
+    run = recorded(
+        Path(directory), model, average_tokens_across_devices=across, per_device_train_batch_size=1, max_grad_norm=0.0
+    )
+    if run.args.process_index == 0:
+        torch.save(run.model.state_dict(), Path(directory) / "last.pt")
+    return seen
+
+
 def in_process(function: Callable[..., None], *arguments: Any) -> int:
     """Run a function in a forked process, and return its exit code."""
     child = os.fork()

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from replay_runs import (
-    TRAIN,
     in_process,
     record_files,
     recorded,
     tiny,
     train_and_die,
     trainer,
+    watched,
 )
 from transformers import TrainerCallback
 
@@ -21,8 +21,6 @@ from hf_trak.callbacks import TrakCallback
 from hf_trak.cli.main import main
 from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError, StoreError
 from hf_trak.trajectory.record import RunRecord, trained_weights, verify_record
-
-NUMBERS = {tuple(row["input_ids"]): number for number, row in enumerate(TRAIN)}
 
 
 class Seen(TrainerCallback):
@@ -33,18 +31,6 @@ class Seen(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.weights.append(torch.cat([one.detach().clone().flatten() for one in model.parameters()]))
-
-
-def watched(model: Any) -> list[list[int]]:
-    """Note the rows of every batch that a model is trained on, by their tokens."""
-    seen: list[list[int]] = []
-
-    def before(module: Any, args: Any, kwargs: Any) -> None:
-        if module.training:
-            seen.append([NUMBERS[tuple(row)] for row in kwargs["input_ids"].tolist()])
-
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    return seen
 
 
 def record_of(directory: Path) -> RunRecord:

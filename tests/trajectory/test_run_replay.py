@@ -20,13 +20,16 @@ from replay_runs import (
     replayed,
     sentences,
     tiny,
+    train_in_group,
     trainer,
 )
+from store_jobs import start_group
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
 from hf_trak.methods import Replay
 from hf_trak.trajectory.passes import StepPasses
+from hf_trak.trajectory.record import RunRecord
 from hf_trak.trajectory.sweep import SweepOptions, chosen_rows
 
 PLAIN = Replay(smoothing=0.0)
@@ -96,6 +99,32 @@ def test_killed_sweeps_go_on_with_the_same_bits(tmp_path: Path, number: int, aft
     code = in_process(replay_and_die, tmp_path / "b", number, after)
     assert code < 0
     assert torch.equal(scores_of(replay_saved(tmp_path / "b")), whole)
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_runs_of_two_processes(tmp_path: Path, across: bool) -> None:
+    """Rows of a step are those of both, and its loss and gradient are those that the optimizer got."""
+    jobs = start_group(tmp_path, 2, train_in_group, str(tmp_path), across)
+    seen = [job.wait() for job in jobs]
+    assert seen[0] is not None and seen[1] is not None
+    steps = RunRecord.open(tmp_path / "trak" / "trajectory" / "run").steps()
+    by_rank = [[list(batch.rows) for step in steps for batch in _of_rank(step.batches, rank)] for rank in (0, 1)]
+    assert by_rank == [one["value"] for one in seen]
+    found = scores_of(replay_saved(tmp_path))
+    assert found.abs().min() > 0
+
+
+def _of_rank(batches: Any, rank: int) -> Any:
+    half = len(batches) // 2
+    return batches[half:] if rank else batches[:half]
+
+
+def test_other_gradients_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = recorded(tmp_path)
+    scale = StepPasses._scale
+    monkeypatch.setattr(StepPasses, "_scale", lambda *given: 0.5 * scale(*given))
+    with pytest.raises(HfTrakError, match="The gradient of the first step has the norm"):
+        replayed(run, tmp_path, Replay())
 
 
 def test_parts_of_a_run_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
