@@ -47,7 +47,7 @@ class TwoHeads(hf.BertPreTrainedModel):
         self.bert, self.kind, self.size = hf.BertModel(config), nn.Linear(16, CLASSES), nn.Linear(16, 1)
         self.post_init()
 
-    def forward(self, input_ids: Any, attention_mask: Any = None, **_: Any) -> Any:
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **_: Any) -> Any:
         hidden = self.bert(input_ids, attention_mask=attention_mask).pooler_output
         return {"kind": self.kind(hidden), "size": self.size(hidden).squeeze(-1)}
 
@@ -96,8 +96,8 @@ class OwnForward(hf.BertForSequenceClassification):
 
 
 def of_texts(
-    directory: Path, args: TrakConfig, *, kind: Any = hf.Trainer, model: Any, rows: str = "class", collator: Any = None,
-    function: Any = None, task: Any = None, **options: Any,
+    directory: Path, args: TrakConfig, *, model: Any, kind: Any = hf.Trainer, rows: str = "class",
+    collator: Any = None, function: Any = None, task: Any = None, **options: Any,
 ) -> TrakAttributor:  # fmt: skip
     own = hf.TrainingArguments(str(directory / "out"), use_cpu=True, report_to=[], **options)
     made = kind(
@@ -196,7 +196,7 @@ OWN_LOSSES = tuple(
             of_texts, model=gpt2, rows="tokens of texts", collator=PLAIN, label_smoothing_factor=0.2
         ),
         "`label_smoothing_factor`: T5": partial(
-            of_texts, model=t5, rows="text", collator=lambda: hf.DataCollatorForSeq2Seq(tokenizer()),
+            of_texts, model=t5, rows="text", collator=lambda: hf.DataCollatorForSeq2Seq(tokenizer(), model=t5()),
             label_smoothing_factor=0.1,
         ),
         "`label_smoothing_factor`: LoRA": adapted,

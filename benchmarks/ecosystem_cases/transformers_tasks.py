@@ -99,8 +99,7 @@ TASKS = (
     case("run_glue: classes of texts, dynamic padding", partial(bert, "SequenceClassification"), "class", PADDING),
     case(
         "run_glue: STS-B, a number for each text",
-        partial(bert, "SequenceClassification", num_labels=1), "number", PADDING, "`task=\"regression\"`",
-        "regression",
+        partial(bert, "SequenceClassification", num_labels=1), "number", PADDING,
     ),
     case(
         "several labels for each text",

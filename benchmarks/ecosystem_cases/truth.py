@@ -17,7 +17,13 @@ def of_trainer(trainer: Any, args: TrakConfig, train_dataset: Any = None, **opti
     """The attributor of a trainer, whose truth is `compute_loss` on rows that its own loader and collator made."""
     own = TrakAttributor.from_trainer(trainer, args, train_dataset=train_dataset, **options)
     given = trainer.train_dataset if train_dataset is None else train_dataset
-    return with_truth(own, lambda row: loss_of_trainer(trainer, given, row))
+
+    def loss(row: int) -> torch.Tensor:
+        batches = own.features.featurizer().batches(own.train_dataset)
+        # of rows that a collator draws at random, only hf_trak knows which draw it has taken
+        return loss_of_trainer(trainer, given, row, batches.alone(row) if batches.drawn else None)
+
+    return with_truth(own, loss)
 
 
 def of_model(model: Any, args: TrakConfig, rows: Any, collator: Any = None, **options: Any) -> TrakAttributor:
@@ -47,19 +53,23 @@ def with_truth(own: TrakAttributor, loss: RowLoss) -> TrakAttributor:
     return own
 
 
-def loss_of_trainer(trainer: Any, rows: Any, row: int) -> torch.Tensor:
-    """`compute_loss` on a row that the trainer's own loader and collator made alone.
+def loss_of_trainer(trainer: Any, rows: Any, row: int, inputs: Any = None) -> torch.Tensor:
+    """`compute_loss` on a row that the trainer's own loader and collator made alone, or on `inputs`.
 
-    Where the trainer counts items, it is given 1: the sum over the labels of the row, not their mean. A mean over the
+    Where the loss counts items, it is given 1: the sum over the labels of the row, not their mean. A mean over the
     labels of a batch, which does not count, weighs them alike as well: it is multiplied by the labels of the row.
     """
-    alone = rows.select([row]) if hasattr(rows, "select") else Subset(rows, [row])
-    inputs = dict(next(iter(trainer.get_eval_dataloader(alone))))
-    items = trainer.get_batch_samples(iter([inputs]), 1, trainer.args.device)[1]
-    labels = inputs.get("labels")
-    loss = trainer.compute_loss(
-        trainer.model, dict(inputs), num_items_in_batch=None if items is None else torch.tensor(1.0)
-    )
-    if items is None and isinstance(labels, torch.Tensor) and labels.ndim == 2 and not labels.is_floating_point():
+    if inputs is None:
+        alone = rows.select([row]) if hasattr(rows, "select") else Subset(rows, [row])
+        inputs = next(iter(trainer.get_eval_dataloader(alone)))
+    items = trainer.get_batch_samples(iter([dict(inputs)]), 1, trainer.args.device)[1]
+
+    def computed(count: float) -> torch.Tensor:
+        given = None if items is None else torch.tensor(count)
+        return trainer.compute_loss(trainer.model, dict(inputs), num_items_in_batch=given)
+
+    loss, labels = computed(1.0), inputs.get("labels")
+    of_tokens = isinstance(labels, torch.Tensor) and labels.ndim == 2 and not labels.is_floating_point()
+    if of_tokens and torch.equal(loss, computed(2.0)):
         loss = loss * (labels != -100).sum()
     return loss

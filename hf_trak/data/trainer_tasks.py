@@ -16,7 +16,7 @@ from hf_trak.modelout_functions.batches import evaluating, size_of
 from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
 from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, HasLoss
 from hf_trak.modelout_functions.registry import infer_task
-from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput, row_of
+from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput, rows_of
 from hf_trak.runtime.sharding import is_sharded
 
 logger = logging.getLogger(__name__)
@@ -64,18 +64,15 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
         return given  # type: ignore[return-value]  # it is not None
     name = known_task(model)
     of: Any = None if name is None else TASKS_OF_MODELS[name]()
-    if not hasattr(trainer, "compute_loss") or is_sharded(model):
-        pair = None
-    else:
-        pair = _two_rows(trainer, model, rows, collator if of is None else of.collator(collator))
+    first = _first_rows(trainer, model, rows, collator if of is None else of.collator(collator))
     if why is None and given != "trainer_loss":
         if name is None:
             why = "no task is known for the model"
-        elif pair is None or not isinstance(of, HasLoss) or (why := _difference(trainer, model, of, pair)) is None:
+        elif first is None or not isinstance(of, HasLoss) or (why := _difference(trainer, model, of, first)) is None:
             return given or name
-    task = TrainerLossModelOutput(trainer, _for_targets(trainer, of, model, pair))
-    if pair is not None:
-        _check_rows(task, model, pair)
+    task = TrainerLossModelOutput(trainer, _for_targets(trainer, of, model, first))
+    if first is not None:
+        _check_rows(task, model, first)
     elif name is None:
         infer_task(model)
     logger.info("The training rows are attributed by `%s`: %s.", task.name, why or "it is asked for")
@@ -102,35 +99,39 @@ def _own_loss(trainer: Any) -> str | None:
     return f"{owner.__name__} overrides `compute_loss`"
 
 
-def _two_rows(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator) -> dict[str, Any] | None:
-    """Collate the first two rows; `None` where they make no batch of two."""
-    columns = forward_columns(model, trainer.args.label_names) if trainer.args.remove_unused_columns else None
-    try:
+class _FirstRows:
+    """The first two rows of the training: a batch of each, and one of both."""
+
+    def __init__(self, trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator) -> None:
+        columns = forward_columns(model, trainer.args.label_names) if trainer.args.remove_unused_columns else None
+        device = next(model.parameters()).device
         with generators_kept():
-            batches = RowBatches(
-                rows,
-                collator,
-                columns=columns,
-                device=next(model.parameters()).device,
-                images=ImageTokens.of(model),
-            )
-            _, batch = next(batches.iterate([range(min(2, len(rows)))]))
-    except Exception as error:  # of rows that fit into no batch, which is refused when it comes to them
-        logger.debug("The first two rows make no batch: %r", error)
+            batches = RowBatches(rows, collator, columns=columns, device=device, images=ImageTokens.of(model))
+            self.alone = [dict(batches.alone(row).items()) for row in range(min(2, len(rows)))]
+            _, both = next(batches.iterate([range(len(self.alone))]))
+        self.both: dict[str, Any] | None = dict(both.items()) if size_of(both) == 2 else None
+
+
+def _first_rows(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator) -> _FirstRows | None:
+    """Collate the first rows; return `None` where they are no batches, which is refused when it comes to them."""
+    if not hasattr(trainer, "compute_loss") or is_sharded(model):
         return None
-    return dict(batch.items()) if hasattr(batch, "items") and size_of(batch) == 2 else None
+    try:
+        return _FirstRows(trainer, model, rows, collator)
+    except Exception as error:  # whatever a user's dataset or collator may raise
+        logger.debug("The first rows make no batch: %r", error)
+        return None
 
 
-def _difference(trainer: Any, model: torch.nn.Module, of: Any, pair: dict[str, Any]) -> str | None:
-    """Say that the losses of two rows are not those of a task, not even times a number; `None` if they are."""
+def _difference(trainer: Any, model: torch.nn.Module, of: Any, first: _FirstRows) -> str | None:
+    """Say that the losses of the rows are not those of a task, not even times a number; `None` if they are."""
     own = TrainerLossModelOutput(trainer)
     own.bind(model)
     of.bind(model)
     found, known, labels = [], [], []
     try:
         with evaluating(model):
-            for row in range(2):
-                single = row_of(pair, row, 2)
+            for single in first.alone:
                 found.append(float(own.computed(model, single)))
                 args, kwargs = of.model_inputs(single)
                 known.append(float(of.per_sample_loss(model(*args, **kwargs), single)))
@@ -139,13 +140,12 @@ def _difference(trainer: Any, model: torch.nn.Module, of: Any, pair: dict[str, A
         logger.warning("The loss of the trainer could not be compared with the task of the model: %s", error)
         return None
     allowed = _allowed(model)
-    for weights in ([1, 1], labels):  # sums over labels, or means of them
-        ratios = [
-            one * weight / other if other else 0.0 for one, other, weight in zip(found, known, weights, strict=True)
-        ]
-        if abs(ratios[0] - ratios[1]) <= allowed * max(map(abs, ratios)) or not any(found):
+    for weights in ([1] * len(found), labels):  # sums over labels, or means of them
+        pairs = zip(found, known, weights, strict=True)
+        ratios = [one * weight / other if other else 0.0 for one, other, weight in pairs]
+        if abs(ratios[0] - ratios[-1]) <= allowed * max(map(abs, ratios)) or not any(found):
             return None
-    return f"two rows have the losses {found[0]:.6g} and {found[1]:.6g}, and not {known[0]:.6g} and {known[1]:.6g}"
+    return f"rows have the losses {found}, and not {known}"
 
 
 def _allowed(model: torch.nn.Module) -> float:
@@ -153,54 +153,69 @@ def _allowed(model: torch.nn.Module) -> float:
     return max(_SAME, 20 * eps)
 
 
-def _for_targets(
-    trainer: Any, of: Any, model: torch.nn.Module, pair: dict[str, Any] | None
-) -> BatchedModelOutput | None:
+def _for_targets(trainer: Any, of: Any, model: torch.nn.Module, first: _FirstRows | None) -> BatchedModelOutput | None:
     """Return the task of the targets, if it can be computed from what the trainer asks of the model."""
-    if not isinstance(of, HasLoss) or not isinstance(of, BatchedModelOutput) or pair is None:
+    if not isinstance(of, HasLoss) or not isinstance(of, BatchedModelOutput) or first is None:
         return None
     task = TrainerLossModelOutput(trainer)
     task.bind(model)
     of.bind(model)
     try:
         with evaluating(model):
-            args, kwargs = task.model_inputs(pair)
-            of.out_to_loss_grad(model(*args, **kwargs), pair, "target")
+            args, kwargs = task.model_inputs(first.alone[0])
+            of.out_to_loss_grad(model(*args, **kwargs), first.alone[0], "target")
     except _ERRORS as error:
         logger.info("Targets are attributed by minus their loss, too, and not by %s: %s", type(of).__name__, error)
         return None
     return of
 
 
-def _check_rows(task: TrainerLossModelOutput, model: torch.nn.Module, pair: dict[str, Any]) -> None:
+def _check_rows(task: TrainerLossModelOutput, model: torch.nn.Module, first: _FirstRows) -> None:
     """Compare the loss of two rows with those of each of them.
 
+    A loss may weigh the parts of a row (its tokens, beside the row itself) by what other rows have. Two copies of a
+    row then have its gradient, as in no comparison of rows.
+
     Raises:
-        ValueError: the gradient of the loss of both is no sum of theirs.
+        ValueError: the gradient of the loss of both is no sum of theirs, and the loss compares them.
     """
-    task.bind(model)
-    wanted: list[Tensor] = []
+    both, wanted = first.both, list[Tensor]()
     for parameter in reversed(list(model.parameters())):
         if parameter.requires_grad and sum(p.numel() for p in wanted) + parameter.numel() <= _CHECKED_ELEMENTS:
             wanted.append(parameter)
-    if not wanted:
+    if not wanted or both is None:
         return
+    task.bind(model)
+
+    def gradient(*rows: int) -> Tensor:
+        loss = task.computed(model, rows_of(both, rows, 2))
+        if not loss.requires_grad:
+            return torch.cat([one.new_zeros(one.numel()) for one in wanted]).cpu().double()
+        found = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+        return torch.cat([one.flatten().cpu().double() for one in found])
+
+    def is_sum(whole: Tensor, *parts: Tensor) -> bool:
+        matrix = torch.stack(parts, 1)
+        shares = torch.linalg.lstsq(matrix, whole[:, None], driver="gelsd").solution
+        left = whole - (matrix @ shares)[:, 0]
+        return float(left.norm()) <= 10 * _allowed(model) * float(whole.norm())
+
     with evaluating(model), torch.enable_grad():
-        apart = [_gradient(task.computed(model, row_of(pair, row, 2)), wanted) for row in range(2)]
-        both = _gradient(task.computed(model, pair), wanted)
-    matrix = torch.stack(apart, 1)
-    shares = torch.linalg.lstsq(matrix, both[:, None], driver="gelsd").solution
-    left = both - (matrix @ shares)[:, 0]
-    if not float(left.norm()) <= 10 * _allowed(model) * float(both.norm()):
-        raise ValueError(
-            f"`{task.name}` compares the rows of a batch with each other: the gradient of the loss of two rows is no "
-            "sum of theirs, so that a row has no loss of its own. Expected a loss that is a mean or a sum over rows. "
-            "Pass `task=`, such as `EmbeddingPairsModelOutput(...)` for negatives within a batch, or one of your own."
+        whole, apart = gradient(0, 1), [gradient(0), gradient(1)]
+        if is_sum(whole, *apart):
+            return
+        least = _SAME * float(whole.norm())
+        copies = [gradient(row, row) for row in range(2)]
+    alike = all(is_sum(copy, one) and float(one.norm()) > least for copy, one in zip(copies, apart, strict=True))
+    if alike:
+        logger.warning(
+            "The loss of two rows is no sum of theirs: `%s` weighs parts of a row by what else is in its batch. Rows "
+            "are attributed by their losses alone.",
+            task.name,
         )
-
-
-def _gradient(loss: Tensor, wanted: list[Tensor]) -> Tensor:
-    if not loss.requires_grad:
-        return torch.cat([one.new_zeros(one.numel()) for one in wanted]).cpu().double()
-    found = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
-    return torch.cat([one.flatten().cpu().double() for one in found])
+        return
+    raise ValueError(
+        f"`{task.name}` compares the rows of a batch with each other: the gradient of the loss of two rows is no sum "
+        "of theirs, so that a row has no loss of its own. Expected a loss that is a mean or a sum over rows. Pass "
+        "`task=`, such as `EmbeddingPairsModelOutput(...)` for negatives within a batch, or one of your own."
+    )

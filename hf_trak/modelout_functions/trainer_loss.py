@@ -125,9 +125,9 @@ class TrainerLossModelOutput(BatchedModelOutput):
             return self._of_row(model_output, inputs).reshape(1)
         if not self._row_by_row:
             try:
-                outputs = _rows_of(model_output, size)
+                outputs = _divided(model_output, size)
                 return torch.stack(
-                    [self._of_row(outputs[row], row_of(inputs, row, size), False) for row in range(size)]
+                    [self._of_row(outputs[row], rows_of(inputs, [row], size), False) for row in range(size)]
                 )
             except _WholeBatchError:
                 self._row_by_row = True
@@ -204,24 +204,26 @@ def _as_inputs(batch: Batch) -> dict[str, Any]:
     return dict(batch.items())
 
 
-def row_of(inputs: Mapping[str, Any], row: int, size: int) -> dict[str, Any]:
-    """Take one row of a batch: of its tensors, and of lists of as many entries.
+def rows_of(inputs: Mapping[str, Any], rows: Sequence[int], size: int) -> dict[str, Any]:
+    """Take some rows of a batch: of its tensors, and of lists of as many entries.
 
     Args:
         inputs (`Mapping`):
             The batch.
-        row (`int`):
-            The position of the row.
+        rows (`Sequence[int]`):
+            The positions of the rows.
         size (`int`):
-            The number of rows.
+            The number of rows of the batch.
     """
-    return {
-        name: value[row : row + 1]
-        if (isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == size)
-        or (isinstance(value, list | tuple) and len(value) == size)
-        else value
-        for name, value in inputs.items()
-    }
+    taken = {}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == size:
+            taken[name] = value[list(rows)]
+        elif isinstance(value, list | tuple) and len(value) == size:
+            taken[name] = [value[row] for row in rows]
+        else:
+            taken[name] = value
+    return taken
 
 
 def _item_count(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
@@ -275,7 +277,7 @@ class _OfTheBatch:
     __neg__ = __pow__ = __getattr__ = __getitem__ = __iter__ = __float__ = __bool__ = _refused
 
 
-def _rows_of(model_output: Any, size: int) -> list[Any]:
+def _divided(model_output: Any, size: int) -> list[Any]:
     """Divide what the model returned for a batch into rows of one."""
     pieces: dict[int, Sequence[Tensor]] = {}
 
