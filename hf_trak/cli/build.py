@@ -19,7 +19,7 @@ from hf_trak.data.rows import default_collator
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError
 from hf_trak.hub.remote_rows import RemoteRows
 from hf_trak.methods import Exact, Index, MethodName, Rerank
-from hf_trak.modelout_functions import infer_task
+from hf_trak.modelout_functions import get_task, infer_task
 from hf_trak.store.atomic import differing
 from hf_trak.store.sealed import write_sealed
 
@@ -99,6 +99,8 @@ def load_training(model_args: ModelArguments, data: DataArguments) -> Training:
     if name is None or training is None:
         missing = [f"--{n}" for n, v in (("model", name), ("train_dataset", training)) if v is None]
         raise ValueError(f"{' and '.join(missing)} missing. Expected the model and the rows it was trained on.")
+    if model_args.task is not None:
+        get_task(model_args.task)  # which knows its name
     model = load_model(name, model_args.model_revision, model_args.task)
     task = model_args.task or infer_task(model)
     rows = load_rows(training, data.dataset_config_name, data.train_split, ("train",), data.max_train_samples)

@@ -222,7 +222,7 @@ def _check_length(row: int, tokens: int, new_tokens: Any, positions: int | None)
     """Refuse to generate more than the model has positions for, which fails deep inside of it."""
     if positions is not None and isinstance(new_tokens, int) and tokens + new_tokens > positions:
         raise ValueError(
-            f"Row {row} has a prompt of {tokens} tokens, and `max_new_tokens` is {new_tokens}. The model has "
+            f"Row {row} has a prompt of {tokens} tokens, `max_new_tokens` is {new_tokens}, and the model has "
             f"{positions} positions. Expected room for all tokens. Ask for at most "
             f"{max(0, positions - tokens)} new tokens, or shorten the row."
         )

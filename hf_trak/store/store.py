@@ -215,7 +215,7 @@ class FeatureStore:
             raise ConfigMismatchError(
                 f"{self.output_dir / self.CONFIG_FILE} was saved with another configuration than the one given:\n  "
                 + "\n  ".join(changes)
-                + "\nUse the saved values, or another output directory."
+                + "\nExpected the saved values. Use them, or another output directory."
             )
 
     def changes(self, config: Mapping[str, Any], compare: Mapping[str, Comparison] | None = None) -> list[str]:
