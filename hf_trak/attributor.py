@@ -934,11 +934,11 @@ class TrakAttributor:
             HubAccessError: the repo cannot be written to, or the connection broke; the same call goes on.
             PeerProcessError: the main process failed.
         """
-        from hf_trak.hub.push import push_attributor  # loaded by those who publish or use indexes
+        from hf_trak.hub.push import Destination, push_attributor  # loaded by those who publish or use indexes
 
-        return push_attributor(
-            self.features, repo_id, private=private, token=token, revision=revision, create_pr=create_pr, **facts
-        )
+        message = facts.pop("commit_message", None)
+        destination = Destination(repo_id, private, token, revision, create_pr, message)
+        return push_attributor(self.features, destination, **facts)
 
 
 def last_result(attributor: TrakAttributor) -> LastResult:

@@ -341,22 +341,16 @@ _UPLOAD_FILES = 64
 
 
 def push_attributor(
-    attributor: FeaturizedModel,
-    repo_id: str,
-    *,
-    private: bool = True,
-    token: str | bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    commit_message: str | None = None,
-    curvature: bool = True,
-    **facts: Any,
+    attributor: FeaturizedModel, destination: Destination, curvature: bool = True, **facts: Any
 ) -> CommitInfo:
-    """Publish the index of an attributor; see [`push_index`] for the arguments.
+    """Publish the index of an attributor.
 
     Every process calls this function. The main process pushes, and all processes return its result.
 
     Args:
+        attributor: any `FeaturizedModel`.
+        destination: the repo.
+        curvature: whether to publish complete curvatures.
         facts: `model_name`, `model_revision`, `checkpoints` and `lds`. The attributor knows the rest.
 
     Raises:
@@ -369,7 +363,6 @@ def push_attributor(
         HubAccessError: the repo cannot be written to, or the connection failed; the same call resumes.
         PeerProcessError: the main process failed.
     """
-    destination = Destination(repo_id, private, token, revision, create_pr, commit_message)
     index = _described(attributor, curvature, facts)
     return CommitInfo(**attributor.processes.broadcast_from_main(lambda: commit_fields(publish(index(), destination))))
 

@@ -1,6 +1,7 @@
 """Publishing and loading scored datasets, and showing the training rows beside their scores."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -229,9 +230,7 @@ def _check_files(api: HfApi, repo_id: str, revision: str | None) -> None:
     for name, size in [(file.rfilename, file.size or 0) for file in info.siblings or []]:
         if not name.endswith(".parquet"):
             continue
-        file = RangedFile(
-            size, lambda part, name=name, size=size: download_range(api, repo_id, str(info.sha), name, part, size)
-        )
+        file = RangedFile(size, partial(download_range, api, repo_id, str(info.sha), name, size=size))
         try:
             check_groups(pq.ParquetFile(file).metadata, size)
         except (StoreError, pa.ArrowException) as error:

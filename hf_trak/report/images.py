@@ -169,7 +169,7 @@ def pillow() -> Any:
     """Import `PIL.Image`.
 
     Raises:
-        ImportError: pillow is not installed (extra `report`).
+        ImportError: pillow is not installed.
     """
     try:
         from PIL import Image

@@ -108,7 +108,7 @@ def write_report(run: AttributionRun, path: str | Path, options: ReportOptions |
         `Path`: the file.
 
     Raises:
-        ImportError: jinja2 or, for images, pillow is not installed (extra `report`).
+        ImportError: jinja2 or, for images, pillow is not installed.
         ValueError: a column does not exist, or an image column contains something else.
         StoreError: the run lacks a training row, or the file cannot be written.
     """
@@ -137,7 +137,7 @@ def target_page(view: TargetView, pictures: Sequence[Any]) -> str:
     """Render the page of a single target, without a script, for a frame in a notebook.
 
     Raises:
-        ImportError: jinja2 is not installed (extra `report`).
+        ImportError: jinja2 is not installed.
     """
     context = {"view": view, "pictures": pictures, "title": f"Target {view.target.row}"}
     return _template("target.html.jinja").render(**context, **_assets(with_script=False))

@@ -240,7 +240,7 @@ def check_numbers(row: Mapping[str, Any], model: Any) -> None:
     Raises:
         ValueError: tokens, labels, positions, types or masks are out of range.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     words = getattr(config, "vocab_size", None)
     limits = {

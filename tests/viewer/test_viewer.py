@@ -80,12 +80,12 @@ def test_tokens_add_up_and_are_cut_from_the_text(session: IndexSession) -> None:
 def test_another_ridge_and_checkpoint_count_and_factors_are_kept(session: IndexSession) -> None:
     plain, other = session.ask(Question(TARGET)), session.ask(Question(TARGET, lambda_relative=10.0))
     assert not np.allclose(plain.scores, other.scores, rtol=0.1)
-    kept = len(session._solvers)
+    kept = session._solver.cache_info().currsize
     session.ask(Question({"text": "bad fox sleeps in the barn"}, lambda_relative=10.0))
-    assert len(session._solvers) == kept
+    assert session._solver.cache_info().currsize == kept
     for number in range(8):
         session.ask(Question(TARGET, lambda_relative=1.0 + number))
-    assert len(session._solvers) == 4
+    assert session._solver.cache_info().currsize == 4
     with pytest.raises(ValueError, match="The checkpoints are \\[7\\]"):
         session.ask(Question(TARGET, model_ids=[7]))
 
