@@ -204,8 +204,8 @@ def test_install(use_fast_jl: bool = True) -> None:
 
 def _check_fast_jl() -> None:
     message = (
-        "fast_jl is not installed. It needs a GPU and the CUDA toolkit: `pip install 'hf_trak[fast-jl]'`. Nothing else in "
-        "hf_trak needs it: check the installation with `test_install(use_fast_jl=False)`."
+        "fast_jl is not installed. It needs a GPU and the CUDA toolkit: `pip install 'hf_trak[fast-jl]'`. Nothing "
+        "else in hf_trak needs it: check the installation with `test_install(use_fast_jl=False)`."
     )
     fast_jl = required("fast_jl", message)
     if not torch.cuda.is_available():

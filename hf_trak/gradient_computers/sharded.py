@@ -179,7 +179,7 @@ class ShardedGradientComputer(HookedGradientComputer):
 
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
         self._last = batch, side
-        words = self.lockstep.begin(CHECK if self._unchecked(batch, side) else STEP)
+        words = self.lockstep.exchange(CHECK if self._unchecked(batch, side) else STEP)
         return self._step(batch, sink, side, words)
 
     def accompany(self, words: list[str], batch: Callable[[], Batch], side: Side) -> None:
