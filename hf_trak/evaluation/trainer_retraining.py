@@ -85,11 +85,11 @@ class _NumberedRow:
     row: Any
 
 
+@dataclass(eq=False)
 class _NumberedRows(Dataset[Any]):
     """The rows of a dataset with their numbers."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    dataset: Any
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -102,11 +102,11 @@ class _NumberedRows(Dataset[Any]):
         return [_NumberedRow(int(index), row) for index, row in rows]
 
 
+@dataclass(eq=False)
 class _NumberedCollator:
     """Collates rows as they are without numbers, and adds the numbers to the batch."""
 
-    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
-        self.collator = collator
+    collator: Callable[[list[Any]], Any]
 
     def __call__(self, features: list[Any]) -> Any:
         if not isinstance(features[0], _NumberedRow):  # rows of an evaluation dataset
