@@ -219,12 +219,21 @@ class Processes:
                 self._group = group
             yield
         except RuntimeError as error:  # torch.distributed has no narrower class for a lost peer
-            raise PeerProcessError(
-                f"Process {self.process_index} of {self.num_processes} lost contact with the others ({error}). "
-                "Expected them to run to the end: look at the output of the process that was killed, failed, or ran "
-                "out of memory. Then run the same command again, with any number of processes; files that were "
-                "written stay valid."
-            ) from error
+            raise self.lost(error) from error
+
+    def lost(self, error: Exception, where: str = "") -> PeerProcessError:
+        """Make the error of a process that has lost contact with the others.
+
+        Args:
+            error: what tells that it has.
+            where: the place in the run.
+        """
+        return PeerProcessError(
+            f"Process {self.process_index} of {self.num_processes} lost contact with the others{where} ({error}). "
+            "Expected them to run to the end: look at the output of the process that was killed, failed, or ran out "
+            "of memory. Then run the same command again, with any number of processes; files that were written stay "
+            "valid."
+        )
 
 
 def share_of(count: int, index: int, parts: int) -> range:
