@@ -141,10 +141,19 @@ def fingerprint_state_dict(state_dict: Mapping[str, Any]) -> str:
         if not isinstance(value, Tensor):
             continue
         digest.update(f"{name}\0{value.dtype}\0{tuple(whole_shape(value))}\0".encode())
-        flat = whole(value).detach().to("cpu").contiguous().reshape(-1)
-        if flat.numel():
-            digest.update(flat.view(torch.uint8).numpy().data)
+        for part in _plain_parts(whole(value).detach()):
+            flat = part.to("cpu").contiguous().reshape(-1)
+            if flat.numel():
+                digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _plain_parts(value: Tensor) -> list[Tensor]:
+    """List the tensors that a tensor consists of: several for weights that torchao has quantized."""
+    flatten = getattr(value, "__tensor_flatten__", None)
+    return (
+        [value] if flatten is None else [part for name in flatten()[0] for part in _plain_parts(getattr(value, name))]
+    )
 
 
 def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
