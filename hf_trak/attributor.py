@@ -214,6 +214,7 @@ class TrakAttributor:
             processing_class=trainer.processing_class,
             task=trainer_task(trainer, rows) if task is None else task,
             num_workers=trainer.args.dataloader_num_workers,
+            trainer=trainer,
         )
         return cls._of(features)
 

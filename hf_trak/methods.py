@@ -123,7 +123,11 @@ class Replay:
         of (`str`, *optional*, defaults to `"run"`):
             `"run"` asks what rows did to this model: the run as `TrakCallback(record=True)` recorded it.
         name (`str`, *optional*, defaults to `"run"`):
-            Name of the record, that of the callback.
+            Name of the record, that of the callback. Without a record, the checkpoints of the trainer that the
+            attributor was made from are taken, and rows in the order that it draws them.
+        start (`str`, *optional*):
+            Directory of the weights before the first step, for a run without a record. By default `checkpoint-0` in
+            the trainer's directory, or the directory that the model was loaded from.
         hessian_share (`float`, *optional*, defaults to 1.0):
             Part of the rows of each step whose curvature is used: less work, and more noise.
         form (`str`, *optional*):
@@ -138,6 +142,7 @@ class Replay:
 
     of: Literal["run"] = "run"
     name: str = "run"
+    start: str | None = None
     hessian_share: float = 1.0
     form: Literal["gauss-newton", "hessian"] | None = None
     smoothing: float = 0.1

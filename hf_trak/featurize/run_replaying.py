@@ -5,6 +5,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from hf_trak.scores.scorer import PlannedScores
 from hf_trak.store.sealed import content_digest
 from hf_trak.trajectory.guards import warnings_of
 from hf_trak.trajectory.passes import StepPasses
-from hf_trak.trajectory.record import RunRecord, trained_weights
+from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
+from hf_trak.trajectory.saved_run import SavedRun
 from hf_trak.trajectory.states import RunPath
 from hf_trak.trajectory.sweep import BackwardSweep, SweepOptions, SweepResult
 
@@ -59,7 +61,6 @@ class RunReplay:
                 "followed back. Load the model unsharded."
             )
         self.model, self.method = model, method
-        self.record = RunRecord.open(Path(model.args.output_dir) / "trajectory" / method.name)
         task = ExactScores(model).train_task
         if task is model.task or not isinstance(task, BatchedModelOutput):
             raise HfTrakError(
@@ -67,11 +68,18 @@ class RunReplay:
                 "the model was trained on. Name it in `task`."
             )
         self.task = task
-        if model.featurizer(task).batches(model.train_dataset).drawn:
+        batches = model.featurizer(task).batches(model.train_dataset)
+        if batches.drawn:
             raise HfTrakError(
                 "Training rows come out of the dataset or the collator at random. Expected the rows that the run "
                 "trained on. Set the augmentation or masking aside, or use `of='recipe'`."
             )
+        directory = Path(model.args.output_dir) / "trajectory" / method.name
+        self.record: RunRecord | SavedRun
+        if model.trainer is not None and not (directory / RECORD_FILE).exists():
+            self.record = SavedRun(model.trainer, model.model, model.layout, method.start, batches.collated)
+        else:
+            self.record = RunRecord.open(directory)
 
     def plan(self, question: Question) -> PlannedScores:
         """Compute the scores of all training rows for the targets of a question.
@@ -103,18 +111,18 @@ class RunReplay:
             "seed": self.model.args.seed,
             "share": method.share,
             "smoothing": method.smoothing,
-            "states": [self.record.checksum(step) for step in self.record.states()],
+            "states": _checksums(self.record),
             "targets": question.fingerprint,
         }
 
     def _parts(self, m: int) -> list[range]:
         """Divide targets into groups whose derivatives fit into memory together."""
-        size = self.record.layout.total * self.record.dtype.itemsize * COTANGENT_COPIES
+        size = 4 * self.record.layout.total * COTANGENT_COPIES
         together = max(1, int(self.model.args.curvature.memory * 2**30) // size)
         return [range(first, min(first + together, m)) for first in range(0, m, together)]
 
     def _sweeps(self, question: Question, directory: Path, digest: str, passes: StepPasses | None) -> list[Any]:
-        path = RunPath.of_record(self.record, self.model.device)
+        path = _path_of(self.record, self.model.device)
         method, n = self.method, row_count(self.model.train_dataset, "train_dataset")
         options = SweepOptions(method.smoothing, method.share, method.products, self.model.args.seed)
         return [
@@ -155,15 +163,12 @@ class RunReplay:
                     batch = send_to_device(batches.collated(list(rows)), model.device)
                     yield list(rows), featurizer.in_dtype_of_model(batch)
 
-            described = self.record.description
             passes = StepPasses(
                 model.model,
                 self.task,
                 model.layout,
                 featurizer.computer(),
                 collated,
-                described["processes"],
-                described["across_devices"],
             )
             targets = self._targets(question, passes)
             try:
@@ -212,3 +217,30 @@ class RunReplay:
         for first in range(0, n, size):
             last = min(first + size, n)
             yield first, last, torch.cat([one.scores[first:last] for one in results], 1).float()
+
+
+def _path_of(record: RunRecord | SavedRun, device: torch.device) -> RunPath:
+    """Return the path of a run.
+
+    Raises:
+        HfTrakError: the loss of the record is not that of the model.
+        StoreError: a file is missing or damaged.
+    """
+    if isinstance(record, RunRecord):
+        path = RunPath.of_record(record, device)
+        if not path.logged:
+            raise HfTrakError(
+                "The record has no loss: the model returned none, since the trainer computed it from the outputs "
+                "(`compute_loss_func` or `label_smoothing_factor`). Expected the loss of the model itself. Train "
+                "without them to replay the run."
+            )
+        return path
+    numbers = replace(record.numbers, group_of=record.numbers.group_of.to(device))
+    return RunPath(
+        record.steps(), numbers, record.states(), lambda step: record.weights(step).to(device), record.logged()
+    )
+
+
+def _checksums(record: RunRecord | SavedRun) -> list[str]:
+    """Read the checksums of what is recorded; those of checkpoints are in the digest of a run without a record."""
+    return [record.checksum(step) for step in record.states()] if isinstance(record, RunRecord) else []

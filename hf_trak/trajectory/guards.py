@@ -24,8 +24,11 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any) -> list[str]:
         method: the options, with `share` and `products`.
     """
     texts = []
-    known = found.deviations[~found.deviations.isnan()]
-    deviation = float(known.mean()) if len(known) else 0.0
+    deviations = [
+        abs(float(found.losses[steps.start : steps.stop].mean()) - loss) / max(abs(loss), 1e-12)
+        for steps, loss in path.logged
+    ]
+    deviation = sum(deviations) / max(1, len(deviations))
     if deviation > LOSS_DEVIATION:
         remedy = (
             f"Record the weights more often than every {path.gap} steps (`TrakCallback(record=True, every=...)`)"

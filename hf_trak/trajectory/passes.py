@@ -47,7 +47,7 @@ class RowGradients:
     Attributes:
         rows (`list[int]`): their numbers.
         gradients (`torch.Tensor`): c_i ∇ℓ_i, `(B, P)`.
-        loss (`float`): their part of the losses that the model returns.
+        loss (`float`): their part of the loss of the step.
     """
 
     rows: list[int]
@@ -65,8 +65,6 @@ class StepPasses:
         layout: ParameterLayout,
         computer: AbstractGradientComputer,
         batches: Callable[[Sequence[Sequence[int]]], Iterator[tuple[list[int], Any]]],
-        processes: int,
-        across_devices: bool,
     ) -> None:
         """
         Args:
@@ -75,12 +73,9 @@ class StepPasses:
             layout: the trained parameters.
             computer: the gradient computer of this task.
             batches: collates lists of row numbers, and yields `(rows, batch)` for each.
-            processes: number of processes of the training.
-            across_devices: whether `num_items_in_batch` counted the labels of all of them.
         """
         self.model, self.task, self.layout, self.computer = model, task, layout, computer
         self._batches = batches
-        self._processes, self._across = processes, across_devices
         self.normalization: Normalization | None = None
         self._parameters = dict(model.named_parameters())
         self._weighted = _WeightedLoss(task)
@@ -104,7 +99,7 @@ class StepPasses:
         """
         together = max(1, ROW_BYTES // (self.layout.total * _ROW_COPIES))
         for passed, (rows, batch) in zip(batches, self._batches([one.rows for one in batches]), strict=True):
-            split, scale = SplitBatch.of(batch), self._scale(passed, len(batches))
+            split = SplitBatch.of(batch)
             if split.size != len(rows):
                 raise HfTrakError(
                     f"The collator made a batch of {split.size} samples from {len(rows)} rows. Expected one sample "
@@ -115,13 +110,13 @@ class StepPasses:
                 last = min(first + together, len(rows))
                 part = batch if last - first == len(rows) else split.rows(first, last)
                 found, losses = self.gradients(part, last - first, side)
-                found.mul_(-scale * shares[first:last].unsqueeze(1))
+                found.mul_(-passed.scale * shares[first:last].unsqueeze(1))
                 if not bool(torch.isfinite(found.sum())):
                     raise NonFiniteError(
                         f"A gradient of the training rows {rows[first:last]} is NaN or infinite. Expected finite "
                         "numbers. Look at these rows, and compute in float32."
                     )
-                yield RowGradients(rows[first:last], found, float((shares[first:last] * losses).sum()))
+                yield RowGradients(rows[first:last], found, passed.scale * float((shares[first:last] * losses).sum()))
 
     def fits(self, rows: int) -> bool:
         """Tell whether the gradients of so many rows may be held at a time."""
@@ -149,22 +144,13 @@ class StepPasses:
             self._find_normalization(passed, batch)
         return self._shares(self.normalization, passed, batch)
 
-    def _scale(self, passed: MicroBatch, passes: int) -> float:
-        """Return the factor of the loss of a pass within the loss of the step."""
-        if is_known(passed.items):
-            return 1.0 if self._across else 1.0 / self._processes
-        return 1.0 / passes
-
     def _shares(self, normalization: Normalization | None, passed: MicroBatch, batch: Any) -> Tensor:
         """Return the factors of rows in the loss of their own pass, `(B,)`, float64."""
+        counts = label_counts(self.task, batch)
+        sums = torch.ones_like(counts)
         task = getattr(self.task, "of_task", self.task)
-        if isinstance(task, AggregatedModelOutput):
-            weights = task.label_weights(batch).double()
-            counts = weights.ne(0).sum(1).double()
-            sums = counts / weights.sum(1).clamp(min=1e-12)  # a row's loss may be a sum over its labels, or their mean
-        else:
-            device = next((value.device for value in SplitBatch.of(batch).mapped.values()), None)
-            sums = counts = torch.ones(len(passed.rows), dtype=torch.float64, device=device)
+        if isinstance(task, AggregatedModelOutput):  # a row's loss may be a sum over its labels, or their mean
+            sums = counts / task.label_weights(batch).double().sum(1).clamp(min=1e-12)
         return sums / (passed.items if normalization == "items" else counts.sum())
 
     def losses(self, batch: Any) -> Tensor:
@@ -174,12 +160,9 @@ class StepPasses:
 
     def _find_normalization(self, passed: MicroBatch, batch: Any) -> None:
         """Find what the trainer's loss was divided by, at the weights of the first step."""
-        if not is_known(passed.loss):
-            raise HfTrakError(
-                "The record has no loss: the model returned none, since the trainer computed it from the outputs "
-                "(`compute_loss_func` or `label_smoothing_factor`). Expected the loss of the model itself. Train "
-                "without them to replay the run."
-            )
+        if not is_known(passed.loss):  # of a run without a record, of which the loss is compared as it was logged
+            self.normalization = "items" if is_known(passed.items) else "labels"
+            return
         losses = self.losses(batch)
         given: list[Normalization] = ["items"] if is_known(passed.items) else []
         tried: dict[Normalization, float] = {}
@@ -223,7 +206,7 @@ class StepPasses:
                 continue
             index = torch.tensor(places, device=directions.device)
             split = SplitBatch.of(batch)
-            self._weighted.factors = (self.shares(passed, batch) * self._scale(passed, len(batches)))[index]
+            self._weighted.factors = (self.shares(passed, batch) * passed.scale)[index]
             part = split.rebuild({key: value[index] for key, value in split.mapped.items()})
             if form == "gauss-newton":
                 total += self._gauss_newton.products(part, directions)
@@ -321,3 +304,12 @@ class _Rows:
 
 def _labels(batch: Any) -> Any:
     return batch.get("labels") if hasattr(batch, "get") else None
+
+
+def label_counts(task: BatchedModelOutput, batch: Any) -> Tensor:
+    """Count the labels of every row of a batch, `(B,)`, float64: 1 for tasks with one loss per row."""
+    task = getattr(task, "of_task", task)
+    if isinstance(task, AggregatedModelOutput):
+        return task.label_weights(batch).ne(0).sum(1).double()
+    split = SplitBatch.of(batch)
+    return torch.ones(split.size, dtype=torch.float64, device=next(iter(split.mapped.values())).device)

@@ -27,9 +27,11 @@ from store_jobs import start_group
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
+from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import Replay
 from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RunRecord
+from hf_trak.trajectory.saved_run import SavedRun
 from hf_trak.trajectory.sweep import SweepOptions, chosen_rows
 
 PLAIN = Replay(smoothing=0.0)
@@ -120,9 +122,8 @@ def _of_rank(batches: Any, rank: int) -> Any:
 
 
 def test_other_gradients_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = recorded(tmp_path)
-    scale = StepPasses._scale
-    monkeypatch.setattr(StepPasses, "_scale", lambda *given: 0.5 * scale(*given))
+    run = recorded(tmp_path, max_grad_norm=0.0)
+    monkeypatch.setattr(RunRecord, "_scale", lambda *given: 0.5)
     with pytest.raises(HfTrakError, match="The gradient of the first step has the norm"):
         replayed(run, tmp_path, Replay())
 
@@ -172,8 +173,6 @@ def test_chosen_rows_are_drawn_once_and_evenly() -> None:
 
 def test_other_rows_and_weights_are_refused(tmp_path: Path) -> None:
     run = recorded(tmp_path)
-    with pytest.raises(IncompleteStoreError, match="has no record"):
-        replayed(run, tmp_path, Replay(name="another"))
     other = tmp_path / "other"
     shutil.copytree(tmp_path / "trak" / "trajectory", other / "trak" / "trajectory")
     with pytest.raises(HfTrakError, match="The loss of the first batch was"):
@@ -200,3 +199,40 @@ def test_a_path_that_is_not_the_runs_is_said(tmp_path: Path, caplog: pytest.LogC
     run = recorded(tmp_path, every=100, learning_rate=0.3)
     replayed(run, tmp_path, Replay())
     assert "Record the weights more often than every 9 steps" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 1}, {"dataloader_drop_last": True, "max_steps": 5}]
+)
+def test_runs_without_a_record(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Order, losses and rates are those of the record, and so are scores where a checkpoint is at every step."""
+    run = recorded(tmp_path, save_strategy="steps", save_steps=1, logging_strategy="steps", **options)
+    tiny().save_pretrained(tmp_path / "out" / "checkpoint-0")
+    method = Replay(name="nothing")
+    features = TrakAttributor.from_trainer(run, config(tmp_path)).features
+    saved, record = RunReplay(features, method).record, RunReplay(features, Replay()).record
+    assert isinstance(saved, SavedRun)
+    for one, other in zip(saved.steps(), record.steps(), strict=True):
+        assert [batch.rows for batch in one.batches] == [batch.rows for batch in other.batches]
+        assert [batch.items for batch in one.batches] == [batch.items for batch in other.batches]
+        assert one.rates == pytest.approx(other.rates)
+    torch.testing.assert_close(
+        scores_of(replayed(run, tmp_path, method)), scores_of(replayed(run, tmp_path, Replay()))
+    )
+
+
+def test_runs_without_first_weights_are_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, save_strategy="steps", save_steps=3)
+    run.train()
+    with pytest.raises(IncompleteStoreError, match=r"steps \[3, 6\], and no `checkpoint-0`"):
+        replayed(run, tmp_path, Replay())
+    tiny().save_pretrained(tmp_path / "first")
+    found = scores_of(replayed(run, tmp_path, Replay(start=str(tmp_path / "first"))))
+    assert found.abs().min() > 0
+
+
+def test_unknown_orders_are_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, train_sampling_strategy="group_by_length")
+    run.train()
+    with pytest.raises(HfTrakError, match="draws its rows with LengthGroupedSampler"):
+        replayed(run, tmp_path, Replay(start="somewhere"))
