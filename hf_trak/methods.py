@@ -1,4 +1,4 @@
-"""The ways to compute scores that `TrakAttributor.attribute(method=...)` takes: `Index`, `Exact` and `Rerank`."""
+"""The ways to compute scores: `Index`, `Exact`, `Rerank` and `Replay`, which `TrakAttributor.attribute` takes."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -115,36 +115,75 @@ class Rerank:
         return checked_refinement(self.refine)
 
 
-MethodName = Literal["auto", "index", "exact", "rerank"]
+@dataclass(frozen=True)
+class Replay:
+    """Score with the run that made the model, walked backwards through the steps of its optimizer.
 
-Method = MethodName | Index | Exact | Rerank
+    Needs an attributor of `TrakAttributor.from_trainer`, whose trainer knows optimizer, learning rates and batch size,
+    and the last weights alone. Scores predict how far the output of a target rises by training on a row.
+
+    Args:
+        of (`str`, *optional*, defaults to `"recipe"`):
+            `"recipe"`: what rows do to a model that is trained like this one, in the expectation over orders of the
+            rows. `"run"`: what they did in the run itself.
+        form (`str`, *optional*, defaults to `"gauss-newton"`):
+            Curvature of the loss on the way back: `"gauss-newton"`, which is never negative, or `"hessian"`, which is
+            whole, and wants more rows.
+        rows (`int`, *optional*, defaults to 8):
+            Rows whose curvature each step has, drawn at random.
+        steps (`int`, *optional*, defaults to 256):
+            Steps back at most. Those of a longer run are taken together.
+
+    Raises:
+        ValueError: a number is less than 1, or a word is another one.
+    """
+
+    of: Literal["recipe", "run"] = "recipe"
+    form: Literal["gauss-newton", "hessian"] = "gauss-newton"
+    rows: int = 8
+    steps: int = 256
+
+    def __post_init__(self) -> None:
+        for name, words in (("of", ("recipe", "run")), ("form", ("gauss-newton", "hessian"))):
+            if getattr(self, name) not in words:
+                raise ValueError(f"`{name}` of a replay is {getattr(self, name)!r}. Expected one of {list(words)}.")
+        for name in ("rows", "steps"):
+            object.__setattr__(self, name, checked_int(getattr(self, name), name, 1, type_error=ValueError))
+
+
+MethodName = Literal["auto", "index", "exact", "rerank", "replay"]
+
+AnyMethod = Index | Exact | Rerank | Replay
+
+Method = MethodName | AnyMethod
 """How scores are computed: a name, or a dataclass with options. `"auto"` is `"index"`."""
 
-_NAMED: dict[str, Index | Exact | Rerank] = {
+_NAMED: dict[str, AnyMethod] = {
     "auto": Index(),
     "index": Index(),
     "exact": Exact(),
     "rerank": Rerank(),
+    "replay": Replay(),
 }
 
 
-def checked_method(method: Method) -> Index | Exact | Rerank:
+def checked_method(method: Method) -> AnyMethod:
     """Return the dataclass of a method.
 
     Raises:
         ValueError: it is no method.
     """
-    if isinstance(method, Index | Exact | Rerank):
+    if isinstance(method, AnyMethod):
         return method
     if not isinstance(method, str) or method not in _NAMED:
         raise ValueError(
-            f"`method` is {method!r}. Expected one of {list(_NAMED)}, or `Index(...)`, `Exact(...)` or `Rerank(...)` "
-            "of `hf_trak`."
+            f"`method` is {method!r}. Expected one of {list(_NAMED)}, or `Index(...)`, `Exact(...)`, `Rerank(...)` "
+            "or `Replay(...)` of `hf_trak`."
         )
     return _NAMED[method]
 
 
-def method_of_all_rows(method: Method) -> Index | Exact:
+def method_of_all_rows(method: Method) -> Index | Exact | Replay:
     """Return the dataclass of a method that scores every training row.
 
     Raises:
@@ -154,12 +193,12 @@ def method_of_all_rows(method: Method) -> Index | Exact:
     if isinstance(found, Rerank) or (isinstance(found, Index) and found.first_pass_bytes is not None):
         raise ValueError(
             f"`method` is {found}, which scores the best rows of each target alone. Expected one that scores all "
-            "training rows. Choose 'index' or 'exact'."
+            "training rows. Choose 'index', 'exact' or 'replay'."
         )
     return found
 
 
-def check_best_rows(method: Index | Exact | Rerank, top_k: int | None, per: str) -> None:
+def check_best_rows(method: AnyMethod, top_k: int | None, per: str) -> None:
     """Check that what is asked for are the best rows of each target, if a method finds no others.
 
     Raises:
