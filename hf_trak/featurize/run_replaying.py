@@ -29,6 +29,7 @@ from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
 from hf_trak.trajectory.saved_run import SavedRun
 from hf_trak.trajectory.states import RunPath
+from hf_trak.trajectory.summary import RunSummary
 from hf_trak.trajectory.sweep import BackwardSweep, SweepOptions, SweepResult
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,12 @@ class RunReplay:
         else:
             self.record = RunRecord.open(directory)
 
+    def summary(self) -> RunSummary:
+        """Describe the run."""
+        path = _path_of(self.record, self.model.device)
+        n = row_count(self.model.train_dataset, "train_dataset")
+        return RunSummary.of(path, isinstance(self.record, RunRecord), n, self.record.layout.total)
+
     def plan(self, question: Question) -> PlannedScores:
         """Compute the scores of all training rows for the targets of a question.
 
@@ -95,8 +102,13 @@ class RunReplay:
         identity = self._identity(question)
         digest = content_digest(identity)[:12]
         directory = self.model.store.experiment_dir(question.name) / f"replay-{digest}"
-        self.model.processes.broadcast_from_main(lambda: self._compute(question, directory, digest))
-        results = self._results(question, directory, digest)
+        sweeps, processes = self._sweeps(question, directory, digest), self.model.processes
+        if not processes.broadcast_from_main(lambda: all(one.result_path.exists() for _, one in sweeps)):
+            model, model_id = self.model, question.ids[0]
+            source = {**model.sources, **question.sources}.get(model_id)
+            with model.weights(model_id, source, register=model_id not in model.store.model_ids):
+                processes.broadcast_from_main(lambda: self._compute(question, model_id, sweeps))
+        results = [one.result(len(part)) for part, one in sweeps]
         return PlannedScores(identity, self._blocks(question, results))
 
     def _identity(self, question: Question) -> dict[str, Any]:
@@ -109,7 +121,7 @@ class RunReplay:
             "record": self.record.digest,
             "replay": REPLAY_VERSION,
             "seed": self.model.args.seed,
-            "share": method.share,
+            "share": method.hessian_share,
             "smoothing": method.smoothing,
             "states": _checksums(self.record),
             "targets": question.fingerprint,
@@ -121,65 +133,42 @@ class RunReplay:
         together = max(1, int(self.model.args.curvature.memory * 2**30) // size)
         return [range(first, min(first + together, m)) for first in range(0, m, together)]
 
-    def _sweeps(self, question: Question, directory: Path, digest: str, passes: StepPasses | None) -> list[Any]:
-        path = _path_of(self.record, self.model.device)
-        method, n = self.method, row_count(self.model.train_dataset, "train_dataset")
-        options = SweepOptions(method.smoothing, method.share, method.products, self.model.args.seed)
-        return [
-            (
-                part,
-                BackwardSweep(
-                    path,
-                    passes,
-                    options,
-                    directory / f"targets-{part.start:06d}-{part.stop:06d}",
-                    {"replay": digest, "first": part.start},
-                    n,
-                ),
-            )
-            for part in self._parts(question.m)
-        ]
+    def _sweeps(self, question: Question, directory: Path, digest: str) -> list[tuple[range, BackwardSweep]]:
+        """Plan a sweep for each group of targets."""
+        path, method = _path_of(self.record, self.model.device), self.method
+        n = row_count(self.model.train_dataset, "train_dataset")
+        options = SweepOptions(method.smoothing, method.hessian_share, method.products, self.model.args.seed)
+        planned = []
+        for part in self._parts(question.m):
+            place = directory / f"targets-{part.start:06d}-{part.stop:06d}"
+            identity = {"replay": digest, "first": part.start}
+            planned.append((part, BackwardSweep(path, options, place, identity, n)))
+        return planned
 
-    def _results(self, question: Question, directory: Path, digest: str) -> list[SweepResult]:
-        return [one.result(len(part)) for part, one in self._sweeps(question, directory, digest, None)]
+    def _compute(self, question: Question, model_id: int, sweeps: Sequence[tuple[range, BackwardSweep]]) -> None:
+        """Make the sweeps that are not made yet, with the last weights in the model. In the main process."""
+        model = self.model
+        last = trained_weights(dict(model.model.named_parameters()), self.record.layout)
+        self._check_weights(sweeps[0][1].path, last)
+        featurizer = model.featurizer(self.task)
+        featurizer.prepare_task(model_id, model.args.batch_size)
+        batches = featurizer.batches(model.train_dataset)
 
-    def _compute(self, question: Question, directory: Path, digest: str) -> None:
-        """Make the sweeps that are not made yet. In the main process."""
-        sweeps = self._sweeps(question, directory, digest, None)
-        if all(one.result_path.exists() for _, one in sweeps):
-            return
-        model, (model_id, *_) = self.model, question.ids
-        source = {**model.sources, **question.sources}.get(model_id)
-        with model.weights(model_id, source, register=model_id not in model.store.model_ids):
-            own = dict(model.model.named_parameters())
-            last = trained_weights(own, self.record.layout)
-            self._check_weights(sweeps[0][1].path, last)
-            featurizer = model.featurizer(self.task)
-            featurizer.prepare_task(model_id, model.args.batch_size)
-            batches = featurizer.batches(model.train_dataset)
+        def collated(cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
+            for rows in cuts:
+                batch = send_to_device(batches.collated(list(rows)), model.device)
+                yield list(rows), featurizer.in_dtype_of_model(batch)
 
-            def collated(cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
-                for rows in cuts:
-                    batch = send_to_device(batches.collated(list(rows)), model.device)
-                    yield list(rows), featurizer.in_dtype_of_model(batch)
-
-            passes = StepPasses(
-                model.model,
-                self.task,
-                model.layout,
-                featurizer.computer(),
-                collated,
-            )
-            targets = self._targets(question, passes)
-            try:
-                for part, sweep in sweeps:
-                    sweep.passes = passes
-                    what = f"{question.name}, replay of targets {part.start} to {part.stop - 1}"
-                    found = sweep.run(targets[part.start : part.stop], what)
-                    for text in warnings_of(found, sweep.path, self.method):
-                        logger.warning("%s", text)
-            finally:
-                passes.put(last.to(model.device))
+        passes = StepPasses(model.model, self.task, model.layout, featurizer.computer(), collated)
+        targets = self._targets(question, passes)
+        try:
+            for part, sweep in sweeps:
+                what = f"{question.name}, replay of targets {part.start} to {part.stop - 1}"
+                found = sweep.run(passes, targets[part.start : part.stop], what)
+                for text in warnings_of(found, sweep.path, self.method):
+                    logger.warning("%s", text)
+        finally:
+            passes.put(last.to(model.device))
 
     def _check_weights(self, path: RunPath, last: Tensor) -> None:
         """Compare parameters and weights of the model with those at the end of the run."""

@@ -21,7 +21,7 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any) -> list[str]:
     Args:
         found: what it found.
         path: the run.
-        method: the options, with `share` and `products`.
+        method: the options, with `hessian_share` and `products`.
     """
     texts = []
     deviations = [
@@ -41,8 +41,8 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any) -> list[str]:
         )
     growth = float(torch.nan_to_num(found.growth, nan=torch.inf).max())
     if growth > GROWTH:
-        if method.share < 1:
-            remedy = f"Take more of each batch (`hessian_share`, now {method.share:g})"
+        if method.hessian_share < 1:
+            remedy = f"Take more of each batch (`hessian_share`, now {method.hessian_share:g})"
         elif method.products == "hessian":
             remedy = "Take `form='gauss-newton'`"
         else:

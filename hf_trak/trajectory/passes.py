@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_trak.errors import GradientEngineError, HfTrakError, NonFiniteError
-from hf_trak.gradient_computers.base import AbstractGradientComputer, SplitBatch, is_out_of_memory, run_model
-from hf_trak.gradient_computers.environment import differentiating, problem_type_fixed
-from hf_trak.gradient_computers.gauss_newton import GaussNewton
+from hf_trak.errors import HfTrakError, NonFiniteError
+from hf_trak.gradient_computers.base import AbstractGradientComputer, SplitBatch, run_model
+from hf_trak.gradient_computers.environment import problem_type_fixed
+from hf_trak.gradient_computers.gauss_newton import GaussNewton, Hessian
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import BatchedModelOutput, Side
@@ -29,9 +28,6 @@ Normalization = Literal["items", "labels"]
 
 ROW_BYTES = 2**29
 """Memory for the gradients of rows that are held at a time."""
-
-DIRECTIONS = 16
-"""Directions that are multiplied by the Hessian at a time."""
 
 _ROW_COPIES = 16
 """Bytes for each number of a gradient, with what engines hold beside it."""
@@ -79,7 +75,10 @@ class StepPasses:
         self.normalization: Normalization | None = None
         self._parameters = dict(model.named_parameters())
         self._weighted = _WeightedLoss(task)
-        self._gauss_newton = GaussNewton(model, self._weighted, layout)
+        self._curvatures: dict[CurvatureForm, GaussNewton] = {
+            "gauss-newton": GaussNewton(model, self._weighted, layout),
+            "hessian": Hessian(model, self._weighted, layout),
+        }
 
     def put(self, weights: Tensor) -> None:
         """Write weights `(P,)` into the model."""
@@ -208,66 +207,8 @@ class StepPasses:
             split = SplitBatch.of(batch)
             self._weighted.factors = (self.shares(passed, batch) * passed.scale)[index]
             part = split.rebuild({key: value[index] for key, value in split.mapped.items()})
-            if form == "gauss-newton":
-                total += self._gauss_newton.products(part, directions)
-            else:
-                for first in range(0, len(directions), DIRECTIONS):
-                    cut = slice(first, first + DIRECTIONS)
-                    total[cut] += self._hessian(part, directions[cut])
+            total += self._curvatures[form].products(part, directions)
         return total
-
-    def _hessian(self, batch: Any, directions: Tensor) -> Tensor:
-        """Multiply by the Hessian of the weighted loss, by differentiating twice: `(t, P)`."""
-        values = [self._parameters[name] for name in self.layout.names]
-        with (
-            differentiating(self.model, {id(one) for one in values}),
-            problem_type_fixed(self.model, _labels(batch)),
-            sdpa_kernel(SDPBackend.MATH),
-        ):
-            loss = -self._weighted.output(run_model(self._weighted, self.model, batch), batch).sum()
-            slopes = torch.autograd.grad(loss, values, create_graph=True, allow_unused=True)
-            pairs = [(i, one) for i, one in enumerate(slopes) if one is not None and one.requires_grad]
-            outputs = [one for _, one in pairs]
-            cotangents = [
-                directions[:, self.layout.slots[i].offset : self.layout.slots[i].offset + one.numel()]
-                .reshape(-1, *one.shape)
-                .to(one.dtype)
-                for i, one in pairs
-            ]
-            try:
-                found = _products(outputs, values, cotangents)
-            except RuntimeError as error:
-                if is_out_of_memory(error):
-                    raise
-                raise GradientEngineError(
-                    f"The loss of {type(self.model).__name__} cannot be differentiated twice: {error}. Expected a "
-                    "model whose backward pass has a derivative. Set `form='gauss-newton'`."
-                ) from error
-        return found.to(directions.dtype)
-
-
-def _products(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> Tensor:
-    """Differentiate Σ ⟨output, cotangent⟩ by the inputs, for each of t cotangents: `(t, P)`."""
-    count = len(cotangents[0])
-
-    def take(given: list[Tensor], batched: bool) -> Tensor:
-        found = torch.autograd.grad(
-            outputs, inputs, given, retain_graph=True, allow_unused=True, is_grads_batched=batched
-        )
-        shape = (count,) if batched else (1,)
-        parts = [
-            one.new_zeros(*shape, one.numel()) if part is None else part.detach().reshape(*shape, -1)
-            for one, part in zip(inputs, found, strict=True)
-        ]
-        return torch.cat(parts, 1)
-
-    if count > 1:
-        try:
-            return take(cotangents, True)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-    return torch.cat([take([one[i] for one in cotangents], False) for i in range(count)])
 
 
 class _WeightedLoss(BatchedModelOutput):

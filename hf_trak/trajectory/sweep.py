@@ -80,7 +80,6 @@ class BackwardSweep:
     def __init__(
         self,
         path: RunPath,
-        passes: StepPasses,
         options: SweepOptions,
         directory: Path,
         identity: Identity,
@@ -89,13 +88,13 @@ class BackwardSweep:
         """
         Args:
             path: the run.
-            passes: computes gradients and curvature.
             options: see [`SweepOptions`].
             directory: where files are kept.
             identity: everything that the result depends on.
             train_rows: n.
         """
-        self.path, self.passes, self.options = path, passes, options
+        self.path, self.options = path, options
+        self._passes: StepPasses | None = None
         self.directory, self.identity, self.n = directory, identity, train_rows
         self.count = len(path.steps)
         first = path.weights(0)
@@ -200,10 +199,17 @@ class BackwardSweep:
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
-    def run(self, targets: Tensor, what: str, show: bool = True) -> SweepResult:
+    @property
+    def passes(self) -> StepPasses:
+        """Return what computes gradients and curvature, during a run."""
+        assert self._passes is not None
+        return self._passes
+
+    def run(self, passes: StepPasses, targets: Tensor, what: str, show: bool = True) -> SweepResult:
         """Compute the scores of all rows for some targets, unless they are there.
 
         Args:
+            passes: computes gradients and curvature.
             targets: the gradients of the targets by the last weights, `(m, P)`.
             what: names the targets, for the progress bar.
             show: whether to show one.
@@ -214,6 +220,7 @@ class BackwardSweep:
             GradientEngineError: the model cannot be differentiated as needed.
             StoreError: a file is damaged or cannot be written.
         """
+        self._passes = passes
         if not self.result_path.exists():
             self.directory.mkdir(parents=True, exist_ok=True)
             remove_stale_temporaries(self.directory)
