@@ -149,24 +149,22 @@ class Processes:
                 value = function()
         return self.gather(value)[0]
 
-    def broadcast_tensor_from_main(
-        self, function: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
-        """Call a function that returns a CPU tensor in the main process, and return the tensor in every process.
+    def broadcast_tensor_from_main(self, function: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
+        """Call a function in the main process, and return its result, a CPU tensor in float64, in every process.
 
         Args:
             function: returns the tensor.
             shape: its shape.
-            dtype: the dtype to which it is cast.
 
         Raises:
             PeerProcessError: the call failed. The main process itself raises the error of `function`.
         """
         if self.num_processes == 1:
             return function()
-        tensor = torch.empty(0)
+        tensor = torch.empty(shape, dtype=torch.float64)
         with self.all_or_none():
-            tensor = function().to(dtype).contiguous() if self.is_main_process else torch.empty(shape, dtype=dtype)
+            if self.is_main_process:
+                tensor = function().double().contiguous()
         with self._connection():
             dist.broadcast(tensor, src=0, group=self._group)
         return tensor

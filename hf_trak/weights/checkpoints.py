@@ -315,7 +315,7 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     kind = class_if_imported("transformers.modeling_utils", "PreTrainedModel")
     if kind is not None and isinstance(model, kind) and not set(state_dict) <= set(expected):
         state_dict = _converted(model, state_dict)
-    check_fit(shapes_of(expected), shapes_of(state_dict), tied=_tied_names(model, expected, set(state_dict)))
+    check_fit(shapes_of(expected), shapes_of(state_dict), tied=_tied_names(expected, set(state_dict)))
     if is_sharded(model):
         load_whole(model, state_dict)
     else:
@@ -336,7 +336,7 @@ def _converted(model: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return state_dict if any(report.values()) else renamed.state_dict()
 
 
-def _tied_names(model: torch.nn.Module, expected: Mapping[str, Tensor], given: set[str]) -> set[str]:
+def _tied_names(expected: Mapping[str, Tensor], given: set[str]) -> set[str]:
     """List the names that a checkpoint lacks and whose tensors share memory with one that it has."""
     present = {_memory(expected[name]) for name in given & set(expected)}
     return {name for name, value in expected.items() if _memory(value) in present} - given
