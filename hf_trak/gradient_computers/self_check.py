@@ -110,10 +110,11 @@ def reference_of(plain: IterativeGradientComputer, samples: Samples) -> Referenc
         mode.
         SamplesMixedError: f or a gradient depends on the padding.
     """
-    _require_frozen_statistics(plain.model)
+    _require_frozen_statistics(plain.model, SplitBatch.of(samples.batch).size)
     pieces, outputs, finite = [], [], []
     sketched = plain.layout.total >= SKETCHED_FROM and isinstance(plain.modelout_fn, BatchedModelOutput)
     sketch = GradientSketch(plain.layout) if sketched else None
+    before = _generator_states()
     with PrecisionObserver() as observer:
         for row in samples.rows:
             gradient, output = _taken(plain, samples.alone(row), samples.side, sketch)
@@ -123,10 +124,15 @@ def reference_of(plain: IterativeGradientComputer, samples: Samples) -> Referenc
                 outputs.append(output)
     if not finite:
         return None
+    drawn = not all(map(torch.equal, before, _generator_states()))
     tolerance = Tolerance.of(plain.model, outputs[0], observer.dtypes)
+    if isinstance(plain.modelout_fn, BatchedModelOutput):
+        terms = [plain.modelout_fn.terms(samples.alone(row)) for row in finite]
+        if all(term is not None for term in terms):
+            tolerance = replace(tolerance, terms=torch.cat([term for term in terms if term is not None]))
     layout = plain.layout if sketch is None else sketch.layout
     reference = Reference(tuple(finite), torch.cat(pieces), torch.cat(outputs), tolerance, layout, sketch)
-    if any(module.training for module in plain.model.modules()):
+    if drawn or any(module.training for module in plain.model.modules()):
         _require_repeatable(plain, samples, reference)
     within = _reference_within(plain, samples, reference)
     if tolerance.to_be_measured:
@@ -179,16 +185,27 @@ def worst_parameter(
     )
 
 
-def _require_frozen_statistics(model: torch.nn.Module) -> None:
+def _require_frozen_statistics(model: torch.nn.Module, rows: int) -> None:
     """Raise `GradientEngineError` if a batch norm uses the statistics of the batch."""
-    training = [
-        name for name, module in model.named_modules() if isinstance(module, BatchNormBase) and module.training
-    ]
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, BatchNormBase)]
+    training = [name for name, module in norms if module.training]
+    bare = [name for name, module in norms if not module.training and module.running_mean is None]
+    if bare and rows > 1:
+        raise GradientEngineError(
+            f"The BatchNorm layers {_some(bare)} keep no statistics (`track_running_stats=False`), and take those of "
+            "the batch in evaluation mode, too. Expected a sample to be normalized by itself. Attribute a model with "
+            "statistics, or one with GroupNorm or LayerNorm."
+        )
     if training:
         raise GradientEngineError(
             f"The BatchNorm layers {_some(training)} are in training mode: the gradient of a sample then depends on "
             "the other samples of its batch. Call model.eval() first."
         )
+
+
+def _generator_states() -> list[Tensor]:
+    """Return the states of torch's generators, which a model that draws random numbers advances."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
 
 
 def _require_repeatable(plain: IterativeGradientComputer, samples: Samples, reference: Reference) -> None:
@@ -199,9 +216,16 @@ def _require_repeatable(plain: IterativeGradientComputer, samples: Samples, refe
     worst = worst_parameter(reference.layout, again - first, first, reference.tolerance.coarsest)
     if worst is not None:
         random = [n for n, m in model.named_modules() if type(m).__name__.lower().find("drop") >= 0 and m.training]
+        found = f"The gradient of {worst.name!r} for one and the same sample differs between two passes"
+        if not any(module.training for module in model.modules()):
+            raise GradientEngineError(
+                f"{found}: {type(model).__name__} draws random numbers in evaluation mode, too, such as masks or "
+                "points. Expected the same output for the same input. Give it what it draws as an input where its "
+                "`forward` takes that (`noise` of ViTMAE, `bool_masked_pos`), or fix the generator in its `forward`."
+            )
         raise GradientEngineError(
-            f"The gradient of {worst.name!r} for one and the same sample differs between two passes: the model is "
-            f"random. In training mode: {_some(random) or type(model).__name__}. Call model.eval() first."
+            f"{found}: the model is random. In training mode: {_some(random) or type(model).__name__}. Call "
+            "model.eval() first."
         )
 
 

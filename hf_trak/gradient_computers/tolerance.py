@@ -32,6 +32,11 @@ _NOISE_FACTOR = 8.0
 is computed by another kernel where its bias needs a gradient)."""
 
 
+_TERM_EPS = 32 * torch.finfo(torch.float32).eps
+
+"""Rounding of a log-probability of some dozens of tokens, relative to itself."""
+
+
 _HALF_EPS = 1e-6
 
 """Dtypes whose spacing at 1 is larger than this are half precision or less."""
@@ -51,6 +56,7 @@ class Tolerance:
         ceiling: relative error above which nothing passes, whatever other rounding changed; `None` in float32.
         noise: `(rows, parameters)`, norms of the changes that other rounding made; `None` if not measured.
         output_noise: `(rows,)`, the changes that it made in f; `None` if not measured.
+        terms: `(rows,)`, sizes of the numbers whose difference f is; `None` for any other f.
     """
 
     relative: float
@@ -58,6 +64,7 @@ class Tolerance:
     ceiling: float | None = None
     noise: Tensor | None = None
     output_noise: Tensor | None = None
+    terms: Tensor | None = None
 
     @classmethod
     def of(cls, model: torch.nn.Module, output: Tensor, dtypes: Iterable[torch.dtype] = ()) -> "Tolerance":
@@ -108,14 +115,17 @@ class Tolerance:
     def output_limits(self, output: Tensor) -> Tensor:
         """Compute the largest errors of f that pass, `(rows,)`, relative to each f and to the mean of all.
 
-        In half precision they are a quarter of those of gradients, which are rounded on the way back as well.
+        In half precision they are a quarter of those of gradients, which are rounded on the way back as well. An f
+        that is a difference, such as that of log-probabilities before a training by preferences, has the rounding of
+        its terms.
 
         Args:
             output: f, `(rows,)`.
         """
         size = output.abs() + output.abs().mean()
         if self.output_noise is None or self.ceiling is None:
-            return self.relative * size
+            rounding = 0.0 if self.terms is None else _TERM_EPS * self.terms.to(size)
+            return self.relative * size + rounding
         measured = (_NOISE_FACTOR * self.output_noise).minimum(self.ceiling * size)
         return (0.25 * self.relative * size).maximum(measured)
 

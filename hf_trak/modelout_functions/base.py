@@ -160,6 +160,18 @@ class BatchedModelOutput(AbstractModelOutput):
     row_by_row: bool = False
     """Whether every row has to go through the model alone, as a batch of several rows may have shown."""
 
+    def terms(self, batch: Batch) -> Tensor | None:
+        """Return the size of the numbers whose difference f is, for the rounding of an f near 0.
+
+        Args:
+            batch (`Batch`):
+                The batch, with labels.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`, or `None` for any other f.
+        """
+        return None
+
     @abstractmethod
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments that the model is called with for a batch.

@@ -73,6 +73,12 @@ class DPOModelOutput(LikelihoodPairs):
             sums = sums / as_named(batch)[COMPLETION_MASK].sum(dim=2).clamp(min=1)
         return self.beta * (sums[:, 0] - sums[:, 1])
 
+    def terms(self, batch: Batch) -> Tensor | None:
+        """Return 2 β (|log π_ref(y_c)| + |log π_ref(y_r)|), see [`BatchedModelOutput`]."""
+        columns = [as_named(batch).get(name) for name in REFERENCES]
+        found = [column.abs() for column in columns if isinstance(column, Tensor)]
+        return 2 * self.beta * torch.stack(found).sum(0) if found else None
+
     def loss_of(self, margin: Tensor) -> Tensor:
         if self.loss_type == "hinge":
             return torch.relu(1 - margin)

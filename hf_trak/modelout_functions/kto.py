@@ -100,6 +100,11 @@ class KTOModelOutput(CompletionModelOutput):
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         return RowPadding(_padded_rows, padding_token(collator)) if is_default(collator) else collator
 
+    def terms(self, batch: Batch) -> Tensor | None:
+        """Return 2 β |log π_ref(y)|, see [`BatchedModelOutput`]."""
+        column = as_named(batch).get(REFERENCE)
+        return 2 * self.beta * column.abs() if isinstance(column, Tensor) else None
+
     def reference_rows(self, train_size: int) -> Sequence[int]:
         if self.loss_type != "kto" or self.kl is not None:
             return ()

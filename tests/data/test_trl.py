@@ -57,6 +57,25 @@ def dpo(tmp_path: Path, **options: Any) -> Any:
     return trl.DPOTrainer(llama(), ref_model=llama(), args=made, train_dataset=pairs, processing_class=tokenizer())
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_preferences_before_the_training(seed: int, tmp_path: Path) -> None:
+    """h is 0 but for the rounding of log-probabilities, which is no sign that rows mix."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def answers() -> list[str]:
+        lengths = torch.randint(10, 40, (6,), generator=generator).tolist()
+        return [" ".join(WORDS[int(i)] for i in torch.randint(15, (n,), generator=generator)) for n in lengths]
+
+    pairs = Dataset.from_dict({"prompt": answers(), "chosen": answers(), "rejected": answers()})
+    options = arguments(tmp_path, trl.DPOConfig, max_length=None)
+    trainer = trl.DPOTrainer(
+        llama(), ref_model=llama(), args=options, train_dataset=pairs, processing_class=tokenizer()
+    )
+    config = TrakConfig(str(tmp_path / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True)
+    own = TrakAttributor.from_trainer(trainer, config).featurize()
+    assert all(bool(shard.grads.any(dim=1).all()) for shard in own.features.store.train(0))
+
+
 def test_columns_of_the_trainer_reach_its_collator(tmp_path: Path) -> None:
     """Answers of a pair are no inputs of `forward`, and the collator needs them."""
     trainer = dpo(tmp_path)

@@ -545,3 +545,26 @@ def test_a_unit_that_is_much_of_the_gradient_is_an_error() -> None:
     model, batch = kinked(10)
     with pytest.raises(GradientEngineError, match=r"relative error [1-9]"):
         per_sample_gradients(model, batch, output, "hooked")
+
+
+def test_batch_norm_without_statistics_is_named() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 4)).eval()
+    with pytest.raises(GradientEngineError, match=r"BatchNorm layers 1 keep no statistics .*GroupNorm"):
+        per_sample_gradients(model, (torch.randn(5, 6),), output, "auto")
+
+
+class Masking(nn.Module):
+    """Draws a mask in evaluation mode, too, as ViTMAE does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * (torch.rand_like(x) < 0.5))
+
+
+def test_a_model_that_is_random_in_evaluation_mode_is_not_told_to_call_eval() -> None:
+    with pytest.raises(GradientEngineError, match="Masking draws random numbers in evaluation mode") as caught:
+        per_sample_gradients(Masking().eval(), (torch.randn(5, 6),), output, "auto")
+    assert "eval()" not in str(caught.value)
