@@ -6,14 +6,14 @@ from typing import Any
 
 from datasets import Features, Image, Value
 
-_ANSWERED = (("messages",), ("prompt", "completion"))
+_ANSWERED: tuple[tuple[str, ...], ...] = (("messages",), ("prompt", "completion"))
 
-_PAIRS = (
+_PAIRS: tuple[tuple[str, ...], ...] = (
     ("sentence1", "sentence2"), ("question1", "question2"), ("text1", "text2"), ("premise", "hypothesis"),
     ("question", "sentence"), ("question", "passage"), ("query", "passage"),
 )  # fmt: skip
 
-_SINGLE = (("text",), ("sentence",), ("content",), ("caption",))
+_SINGLE: tuple[tuple[str, ...], ...] = (("text",), ("sentence",), ("content",), ("caption",))
 
 _OF_PAIRS = ("text_classification", "regression", "multi_label_classification")
 

@@ -277,7 +277,9 @@ def _ranges(dataset: Dataset, given: Any, name: str) -> list[Range]:
         ranges = list(_column(dataset, given))
     elif isinstance(given, Sequence):
         ranges = [given] * len(dataset) if len(given) == 2 and all(map(is_int, given)) else list(given)
-    pairs = [(*span,) for span in ranges if isinstance(span, Sequence) and len(span) == 2 and all(map(is_int, span))]
+    pairs: list[Any] = [
+        (*span,) for span in ranges if isinstance(span, Sequence) and len(span) == 2 and all(map(is_int, span))
+    ]
     if not len(pairs) == len(ranges) == len(dataset):
         raise ValueError(
             f"`{name}` is {given!r} for {len(dataset)} rows. Expected one (start, stop) for all of them, one for "
