@@ -101,7 +101,8 @@ def outcome(case: EcosystemCase) -> tuple[bool, str]:
         announced.clear()
         try:
             own = case.make(Path(directory), args)
-            if isinstance(own.task, HasLoss):  # the side of the training rows, as exact scores take it
+            # the side of the training rows, as exact scores take it
+            if isinstance(own.task, HasLoss) and hasattr(own, "loss_of"):
                 own.features.task = LossModelOutput(of=own.task)
             own.featurize()
         except (HfTrakError, ValueError, TypeError, ImportError) as error:

@@ -93,7 +93,7 @@ def recorded(work: Path, every: int) -> TrakAttributor:
     """Train with a record, and return the attributor of the run."""
     _, train, _, _ = texts()
     place = work / f"every-{every}"
-    args = TrakConfig(str(place), projection="none", per_device_batch_size=30, use_cpu=True)
+    args = TrakConfig(str(place), per_device_batch_size=30, use_cpu=True)
     callback = TrakCallback(args, record=True, every=every, overwrite=True)
     run = Trainer(model_of(work), arguments(work), train_dataset=train, callbacks=[callback])
     run.train()
@@ -115,9 +115,9 @@ METHODS = {
 }
 
 
-def scores(work: Path, names: list[str]) -> None:
-    """Judge methods by the trainings that are there, and keep the figures."""
-    _, _, targets, _ = texts()
+def scores(work: Path, names: list[str], count: int) -> None:
+    """Judge methods by the trainings that are there, for the first targets, and keep the figures."""
+    targets = texts()[2].select(range(count))
     path = work / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     attributors: dict[int, TrakAttributor] = {}
@@ -135,16 +135,16 @@ def scores(work: Path, names: list[str]) -> None:
         figures: dict[str, Any] = {"seconds": round(seconds, 1)}
         for share in SHARES:
             if (bank := work / f"without-{share:g}.npz").exists():
-                mean = evaluate_lds(table, *_arrays(bank)).mean
+                mean = evaluate_lds(table, *_arrays(bank, count)).mean
                 figures[f"{share:g}"] = [round(one, 4) for one in (mean.value, mean.low, mean.high)]
-        results[name] = figures
+        results[f"{name} ({count} targets)"] = figures
         path.write_text(json.dumps(results, indent=2))
         print(name, figures, flush=True)
 
 
-def _arrays(bank: Path) -> tuple[np.ndarray, np.ndarray]:
+def _arrays(bank: Path, count: int) -> tuple[np.ndarray, np.ndarray]:
     found = np.load(bank)
-    return found["kept"], found["outputs"]
+    return found["kept"], found["outputs"][:, :count]
 
 
 def main() -> None:
@@ -155,12 +155,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--subsets", type=int, default=40, help="trainings for each share of dropped rows")
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--targets", type=int, default=TARGETS, help="how many of the 40 targets are scored")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     if given.command == "build":
         build(given.work, given.subsets)
     else:
-        scores(given.work, given.methods)
+        scores(given.work, given.methods, given.targets)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hf_trak.hub import with_training_rows as with_training_rows
     from hf_trak.methods import Exact as Exact
     from hf_trak.methods import Index as Index
+    from hf_trak.methods import Replay as Replay
     from hf_trak.methods import Rerank as Rerank
     from hf_trak.scores.spans import Span as Span
     from hf_trak.traker.traker import TRAKer as TRAKer
@@ -45,7 +46,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "hf_trak.featurize.estimate": "estimate",
         "hf_trak.gradient_computers": "per_sample_gradients",
         "hf_trak.hub": "HubCheckpoint load_scores pull_index push_scores with_training_rows",
-        "hf_trak.methods": "Exact Index Rerank",
+        "hf_trak.methods": "Exact Index Replay Rerank",
         "hf_trak.scores.spans": "Span",
         "hf_trak.traker.traker": "TRAKer",
         "hf_trak.version": "__version__",

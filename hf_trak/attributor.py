@@ -34,10 +34,21 @@ from hf_trak.featurize.fidelity import (
     measure_fidelity,
 )
 from hf_trak.featurize.predictions import predicted_rows
+from hf_trak.featurize.question import Question
 from hf_trak.featurize.revising import revise
+from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.featurize.search import SearchIndex, build_search
 from hf_trak.featurize.whitening import featurized_model
-from hf_trak.methods import Exact, Index, Method, Replay, Rerank, check_best_rows, checked_method, method_of_all_rows
+from hf_trak.methods import (
+    AnyMethod,
+    Exact,
+    Index,
+    Method,
+    Replay,
+    check_best_rows,
+    checked_method,
+    method_of_all_rows,
+)
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.report.notebook import LastResult
@@ -56,6 +67,7 @@ from hf_trak.scores.selection import (
     selection_size,
 )
 from hf_trak.scores.spans import Span, single_labels, with_token_scores
+from hf_trak.trajectory.summary import RunSummary
 
 if TYPE_CHECKING:
     from hf_trak.report.notebook import TargetDisplay
@@ -222,6 +234,7 @@ class TrakAttributor:
             processing_class=trainer.processing_class,
             task=task,
             num_workers=trainer.args.dataloader_num_workers,
+            trainer=trainer,
         )
         return cls._of(features)
 
@@ -458,9 +471,10 @@ class TrakAttributor:
             top_k (`int` or `None`, *optional*, defaults to 20):
                 Number of training rows to return per target, from either end. `None` returns every score.
             method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"auto"`):
-                `"index"` scores with the stored features, `"exact"` with whole gradients under a fitted curvature, and
-                `"rerank"` with whole gradients those rows that the features rank first. [`~hf_trak.Index`],
-                [`~hf_trak.Exact`] and [`~hf_trak.Rerank`] have options. `"auto"` is `"index"`.
+                `"index"` scores with the stored features, `"exact"` with whole gradients under a fitted curvature,
+                `"rerank"` with whole gradients those rows that the features rank first, and `"replay"` with the steps
+                of the run, of the last checkpoint. [`~hf_trak.Index`], [`~hf_trak.Exact`], [`~hf_trak.Rerank`] and
+                [`~hf_trak.Replay`] have options. `"auto"` is `"index"`.
             per (`str`, *optional*, defaults to `"target"`):
                 `"target"` for one row per target, or `"train"` for one row per training row, whose indices and scores
                 then refer to targets.
@@ -534,16 +548,14 @@ class TrakAttributor:
         self,
         eval_dataset: Any,
         top_k: int | None,
-        method: Index | Exact | Rerank,
+        method: AnyMethod,
         per: Literal["target", "train"],
         group_by: GroupBy | None,
         name: str | None,
         checkpoints: Checkpoints,
     ) -> HFDataset:
         """Ask, attach the columns of the answer, and remember the result."""
-        question = self.features.question(
-            eval_dataset, name, checkpoints, group_by, featurized=not isinstance(method, Exact | Replay)
-        )
+        question = self._question(eval_dataset, method, name, checkpoints, group_by)
         found = answer(self.features, question, method, top_k, per)
         rows = self.train_dataset if per == "train" else question.rows
         scored = attach_columns(without_rerank_columns(rows), found.columns)
@@ -551,8 +563,25 @@ class TrakAttributor:
             self._last = LastResult(scored, question, found)
         return scored
 
+    def _question(
+        self,
+        eval_dataset: Any,
+        method: AnyMethod,
+        name: str | None,
+        checkpoints: Checkpoints,
+        group_by: GroupBy | None,
+    ) -> Question:
+        """Check what is asked. A replay starts from the last checkpoint, where others average over all."""
+        features = self.features
+        if isinstance(method, Replay) and checkpoints is None:
+            features.processes.broadcast_from_main(features.prepare_store)
+            checkpoints = features.store.model_ids[-1:] or None
+        return features.question(
+            eval_dataset, name, checkpoints, group_by, featurized=not isinstance(method, Exact | Replay)
+        )
+
     def _check_breakdown(
-        self, eval_dataset: Any, top_k: int | None, method: Index | Exact | Rerank, per: str, group_by: GroupBy | None
+        self, eval_dataset: Any, top_k: int | None, method: AnyMethod, per: str, group_by: GroupBy | None
     ) -> None:
         """Refuse to break scores down by tokens that are no top-k result from scores of all rows."""
         method_of_all_rows(method)
@@ -562,6 +591,23 @@ class TrakAttributor:
                 "best rows of each target, whose scores are broken down. Leave the others out."
             )
         self.features.require_one_draw(eval_dataset, "Each draw may have other labels.")
+
+    def trajectory(self, **options: Any) -> RunSummary:
+        """Describe the run of the model: its steps, weights and rates, and what `Replay(of="run")` costs.
+
+        Args:
+            options:
+                Fields of [`~hf_trak.Replay`] that name the run: `name`, `start`.
+
+        Returns:
+            [`~hf_trak.trajectory.summary.RunSummary`], which prints as text.
+
+        Raises:
+            IncompleteStoreError: there is neither a record nor the weights before the first step.
+            HfTrakError: the order of the rows, their loss or the optimizer's numbers cannot be known.
+            StoreError: the record is damaged.
+        """
+        return RunReplay(self.features, Replay(of="run", **options)).summary()
 
     def show(self, target: int, **options: Any) -> "TargetDisplay":
         """Display one target of the last `attribute(..., per="target")` in a notebook, as a report shows it.
@@ -674,7 +720,7 @@ class TrakAttributor:
             train_group_by (`str` or a sequence):
                 A column of the training dataset, or one value per training row.
             method, group_by, name, checkpoints:
-                As in [`~TrakAttributor.attribute`]. The method scores all rows: `"index"` or `"exact"`.
+                As in [`~TrakAttributor.attribute`]. The method scores all rows: `"index"`, `"exact"` or `"replay"`.
 
         Returns:
             The targets, or groups of them, with the columns `trak_groups`, `trak_group_scores` and
@@ -686,9 +732,7 @@ class TrakAttributor:
         """
         chosen = method_of_all_rows(method)
         train_groups = RowGroups.of(self.train_dataset, train_group_by, "train_group_by")
-        question = self.features.question(
-            eval_dataset, name, checkpoints, group_by, featurized=isinstance(chosen, Index)
-        )
+        question = self._question(eval_dataset, chosen, name, checkpoints, group_by)
         sums = train_groups.sums(planned(self.features, question, chosen).blocks)
         return attach_columns(question.rows, group_score_columns(sums, train_groups))
 
@@ -736,9 +780,7 @@ class TrakAttributor:
         strata = None if stratify_by is None else RowGroups.of(self.train_dataset, stratify_by, "stratify_by")
         if group_by is None and criterion == "most_helpful":
             group_by = ALL
-        question = self.features.question(
-            eval_dataset, name, checkpoints, group_by, featurized=isinstance(chosen, Index)
-        )
+        question = self._question(eval_dataset, chosen, name, checkpoints, group_by)
         scores = row_scores(planned(self.features, question, chosen).blocks, self.features.train_size, criterion)
         return selected(self.train_dataset, best_rows(scores, n, strata), scores)
 

@@ -1,4 +1,4 @@
-"""The ways to compute scores that `TrakAttributor.attribute(method=...)` takes: `Index`, `Exact` and `Rerank`."""
+"""The ways to compute scores: `Index`, `Exact`, `Rerank` and `Replay`, which `TrakAttributor.attribute` takes."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -121,50 +121,75 @@ class Rerank:
 
 @dataclass(frozen=True)
 class Replay:
-    """Score with the training run itself, which is followed back step by step.
+    """Score with the run that made the model, walked backwards through the steps of its optimizer.
+
+    Scores predict how far the output of a target rises by training on a row. The recipe needs an attributor of
+    `TrakAttributor.from_trainer`, whose trainer knows optimizer, learning rates and batch size, and the last weights
+    alone. The run needs its record, which `TrakCallback(record=True)` writes, or a checkpoint at every few steps.
 
     Args:
-        of (`str`, *optional*, defaults to `"run"`):
-            `"run"` asks what rows did to this model: the run as `TrakCallback(record=True)` recorded it.
-        name (`str`, *optional*, defaults to `"run"`):
-            Name of the record, that of the callback.
-        hessian_share (`float`, *optional*, defaults to 1.0):
-            Part of the rows of each step whose curvature is used: less work, and more noise.
+        of (`str`, *optional*, defaults to `"recipe"`):
+            `"recipe"`: what rows do to a model that is trained like this one, in the expectation over orders of the
+            rows. `"run"`: what they did in the run itself.
         form (`str`, *optional*):
-            `"hessian"` or `"gauss-newton"`. By default the Hessian where all rows are used, and else the
-            Gauss-Newton matrix, which has no negative curvature for the noise of a few rows to blow up.
+            Curvature of the loss on the way back: `"gauss-newton"`, which is never negative, or `"hessian"`, which is
+            whole, and wants more rows. By default the Hessian for a run with all rows, and else Gauss-Newton.
+        rows (`int`, *optional*, defaults to 8):
+            Rows whose curvature each step of a recipe has, drawn at random.
+        steps (`int`, *optional*, defaults to 256):
+            Steps of a recipe back at most. Those of a longer run are taken together.
+        hessian_share (`float`, *optional*, defaults to 1.0):
+            Part of the rows of each step of a run whose curvature is used: less work, and more noise.
         smoothing (`float`, *optional*, defaults to 0.1):
-            κ, the part of the variance of gradients in the scale of Adam's steps. 0 is the plain derivative.
+            κ, the part of the variance of a batch's gradient in the scale of the steps of a run. 0 is the plain
+            derivative, which fails without warmup.
+        name (`str`, *optional*, defaults to `"run"`):
+            Name of the run's record, that of the callback. Where there is none, the weights are those of checkpoints,
+            and rows come in the order in which the trainer of the attributor draws them.
+        start (`str`, *optional*):
+            Directory of the weights before the first step, for a run without a record. By default `checkpoint-0` in
+            the trainer's directory, or the directory that the model was loaded from.
 
     Raises:
-        ValueError: a name or a number is out of range.
+        ValueError: a number is out of range, or a word is another one.
     """
 
-    of: Literal["run"] = "run"
-    name: str = "run"
-    hessian_share: float = 1.0
+    of: Literal["recipe", "run"] = "recipe"
     form: Literal["gauss-newton", "hessian"] | None = None
+    rows: int = 8
+    steps: int = 256
+    hessian_share: float = 1.0
     smoothing: float = 0.1
+    name: str = "run"
+    start: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, words in (("of", ("recipe", "run")), ("form", (None, "gauss-newton", "hessian"))):
+            if getattr(self, name) not in words:
+                raise ValueError(f"`{name}` of a replay is {getattr(self, name)!r}. Expected one of {list(words)}.")
+        for name in ("rows", "steps"):
+            object.__setattr__(self, name, checked_int(getattr(self, name), name, 1, type_error=ValueError))
+        if not 0 < self.hessian_share <= 1:
+            raise ValueError(f"`hessian_share` is {self.hessian_share!r}. Expected a part of the rows in (0, 1].")
+        if not 0 <= self.smoothing < float("inf"):
+            raise ValueError(f"`smoothing` is {self.smoothing!r}. Expected a finite number of at least 0.")
 
     @property
-    def share(self) -> float:
-        """Return the part of the rows of each step whose curvature is used."""
-        return self.hessian_share
-
-    @property
-    def products(self) -> Literal["hessian", "gauss-newton"]:
+    def products(self) -> Literal["gauss-newton", "hessian"]:
         """Return the curvature that is used."""
         if self.form is not None:
             return self.form
-        return "hessian" if self.hessian_share == 1 else "gauss-newton"
+        return "hessian" if self.of == "run" and self.hessian_share == 1 else "gauss-newton"
 
 
-MethodName = Literal["auto", "index", "exact", "rerank"]
+MethodName = Literal["auto", "index", "exact", "rerank", "replay"]
 
-Method = MethodName | Index | Exact | Rerank | Replay
+AnyMethod = Index | Exact | Rerank | Replay
+
+Method = MethodName | AnyMethod
 """How scores are computed: a name, or a dataclass with options. `"auto"` is `"index"`."""
 
-_NAMED: dict[str, Index | Exact | Rerank | Replay] = {
+_NAMED: dict[str, AnyMethod] = {
     "auto": Index(),
     "index": Index(),
     "exact": Exact(),
@@ -173,23 +198,23 @@ _NAMED: dict[str, Index | Exact | Rerank | Replay] = {
 }
 
 
-def checked_method(method: Method) -> Index | Exact | Rerank | Replay:
+def checked_method(method: Method) -> AnyMethod:
     """Return the dataclass of a method.
 
     Raises:
         ValueError: it is no method.
     """
-    if isinstance(method, Index | Exact | Rerank | Replay):
+    if isinstance(method, AnyMethod):
         return method
     if not isinstance(method, str) or method not in _NAMED:
         raise ValueError(
-            f"`method` is {method!r}. Expected one of {list(_NAMED)}, or `Index(...)`, `Exact(...)` or `Rerank(...)` "
-            "of `hf_trak`."
+            f"`method` is {method!r}. Expected one of {list(_NAMED)}, or `Index(...)`, `Exact(...)`, `Rerank(...)` "
+            "or `Replay(...)` of `hf_trak`."
         )
     return _NAMED[method]
 
 
-def method_of_all_rows(method: Method) -> Index | Exact:
+def method_of_all_rows(method: Method) -> Index | Exact | Replay:
     """Return the dataclass of a method that scores every training row.
 
     Raises:
@@ -199,12 +224,12 @@ def method_of_all_rows(method: Method) -> Index | Exact:
     if isinstance(found, Rerank) or (isinstance(found, Index) and found.first_pass_bytes is not None):
         raise ValueError(
             f"`method` is {found}, which scores the best rows of each target alone. Expected one that scores all "
-            "training rows. Choose 'index' or 'exact'."
+            "training rows. Choose 'index', 'exact' or 'replay'."
         )
     return found
 
 
-def check_best_rows(method: Index | Exact | Rerank, top_k: int | None, per: str) -> None:
+def check_best_rows(method: AnyMethod, top_k: int | None, per: str) -> None:
     """Check that what is asked for are the best rows of each target, if a method finds no others.
 
     Raises:

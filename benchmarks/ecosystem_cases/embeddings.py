@@ -9,7 +9,7 @@ import transformers as hf
 from datasets import Dataset
 
 from ecosystem_cases.case import VOCABULARY, EcosystemCase, texts, tokenizer
-from ecosystem_cases.truth import of_model, of_trainer, with_truth
+from ecosystem_cases.truth import of_model, of_trainer, with_truth, without_truth
 from hf_trak import TrakAttributor, TrakConfig
 
 LABELS = [0, 1, 1, 0, 1, 0]
@@ -47,7 +47,8 @@ def trained(directory: Path, args: TrakConfig, *, loss: str, names: tuple[str, .
     own = st.SentenceTransformerTrainingArguments(str(directory / "out"), use_cpu=True, report_to=[])
     rows = Dataset.from_dict({**columns(*names), **({"label": LABELS} if labels else {})})
     trainer = st.SentenceTransformerTrainer(model, own, train_dataset=rows, loss=getattr(losses, loss)(model))
-    return of_trainer(trainer, args)
+    # negatives of a row are other rows
+    return without_truth(trainer, args) if loss == "MultipleNegativesRankingLoss" else of_trainer(trainer, args)
 
 
 def cross_encoder(directory: Path, args: TrakConfig) -> TrakAttributor:

@@ -26,6 +26,11 @@ def of_trainer(trainer: Any, args: TrakConfig, train_dataset: Any = None, **opti
     return with_truth(own, loss)
 
 
+def without_truth(trainer: Any, args: TrakConfig, train_dataset: Any = None) -> TrakAttributor:
+    """The attributor of a trainer whose loss compares rows, so that a row alone has none."""
+    return TrakAttributor.from_trainer(trainer, args, train_dataset=train_dataset)
+
+
 def of_model(model: Any, args: TrakConfig, rows: Any, collator: Any = None, **options: Any) -> TrakAttributor:
     """The attributor of a model of transformers, whose truth is the loss with which `Trainer` would train it."""
     own = TrakAttributor(model, args, train_dataset=rows, data_collator=collator, **options)
@@ -34,6 +39,14 @@ def of_model(model: Any, args: TrakConfig, rows: Any, collator: Any = None, **op
     )
     trainer = hf.Trainer(own.model, plain, own.features.data_collator, rows)
     return with_truth(own, lambda row: loss_of_trainer(trainer, rows, row))
+
+
+def of_plain_trainer(model: Any, args: TrakConfig, rows: Any, collator: Any = None, **options: Any) -> TrakAttributor:
+    """The attributor of a `Trainer` of a model, rows and a collator."""
+    own = hf.TrainingArguments(
+        f"{args.output_dir}-out", use_cpu=True, report_to=[], remove_unused_columns=args.remove_unused_columns
+    )
+    return of_trainer(hf.Trainer(model, own, collator, rows), args, **options)
 
 
 def of_loop(model: Any, args: TrakConfig, rows: Any, **options: Any) -> TrakAttributor:

@@ -18,7 +18,7 @@ from hf_trak.config import TrakConfig
 from hf_trak.data.rows import default_collator
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError
 from hf_trak.hub.remote_rows import RemoteRows
-from hf_trak.methods import Exact, Index, MethodName, Rerank
+from hf_trak.methods import AnyMethod, Exact, Index, MethodName, Replay, Rerank
 from hf_trak.modelout_functions import get_task, infer_task
 from hf_trak.store.atomic import differing
 from hf_trak.store.sealed import write_sealed
@@ -32,7 +32,8 @@ class MethodArguments:
         default="auto",
         metadata={
             "help": "Score with the features (`index`), with whole gradients under a curvature (`exact`), or with "
-            "those of the rows that the features rank first (`rerank`). `auto` is `index`."
+            "those of the rows that the features rank first (`rerank`). `auto` is `index`. `replay` needs the trainer "
+            "of the run, which Python has."
         },
     )
     rerank_rows: int | None = field(
@@ -61,12 +62,14 @@ class MethodArguments:
                 )
         self.chosen()  # which refuses values
 
-    def chosen(self) -> Index | Exact | Rerank:
+    def chosen(self) -> AnyMethod:
         """Return the method with its options."""
         index = Index(self.first_pass_bytes, self.candidates)
         if self.method == "rerank":
             rows = Rerank.rows if self.rerank_rows is None else self.rerank_rows
             return Rerank(rows, refine=self.refine, index=index)
+        if self.method == "replay":
+            return Replay()
         return Exact(refine=self.refine) if self.method == "exact" else index
 
 

@@ -440,7 +440,8 @@ class Bank:
         if not self.is_complete(name):
             raise IncompleteStoreError(
                 f"The part {name!r} of the bank {self.directory} has {len(files.present())} of {shape[0] * shape[1]} "
-                "trainings. Expected all of them. Call `Bank.build` again, with the same arguments."
+                f"trainings. Expected all of them, joined to {files.directory / OUTPUTS}. Call `Bank.build` again, "
+                "with the same arguments."
             )
         outputs, seeds = files.read_outputs(shape, part["masks"])
         return BankPart(name, masks, outputs, seeds, part["protocol"], part["repeat_of"], part["removal"])

@@ -5,18 +5,19 @@ from typing import Literal
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Answer, Question
+from hf_trak.featurize.replaying import ReplayScores
 from hf_trak.featurize.reranking import reranked, two_passes
 from hf_trak.featurize.run_replaying import RunReplay
-from hf_trak.methods import Exact, Index, Replay, Rerank, check_best_rows
+from hf_trak.methods import AnyMethod, Exact, Index, Replay, Rerank, check_best_rows
 from hf_trak.scores.score_files import ScoreFiles
 from hf_trak.scores.scorer import PlannedScores
 from hf_trak.store.sealed import content_digest
 
 
 def planned(
-    model: FeaturizedModel, question: Question, method: Index | Exact, everywhere: bool = True
+    model: FeaturizedModel, question: Question, method: Index | Exact | Replay, everywhere: bool = True
 ) -> PlannedScores:
-    """Plan the scores of all training rows, from features or from whole gradients.
+    """Plan the scores of all training rows, from features, from whole gradients, or from the run.
 
     Args:
         model: the model and its features.
@@ -24,17 +25,18 @@ def planned(
         method: the method.
         everywhere: all training rows in every process, rather than those that fall to this one.
     """
-    if isinstance(method, Replay):
+    if isinstance(method, Replay) and method.of == "run":
         return RunReplay(model, method).plan(question)
-    if isinstance(method, Exact):
-        return ExactScores(model, method).plan(question, everywhere)
+    if not isinstance(method, Index):
+        scores = ReplayScores(model, method) if isinstance(method, Replay) else ExactScores(model, method)
+        return scores.plan(question, everywhere)
     return model.plan(question, everywhere)
 
 
 def answer(
     model: FeaturizedModel,
     question: Question,
-    method: Index | Exact | Rerank,
+    method: AnyMethod,
     top_k: int | None,
     per: Literal["target", "train"],
 ) -> Answer:

@@ -15,7 +15,7 @@ from hf_trak.curvature.target_forms import low_rank_numel
 from hf_trak.featurize.exact_blocks import TARGET_SHARD_BYTES, target_dtype, target_rank
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.identity.model_identity import model_identity
-from hf_trak.methods import Index, Method, Rerank, checked_method
+from hf_trak.methods import Index, Method, Replay, Rerank, checked_method
 from hf_trak.runtime.checks import byte_size, free_bytes
 from hf_trak.runtime.progress import duration
 from hf_trak.scores.solvers import SolverCost, solver_costs
@@ -175,7 +175,7 @@ class Estimate:
     stages: dict[str, Cost]
     """`"settings"` (what describes the store), `"features"` and `"targets"` (to featurize), `"solver"` (the ridge
     regression) and, where they are asked for, `"curvature"` (to fit it), `"exact targets"` (to precondition them),
-    `"exact scores"`, `"rerank"` and `"refine"`."""
+    `"exact scores"`, `"rerank"`, `"refine"`, `"moments"` (of gradients) and `"replay"`."""
     largest_share: FitCost | None = None
     """Cost of the curvature of the parameter that takes most, for one checkpoint."""
 
@@ -241,7 +241,7 @@ def estimate_sizes(
         ValueError: a number is out of range, or a parameter name or the method unknown.
     """
     chosen = checked_method(method)
-    refinement = None if isinstance(chosen, Index) else chosen.refinement
+    refinement = None if isinstance(chosen, Index | Replay) else chosen.refinement
     n, m = count_of(train_dataset, "train_dataset", 1), count_of(eval_dataset, "eval_dataset", 0)
     for name, value in (("checkpoints", checkpoints), ("processes", processes)):
         count_of(value, name, 1)
@@ -273,14 +273,16 @@ def estimate_sizes(
             memory=solver.memory + groups * k * 12 + shard_rows * row_bytes(k, args),
         ),
     }
-    if not isinstance(chosen, Index):
+    together = max(1, min(groups, TARGET_SHARD_BYTES // (4 * layout.total)))
+    if isinstance(chosen, Replay):
+        stages |= _replay_stages(layout.total, chosen, checkpoints, n, groups, together)
+    elif not isinstance(chosen, Index):
         count = chosen.rows if isinstance(chosen, Rerank) else None
         scored = n if count is None else min(n, 2 * groups * count)
         fit = FitCost.of(model, layout.slots, args, n)
         last = "exact scores" if count is None else "rerank"
         stages |= _exact_stages(fit, args, checkpoints, n, groups, scored, weights, last)
     if refinement is not None:
-        together = max(1, min(groups, TARGET_SHARD_BYTES // (4 * layout.total)))
         stages["refine"] = Cost(
             scratch=4 * layout.total * (groups + 3 * together),
             memory=VECTORS_IN_MEMORY * 4 * together * layout.total,
@@ -332,6 +334,21 @@ def _exact_stages(
             memory=weights + targets + itemsize * at_once * kept,
             passes=checkpoints * passes * scored,
         ),
+    }
+
+
+def _replay_stages(total: int, method: Replay, checkpoints: int, n: int, m: int, together: int) -> dict[str, Cost]:
+    """Work out the costs of the moments of gradients, of m targets walked back, and of their scores."""
+    rows = min(n, method.rows)
+    return {
+        "moments": Cost(8 * total * 8 * checkpoints, 0, 28 * total, checkpoints * n),
+        "replay": Cost(
+            4 * checkpoints * m * total,
+            4 * m * total,
+            VECTORS_IN_MEMORY * 4 * together * total,
+            PASSES_PER_PRODUCT * checkpoints * method.steps * rows * m,
+        ),
+        "exact scores": Cost(4 * checkpoints * n * (m + 1), 0, 4 * m * total, checkpoints * n),
     }
 
 

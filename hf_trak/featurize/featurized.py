@@ -90,6 +90,7 @@ class FeaturizedModel:
         sources: Mapping[int, Checkpoint | None] | None = None,
         recorded_rows: Mapping[str, Any] | None = None,
         revision: Revision | None = None,
+        trainer: Any = None,
         batch_done: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -121,6 +122,8 @@ class FeaturizedModel:
                 What an index records of its training rows, where the rows are not at hand.
             revision (`Revision`, *optional*):
                 What [`~hf_trak.featurize.revising.revise`] changed, for a revised training dataset.
+            trainer (`transformers.Trainer`, *optional*):
+                The trainer of the run that made the model, which replays ask for the numbers of its steps.
             batch_done (`Callable`, *optional*):
                 Called after every batch of features.
 
@@ -152,6 +155,7 @@ class FeaturizedModel:
         self.sources = dict(sources or {})
         self.recorded_rows = None if recorded_rows is None else dict(recorded_rows)
         self.revision = revision
+        self.trainer = trainer
         self._train_fingerprint: str | None = None
         self._store = store
         if getattr(model, "hf_device_map", None) is None and not is_sharded(model):

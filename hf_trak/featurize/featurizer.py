@@ -606,7 +606,7 @@ class Featurizer:
                 computer.check_again()
             self.let_collate_alone(computer, batches, rows, batch, draw=draw)
             with targets_may_be_empty(batches.draws > 1):
-                mean.add(*self._features(rows, batch, computer, model_id, side))
+                mean.add(*self.features_of(rows, batch, computer, model_id, side))
         features, q = mean.result()
         if batches.draws > 1 and side == "target" and bool((q == 0).any()):
             raise ValueError(
@@ -615,10 +615,21 @@ class Featurizer:
             )
         return rows, features, q
 
-    def _features(
+    def features_of(
         self, rows: Sequence[int], batch: Any, computer: AbstractGradientComputer, model_id: int, side: Side
     ) -> tuple[Tensor, Tensor]:
-        """Return projected gradients `(B, k)`, scaled to preserve inner products, and q `(B,)`, both on the CPU."""
+        """Return projected gradients `(B, k)`, scaled to preserve inner products, and q `(B,)`, both on the CPU.
+
+        Args:
+            rows: the numbers of the batch's rows.
+            batch: the batch.
+            computer: the engine.
+            model_id: the checkpoint.
+            side: whether rows are training examples or targets.
+
+        Raises:
+            NonFiniteError: a gradient is NaN or infinite; names the row.
+        """
         if isinstance(self.projector, GradientMap):
             self.projector.begin(rows)
         sink = self.projector.sink(len(rows), model_id, self.device)

@@ -7,7 +7,7 @@ from typing import Any
 from datasets import Dataset
 
 from hf_trak.data.rows import RowPart
-from hf_trak.methods import Exact, Index, Rerank
+from hf_trak.methods import AnyMethod
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.weights.checkpoints import Checkpoint
@@ -63,6 +63,6 @@ class Answer:
     """
 
     columns: Dataset
-    method: Index | Exact | Rerank
+    method: AnyMethod
     blocks: Callable[[], Iterator[ScoreBlock]]
     rows: RowPart | None = None

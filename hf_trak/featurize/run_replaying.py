@@ -5,6 +5,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from hf_trak.scores.scorer import PlannedScores
 from hf_trak.store.sealed import content_digest
 from hf_trak.trajectory.guards import warnings_of
 from hf_trak.trajectory.passes import StepPasses
-from hf_trak.trajectory.record import RunRecord, trained_weights
+from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
+from hf_trak.trajectory.saved_run import SavedRun
 from hf_trak.trajectory.states import RunPath
+from hf_trak.trajectory.summary import RunSummary
 from hf_trak.trajectory.sweep import BackwardSweep, SweepOptions, SweepResult
 
 logger = logging.getLogger(__name__)
@@ -59,7 +62,6 @@ class RunReplay:
                 "followed back. Load the model unsharded."
             )
         self.model, self.method = model, method
-        self.record = RunRecord.open(Path(model.args.output_dir) / "trajectory" / method.name)
         task = ExactScores(model).train_task
         if task is model.task or not isinstance(task, BatchedModelOutput):
             raise HfTrakError(
@@ -67,11 +69,24 @@ class RunReplay:
                 "the model was trained on. Name it in `task`."
             )
         self.task = task
-        if model.featurizer(task).batches(model.train_dataset).drawn:
+        batches = model.featurizer(task).batches(model.train_dataset)
+        if batches.drawn:
             raise HfTrakError(
                 "Training rows come out of the dataset or the collator at random. Expected the rows that the run "
                 "trained on. Set the augmentation or masking aside, or use `of='recipe'`."
             )
+        directory = Path(model.args.output_dir) / "trajectory" / method.name
+        self.record: RunRecord | SavedRun
+        if model.trainer is not None and not (directory / RECORD_FILE).exists():
+            self.record = SavedRun(model.trainer, model.model, model.layout, method.start, batches.collated)
+        else:
+            self.record = RunRecord.open(directory)
+
+    def summary(self) -> RunSummary:
+        """Describe the run."""
+        path = _path_of(self.record, self.model.device)
+        n = row_count(self.model.train_dataset, "train_dataset")
+        return RunSummary.of(path, isinstance(self.record, RunRecord), n, self.record.layout.total)
 
     def plan(self, question: Question) -> PlannedScores:
         """Compute the scores of all training rows for the targets of a question.
@@ -87,8 +102,13 @@ class RunReplay:
         identity = self._identity(question)
         digest = content_digest(identity)[:12]
         directory = self.model.store.experiment_dir(question.name) / f"replay-{digest}"
-        self.model.processes.broadcast_from_main(lambda: self._compute(question, directory, digest))
-        results = self._results(question, directory, digest)
+        sweeps, processes = self._sweeps(question, directory, digest), self.model.processes
+        if not processes.broadcast_from_main(lambda: all(one.result_path.exists() for _, one in sweeps)):
+            model, model_id = self.model, question.ids[0]
+            source = {**model.sources, **question.sources}.get(model_id)
+            with model.weights(model_id, source, register=model_id not in model.store.model_ids):
+                processes.broadcast_from_main(lambda: self._compute(question, model_id, sweeps))
+        results = [one.result(len(part)) for part, one in sweeps]
         return PlannedScores(identity, self._blocks(question, results))
 
     def _identity(self, question: Question) -> dict[str, Any]:
@@ -101,80 +121,54 @@ class RunReplay:
             "record": self.record.digest,
             "replay": REPLAY_VERSION,
             "seed": self.model.args.seed,
-            "share": method.share,
+            "share": method.hessian_share,
             "smoothing": method.smoothing,
-            "states": [self.record.checksum(step) for step in self.record.states()],
+            "states": _checksums(self.record),
             "targets": question.fingerprint,
         }
 
     def _parts(self, m: int) -> list[range]:
         """Divide targets into groups whose derivatives fit into memory together."""
-        size = self.record.layout.total * self.record.dtype.itemsize * COTANGENT_COPIES
+        size = 4 * self.record.layout.total * COTANGENT_COPIES
         together = max(1, int(self.model.args.curvature.memory * 2**30) // size)
         return [range(first, min(first + together, m)) for first in range(0, m, together)]
 
-    def _sweeps(self, question: Question, directory: Path, digest: str, passes: StepPasses | None) -> list[Any]:
-        path = RunPath.of_record(self.record, self.model.device)
-        method, n = self.method, row_count(self.model.train_dataset, "train_dataset")
-        options = SweepOptions(method.smoothing, method.share, method.products, self.model.args.seed)
-        return [
-            (
-                part,
-                BackwardSweep(
-                    path,
-                    passes,
-                    options,
-                    directory / f"targets-{part.start:06d}-{part.stop:06d}",
-                    {"replay": digest, "first": part.start},
-                    n,
-                ),
-            )
-            for part in self._parts(question.m)
-        ]
+    def _sweeps(self, question: Question, directory: Path, digest: str) -> list[tuple[range, BackwardSweep]]:
+        """Plan a sweep for each group of targets."""
+        path, method = _path_of(self.record, self.model.device), self.method
+        n = row_count(self.model.train_dataset, "train_dataset")
+        options = SweepOptions(method.smoothing, method.hessian_share, method.products, self.model.args.seed)
+        planned = []
+        for part in self._parts(question.m):
+            place = directory / f"targets-{part.start:06d}-{part.stop:06d}"
+            identity = {"replay": digest, "first": part.start}
+            planned.append((part, BackwardSweep(path, options, place, identity, n)))
+        return planned
 
-    def _results(self, question: Question, directory: Path, digest: str) -> list[SweepResult]:
-        return [one.result(len(part)) for part, one in self._sweeps(question, directory, digest, None)]
+    def _compute(self, question: Question, model_id: int, sweeps: Sequence[tuple[range, BackwardSweep]]) -> None:
+        """Make the sweeps that are not made yet, with the last weights in the model. In the main process."""
+        model = self.model
+        last = trained_weights(dict(model.model.named_parameters()), self.record.layout)
+        self._check_weights(sweeps[0][1].path, last)
+        featurizer = model.featurizer(self.task)
+        featurizer.prepare_task(model_id, model.args.batch_size)
+        batches = featurizer.batches(model.train_dataset)
 
-    def _compute(self, question: Question, directory: Path, digest: str) -> None:
-        """Make the sweeps that are not made yet. In the main process."""
-        sweeps = self._sweeps(question, directory, digest, None)
-        if all(one.result_path.exists() for _, one in sweeps):
-            return
-        model, (model_id, *_) = self.model, question.ids
-        source = {**model.sources, **question.sources}.get(model_id)
-        with model.weights(model_id, source, register=model_id not in model.store.model_ids):
-            own = dict(model.model.named_parameters())
-            last = trained_weights(own, self.record.layout)
-            self._check_weights(sweeps[0][1].path, last)
-            featurizer = model.featurizer(self.task)
-            featurizer.prepare_task(model_id, model.args.batch_size)
-            batches = featurizer.batches(model.train_dataset)
+        def collated(cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
+            for rows in cuts:
+                batch = send_to_device(batches.collated(list(rows)), model.device)
+                yield list(rows), featurizer.in_dtype_of_model(batch)
 
-            def collated(cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
-                for rows in cuts:
-                    batch = send_to_device(batches.collated(list(rows)), model.device)
-                    yield list(rows), featurizer.in_dtype_of_model(batch)
-
-            described = self.record.description
-            passes = StepPasses(
-                model.model,
-                self.task,
-                model.layout,
-                featurizer.computer(),
-                collated,
-                described["processes"],
-                described["across_devices"],
-            )
-            targets = self._targets(question, passes)
-            try:
-                for part, sweep in sweeps:
-                    sweep.passes = passes
-                    what = f"{question.name}, replay of targets {part.start} to {part.stop - 1}"
-                    found = sweep.run(targets[part.start : part.stop], what)
-                    for text in warnings_of(found, sweep.path, self.method):
-                        logger.warning("%s", text)
-            finally:
-                passes.put(last.to(model.device))
+        passes = StepPasses(model.model, self.task, model.layout, featurizer.computer(), collated)
+        targets = self._targets(question, passes)
+        try:
+            for part, sweep in sweeps:
+                what = f"{question.name}, replay of targets {part.start} to {part.stop - 1}"
+                found = sweep.run(passes, targets[part.start : part.stop], what)
+                for text in warnings_of(found, sweep.path, self.method):
+                    logger.warning("%s", text)
+        finally:
+            passes.put(last.to(model.device))
 
     def _check_weights(self, path: RunPath, last: Tensor) -> None:
         """Compare parameters and weights of the model with those at the end of the run."""
@@ -212,3 +206,30 @@ class RunReplay:
         for first in range(0, n, size):
             last = min(first + size, n)
             yield first, last, torch.cat([one.scores[first:last] for one in results], 1).float()
+
+
+def _path_of(record: RunRecord | SavedRun, device: torch.device) -> RunPath:
+    """Return the path of a run.
+
+    Raises:
+        HfTrakError: the loss of the record is not that of the model.
+        StoreError: a file is missing or damaged.
+    """
+    if isinstance(record, RunRecord):
+        path = RunPath.of_record(record, device)
+        if not path.logged:
+            raise HfTrakError(
+                "The record has no loss: the model returned none, since the trainer computed it from the outputs "
+                "(`compute_loss_func` or `label_smoothing_factor`). Expected the loss of the model itself. Train "
+                "without them to replay the run."
+            )
+        return path
+    numbers = replace(record.numbers, group_of=record.numbers.group_of.to(device))
+    return RunPath(
+        record.steps(), numbers, record.states(), lambda step: record.weights(step).to(device), record.logged()
+    )
+
+
+def _checksums(record: RunRecord | SavedRun) -> list[str]:
+    """Read the checksums of what is recorded; those of checkpoints are in the digest of a run without a record."""
+    return [record.checksum(step) for step in record.states()] if isinstance(record, RunRecord) else []

@@ -176,6 +176,24 @@ class GaussNewton:
         return None
 
 
+class Hessian(GaussNewton):
+    """Multiplies directions by the Hessian of the loss of batches, by differentiating twice.
+
+    Beside the Gauss-Newton matrix it has the curvature of the model itself, which may be negative.
+    """
+
+    def __init__(self, model: torch.nn.Module, task: BatchedModelOutput, layout: ParameterLayout) -> None:
+        """
+        Args:
+            model, task, layout: as for [`GaussNewton`].
+        """
+        super().__init__(model, task, layout, of_gradients=True, form="twice")
+
+    def _product(self, linearized: "_Linearized", directions: Tensor) -> tuple[Tensor, Tensor]:
+        found = linearized.curved(linearized.tangents(directions)).to(directions.dtype)
+        return found, (found.double() * directions.double()).sum(1)
+
+
 class _Linearized:
     """One batch at the weights of the model: what it returns, and its derivatives."""
 
@@ -200,6 +218,7 @@ class _Linearized:
         if not of_gradients:
             self._differentiate_loss()
         self._transposed: tuple[list[Tensor], list[Tensor], list[str]] | None = None
+        self._gradients: dict[str, Tensor] | None = None
 
     def run(self) -> Any:
         """Run the forward pass."""
@@ -268,6 +287,18 @@ class _Linearized:
             self._transposed = probes, [one for _, one in pairs], [name for name, _ in pairs]
         probes, products, names = self._transposed
         return _derivatives(products, probes, [tangents[name] for name in names])
+
+    def curved(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Multiply by the Hessian of the loss, minus the sum of the outputs: `(t, P)`."""
+        if self._gradients is None:
+            found = torch.autograd.grad(
+                -self.outputs[0].sum(), list(self.weights.values()), create_graph=True, allow_unused=True
+            )
+            pairs = zip(self.weights, found, strict=True)
+            self._gradients = {name: one for name, one in pairs if one is not None and one.requires_grad}
+        cotangents = [tangents[name] for name in self._gradients]
+        products = _derivatives(list(self._gradients.values()), list(self.weights.values()), cotangents)
+        return torch.cat([one.flatten(1) for one in products], 1)
 
     def weighted(self, outputs: list[Tensor]) -> list[Tensor]:
         """Multiply by H, the second derivative of the loss by the outputs."""

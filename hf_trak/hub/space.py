@@ -8,7 +8,6 @@ never shown.
 import json
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
 from email.parser import BytesParser
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,21 @@ def push_space(
                 f"The Space {space!r} exists and is public, and is to show {index!r} in private. Nothing was "
                 "uploaded. Make it private in its settings; that of a public index may be public with `private=False`."
             )
-        files = space_files(info.id, bool(info.private), path.name, needed, task, columns)
+        arguments = ["serve", info.id, "--host", "0.0.0.0", "--port", _PORT, "--public_rows", "--use_cpu"]
+        for name, value in {"task": task, **columns}.items():
+            if value is not None:
+                arguments += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
+        title = f"Training rows behind {info.id.rpartition('/')[2]}"
+        metadata = {
+            "title": title, "sdk": "gradio", "sdk_version": GRADIO_VERSION, "app_file": "app.py",
+            "datasets": [info.id], "tags": ["trak", "data-attribution", "hf_trak"],
+        }  # fmt: skip
+        yaml_block, token_note = yaml.safe_dump(metadata, sort_keys=False), _PRIVATE if info.private else ""
+        files = {
+            "app.py": _APP.format(arguments=json.dumps(arguments, indent=4), wheel=json.dumps(path.name)),
+            "requirements.txt": "".join(f"{one}\n" for one in needed),
+            "README.md": _CARD.format(metadata=yaml_block, title=title, index=info.id, private=token_note),
+        }
         others = [file.rfilename for file in known.siblings or [] if file.rfilename.endswith(".whl")]
         return api.create_commit(
             space,
@@ -137,50 +150,3 @@ def _requirements(wheel: Path) -> list[str]:
     needed = [Requirement(text) for text in facts.get_all("Requires-Dist") or []]
     chosen = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": "viewer"})]
     return [f"{one.name}{one.specifier}" for one in chosen]
-
-
-def space_files(
-    index: str,
-    private: bool,
-    wheel: str,
-    needed: Sequence[str],
-    task: str | None,
-    columns: Mapping[str, Any],
-) -> dict[str, str]:
-    """Write the files of a Space.
-
-    Args:
-        index: the dataset repo of the index.
-        private: whether it is private.
-        wheel: name of the wheel in the Space.
-        needed: what the wheel needs.
-        task: name of the model output function, if it is to be named.
-        columns: columns and length of rows, as in [`push_space`]; those that are `None` are left out.
-
-    Returns:
-        Contents by name: `app.py`, `requirements.txt` and `README.md`.
-    """
-    arguments = ["serve", index, "--host", "0.0.0.0", "--port", _PORT, "--public_rows", "--use_cpu"]
-    for name, value in {"task": task, **columns}.items():
-        if value is not None:
-            arguments += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
-    title = f"Training rows behind {index.rpartition('/')[2]}"
-    metadata = {
-        "title": title,
-        "sdk": "gradio",
-        "sdk_version": GRADIO_VERSION,
-        "app_file": "app.py",
-        "datasets": [index],
-        "tags": ["trak", "data-attribution", "hf_trak"],
-    }
-    card = _CARD.format(
-        metadata=yaml.safe_dump(metadata, sort_keys=False),
-        title=title,
-        index=index,
-        private=_PRIVATE if private else "",
-    )
-    return {
-        "app.py": _APP.format(arguments=json.dumps(arguments, indent=4), wheel=json.dumps(wheel)),
-        "requirements.txt": "".join(f"{one}\n" for one in needed),
-        "README.md": card,
-    }

@@ -89,7 +89,7 @@ def infer_task(model: torch.nn.Module) -> str:
     if task is None:
         raise ValueError(
             f"No task is known for a {type(unwrapped(model)[1]).__name__}. Expected a model with a head, as "
-            f"`AutoModelFor…` loads it, or a task. Pass `task=`, one of {sorted(TASK_TO_MODELOUT)}, a function "
-            "(model_output, batch) -> tensor (B,), or an instance of an `AbstractModelOutput` subclass."
+            f"`AutoModelFor…` loads it. Pass `task=`: one of {sorted(TASK_TO_MODELOUT)}, a function (model_output, "
+            "batch) -> tensor (B,), or an instance of an `AbstractModelOutput` subclass."
         )
     return task

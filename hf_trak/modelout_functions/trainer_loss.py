@@ -20,12 +20,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hf_trak.identity.own_code import attribute_names, stored_attributes
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 from hf_trak.modelout_functions.batches import size_of, takes_positions, with_positions
+from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.function import task_identity
+
+MOST_OUTPUTS = 64
+"""Outputs of a row up to which the second derivatives of its loss are taken, one backward pass for each."""
 
 _PLAIN = bool | int | float | str | None
 
@@ -146,6 +150,83 @@ class TrainerLossModelOutput(BatchedModelOutput):
             return torch.ones_like(self._task.out_to_loss_grad(model_output, batch, side))
         with torch.no_grad():
             return torch.ones_like(self.per_sample_loss(model_output, batch))
+
+    def gauss_newton_weight(self, model_output: Any, batch: Batch) -> Tensor:
+        """Compute h of every row, with which ∇L ∇Lᵀ / h has the trace of Jᵀ H J as far as H goes.
+
+        H is the second derivative of the loss L by the outputs of the model, and g the first: h = ‖g‖² / tr H.
+
+        Args:
+            model_output (`Any`):
+                What the model returned for the batch.
+            batch (`Batch`):
+                The batch, as the trainer's collator made it.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`: detached.
+
+        Raises:
+            TypeError: a row has too many outputs, or the loss has no curvature in them.
+        """
+        _, slopes, seconds = self._derivatives(model_output, batch)
+        return slopes.square().sum(1) / seconds.diagonal(dim1=1, dim2=2).sum(1).abs().clamp(min=1e-30)
+
+    def sampled_log_likelihood(self, model_output: Any, batch: Batch, draws: Draws) -> Tensor:
+        """Compute εᵀ H^½ z of every row with ε = ±1 at even odds, whose gradients have the second moment Jᵀ H J.
+
+        Args:
+            model_output (`Any`):
+                What the model returned for the batch: the outputs z.
+            batch (`Batch`):
+                The batch, as the trainer's collator made it.
+            draws (`Draws`):
+                The draws of ε.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`: differentiable. Negative curvature of H counts as none.
+
+        Raises:
+            TypeError: a row has too many outputs, or the loss has no curvature in them.
+        """
+        outputs, _, seconds = self._derivatives(model_output, batch)
+        values, vectors = torch.linalg.eigh(seconds)
+        signs = torch.where(draws.uniforms(torch.ones_like(values, dtype=torch.bool)) < 0.5, -1.0, 1.0).to(values)
+        along = (vectors * values.clamp(min=0).sqrt().unsqueeze(1)) @ signs.unsqueeze(2)
+        return (along.squeeze(2) * outputs).sum(1)
+
+    def _derivatives(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the K outputs of every row that its loss depends on `(B, K)`, and two derivatives of the loss."""
+        size = size_of(batch) or 1
+        leaves, spec = tree_flatten(model_output)
+        places = [
+            place
+            for place, one in enumerate(leaves)
+            if isinstance(one, Tensor) and one.is_floating_point() and one.ndim and one.shape[0] == size
+        ]
+        given = list(leaves)
+        with torch.enable_grad():
+            for place in places:
+                given[place] = leaves[place].detach().requires_grad_()
+            losses = self.per_sample_loss(tree_unflatten(given, spec), batch).sum()
+            found = torch.autograd.grad(losses, [given[p] for p in places], create_graph=True, allow_unused=True)
+            used = [(place, slope.flatten(1)) for place, slope in zip(places, found, strict=True) if slope is not None]
+            count = sum(slope.shape[1] for _, slope in used)
+            inputs = [given[place] for place, _ in used]
+            columns = [column for _, slope in used if count <= MOST_OUTPUTS for column in slope.unbind(1)]
+            seconds = [
+                torch.autograd.grad(one.sum(), inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
+                for one in columns
+                if one.requires_grad
+            ]
+        if not seconds or not any(bool(part.any()) for parts in seconds for part in parts):
+            raise TypeError(
+                f"`{self.name}` depends on {count} outputs of the model for a row, and has no second derivatives at "
+                f"hand. Expected a curved loss of at most {MOST_OUTPUTS} outputs for a Gauss-Newton matrix. Use "
+                '`curvature.labels="empirical"`, or features without a curvature.'
+            )
+        matrix = torch.stack([torch.cat([part.flatten(1) for part in parts], 1) for parts in seconds], 1)
+        outputs = torch.cat([leaves[place].flatten(1) for place, _ in used], 1)
+        return outputs, torch.cat([slope for _, slope in used], 1).detach(), (matrix + matrix.mT) / 2
 
     def computed(self, model: torch.nn.Module, batch: Batch) -> Tensor:
         """Compute the loss of a whole batch as the trainer does, a scalar, with its graph.

@@ -9,7 +9,7 @@ from datasets import Dataset
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Answer, Question
-from hf_trak.methods import Exact, Index, Rerank
+from hf_trak.methods import Exact, Index, Replay, Rerank
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.page import ReportOptions, target_page
 from hf_trak.report.run import AttributionRun, top_k_range
@@ -48,6 +48,12 @@ class LastResult:
         method, rows = self.answer.method, self.answer.rows
         if isinstance(method, Index):
             return {}
+        if isinstance(method, Replay):
+            return {
+                "projection": f"none: replay of the {method.of}, {method.form} of {method.rows} rows a step",
+                "features": features.layout.total,
+                "ridge": "none: the steps of the run",
+            }
         if isinstance(method, Rerank) and rows is None:
             return {"reranked": "nothing: the training rows are not at hand"}
         exact = ExactScores(features, method if isinstance(method, Exact) else method.exact, rows)

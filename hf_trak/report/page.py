@@ -224,12 +224,8 @@ def _file(name: str) -> str:
 
 @cache
 def _environment() -> "Environment":
-    try:
-        from jinja2 import DictLoader, Environment, StrictUndefined
-    except ImportError as error:
-        raise ImportError(
-            "The report is made with jinja2, which is not installed. Install it with `pip install jinja2`."
-        ) from error
+    from jinja2 import DictLoader, Environment, StrictUndefined
+
     names = ("base.html.jinja", "report.html.jinja", "target.html.jinja", "parts.html.jinja")
     return Environment(
         autoescape=True,

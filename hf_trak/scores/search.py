@@ -23,6 +23,8 @@ from hf_trak.scores.streaming import ScaledRows
 from hf_trak.store.atomic import atomic_path
 from hf_trak.store.sealed import file_digest, read_sealed, write_sealed
 from hf_trak.store.shard_set import ShardSet
+from hf_trak.store.shards import Finding
+from hf_trak.store.verification import judged
 
 VECTORS_FILE, RECORD_FILE = "vectors.faiss", "search.json"
 
@@ -125,28 +127,38 @@ class GradientSearch:
         from datasets.search import FaissIndex  # needs faiss
 
         directory = Path(directory)
-        try:
-            record = read_sealed(directory / RECORD_FILE, "Build it again.")
-        except FileNotFoundError as error:
-            raise StoreError(
-                f"{directory} holds no search index: {RECORD_FILE} is missing. Build one first."
-            ) from error
+        record = _intact_record(directory)
         if record.get("identity") != identity:
             raise StoreError(
                 f"The search index in {directory} was made from {record.get('identity')}, the features at hand are "
                 f"{identity}. Expected the same. Build it again."
             )
-        path = directory / VECTORS_FILE
-        try:
-            found = file_digest(path)
-        except OSError as error:
-            raise StoreError(f"{path} cannot be read ({error}). Expected the vectors. Build it again.") from error
-        if found != record.get("vectors"):
-            raise StoreError(
-                f"{path} is damaged: its checksum is {found}, and {RECORD_FILE} says {record.get('vectors')!r}. "
-                "Expected the vectors as they were saved. Build it again in another directory."
-            )
-        return cls(record["model_ids"], identity, FaissIndex.load(str(path)))
+        return cls(record["model_ids"], identity, FaissIndex.load(str(directory / VECTORS_FILE)))
+
+
+def _intact_record(directory: Path) -> dict[str, Any]:
+    """Read the record of a saved index, and compare the vectors with their checksum. Raises `StoreError`."""
+    try:
+        record = read_sealed(directory / RECORD_FILE, "Build it again.")
+    except FileNotFoundError as error:
+        raise StoreError(f"{directory} holds no search index: {RECORD_FILE} is missing. Build one first.") from error
+    path = directory / VECTORS_FILE
+    try:
+        found = file_digest(path)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error}). Expected the vectors. Build it again.") from error
+    if found != record.get("vectors"):
+        raise StoreError(
+            f"{path} is damaged: its checksum is {found}, and {RECORD_FILE} says {record.get('vectors')!r}. Expected "
+            "the vectors as they were saved. Build it again in another directory."
+        )
+    return record
+
+
+def verify_search(directory: Path) -> Iterator[Finding]:
+    """Check the record and the vectors of a saved index: yield one finding for both."""
+    remedy = "Delete the directory; `build_search` with the same arguments writes it."
+    yield judged(directory / RECORD_FILE, lambda: _intact_record(directory), remedy)
 
 
 def _faiss() -> Any:

@@ -21,11 +21,14 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any) -> list[str]:
     Args:
         found: what it found.
         path: the run.
-        method: the options, with `share` and `products`.
+        method: the options, with `hessian_share` and `products`.
     """
     texts = []
-    known = found.deviations[~found.deviations.isnan()]
-    deviation = float(known.mean()) if len(known) else 0.0
+    deviations = [
+        abs(float(found.losses[steps.start : steps.stop].mean()) - loss) / max(abs(loss), 1e-12)
+        for steps, loss in path.logged
+    ]
+    deviation = sum(deviations) / max(1, len(deviations))
     if deviation > LOSS_DEVIATION:
         remedy = (
             f"Record the weights more often than every {path.gap} steps (`TrakCallback(record=True, every=...)`)"
@@ -38,8 +41,8 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any) -> list[str]:
         )
     growth = float(torch.nan_to_num(found.growth, nan=torch.inf).max())
     if growth > GROWTH:
-        if method.share < 1:
-            remedy = f"Take more of each batch (`hessian_share`, now {method.share:g})"
+        if method.hessian_share < 1:
+            remedy = f"Take more of each batch (`hessian_share`, now {method.hessian_share:g})"
         elif method.products == "hessian":
             remedy = "Take `form='gauss-newton'`"
         else:

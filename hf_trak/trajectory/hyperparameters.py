@@ -51,7 +51,7 @@ class Hyperparameters:
         rule = AdamStep if self.kind == "adam" else SgdStep
         rates = self.rates[first : (first if last is None else last) + 1]
         flags = {name: value for name, value in self.groups[0].items() if isinstance(value, bool)}
-        numbers = {
+        numbers: dict[str, Any] = {
             name: self._spread([group[name] for group in self.groups]) for name in self.groups[0] if name not in flags
         }
         numbers["rate"] = self._spread(rates.sum(0).tolist())

@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_trak.errors import GradientEngineError, HfTrakError, NonFiniteError
-from hf_trak.gradient_computers.base import AbstractGradientComputer, SplitBatch, is_out_of_memory, run_model
-from hf_trak.gradient_computers.environment import differentiating, problem_type_fixed
-from hf_trak.gradient_computers.gauss_newton import GaussNewton
+from hf_trak.errors import HfTrakError, NonFiniteError
+from hf_trak.gradient_computers.base import AbstractGradientComputer, SplitBatch, run_model
+from hf_trak.gradient_computers.environment import problem_type_fixed
+from hf_trak.gradient_computers.gauss_newton import GaussNewton, Hessian
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import BatchedModelOutput, Side
@@ -29,9 +28,6 @@ Normalization = Literal["items", "labels"]
 
 ROW_BYTES = 2**29
 """Memory for the gradients of rows that are held at a time."""
-
-DIRECTIONS = 16
-"""Directions that are multiplied by the Hessian at a time."""
 
 _ROW_COPIES = 16
 """Bytes for each number of a gradient, with what engines hold beside it."""
@@ -47,7 +43,7 @@ class RowGradients:
     Attributes:
         rows (`list[int]`): their numbers.
         gradients (`torch.Tensor`): c_i ∇ℓ_i, `(B, P)`.
-        loss (`float`): their part of the losses that the model returns.
+        loss (`float`): their part of the loss of the step.
     """
 
     rows: list[int]
@@ -65,8 +61,6 @@ class StepPasses:
         layout: ParameterLayout,
         computer: AbstractGradientComputer,
         batches: Callable[[Sequence[Sequence[int]]], Iterator[tuple[list[int], Any]]],
-        processes: int,
-        across_devices: bool,
     ) -> None:
         """
         Args:
@@ -75,16 +69,16 @@ class StepPasses:
             layout: the trained parameters.
             computer: the gradient computer of this task.
             batches: collates lists of row numbers, and yields `(rows, batch)` for each.
-            processes: number of processes of the training.
-            across_devices: whether `num_items_in_batch` counted the labels of all of them.
         """
         self.model, self.task, self.layout, self.computer = model, task, layout, computer
         self._batches = batches
-        self._processes, self._across = processes, across_devices
         self.normalization: Normalization | None = None
         self._parameters = dict(model.named_parameters())
         self._weighted = _WeightedLoss(task)
-        self._gauss_newton = GaussNewton(model, self._weighted, layout)
+        self._curvatures: dict[CurvatureForm, GaussNewton] = {
+            "gauss-newton": GaussNewton(model, self._weighted, layout),
+            "hessian": Hessian(model, self._weighted, layout),
+        }
 
     def put(self, weights: Tensor) -> None:
         """Write weights `(P,)` into the model."""
@@ -104,7 +98,7 @@ class StepPasses:
         """
         together = max(1, ROW_BYTES // (self.layout.total * _ROW_COPIES))
         for passed, (rows, batch) in zip(batches, self._batches([one.rows for one in batches]), strict=True):
-            split, scale = SplitBatch.of(batch), self._scale(passed, len(batches))
+            split = SplitBatch.of(batch)
             if split.size != len(rows):
                 raise HfTrakError(
                     f"The collator made a batch of {split.size} samples from {len(rows)} rows. Expected one sample "
@@ -115,13 +109,13 @@ class StepPasses:
                 last = min(first + together, len(rows))
                 part = batch if last - first == len(rows) else split.rows(first, last)
                 found, losses = self.gradients(part, last - first, side)
-                found.mul_(-scale * shares[first:last].unsqueeze(1))
+                found.mul_(-passed.scale * shares[first:last].unsqueeze(1))
                 if not bool(torch.isfinite(found.sum())):
                     raise NonFiniteError(
                         f"A gradient of the training rows {rows[first:last]} is NaN or infinite. Expected finite "
                         "numbers. Look at these rows, and compute in float32."
                     )
-                yield RowGradients(rows[first:last], found, float((shares[first:last] * losses).sum()))
+                yield RowGradients(rows[first:last], found, passed.scale * float((shares[first:last] * losses).sum()))
 
     def fits(self, rows: int) -> bool:
         """Tell whether the gradients of so many rows may be held at a time."""
@@ -149,22 +143,13 @@ class StepPasses:
             self._find_normalization(passed, batch)
         return self._shares(self.normalization, passed, batch)
 
-    def _scale(self, passed: MicroBatch, passes: int) -> float:
-        """Return the factor of the loss of a pass within the loss of the step."""
-        if is_known(passed.items):
-            return 1.0 if self._across else 1.0 / self._processes
-        return 1.0 / passes
-
     def _shares(self, normalization: Normalization | None, passed: MicroBatch, batch: Any) -> Tensor:
         """Return the factors of rows in the loss of their own pass, `(B,)`, float64."""
+        counts = label_counts(self.task, batch)
+        sums = torch.ones_like(counts)
         task = getattr(self.task, "of_task", self.task)
-        if isinstance(task, AggregatedModelOutput):
-            weights = task.label_weights(batch).double()
-            counts = weights.ne(0).sum(1).double()
-            sums = counts / weights.sum(1).clamp(min=1e-12)  # a row's loss may be a sum over its labels, or their mean
-        else:
-            device = next((value.device for value in SplitBatch.of(batch).mapped.values()), None)
-            sums = counts = torch.ones(len(passed.rows), dtype=torch.float64, device=device)
+        if isinstance(task, AggregatedModelOutput):  # a row's loss may be a sum over its labels, or their mean
+            sums = counts / task.label_weights(batch).double().sum(1).clamp(min=1e-12)
         return sums / (passed.items if normalization == "items" else counts.sum())
 
     def losses(self, batch: Any) -> Tensor:
@@ -174,12 +159,9 @@ class StepPasses:
 
     def _find_normalization(self, passed: MicroBatch, batch: Any) -> None:
         """Find what the trainer's loss was divided by, at the weights of the first step."""
-        if not is_known(passed.loss):
-            raise HfTrakError(
-                "The record has no loss: the model returned none, since the trainer computed it from the outputs "
-                "(`compute_loss_func` or `label_smoothing_factor`). Expected the loss of the model itself. Train "
-                "without them to replay the run."
-            )
+        if not is_known(passed.loss):  # of a run without a record, of which the loss is compared as it was logged
+            self.normalization = "items" if is_known(passed.items) else "labels"
+            return
         losses = self.losses(batch)
         given: list[Normalization] = ["items"] if is_known(passed.items) else []
         tried: dict[Normalization, float] = {}
@@ -223,68 +205,10 @@ class StepPasses:
                 continue
             index = torch.tensor(places, device=directions.device)
             split = SplitBatch.of(batch)
-            self._weighted.factors = (self.shares(passed, batch) * self._scale(passed, len(batches)))[index]
+            self._weighted.factors = (self.shares(passed, batch) * passed.scale)[index]
             part = split.rebuild({key: value[index] for key, value in split.mapped.items()})
-            if form == "gauss-newton":
-                total += self._gauss_newton.products(part, directions)
-            else:
-                for first in range(0, len(directions), DIRECTIONS):
-                    cut = slice(first, first + DIRECTIONS)
-                    total[cut] += self._hessian(part, directions[cut])
+            total += self._curvatures[form].products(part, directions)
         return total
-
-    def _hessian(self, batch: Any, directions: Tensor) -> Tensor:
-        """Multiply by the Hessian of the weighted loss, by differentiating twice: `(t, P)`."""
-        values = [self._parameters[name] for name in self.layout.names]
-        with (
-            differentiating(self.model, {id(one) for one in values}),
-            problem_type_fixed(self.model, _labels(batch)),
-            sdpa_kernel(SDPBackend.MATH),
-        ):
-            loss = -self._weighted.output(run_model(self._weighted, self.model, batch), batch).sum()
-            slopes = torch.autograd.grad(loss, values, create_graph=True, allow_unused=True)
-            pairs = [(i, one) for i, one in enumerate(slopes) if one is not None and one.requires_grad]
-            outputs = [one for _, one in pairs]
-            cotangents = [
-                directions[:, self.layout.slots[i].offset : self.layout.slots[i].offset + one.numel()]
-                .reshape(-1, *one.shape)
-                .to(one.dtype)
-                for i, one in pairs
-            ]
-            try:
-                found = _products(outputs, values, cotangents)
-            except RuntimeError as error:
-                if is_out_of_memory(error):
-                    raise
-                raise GradientEngineError(
-                    f"The loss of {type(self.model).__name__} cannot be differentiated twice: {error}. Expected a "
-                    "model whose backward pass has a derivative. Set `form='gauss-newton'`."
-                ) from error
-        return found.to(directions.dtype)
-
-
-def _products(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> Tensor:
-    """Differentiate Σ ⟨output, cotangent⟩ by the inputs, for each of t cotangents: `(t, P)`."""
-    count = len(cotangents[0])
-
-    def take(given: list[Tensor], batched: bool) -> Tensor:
-        found = torch.autograd.grad(
-            outputs, inputs, given, retain_graph=True, allow_unused=True, is_grads_batched=batched
-        )
-        shape = (count,) if batched else (1,)
-        parts = [
-            one.new_zeros(*shape, one.numel()) if part is None else part.detach().reshape(*shape, -1)
-            for one, part in zip(inputs, found, strict=True)
-        ]
-        return torch.cat(parts, 1)
-
-    if count > 1:
-        try:
-            return take(cotangents, True)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-    return torch.cat([take([one[i] for one in cotangents], False) for i in range(count)])
 
 
 class _WeightedLoss(BatchedModelOutput):
@@ -321,3 +245,12 @@ class _Rows:
 
 def _labels(batch: Any) -> Any:
     return batch.get("labels") if hasattr(batch, "get") else None
+
+
+def label_counts(task: BatchedModelOutput, batch: Any) -> Tensor:
+    """Count the labels of every row of a batch, `(B,)`, float64: 1 for tasks with one loss per row."""
+    task = getattr(task, "of_task", task)
+    if isinstance(task, AggregatedModelOutput):
+        return task.label_weights(batch).ne(0).sum(1).double()
+    split = SplitBatch.of(batch)
+    return torch.ones(split.size, dtype=torch.float64, device=next(iter(split.mapped.values())).device)

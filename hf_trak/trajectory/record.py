@@ -43,11 +43,13 @@ class MicroBatch:
         rows (`tuple[int, ...]`): their numbers in the training dataset, in the order of the batch.
         loss (`float`): the loss that the model returned; NaN where it returned none.
         items (`float`): `num_items_in_batch` that the model was given; NaN where it was given none.
+        scale (`float`): the factor of its loss in the loss of the step.
     """
 
     rows: tuple[int, ...]
     loss: float
     items: float
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class RecordedStep:
     def rows(self) -> list[int]:
         """Return the numbers of all rows."""
         return [row for batch in self.batches for row in batch.rows]
+
+    @property
+    def loss(self) -> float:
+        """Return the loss; NaN where it is not known."""
+        return sum(batch.scale * batch.loss for batch in self.batches)
 
 
 def layout_of(parameters: Sequence[tuple[str, Sequence[int]]]) -> ParameterLayout:
@@ -265,7 +272,7 @@ class RunRecord:
                     f"missing. Expected all files of the record. Restore them from a copy. {_AGAIN}"
                 )
             self._check_link(step, first)
-            found += _steps(tensors)
+            found += self._taken_apart(tensors)
         if not found:
             raise IncompleteStoreError(
                 f"{self.directory} has the record of a run without a complete step. Expected weights at the start and "
@@ -286,24 +293,35 @@ class RunRecord:
                 f"{self.path(first).name} is {found}. Expected files of one run. Restore them from a copy. {_AGAIN}"
             )
 
+    def _taken_apart(self, tensors: dict[str, Tensor]) -> Iterator[RecordedStep]:
+        """Take the steps of one state apart."""
+        sizes, losses, items = (tensors[name].tolist() for name in ("sizes", "losses", "items"))
+        rows = tensors["rows"].split(sizes)
+        norms = tensors["norms"].tolist()
+        rates = tensors["rates"].reshape(len(norms), -1).tolist() if norms else []
+        place = 0
+        for index, count in enumerate(tensors["batches"].tolist()):
+            batches = tuple(
+                MicroBatch(tuple(rows[i].tolist()), losses[i], items[i], self._scale(items[i], count))
+                for i in range(place, place + count)
+            )
+            place += count
+            yield RecordedStep(batches, tuple(rates[index]), norms[index])
+
+    def _scale(self, items: float, passes: int) -> float:
+        """Return the factor of the loss of a pass, of which a step has so many in all processes.
+
+        `Trainer` divides by the number of passes unless the model has counted labels, of its own process or of all.
+        """
+        if not is_known(items):
+            return 1.0 / passes
+        return 1.0 if self.description["across_devices"] else 1.0 / self.description["processes"]
+
     def forget_after(self, step: int) -> None:
         """Remove the states after so many steps, which are trained again."""
         for later in self.states():
             if later > step:
                 self.path(later).unlink(missing_ok=True)
-
-
-def _steps(tensors: dict[str, Tensor]) -> Iterator[RecordedStep]:
-    """Take the steps of one state apart."""
-    sizes, losses, items = (tensors[name].tolist() for name in ("sizes", "losses", "items"))
-    rows = tensors["rows"].split(sizes)
-    norms = tensors["norms"].tolist()
-    rates = tensors["rates"].reshape(len(norms), -1).tolist() if norms else []
-    place = 0
-    for index, count in enumerate(tensors["batches"].tolist()):
-        batches = tuple(MicroBatch(tuple(rows[i].tolist()), losses[i], items[i]) for i in range(place, place + count))
-        place += count
-        yield RecordedStep(batches, tuple(rates[index]), norms[index])
 
 
 def verify_record(directory: Path) -> Iterator[Finding]:

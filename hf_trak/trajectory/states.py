@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.trajectory.hyperparameters import Hyperparameters
 from hf_trak.trajectory.optimizer_steps import Moments
-from hf_trak.trajectory.record import RecordedStep, RunRecord
+from hf_trak.trajectory.record import RecordedStep, RunRecord, is_known
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class RunPath:
         steps (`list[RecordedStep]`): the steps.
         numbers ([`Hyperparameters`]): the optimizer's numbers.
         states (`list[int]`): steps after which weights are known, the start and the end among them.
+        logged (`list`): mean losses of the training, with the range of steps of each.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class RunPath:
         numbers: Hyperparameters,
         states: Sequence[int],
         read: Callable[[int], Tensor],
+        logged: Sequence[tuple[range, float]],
     ) -> None:
         """
         Args:
@@ -49,12 +51,13 @@ class RunPath:
             numbers: the optimizer's numbers.
             states: steps after which weights are known.
             read: reads these, `(P,)`.
+            logged: mean losses of the training, with the range of steps of each.
 
         Raises:
             IncompleteStoreError: the first or the last weights are not known.
         """
         self.steps, self.numbers, self.states = list(steps), numbers, sorted(states)
-        self._read = read
+        self._read, self.logged = read, list(logged)
         self._known: dict[int, Tensor] = {}
         if not states or self.states[0] != 0 or self.states[-1] != len(self.steps):
             raise IncompleteStoreError(
@@ -71,7 +74,8 @@ class RunPath:
         """
         steps = record.steps()
         numbers = record.numbers([one.rates for one in steps], record.group_of.to(device))
-        return cls(steps, numbers, record.states(), lambda step: record.weights(step).to(device))
+        logged = [(range(i, i + 1), one.loss) for i, one in enumerate(steps) if is_known(one.loss)]
+        return cls(steps, numbers, record.states(), lambda step: record.weights(step).to(device), logged)
 
     @cached_property
     def gap(self) -> int:

@@ -66,13 +66,12 @@ class SweepResult:
     Attributes:
         scores (`torch.Tensor`): the derivative of each target by the weight of each row, `(n, m)`, float64.
         growth (`torch.Tensor`): ‖a_t‖ before each step, the largest of all targets relative to the start, `(T,)`.
-        deviations (`torch.Tensor`): relative deviation of the loss of each step from the training's, `(T,)`; NaN
-            where that is not known.
+        losses (`torch.Tensor`): the loss of each step on the path, `(T,)`.
     """
 
     scores: Tensor
     growth: Tensor
-    deviations: Tensor
+    losses: Tensor
 
 
 class BackwardSweep:
@@ -81,7 +80,6 @@ class BackwardSweep:
     def __init__(
         self,
         path: RunPath,
-        passes: StepPasses,
         options: SweepOptions,
         directory: Path,
         identity: Identity,
@@ -90,13 +88,13 @@ class BackwardSweep:
         """
         Args:
             path: the run.
-            passes: computes gradients and curvature.
             options: see [`SweepOptions`].
             directory: where files are kept.
             identity: everything that the result depends on.
             train_rows: n.
         """
-        self.path, self.passes, self.options = path, passes, options
+        self.path, self.options = path, options
+        self._passes: StepPasses | None = None
         self.directory, self.identity, self.n = directory, identity, train_rows
         self.count = len(path.steps)
         first = path.weights(0)
@@ -104,7 +102,7 @@ class BackwardSweep:
         fits = 4 * self.count * self.width * first.element_size() <= KEPT_BYTES
         self.part = self.count if fits else math.ceil(math.sqrt(self.count))
         self.saved = math.ceil(math.sqrt(self.count))
-        self.deviations = torch.full((self.count,), math.nan, dtype=torch.float64)
+        self.losses = torch.full((self.count,), math.nan, dtype=torch.float64)
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -120,7 +118,7 @@ class BackwardSweep:
             StoreError: it is missing or damaged.
         """
         series = TensorSpec((self.count,), (torch.float64,))
-        specs = {"scores": TensorSpec((self.n, targets), (torch.float64,)), "growth": series, "deviations": series}
+        specs = {"scores": TensorSpec((self.n, targets), (torch.float64,)), "growth": series, "losses": series}
         return SweepResult(**read_tensors(self.result_path, self.identity, specs))
 
     def _read_state(self, step: int) -> State:
@@ -158,9 +156,7 @@ class BackwardSweep:
             squares += part.gradients.square().sum(0)
             count += len(part.rows)
             losses += part.loss
-        trained = sum(one.loss for one in self.path.steps[index].batches)
-        if is_known(trained):
-            self.deviations[index] = abs(losses - trained) / max(abs(trained), 1e-12)
+        self.losses[index] = losses
         if index == 0:
             self._check_gradient(gradient)
         variance = (squares - gradient.square() / count).clamp_min(0)
@@ -203,10 +199,17 @@ class BackwardSweep:
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
-    def run(self, targets: Tensor, what: str, show: bool = True) -> SweepResult:
+    @property
+    def passes(self) -> StepPasses:
+        """Return what computes gradients and curvature, during a run."""
+        assert self._passes is not None
+        return self._passes
+
+    def run(self, passes: StepPasses, targets: Tensor, what: str, show: bool = True) -> SweepResult:
         """Compute the scores of all rows for some targets, unless they are there.
 
         Args:
+            passes: computes gradients and curvature.
             targets: the gradients of the targets by the last weights, `(m, P)`.
             what: names the targets, for the progress bar.
             show: whether to show one.
@@ -217,6 +220,7 @@ class BackwardSweep:
             GradientEngineError: the model cannot be differentiated as needed.
             StoreError: a file is damaged or cannot be written.
         """
+        self._passes = passes
         if not self.result_path.exists():
             self.directory.mkdir(parents=True, exist_ok=True)
             remove_stale_temporaries(self.directory)
@@ -243,7 +247,7 @@ class BackwardSweep:
                     self._keep(index, cotangents, scores, growth)
             behind = start
         start_norm = targets.double().norm(dim=1).max().clamp_min(1e-300).cpu()
-        tensors = {"scores": scores, "growth": growth / start_norm, "deviations": self.deviations}
+        tensors = {"scores": scores, "growth": growth / start_norm, "losses": self.losses}
         write_tensors(self.result_path, tensors, self.identity)
 
     def _largest(self, cotangents: Cotangents, index: int) -> Tensor:
@@ -284,12 +288,12 @@ class BackwardSweep:
             **dict.fromkeys(("weights", "first", "second"), whole),
             "scores": TensorSpec((self.n, m), (torch.float64,)),
             "growth": series,
-            "deviations": series,
+            "losses": series,
         }
         read = read_tensors(self._file("back", step), {**self.identity, "step": step}, specs)
         read = {name: tensor.clone() for name, tensor in read.items()}
-        known = read.pop("deviations")
-        self.deviations = torch.where(known.isnan(), self.deviations, known)
+        known = read.pop("losses")
+        self.losses = torch.where(known.isnan(), self.losses, known)
         scores, growth = read.pop("scores"), read.pop("growth")
         return step, Cotangents(**{name: value.to(self.device) for name, value in read.items()}), scores, growth
 
@@ -301,7 +305,7 @@ class BackwardSweep:
             "second": cotangents.second,
             "scores": scores,
             "growth": growth,
-            "deviations": self.deviations,
+            "losses": self.losses,
         }
         write_tensors(self._file("back", step), tensors, {**self.identity, "step": step})
         for later in self._files("back"):

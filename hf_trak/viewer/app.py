@@ -57,14 +57,23 @@ new ResizeObserver(fit).observe(element);
 _SECONDS_KEPT = 3600
 
 
-def import_gradio() -> Any:
-    """Import Gradio with its analytics switched off, and with its files below [`private_directory`].
+def require_gradio() -> None:
+    """Look for Gradio without importing it.
 
     Raises:
         ImportError: it is not installed.
     """
     if importlib.util.find_spec("gradio") is None:
         raise ImportError("The viewer needs Gradio, which is not installed. Install it with `pip install gradio`.")
+
+
+def import_gradio() -> Any:
+    """Import Gradio with its analytics switched off, and with its files below [`private_directory`].
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    require_gradio()
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ["GRADIO_TEMP_DIR"] = str(private_directory() / FILES)
     return importlib.import_module("gradio")

@@ -138,7 +138,7 @@ def replay_saved(directory: Path) -> Any:
     """Replay a run of another process, of which the last weights are saved."""
     model = tiny()
     model.load_state_dict(torch.load(directory / "last.pt", weights_only=True))
-    return replayed(trainer(directory, model), directory, Replay(hessian_share=0.5))
+    return replayed(trainer(directory, model), directory, Replay(of="run", hessian_share=0.5))
 
 
 def watched(model: Any) -> list[list[int]]:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import ConfigMismatchError
 from hf_trak.modelout_functions import GaussNewtonModelOutput, TrainerLossModelOutput
+from hf_trak.modelout_functions.draws import Draws
 
 WEIGHTS = torch.tensor([1.0, 10.0, 0.1])
 SIZES: dict[str, Any] = {
@@ -333,5 +334,40 @@ def test_targets_have_the_task_of_the_model(tmp_path: Path) -> None:
 
 
 def test_a_gauss_newton_matrix_of_the_trainers_loss(tmp_path: Path) -> None:
-    own = TrakAttributor.from_trainer(CASES["weighted"](tmp_path), config(tmp_path), task="gauss_newton")
+    """XᵀX of the task `gauss_newton` has the trace of Σ Jᵀ H J, which drawn outputs have on average."""
+    trainer = CASES["weighted"](tmp_path)
+    own = TrakAttributor.from_trainer(trainer, config(tmp_path), task="gauss_newton")
     assert isinstance(own.task, GaussNewtonModelOutput)
+    found = features(own).double()
+    task = TrainerLossModelOutput(trainer)
+    model = trainer.model
+    task.bind(model)
+    expected = right = drawn = 0.0
+    for row, given in enumerate(trainer.train_dataset):
+        batch = dict(trainer.data_collator([{name: given[name] for name in ("input_ids", "labels")}]))
+        result = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        chances = result.logits[0].softmax(0).detach().double()
+        weight = float(WEIGHTS[int(batch["labels"])])
+        curved = weight * (chances.diag() - torch.outer(chances, chances))
+        rows_of_j = [
+            torch.cat([one.flatten() for one in torch.autograd.grad(z, list(model.parameters()), retain_graph=True)])
+            for z in result.logits[0]
+        ]
+        jacobian = torch.stack(rows_of_j).double()
+        norms = jacobian @ jacobian.T
+        slope = weight * (chances - functional.one_hot(batch["labels"][0], 3).double())
+        expected += float(slope @ norms @ slope * curved.trace() / slope.square().sum())
+        right += float((norms * curved).sum())
+        for seed in range(200):
+            f = task.sampled_log_likelihood(result, batch, Draws(seed, torch.tensor([row])))
+            (along,) = torch.autograd.grad(f, result.logits, retain_graph=True)
+            drawn += float(along[0].double() @ norms @ along[0].double()) / 200
+    assert float(found.square().sum()) == pytest.approx(expected, rel=1e-4)
+    assert drawn == pytest.approx(right, rel=0.05)
+
+
+def test_many_outputs_have_no_gauss_newton_weight(tmp_path: Path) -> None:
+    trainer = CASES["smoothed language model"](tmp_path)
+    own = TrakAttributor.from_trainer(trainer, config(tmp_path), task="gauss_newton")
+    with pytest.raises(TypeError, match=r"depends on \d+ outputs of the model.*at most 64.*empirical"):
+        own.featurize()

@@ -1,6 +1,7 @@
 """Replays of recorded `Trainer` runs against retraining, kills, and what is refused."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ from store_jobs import start_group
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
+from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import Replay
 from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RunRecord
+from hf_trak.trajectory.saved_run import SavedRun
 from hf_trak.trajectory.sweep import SweepOptions, chosen_rows
 
-PLAIN = Replay(smoothing=0.0)
+PLAIN = Replay(of="run", smoothing=0.0)
 
 
 def scores_of(scored: Any) -> torch.Tensor:
@@ -120,21 +123,30 @@ def _of_rank(batches: Any, rank: int) -> Any:
 
 
 def test_other_gradients_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = recorded(tmp_path)
-    scale = StepPasses._scale
-    monkeypatch.setattr(StepPasses, "_scale", lambda *given: 0.5 * scale(*given))
+    run = recorded(tmp_path, max_grad_norm=0.0)
+    monkeypatch.setattr(RunRecord, "_scale", lambda *given: 0.5)
     with pytest.raises(HfTrakError, match="The gradient of the first step has the norm"):
-        replayed(run, tmp_path, Replay())
+        replayed(run, tmp_path, Replay(of="run"))
 
 
 def test_parts_of_a_run_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tmp_path / "run", every=4)
-    whole = scores_of(replayed(run, tmp_path / "run", Replay()))
+    whole = scores_of(replayed(run, tmp_path / "run", Replay(of="run")))
     monkeypatch.setattr("hf_trak.trajectory.sweep.KEPT_BYTES", 0)
     monkeypatch.setattr("hf_trak.trajectory.passes.ROW_BYTES", 1)
     (tmp_path / "run" / "trak" / "experiments").rename(tmp_path / "before")
-    again = scores_of(replayed(run, tmp_path / "run", Replay()))
+    again = scores_of(replayed(run, tmp_path / "run", Replay(of="run")))
     torch.testing.assert_close(again, whole, rtol=1e-6, atol=1e-8)
+
+
+def test_what_there_is_of_a_run(tmp_path: Path) -> None:
+    run = recorded(tmp_path, every=4)
+    found = TrakAttributor.from_trainer(run, config(tmp_path)).trajectory()
+    assert (found.steps, found.rows, found.states, found.gap) == (9, 3 * ROWS, 4, 4)
+    assert found.rates == pytest.approx((1e-2, 1e-2 / 9, 1e-2))
+    assert found.clipped == 1.0
+    assert found.passes(1) == pytest.approx(12)
+    assert "9 steps over 30 rows (3 epochs), as recorded" in str(found)
 
 
 def test_groups_and_rows_of_the_result(tmp_path: Path) -> None:
@@ -150,10 +162,9 @@ def test_groups_and_rows_of_the_result(tmp_path: Path) -> None:
 
 def test_smoothing_and_shares_change_scores(tmp_path: Path) -> None:
     run = recorded(tmp_path)
-    found = [
-        scores_of(replayed(run, tmp_path, method))
-        for method in (PLAIN, Replay(), Replay(hessian_share=0.5), Replay(hessian_share=0.5, form="hessian"))
-    ]
+    half = Replay(of="run", hessian_share=0.5)
+    methods = (PLAIN, Replay(of="run"), half, replace(half, form="hessian"))
+    found = [scores_of(replayed(run, tmp_path, method)) for method in methods]
     assert all(not torch.allclose(a, b) for i, a in enumerate(found) for b in found[:i])
 
 
@@ -172,23 +183,21 @@ def test_chosen_rows_are_drawn_once_and_evenly() -> None:
 
 def test_other_rows_and_weights_are_refused(tmp_path: Path) -> None:
     run = recorded(tmp_path)
-    with pytest.raises(IncompleteStoreError, match="has no record"):
-        replayed(run, tmp_path, Replay(name="another"))
     other = tmp_path / "other"
     shutil.copytree(tmp_path / "trak" / "trajectory", other / "trak" / "trajectory")
     with pytest.raises(HfTrakError, match="The loss of the first batch was"):
-        replayed(trainer(tmp_path, run.model, rows=sentences(ROWS, 5)), other, Replay())
+        replayed(trainer(tmp_path, run.model, rows=sentences(ROWS, 5)), other, Replay(of="run"))
     with pytest.raises(CheckpointMismatchError, match="does not have the weights"):
-        replayed(trainer(tmp_path, tiny()), tmp_path, Replay())
+        replayed(trainer(tmp_path, tiny()), tmp_path, Replay(of="run"))
 
 
 def test_the_model_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tmp_path)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    replayed(run, tmp_path, Replay())
+    replayed(run, tmp_path, Replay(of="run"))
     monkeypatch.setattr(StepPasses, "curvature", _broken)
     with pytest.raises(RuntimeError, match="broken"):
-        replayed(run, tmp_path, Replay(hessian_share=0.5))
+        replayed(run, tmp_path, Replay(of="run", hessian_share=0.5))
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
 
 
@@ -198,5 +207,42 @@ def _broken(*arguments: Any) -> None:
 
 def test_a_path_that_is_not_the_runs_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = recorded(tmp_path, every=100, learning_rate=0.3)
-    replayed(run, tmp_path, Replay())
+    replayed(run, tmp_path, Replay(of="run"))
     assert "Record the weights more often than every 9 steps" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 1}, {"dataloader_drop_last": True, "max_steps": 5}]
+)
+def test_runs_without_a_record(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Order, losses and rates are those of the record, and so are scores where a checkpoint is at every step."""
+    run = recorded(tmp_path, save_strategy="steps", save_steps=1, logging_strategy="steps", **options)
+    tiny().save_pretrained(tmp_path / "out" / "checkpoint-0")
+    method = Replay(of="run", name="nothing")
+    features = TrakAttributor.from_trainer(run, config(tmp_path)).features
+    saved, record = RunReplay(features, method).record, RunReplay(features, Replay(of="run")).record
+    assert isinstance(saved, SavedRun)
+    for one, other in zip(saved.steps(), record.steps(), strict=True):
+        assert [batch.rows for batch in one.batches] == [batch.rows for batch in other.batches]
+        assert [batch.items for batch in one.batches] == [batch.items for batch in other.batches]
+        assert one.rates == pytest.approx(other.rates)
+    torch.testing.assert_close(
+        scores_of(replayed(run, tmp_path, method)), scores_of(replayed(run, tmp_path, Replay(of="run")))
+    )
+
+
+def test_runs_without_first_weights_are_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, save_strategy="steps", save_steps=3)
+    run.train()
+    with pytest.raises(IncompleteStoreError, match=r"steps \[3, 6\], and no `checkpoint-0`"):
+        replayed(run, tmp_path, Replay(of="run"))
+    tiny().save_pretrained(tmp_path / "first")
+    found = scores_of(replayed(run, tmp_path, Replay(of="run", start=str(tmp_path / "first"))))
+    assert found.abs().min() > 0
+
+
+def test_unknown_orders_are_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, train_sampling_strategy="group_by_length")
+    run.train()
+    with pytest.raises(HfTrakError, match="draws its rows with LengthGroupedSampler"):
+        replayed(run, tmp_path, Replay(of="run", start="somewhere"))

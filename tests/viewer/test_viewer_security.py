@@ -4,6 +4,7 @@ Needs Gradio, which `.ci/run` installs in a directory of its own.
 """
 
 import http.client
+import importlib.util
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from viewer_runs import child_environment, hostile_run, image_index, language_in
 
 pytest.importorskip("gradio")
 
+from hf_trak.cli.main import main
 from hf_trak.cli.serve import opened
 from hf_trak.viewer import RunSession, serve
 from hf_trak.viewer.app import import_gradio, private_directory
@@ -238,15 +240,20 @@ def test_a_page_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
     assert not list(temporary.glob("hf_trak-*")) and not [path for path in temporary.rglob("*") if path.is_file()]
 
 
-def test_only_a_missing_gradio_is_called_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_a_missing_gradio_is_called_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "gradio.py").write_text("import nothing_of_this_name\n")
     command = [sys.executable, "-c", "from hf_trak.viewer.app import import_gradio; import_gradio()"]
     broken = child_environment(PYTHONPATH=os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]))
     said = subprocess.run(command, env=broken, capture_output=True, text=True, check=False).stderr
     assert "nothing_of_this_name" in said and "not installed" not in said
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *of: None if name == "gradio" else find(name, *of))
     with pytest.raises(ImportError, match=re.escape("Install it with `pip install gradio`")):
         import_gradio()
+    assert main(["serve", str(tmp_path / "nowhere")]) == 1
+    assert "pip install gradio" in capsys.readouterr().err, "before anything is loaded"
 
 
 def test_a_run_is_served_without_a_model() -> None:

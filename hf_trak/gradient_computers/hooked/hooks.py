@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,19 +84,19 @@ def receive_deferred(
     logits.head.receive = receive
 
 
+@dataclass(eq=False)
 class LayerHooks:
-    """Registers hooks for a [`HookedPass`] and takes them away again."""
+    """Registers hooks for a [`HookedPass`] and takes them away again.
 
-    def __init__(self, model: nn.Module, hooked_pass: HookedPass, selected: dict[int, str]) -> None:
-        """
-        Args:
-            model: the model.
-            hooked_pass: the pass.
-            selected: names of the attributed parameters by `id`.
-        """
-        self.model = model
-        self.hooked_pass = hooked_pass
-        self.selected = selected
+    Attributes:
+        model: the model.
+        hooked_pass: the pass.
+        selected: names of the attributed parameters by `id`.
+    """
+
+    model: nn.Module
+    hooked_pass: HookedPass
+    selected: dict[int, str]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
