@@ -6,18 +6,20 @@ from typing import Any
 
 from datasets import Features, Image, Value
 
-_ANSWERED = (("messages",), ("prompt", "completion"))
+_ANSWERED: tuple[tuple[str, ...], ...] = (("messages",), ("prompt", "completion"))
 
-_PAIRS = (
+_PAIRS: tuple[tuple[str, ...], ...] = (
     ("sentence1", "sentence2"), ("question1", "question2"), ("text1", "text2"), ("premise", "hypothesis"),
     ("question", "sentence"), ("question", "passage"), ("query", "passage"),
 )  # fmt: skip
 
-_SINGLE = (("text",), ("sentence",), ("content",), ("caption",))
+_SINGLE: tuple[tuple[str, ...], ...] = (("text",), ("sentence",), ("content",), ("caption",))
 
 _OF_PAIRS = ("text_classification", "regression", "multi_label_classification")
 
-_SOURCES = ("id", "idx", "uuid", "guid", "url", "path", "file", "file_name", "filename", "split", "source")
+SOURCES = ("id", "idx", "uuid", "guid", "url", "path", "file", "file_name", "filename", "split", "source")
+
+"""Columns that say where a row comes from."""
 
 LABELS = ("labels", "label")
 
@@ -70,7 +72,7 @@ def text_columns(
     found = [names for names in (*_ANSWERED, *_PAIRS, *_SINGLE) if set(names) <= set(features)]
     found = [names for names in found if not any(set(names) < set(other) for other in found)]
     texts = [name for name, kind in features.items() if is_text(kind) and name not in (*LABELS, label)]
-    if not found and len(texts) == 1 and texts[0] not in _SOURCES:
+    if not found and len(texts) == 1 and texts[0] not in SOURCES:
         return texts
     read = [*(_ANSWERED[:1] if task == "causal_lm" else ()), *pairs, *_SINGLE]
     if len(found) != 1 or found[0] not in read:

@@ -344,7 +344,7 @@ class SFTCollator(ColumnsCollator):
 
     @property
     def prompt_settings(self) -> dict[str, Any]:
-        """Return the arguments with which [`tokenize_prompt`] does as the trainer does."""
+        """Return the arguments that let [`tokenize_prompt`] do as the trainer does."""
         return {"template": self.trainer.chat_template, "text_column": self.trainer.args.dataset_text_field}
 
     def ready(self, rows: list[Any]) -> list[Any]:

@@ -1,6 +1,6 @@
 """Rows with the model's own predictions in place of labels: what made the model say this, right or wrong?"""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from inspect import signature
@@ -134,7 +134,8 @@ def _check_options(generation: Mapping[str, Any], model: Any) -> None:
 
 def _prompts(model: FeaturizedModel, dataset: Dataset, causal: bool) -> Iterator[Tensor]:
     """Yield the tokens that come before each answer, `(1, T)`."""
-    columns, rows, tokenize = dataset.column_names, dataset.with_format(None), None
+    columns, rows = dataset.column_names, dataset.with_format(None)
+    tokenize: Callable[[Mapping[str, Any]], list[int]] | None = None
     settings = attribute_of(model.data_collator, "prompt_settings") or {}
     if causal and isinstance(model.processing_class, PreTrainedTokenizerBase) and "images" not in columns:
         chat = _of_chats(model.train_dataset)

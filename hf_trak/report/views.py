@@ -145,8 +145,9 @@ class RunViews:
         self._rows: dict[int, RowView] = {}
 
     def _columns_of(self, rows: Any) -> Columns:
-        given = {name: value for name, value in self.columns.items() if value is not None}
-        return Columns.find(rows, **{"text_columns": self.run.text_columns(rows), **given})
+        given: dict[str, Any] = {"text_columns": self.run.text_columns(rows)}
+        given |= {name: value for name, value in self.columns.items() if value is not None}
+        return Columns.find(rows, **given)
 
     def target(self, index: int, shown_as: int | None = None) -> TargetView:
         """Make the view of a target.

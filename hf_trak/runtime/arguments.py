@@ -11,18 +11,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def named_arguments(cls: C) -> C:
-    """Explain wrong arguments of the public methods of a class and of its constructor, see [`explained`]."""
+    """Explain wrong arguments of the public methods of a class and of its constructor.
+
+    Args:
+        cls: the class, which is changed and returned.
+    """
     for name, value in list(vars(cls).items()):
         if name.startswith("_") and name != "__init__":
             continue
         if isinstance(value, classmethod):
-            setattr(cls, name, classmethod(explained(value.__func__)))
+            setattr(cls, name, classmethod(_explained(value.__func__)))
         elif inspect.isfunction(value):
-            setattr(cls, name, explained(value))
+            setattr(cls, name, _explained(value))
     return cls
 
 
-def explained(function: F) -> F:
+def _explained(function: F) -> F:
     """Let a function explain calls with wrong arguments. Errors of calls with right ones stay as they are."""
 
     @functools.wraps(function)

@@ -275,9 +275,11 @@ def _ranges(dataset: Dataset, given: Any, name: str) -> list[Range]:
     ranges: list[Any] = []
     if isinstance(given, str):
         ranges = list(_column(dataset, given))
-    elif isinstance(given, Sequence):
+    elif hasattr(given, "__len__"):
         ranges = [given] * len(dataset) if len(given) == 2 and all(map(is_int, given)) else list(given)
-    pairs = [(*span,) for span in ranges if isinstance(span, Sequence) and len(span) == 2 and all(map(is_int, span))]
+    pairs: list[Any] = [
+        (*span,) for span in ranges if hasattr(span, "__len__") and len(span) == 2 and all(map(is_int, span))
+    ]
     if not len(pairs) == len(ranges) == len(dataset):
         raise ValueError(
             f"`{name}` is {given!r} for {len(dataset)} rows. Expected one (start, stop) for all of them, one for "
@@ -294,7 +296,7 @@ def _resolved(span: Range, length: int) -> Range:
 
 def _words(given: Any, rows: int) -> list[str]:
     """Read words given for all rows or per row: one per row."""
-    words = [given] * rows if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
+    words = [given] * rows if isinstance(given, str) else list(given) if hasattr(given, "__len__") else []
     if len(words) != rows or not all(isinstance(word, str) for word in words):
         raise ValueError(
             f"`words` is {given!r} for {rows} rows. Expected one text for all of them, or one for each. Give a text."

@@ -225,6 +225,8 @@ class _Page:
         if form.generates:
             box = gr.Checkbox(False, label="Attribute what the model writes next", elem_id="predicted")
             controls.append(("predicted", box))
+            box = gr.Textbox(label="One word of what is said; empty for all", max_length=200, elem_id="words")
+            controls.append(("words", box))
         return controls, submitting
 
     def _options(self, session: IndexSession) -> list[Control]:
@@ -332,10 +334,11 @@ class _Page:
             ridge: float | None = None,
             rerank: int = 0,
             predicted: bool = False,
+            words: str = "",
         ) -> list[dict[str, Any]]:
             """Find the training rows that helped and harmed a target."""
             values = {f"text.{name}": text for name, text in texts.items()}
-            options = {"label": label, "ridge": ridge, "rerank": rerank, "predicted": predicted}
+            options = {"label": label, "ridge": ridge, "rerank": rerank, "predicted": predicted, "words": words}
             found = self.handlers.ask({**values, **options})
             return self.handlers.answer_rows(found, Listing.of(count, search, None))
 

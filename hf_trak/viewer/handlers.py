@@ -188,8 +188,8 @@ class Handlers:
         """Answer a question about a new target.
 
         Args:
-            values: values of the controls, by name: `text.<column>`, `upload`, `label`, `predicted`, `checkpoints`,
-                `ridge`, `rerank` and `tokens`.
+            values: values of the controls, by name: `text.<column>`, `upload`, `label`, `predicted`, `words`,
+                `checkpoints`, `ridge`, `rerank` and `tokens`.
 
         Raises:
             ValueError: a value is out of range.
@@ -207,6 +207,7 @@ class Handlers:
                 upload=values.get("upload"),
                 label=None if label in (None, PREDICTION, "") else str(label),
                 predicted=bool(values.get("predicted")),
+                words=str(values.get("words") or "") or None,
                 model_ids=None if chosen is None else [int(one) for one in chosen],
                 lambda_relative=_ridge(values.get("ridge")),
                 rerank=int(values["rerank"]) if values.get("rerank") else None,

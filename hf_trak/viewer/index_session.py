@@ -15,6 +15,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from hf_trak.attributor import TrakAttributor
+from hf_trak.data.rows import attribute_of
 from hf_trak.errors import HfTrakError
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurizer import StoredRows
@@ -26,6 +27,7 @@ from hf_trak.report.page import facts_shown
 from hf_trak.report.run import known_facts
 from hf_trak.scores.scored_dataset import without_rerank_columns
 from hf_trak.scores.scorer import Scorer
+from hf_trak.scores.spans import Span
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.store.shards import ShardPlan
 from hf_trak.viewer.session import Answer, Session, TokenScores, label_rows
@@ -54,6 +56,7 @@ class Question:
         upload (`bytes`, *optional*): content of the uploaded file.
         label (`str`, *optional*): the label; `None` leaves it to the model.
         predicted (`bool`): attribute what a language model writes next, in place of the text as it stands.
+        words (`str`, *optional*): attribute one word, or piece, of what is said.
         model_ids (`Sequence[int]`, *optional*): checkpoints to average over; `None` takes all.
         lambda_relative (`float`, *optional*): relative ridge; `None` takes that of the index.
         rerank (`int`, *optional*): score so many of the best rows of either end exactly.
@@ -64,6 +67,7 @@ class Question:
     upload: bytes | None = None
     label: str | None = None
     predicted: bool = False
+    words: str | None = None
     model_ids: Sequence[int] | None = None
     lambda_relative: float | None = None
     rerank: int | None = None
@@ -164,12 +168,15 @@ class IndexSession(Session):
 
     def _answer(self, given: Dataset, question: Question) -> Answer:
         model, ids = self.attributor, self._checked_ids(question.model_ids)
-        rows = without_transform(self._prepare(given))
+        generates = self.form.generates and question.predicted
+        rows = given if generates and self.form.as_json else without_transform(self._prepare(given))
         if self.form.as_json:
             check_numbers(rows.with_format(None)[0], model.model)
-        generates = self.form.generates and question.predicted
         if generates or (self.form.predicts and question.label is None):
             rows = model.predict(rows, **({"max_new_tokens": self._room(rows)} if generates else {}))
+        if question.words:
+            ready = attribute_of(self.features.data_collator, "ready")
+            rows = Span(words=question.words).of(rows, self.tokenizer, ready)
         target = self._shown_target(given, rows, generates)
         if question.rerank is not None:
             return self._reranked(rows, question, ids, target)
@@ -189,7 +196,7 @@ class IndexSession(Session):
     def _room(self, rows: Dataset) -> int:
         """Count the tokens that the model may write after a target. Raises `ValueError` if there is no room."""
         limit = getattr(getattr(self.attributor.model, "config", None), "max_position_embeddings", None)
-        taken = len(rows.with_format(None)[0]["input_ids"])
+        taken = len(rows.with_format(None)[0].get("input_ids", ()))  # `predict` counts those of a chat
         room = GENERATED_TOKENS if not isinstance(limit, int) else min(GENERATED_TOKENS, limit - taken)
         if room < 1:
             raise ValueError(

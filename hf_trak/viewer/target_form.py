@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from datasets import ClassLabel, Dataset, Features, Image, Value
 
+from hf_trak.data.columns import SOURCES, is_text
 from hf_trak.report.content import EncodedImage
 from hf_trak.report.images import bounded
 
@@ -81,18 +82,21 @@ class TargetForm:
         known = features or _usual(task)
         typed = cls(columns=tuple(features or TYPED_COLUMNS))
         label = columns.get("label_column") or next((name for name in _LABELS if name in known), None)
-        texts = tuple(columns.get("text_columns") or _texts(known, label))
+        named = tuple(columns.get("text_columns") or ())
+        texts = named or _texts(known, label)
         names = _class_names(known.get(label or ""), class_names)
         if task in _IMAGE_TASKS:
             found = next((name for name in known if isinstance(known[name], Image)), "")
             column = columns.get("image_column") or found
             usable = column and label is not None and names and "pixel_values" not in known
             return cls((), "image", column, label, names) if usable else typed
-        if task not in _TEXT_TASKS or not texts or ("messages" in known and task == "causal_lm"):
-            return typed
+        chats = "messages" in (named or known) or not all(is_text(known.get(name, Value("string"))) for name in named)
+        chats = chats and task == "causal_lm"
+        if task not in _TEXT_TASKS or not texts or chats:
+            return replace(typed, generates=chats)
         if task in ("causal_lm", "masked_lm"):
             pair = ("prompt", "completion")
-            kept = pair if task == "causal_lm" and set(pair) <= set(known) else texts[:1]
+            kept = named or (pair if task == "causal_lm" and set(pair) <= set(known) else texts[:1])
             return cls(kept, generates=task == "causal_lm")
         return cls(texts[:2], label=label, label_names=names if task in _CLASSES else ())
 
@@ -182,10 +186,9 @@ def _usual(task: str) -> Features:
     return Features({"text": Value("string"), **labelled})
 
 
-def _texts(features: Features, label: str | None) -> list[str]:
-    skipped = {"id", "idx", label, *_LABELS}
-    strings = [name for name, kind in features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
-    return [name for name in strings if name not in skipped]
+def _texts(features: Features, label: str | None) -> tuple[str, ...]:
+    skipped = {*SOURCES, label, *_LABELS}
+    return tuple(name for name, kind in features.items() if is_text(kind) and name not in skipped)
 
 
 def _class_names(kind: Any, names: Mapping[int, str] | None) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Chats after a training by `SFTTrainer`: what the model says, and which rows made it say one word of that."""
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_trak import Span, TrakAttributor, TrakConfig
+from hf_trak.viewer.index_session import IndexSession, Question
+from hf_trak.viewer.target_form import TargetForm
 
 trl = pytest.importorskip("trl")
 
@@ -218,3 +221,18 @@ def test_rows_of_a_trainer_that_shuffles_keep_their_numbers(trainer_of: Callable
     for row in range(5):
         alone = batches.collated([row])["input_ids"][0]
         assert together[row, : len(alone)].tolist() == alone.tolist()
+
+
+@pytest.mark.parametrize("predicted", [False, True])
+def test_a_word_on_the_page(predicted: bool, trainer_of: Callable[[str], Any], tmp_path: Path) -> None:
+    """A chat is typed as JSON, its last answer by the user or by the model."""
+    own = attributor(trainer_of("messages"), tmp_path).featurize()
+    form = TargetForm.find("causal_lm", rows("messages").features)
+    assert form.as_json and form.generates
+    given = chat("Peru")[:1] if predicted else chat("Peru")
+    asked = Question({"json": json.dumps({"messages": given})}, predicted=predicted, words="Cusco")
+    found = IndexSession(own, form).ask(asked)
+    targets = Dataset.from_list([{"messages": given}])
+    targets = own.predict(targets, max_new_tokens=32) if predicted else targets
+    (expected,) = own.attribute(targets, top_k=None, part=Span(words="Cusco"))["trak_scores"]
+    assert torch.allclose(torch.as_tensor(found.scores), torch.tensor(expected), rtol=1e-3)

@@ -1,6 +1,7 @@
 """Mistakes that users make: each message has what was given, what was expected and what to do."""
 
 import builtins
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_trak import CurvatureConfig, Exact, Index, Rerank, Span, TrakAttributor, TrakConfig, TRAKer
 from hf_trak.cli.main import main
+from hf_trak.errors import SingularGramError
 
 SENTENCE_END = re.compile(r"[.!?][`'\")]*(?=\s+[`A-Z'\[{])")
 OPTIONS: dict[str, Any] = {"proj_dim": 64, "use_cpu": True}
@@ -372,6 +374,32 @@ def test_what_is_right_stays_as_it_is(world: Any) -> None:
     with pytest.raises(TypeError, match=r"^of the collator"):
         own.featurize()
     assert TrakConfig(proj_dim=3).to_dict()["proj_dim"] == 3 and Span(words="x") == Span(words="x")
+
+
+def test_features_that_are_all_zero_are_called_so(world: Any) -> None:
+    """No λ helps where no attributed parameter takes part in the output, as after an adapter was merged."""
+    unused = tiny_bert()
+    unused.register_parameter("merged", torch.nn.Parameter(torch.ones(3)))
+    own = world.new("zero", unused, grad_wrt=["merged"], engine="iterative").featurize()
+    with pytest.raises(SingularGramError) as caught:
+        own.attribute(FEW)
+    check(str(caught.value), "All features of all training rows are 0", "before merging")
+    assert "λ" not in str(caught.value)
+
+
+@pytest.mark.parametrize("projection", ["none", "sjlt"])
+def test_models_in_float64(projection: str, world: Any) -> None:
+    """Their gradients are summed in float32, as those of the same model in float32."""
+    model = tiny_bert()
+    found = [
+        world.new(f"{projection}-{dtype}", copy.deepcopy(model).to(dtype), proj_type=projection)
+        .featurize()
+        .features.store.train(0)
+        .read(0)
+        .grads
+        for dtype in (torch.float64, torch.float32)
+    ]
+    assert torch.allclose(*found, rtol=1e-3, atol=1e-5 * float(found[1].abs().max()))
 
 
 @pytest.fixture(scope="module")
