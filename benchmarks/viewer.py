@@ -113,7 +113,7 @@ def others(title: str, handlers: Handlers, values: dict[str, Any]) -> None:
     show(title, "another λ, second question", timed(partial(asked, handlers, other)))
     found = handlers.ask(other)
     keep = {"label": "7"} if handlers.session.rows.labels() else {"text": "word7"}
-    show(title, "another filter of the same answer", timed(lambda: handlers.answer(found, Listing(10, **keep))))
+    show(title, "another filter of the same answer", timed(lambda: handlers.answer(found, Listing(**keep))))
     show(title, "self-influence of all rows, once", timed(handlers.session.self_influence))
 
 

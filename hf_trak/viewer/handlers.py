@@ -18,7 +18,7 @@ from hf_trak.report.content import visible
 from hf_trak.viewer.index_session import IndexSession, Question
 from hf_trak.viewer.page import answer_page, facts_page, frame, groups_page, rows_page
 from hf_trak.viewer.run_session import RunSession
-from hf_trak.viewer.session import Answer, Ends, Session
+from hf_trak.viewer.session import Answer, Session
 from hf_trak.viewer.train_rows import RowFilter
 
 ExportFormat = Literal["csv", "json", "parquet"]
@@ -27,37 +27,6 @@ FORMATS: tuple[ExportFormat, ...] = ("csv", "json", "parquet")
 
 
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
-
-
-def answer_rows(session: Session, answer: Answer, shown: Ends) -> list[dict[str, Any]]:
-    """List what a page shows of an answer: rank, end, row number, score, label and whole texts of each row."""
-    found = []
-    for end, places in (("helped", shown.helped), ("harmed", shown.harmed)):
-        for rank, place in enumerate(places, start=1):
-            number = int(answer.rows[place])
-            found.append(
-                {
-                    "end": end,
-                    "rank": rank,
-                    "row": number,
-                    "score": float(answer.scores[place]),
-                    **({"index_rank": answer.ranks.get(number)} if answer.ranks else {}),
-                    **_contents(session, number),
-                }
-            )
-    return found
-
-
-def listed_rows(session: Session, numbers: Sequence[int], values: Any) -> list[dict[str, Any]]:
-    """List training rows with their self-influence, if it is known."""
-    return [
-        {
-            "row": int(number),
-            **({} if values is None else {"self_influence": float(values[number])}),
-            **_contents(session, int(number)),
-        }
-        for number in numbers
-    ]
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], directory: Path, form: str) -> Path:
@@ -93,12 +62,6 @@ def write_rows(rows: Sequence[Mapping[str, Any]], directory: Path, form: str) ->
             writer.writerow([_cell(name) for name in names])
             writer.writerows([[_cell(row.get(name)) for name in names] for row in rows])
     return path
-
-
-def _contents(session: Session, number: int) -> dict[str, Any]:
-    content = session.rows.content(number)
-    label = {} if session.rows.columns.label is None else {"label": content.label}
-    return {**label, **{f"text.{name}": _encodable(text) for name, text in content.texts}}
 
 
 def _encodable(text: str) -> str:
@@ -142,12 +105,10 @@ def message_of(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Listing:
+class Listing(RowFilter):
     """The filter of a list of rows, and how many are shown of each end."""
 
     count: int = 10
-    text: str = ""
-    label: str | None = None
 
     @classmethod
     def of(cls, count: Any, text: Any, label: Any) -> "Listing":
@@ -164,12 +125,7 @@ class Listing:
             raise ValueError(
                 f"The text to search has {len(wanted)} characters. Expected at most {_LONGEST_SEARCH}. Shorten it."
             )
-        return cls(number, wanted, None if label in (None, ANY_LABEL, "") else str(label))
-
-    @property
-    def filter(self) -> RowFilter:
-        """Return what rows have to match."""
-        return RowFilter(self.text, self.label)
+        return cls(wanted, None if label in (None, ANY_LABEL, "") else str(label), number)
 
 
 class Handlers:
@@ -227,7 +183,7 @@ class Handlers:
 
     def answer(self, answer: Answer, listing: Listing) -> str:
         """Show an answer."""
-        return frame(answer_page(self.session, answer, listing.count, listing.filter)[0], "Answer")
+        return frame(answer_page(self.session, answer, listing.count, listing)[0], "Answer")
 
     def rows(self, listing: Listing, order: str, page: Any) -> str:
         """Show training rows.
@@ -258,17 +214,36 @@ class Handlers:
         return self._written(self.answer_rows(_given(answer), listing), form)
 
     def answer_rows(self, answer: Answer, listing: Listing) -> list[dict[str, Any]]:
-        """List the rows that are shown of an answer."""
-        return answer_rows(self.session, answer, answer.ends(listing.count, self.session.matching(listing.filter)))
+        """List what is shown of an answer: end, rank, row number, score, label and whole texts of each row."""
+        shown = answer.ends(listing.count, self.session.matching(listing))
+        return [
+            {
+                "end": end,
+                "rank": rank,
+                "row": (number := int(answer.rows[place])),
+                "score": float(answer.scores[place]),
+                **({"index_rank": answer.ranks.get(number)} if answer.ranks else {}),
+                **self._contents(number),
+            }
+            for end, places in (("helped", shown.helped), ("harmed", shown.harmed))
+            for rank, place in enumerate(places, start=1)
+        ]
 
     def export_rows(self, listing: Listing, order: str, page: Any, form: str) -> str:
         """Write the training rows of a page, and return the path of the file."""
         shown, values, _, _ = self._listed(listing, order, page)
-        return self._written(listed_rows(self.session, shown, values), form)
+        known = [{} if values is None else {"self_influence": float(values[number])} for number in shown]
+        rows = [{"row": number, **one, **self._contents(number)} for number, one in zip(shown, known, strict=True)]
+        return self._written(rows, form)
+
+    def _contents(self, number: int) -> dict[str, Any]:
+        content = self.session.rows.content(number)
+        label = {} if self.session.rows.columns.label is None else {"label": content.label}
+        return {**label, **{f"text.{name}": _encodable(text) for name, text in content.texts}}
 
     def _listed(self, listing: Listing, order: str, page: Any) -> tuple[list[int], np.ndarray | None, int, int]:
         """Return the rows of a page, the self-influence of all, the place of the first, and how many match."""
-        numbers, values = self.session.rows.matching(listing.filter), None
+        numbers, values = self.session.rows.matching(listing), None
         if order == BY_INFLUENCE:
             values = self.session.self_influence()
             if values is None:
