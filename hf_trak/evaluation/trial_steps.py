@@ -16,7 +16,7 @@ from hf_trak.gradient_computers.base import gradients_of, one_per_sample, run_mo
 from hf_trak.gradient_computers.environment import only_differentiating, pass_settings, removing
 from hf_trak.modelout_functions.base import BatchedModelOutput, Side
 from hf_trak.runtime.checks import required
-from hf_trak.weights.adapters import check_not_quantized
+from hf_trak.weights.adapters import check_not_quantized, is_quantized
 
 _WHOLE = (torch.float32, torch.float64)
 
@@ -75,7 +75,7 @@ class TrialSteps:
         """
         tensors = [*self._model.parameters(), *self._model.buffers()]
         half = [one for one in tensors if one.is_floating_point() and one.dtype not in _WHOLE]
-        self._cast = bool(half) and not _is_quantized(self._model)
+        self._cast = bool(half) and not is_quantized(self._model)
         if not self._cast and any(one.dtype not in _WHOLE for one in self._moved):
             names = sorted({str(one.dtype).removeprefix("torch.") for one in self._moved})
             check_not_quantized(
@@ -196,14 +196,6 @@ def _in_float32(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {name: cast(value) for name, value in batch.items()}
     return type(batch)(map(cast, batch)) if type(batch) in (list, tuple) else batch
-
-
-def _is_quantized(model: torch.nn.Module) -> bool:
-    try:
-        check_not_quantized(model, "", "")
-    except ValueError:
-        return True
-    return False
 
 
 Similarity = Literal["embeddings", "bm25"]

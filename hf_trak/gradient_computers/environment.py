@@ -82,6 +82,19 @@ def removing(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 @contextmanager
+def gradients_set_aside(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Return a context in which parameters begin without a gradient. Afterwards they have those from before."""
+    saved = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        for parameter, _ in saved:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in saved:
+            parameter.grad = gradient
+
+
+@contextmanager
 def only_differentiating(model: torch.nn.Module, wanted: Collection[int]) -> Iterator[None]:
     """Give `requires_grad` to the parameters whose `id` is in `wanted`, and to no other."""
     saved = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

@@ -6,8 +6,8 @@ gradient: both sides are compared in a small sketch of every parameter (signs dr
 `WIDTH` sums), whose norm is that of the gradient up to some percent.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import BatchOutputs, GradientSink, SplitBatch, one_per_sample, run_model
-from hf_trak.gradient_computers.environment import differentiating, removing
+from hf_trak.gradient_computers.environment import differentiating, gradients_set_aside, removing
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.gradient_computers.padding import CollatedAlone
 from hf_trak.gradient_computers.self_check import REMEDY
@@ -160,7 +160,7 @@ def _reference(computer: CheckedEngine, batch: Batch, side: Side, owner: int, ro
     reshard(model)
     parameters = {name: p for name, p in model.named_parameters() if name in set(layout.names)}
     wanted = {id(p) for p in parameters.values()}
-    with _own_gradients(parameters), differentiating(model, wanted), computer.gathering():
+    with gradients_set_aside(parameters.values()), differentiating(model, wanted), computer.gathering():
         with computer.completing():
             result = run_model(task, model, single)
             f = one_per_sample(task.output(result, single, side), 1, task)
@@ -204,16 +204,3 @@ def _sketched_as_they_come(f: Tensor, computer: CheckedEngine, parameters: dict[
     with removing(handles):
         torch.autograd.grad(f, list(parameters.values()), allow_unused=True)
     return sketch
-
-
-@contextmanager
-def _own_gradients(parameters: dict[str, Any]) -> Iterator[None]:
-    """Set the gradients that parameters have aside."""
-    saved = {name: parameter.grad for name, parameter in parameters.items()}
-    try:
-        for parameter in parameters.values():
-            parameter.grad = None
-        yield
-    finally:
-        for name, parameter in parameters.items():
-            parameter.grad = saved[name]

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
-from hf_trak.gradient_computers.environment import removing
+from hf_trak.gradient_computers.environment import gradients_set_aside, removing
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.kernels.torch_sparse import SparseMap
 from hf_trak.modelout_functions.deferred_logits import DeferredLogits
@@ -252,7 +253,7 @@ def each_gradient(f: Tensor, parameters: Mapping[str, Tensor], receive: Callable
         parameters: leaves that require a gradient, by name. What they hold in `.grad` is left as it is.
         receive: called with name and gradient. Parameters that `f` does not depend on are left out.
     """
-    before = {name: parameter.grad for name, parameter in parameters.items()}
+    handles: list[RemovableHandle] = []
 
     def receiving(name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
@@ -262,14 +263,7 @@ def each_gradient(f: Tensor, parameters: Mapping[str, Tensor], receive: Callable
 
         return hook
 
-    handles = []
-    try:
+    with gradients_set_aside(parameters.values()), removing(handles):
         for name, parameter in parameters.items():
-            parameter.grad = None
             handles.append(parameter.register_post_accumulate_grad_hook(receiving(name)))
         f.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for name, parameter in parameters.items():
-            parameter.grad = before[name]

@@ -1,9 +1,9 @@
 """Random projections of gradients: one linear map R ∈ R^{P × k} each, the same on every device.
 
-Start with `base` (the contract, `BlockProjector`), then `sparse` and `dense` (the maps `sjlt`, `rademacher` and
-`normal`), `factored` (two-sided, then `sjlt`) and `noop` (the identity). `factory` builds one from its name,
-`functional` has the maps as functions of tensors, and `reference` defines them entry by entry in plain Python.
-`basic`, `cuda` and `cuda_fast_jl` have the names and signatures of the `trak` package.
+Start with `base` (the contract, `BlockProjector`), then `dense` (the maps `rademacher`, `normal` and `sjlt`, and the
+identity) and `factored` (two-sided, then `sjlt`). `factory` builds one from its name, `functional` has the maps as
+functions of tensors, and `reference` defines them entry by entry in plain Python. `cuda` has the names and signatures
+of the `trak` package.
 
 May import `hf_trak.kernels`, which computes the maps, and the checks in `hf_trak.runtime`. Knows no
 models, tasks or files.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hf_trak._compat import set_group_timeout
 from hf_trak.errors import PeerProcessError
+from hf_trak.runtime.operator_threads import one_core
 
 T = TypeVar("T")
 
@@ -257,21 +258,18 @@ def map_shards(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     Raises:
         Exception: an error of `function` is raised in the place of its result.
     """
-    threads = torch.get_num_threads()
-    if threads == 1:
-        yield from map(function, items)
-        return
-    pool = ThreadPoolExecutor(threads, "shards", initializer=torch.set_num_threads, initargs=(1,))
-    held: deque[Future[R]] = deque()
-    torch.set_num_threads(1)  # what the caller does between results would compete for cores that are in use
-    try:
-        for item in items:
-            held.append(pool.submit(function, item))
-            if len(held) > threads:
+    with one_core() as threads:  # what the caller does between results would compete for cores that are in use
+        if threads == 1:
+            yield from map(function, items)
+            return
+        pool = ThreadPoolExecutor(threads, "shards", initializer=torch.set_num_threads, initargs=(1,))
+        held: deque[Future[R]] = deque()
+        try:
+            for item in items:
+                held.append(pool.submit(function, item))
+                if len(held) > threads:
+                    yield held.popleft().result()
+            while held:
                 yield held.popleft().result()
-        while held:
-            yield held.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-        # Each thread has its own number, but threads that start from now on take the last one that was set anywhere.
-        torch.set_num_threads(threads)
+        finally:
+            pool.shutdown(cancel_futures=True)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from types import FrameType, TracebackType
 
 from datasets import disable_progress_bars, enable_progress_bars
@@ -21,40 +22,34 @@ _SETTLED_BATCHES = 3
 _SETTLED_SECONDS = 2.0
 
 
+@dataclass
 class RowProgress:
     """Counts the rows that one process has finished.
 
     The first batch is left out of the estimate of the remaining time, since it includes the choice of the engine, its
     check, and everything that is compiled or cached at first use.
+
+    Attributes:
+        rows: number of rows that this process has to do.
+        description: text before the bar.
+        processes: number of processes that do as many rows each, for the rate of all together.
+        show: whether to show the bar, unless bars are switched off in `datasets`.
+        announce: whether to log the estimate, once, after the first batches.
+        clock: returns a time in seconds.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        description: str,
-        *,
-        processes: int = 1,
-        show: bool = True,
-        announce: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """
-        Args:
-            rows: number of rows that this process has to do.
-            description: text before the bar.
-            processes: number of processes that do as many rows each, for the rate of all together.
-            show: whether to show the bar, unless bars are switched off in `datasets`.
-            announce: whether to log the estimate, once, after the first batches.
-            clock: returns a time in seconds.
-        """
-        self.rows = rows
-        self.description = description
-        self.processes = processes
-        self._announce = announce
-        self._clock = clock
-        self._bar = tqdm(total=rows, desc=description, unit="rows", disable=not show or are_progress_bars_disabled())
-        self._done = 0
-        self._batches = 0
+    rows: int
+    description: str
+    _: KW_ONLY
+    processes: int = 1
+    show: bool = True
+    announce: bool = True
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        hidden = not self.show or are_progress_bars_disabled()
+        self._bar = tqdm(total=self.rows, desc=self.description, unit="rows", disable=hidden)
+        self._done = self._batches = 0
         self._first: tuple[float, int] | None = None
 
     def __enter__(self) -> "RowProgress":
@@ -70,13 +65,13 @@ class RowProgress:
         self._done += rows
         self._batches += 1
         self._bar.update(rows)
-        now = self._clock()
+        now = self.clock()
         if self._first is None:
             self._first = (now, self._done)
             return
         seconds = now - self._first[0]
-        if self._announce and self._batches > _SETTLED_BATCHES and seconds >= _SETTLED_SECONDS:
-            self._announce = False
+        if self.announce and self._batches > _SETTLED_BATCHES and seconds >= _SETTLED_SECONDS:
+            self.announce = False
             logger.info("%s: %s", self.description, self._estimate((self._done - self._first[1]) / seconds))
 
     def _estimate(self, rate: float) -> str:

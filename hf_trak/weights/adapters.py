@@ -56,6 +56,16 @@ def adapter_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in named if tensor.data_ptr() in written]
 
 
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def is_quantized(model: torch.nn.Module) -> bool:
+    """Tell whether the weights of a model, or those of the base below its adapters, are quantized."""
+    base = _base_of(model)
+    return bool(getattr(base, "is_quantized", False)) or getattr(base, "hf_quantizer", None) is not None
+
+
 def check_not_quantized(model: torch.nn.Module, what: str, remedy: str) -> None:
     """Refuse a model whose weights, or those of the base below its adapters, are quantized.
 
@@ -67,11 +77,10 @@ def check_not_quantized(model: torch.nn.Module, what: str, remedy: str) -> None:
     Raises:
         ValueError: weights are quantized.
     """
-    wrapper: Any = model
-    inner: Any = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
-    if getattr(inner, "is_quantized", False) or getattr(inner, "hf_quantizer", None) is not None:
+    base = _base_of(model)
+    if is_quantized(base):
         raise ValueError(
-            f"{what}, but the weights of the {type(inner).__name__} are quantized, so they can neither be cast nor "
+            f"{what}, but the weights of the {type(base).__name__} are quantized, so they can neither be cast nor "
             f"replaced. {remedy}"
         )
 

@@ -31,9 +31,9 @@ from torch import Tensor
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.identity.function_identity import same_function
 from hf_trak.runtime.checks import checked_int
-from hf_trak.store.atomic import create_bytes, differing, explained, safe_name, write_bytes
+from hf_trak.store.atomic import differing, explained, safe_name
 from hf_trak.store.checkpoint_records import checked_model_id
-from hf_trak.store.sealed import content_digest, read_sealed, sealed_bytes, unsealed
+from hf_trak.store.sealed import content_digest, create_sealed, read_sealed, unsealed, write_sealed
 from hf_trak.traker.savers.row_files import RowFile, seed_of
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class MmapDirectory:
         """
         path = save_dir / METADATA
         if not path.exists():
-            create_bytes(path, sealed_bytes(metadata))
+            create_sealed(path, metadata)
         directory = cls(save_dir)
         saved, given = _defining(directory.metadata), _defining(metadata)
         for key in saved.keys() & given.keys():  # functions with the same code are equal, whatever their names
@@ -158,7 +158,7 @@ class MmapDirectory:
         """
         identity = {"fingerprint": fingerprint, "model_id": model_id, "run": self.run}
         content = {**identity, "featurized": 0, "finalized": 0, "row_identity": content_digest(identity)}
-        created = create_bytes(self.id_path(model_id), sealed_bytes(content))
+        created = create_sealed(self.id_path(model_id), content)
         info = content if created else self.read_info(model_id)
         self.claim(model_id, info)
         return info, created
@@ -167,7 +167,7 @@ class MmapDirectory:
         """Write the file that says that a model id, which has this description, belongs to this directory."""
         path = self.member_path(model_id)
         if not path.exists():
-            create_bytes(path, sealed_bytes(_membership(info)))
+            create_sealed(path, _membership(info))
 
     def read_info(self, model_id: int) -> dict[str, Any]:
         """Read the description of a model id.
@@ -198,7 +198,7 @@ class MmapDirectory:
 
     def write_info(self, model_id: int, info: Mapping[str, Any]) -> None:
         """Replace the description of a model id."""
-        write_bytes(self.id_path(model_id), sealed_bytes(info))
+        write_sealed(self.id_path(model_id), info)
 
     # experiments
 
@@ -232,7 +232,7 @@ class MmapDirectory:
             found = self.read_experiments()
             if replace or name not in found:
                 found[name] = dict(entry)
-                write_bytes(path, sealed_bytes({"experiments": found, "run": self.run}))
+                write_sealed(path, {"experiments": found, "run": self.run})
         return found
 
     def read_scores(self, exp_name: str) -> Tensor:
