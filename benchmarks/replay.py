@@ -141,7 +141,7 @@ def lds(case: Case, count: int, all_of_them: bool) -> None:
             scored = attributor.attribute(case.targets, top_k=None, method=method).with_format("numpy")
             seconds = time.perf_counter() - started
             scores = np.stack(scored["trak_scores"][:]).T.astype(np.float64)
-            cells = [str(evaluate_lds(scores, *truth)) for _, truth in truths]
+            cells = [str(evaluate_lds(scores, *truth).mean) for _, truth in truths]
             print(f"| {name} | {' | '.join(cells)} | {seconds:.1f} |", flush=True)
 
 
