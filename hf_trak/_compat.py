@@ -7,7 +7,7 @@ and none of the libraries but torch.
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -278,3 +278,12 @@ def collator_of_used_columns(trainer: Any) -> Callable[[list[Any]], Any]:
     collator has a public name.
     """
     return trainer._get_collator_with_removed_columns(trainer.data_collator)
+
+
+def counted_items(trainer: Any, batches: Sequence[Any]) -> float | None:
+    """Return what a `Trainer` divides the loss of some accumulated batches by; `None` where it takes their means.
+
+    transformers 5.23: the rule depends on the class of the model, and is not in public. This can go when it is.
+    """
+    found = trainer._get_num_items_in_batch(list(batches), torch.device("cpu"))
+    return None if found is None or not trainer.model_accepts_loss_kwargs else float(found)

@@ -21,8 +21,10 @@ from transformers.trainer_utils import SaveStrategy
 from hf_trak.attributor import TrakAttributor
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.modelout_functions import AbstractModelOutput
-from hf_trak.runtime.checks import is_int
+from hf_trak.runtime.arguments import named_arguments
+from hf_trak.runtime.checks import checked_int, is_int
 from hf_trak.store.atomic import safe_name
+from hf_trak.trajectory.recorder import RunRecorder
 from hf_trak.weights.checkpoints import INDEX_FILES, WEIGHT_FILES, read_weight_index
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ _UNFINISHED = ".unfinished-"
 _DESCRIPTIONS = ("config.json", "adapter_config.json", "trainer_state.json")
 
 
+@named_arguments
 class TrakCallback(TrainerCallback):
     """Collects the checkpoints that a training run saves, and can featurize them when it ends.
 
@@ -69,7 +72,12 @@ class TrakCallback(TrainerCallback):
         name (`str`, *optional*, defaults to `"run"`):
             Name of this run's directory, a different one for each run that shares `output_dir`.
         overwrite (`bool`, *optional*, defaults to `False`):
-            Whether a run that starts from scratch may replace the checkpoints of an earlier one.
+            Whether a run that starts from scratch may replace the checkpoints and the record of an earlier one.
+        record (`bool`, *optional*, defaults to `False`):
+            Whether to record the run for `Replay(of="run")`, in `<output_dir>/trajectory/<name>/`: the trained weights
+            and, for every step, the numbers of its rows, learning rates and the norm of the gradient.
+        every (`int`, *optional*, defaults to 1):
+            Steps from one recorded state of the weights to the next. Fewer states take less space and tell less.
         trainer (`transformers.Trainer`, *optional*):
             The trainer, which `featurize_at_end` needs. Add the callback with `trainer.add_callback` then.
         featurize_at_end (`bool`, *optional*, defaults to `False`):
@@ -99,6 +107,8 @@ class TrakCallback(TrainerCallback):
         steps: Sequence[int] | None = None,
         name: str = "run",
         overwrite: bool = False,
+        record: bool = False,
+        every: int = 1,
         trainer: Any = None,
         featurize_at_end: bool = False,
         first_model_id: int = 0,
@@ -119,6 +129,9 @@ class TrakCallback(TrainerCallback):
         self.steps = None if steps is None else frozenset(steps)
         self.directory = Path(self.args.output_dir) / "ensemble" / safe_name(name, "name")
         self.overwrite = overwrite
+        every = checked_int(every, "every", 1, type_error=ValueError)
+        place = Path(self.args.output_dir) / "trajectory" / name
+        self._recorder = RunRecorder(place, every, overwrite) if record else None
         self.trainer = trainer
         self.featurize_at_end = featurize_at_end
         self.first_model_id = first_model_id
@@ -160,7 +173,9 @@ class TrakCallback(TrainerCallback):
                 f"`output_dir` of the attribution is {self.args.output_dir!r}, the trainer's own. Expected another "
                 f"one, for example {str(output_dir / 'trak')!r}."
             )
-        if self.steps is None and SaveStrategy(args.save_strategy) == SaveStrategy.NO:
+        if self._recorder is not None:
+            self._recorder.begin(kwargs["model"], args, state, kwargs["optimizer"], kwargs["train_dataloader"])
+        if self.steps is None and self._recorder is None and SaveStrategy(args.save_strategy) == SaveStrategy.NO:
             raise ValueError(
                 "The trainer has `save_strategy='no'`, so there is nothing to collect. Expected 'steps', 'epoch' or "
                 "'best'; or name the `steps` of `TrakCallback`, which are then saved."
@@ -194,10 +209,37 @@ class TrakCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Make the trainer save the checkpoints of `steps`."""
+        """Make the trainer save the checkpoints of `steps`, and record the step. Raises as a `StoreError`."""
         if self.steps is not None and state.global_step in self.steps:
             control.should_save = True
+        if self._recorder is not None:
+            self._recorder.step_done(state.global_step, _state_is_due(control) or state.global_step == state.max_steps)
         return control
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Record the rows of a batch whose gradient is accumulated.
+
+        Raises:
+            HfTrakError: the batch did not come from the trainer's sampler.
+        """
+        if self._recorder is not None:
+            self._recorder.pass_done()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Record learning rates and the norm of the gradient."""
+        if self._recorder is not None:
+            self._recorder.before_update()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Record the weights that the trainer is about to save or to evaluate."""
+        if self._recorder is not None and _state_is_due(control):
+            self._recorder.write(state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Collect the checkpoint that was just saved.
@@ -213,6 +255,8 @@ class TrakCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Featurize the training dataset if `featurize_at_end` is set. Raises as [`TrakAttributor.featurize`]."""
+        if self._recorder is not None:
+            self._recorder.end(state.global_step)
         PartialState().wait_for_everyone()  # the main process collects, and all processes look
         found = self.checkpoints
         if self.steps is not None and len(found) < min(len(self.steps), self.last or len(self.steps)):
@@ -240,6 +284,11 @@ class TrakCallback(TrainerCallback):
         collected = self._collected()
         for old in collected[: -self.last] if self.last else ():
             shutil.rmtree(self.directory / f"checkpoint-{old}")
+
+
+def _state_is_due(control: TrainerControl) -> bool:
+    """Tell whether the weights of this step are recorded: a resumed run may begin with them, or they are the last."""
+    return bool(control.should_save or control.should_evaluate or control.should_training_stop)
 
 
 def _output_dir(args: TrainingArguments) -> Path:

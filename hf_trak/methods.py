@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 
 from hf_trak.config import CurvatureName
 from hf_trak.curvature.conjugate_gradients import Refinement, checked_refinement
+from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import checked_int
 
 _KINDS = get_args(CurvatureName)
@@ -15,6 +16,7 @@ def _check_curvature(kind: Any) -> None:
         raise ValueError(f"`curvature` is {kind!r}. Expected one of {_KINDS}, or `None` as in the configuration.")
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Index:
     """Score with the stored features: TRAK's ridge regression.
@@ -45,6 +47,7 @@ class Index:
             )
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Exact:
     """Score with whole gradients under the curvature that `fit_curvature` fits: one pass over the training rows.
@@ -76,6 +79,7 @@ class Exact:
         return checked_refinement(self.refine)
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Rerank:
     """Take rows from the features, and score these rows with whole gradients, as [`Exact`] scores all rows.
@@ -119,36 +123,63 @@ class Rerank:
 class Replay:
     """Score with the run that made the model, walked backwards through the steps of its optimizer.
 
-    Needs an attributor of `TrakAttributor.from_trainer`, whose trainer knows optimizer, learning rates and batch size,
-    and the last weights alone. Scores predict how far the output of a target rises by training on a row.
+    Scores predict how far the output of a target rises by training on a row. The recipe needs an attributor of
+    `TrakAttributor.from_trainer`, whose trainer knows optimizer, learning rates and batch size, and the last weights
+    alone. The run needs its record, which `TrakCallback(record=True)` writes, or a checkpoint at every few steps.
 
     Args:
         of (`str`, *optional*, defaults to `"recipe"`):
             `"recipe"`: what rows do to a model that is trained like this one, in the expectation over orders of the
             rows. `"run"`: what they did in the run itself.
-        form (`str`, *optional*, defaults to `"gauss-newton"`):
+        form (`str`, *optional*):
             Curvature of the loss on the way back: `"gauss-newton"`, which is never negative, or `"hessian"`, which is
-            whole, and wants more rows.
+            whole, and wants more rows. By default the Hessian for a run with all rows, and else Gauss-Newton.
         rows (`int`, *optional*, defaults to 8):
-            Rows whose curvature each step has, drawn at random.
+            Rows whose curvature each step of a recipe has, drawn at random.
         steps (`int`, *optional*, defaults to 256):
-            Steps back at most. Those of a longer run are taken together.
+            Steps of a recipe back at most. Those of a longer run are taken together.
+        hessian_share (`float`, *optional*, defaults to 1.0):
+            Part of the rows of each step of a run whose curvature is used: less work, and more noise.
+        smoothing (`float`, *optional*, defaults to 0.1):
+            κ, the part of the variance of a batch's gradient in the scale of the steps of a run. 0 is the plain
+            derivative, which fails without warmup.
+        name (`str`, *optional*, defaults to `"run"`):
+            Name of the run's record, that of the callback. Where there is none, the weights are those of checkpoints,
+            and rows come in the order in which the trainer of the attributor draws them.
+        start (`str`, *optional*):
+            Directory of the weights before the first step, for a run without a record. By default `checkpoint-0` in
+            the trainer's directory, or the directory that the model was loaded from.
 
     Raises:
-        ValueError: a number is less than 1, or a word is another one.
+        ValueError: a number is out of range, or a word is another one.
     """
 
     of: Literal["recipe", "run"] = "recipe"
-    form: Literal["gauss-newton", "hessian"] = "gauss-newton"
+    form: Literal["gauss-newton", "hessian"] | None = None
     rows: int = 8
     steps: int = 256
+    hessian_share: float = 1.0
+    smoothing: float = 0.1
+    name: str = "run"
+    start: str | None = None
 
     def __post_init__(self) -> None:
-        for name, words in (("of", ("recipe", "run")), ("form", ("gauss-newton", "hessian"))):
+        for name, words in (("of", ("recipe", "run")), ("form", (None, "gauss-newton", "hessian"))):
             if getattr(self, name) not in words:
                 raise ValueError(f"`{name}` of a replay is {getattr(self, name)!r}. Expected one of {list(words)}.")
         for name in ("rows", "steps"):
             object.__setattr__(self, name, checked_int(getattr(self, name), name, 1, type_error=ValueError))
+        if not 0 < self.hessian_share <= 1:
+            raise ValueError(f"`hessian_share` is {self.hessian_share!r}. Expected a part of the rows in (0, 1].")
+        if not 0 <= self.smoothing < float("inf"):
+            raise ValueError(f"`smoothing` is {self.smoothing!r}. Expected a finite number of at least 0.")
+
+    @property
+    def products(self) -> Literal["gauss-newton", "hessian"]:
+        """Return the curvature that is used."""
+        if self.form is not None:
+            return self.form
+        return "hessian" if self.of == "run" and self.hessian_share == 1 else "gauss-newton"
 
 
 MethodName = Literal["auto", "index", "exact", "rerank", "replay"]

@@ -7,6 +7,7 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Answer, Question
 from hf_trak.featurize.replaying import ReplayScores
 from hf_trak.featurize.reranking import reranked, two_passes
+from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import AnyMethod, Exact, Index, Replay, Rerank, check_best_rows
 from hf_trak.scores.score_files import ScoreFiles
 from hf_trak.scores.scorer import PlannedScores
@@ -24,6 +25,8 @@ def planned(
         method: the method.
         everywhere: all training rows in every process, rather than those that fall to this one.
     """
+    if isinstance(method, Replay) and method.of == "run":
+        return RunReplay(model, method).plan(question)
     if not isinstance(method, Index):
         scores = ReplayScores(model, method) if isinstance(method, Replay) else ExactScores(model, method)
         return scores.plan(question, everywhere)

@@ -94,14 +94,11 @@ class ReplayScores(ExactScores):
 
         Raises:
             HfTrakError: the attributor was made without a trainer, or its run has steps that cannot be replayed.
-            NotImplementedError: the run itself is asked for.
             TypeError: the task has no loss of every row.
             ValueError: the model is divided over processes.
             IncompleteStoreError: the training rows are not at hand.
         """
         super().__init__(model, Exact(curvature="identity"))
-        if method.of == "run":
-            raise NotImplementedError("`of` is 'run', which is not there yet. Expected `Replay(of='recipe')`.")
         if is_sharded(model.model):
             raise ValueError(
                 "`method` is 'replay', for a model that is divided over processes. Expected a whole model, for "
@@ -265,7 +262,7 @@ class ReplayScores(ExactScores):
         featurizer.prepare_task(model_id, self.args.batch_size)
         task = featurizer.task
         assert isinstance(task, BatchedModelOutput)
-        kind = Hessian if self.method.form == "hessian" else GaussNewton
+        kind = Hessian if self.method.products == "hessian" else GaussNewton
         curvature = kind(self.model.model, task, self.model.layout)
         cuts = [[rows[i] for i in cut] for rows in drawn for cut in batch_rows(0, len(rows), self.args.batch_size)]
         stream, counts = featurizer.batches(self.model.train_dataset).iterate(cuts), iter(map(len, drawn))

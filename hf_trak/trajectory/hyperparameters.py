@@ -94,19 +94,19 @@ def hyperparameters(trainer: Any, model: torch.nn.Module, layout: ParameterLayou
     if twin.optimizer is None:
         twin.create_optimizer()
     optimizer = getattr(twin.optimizer, "optimizer", twin.optimizer)
-    kind, groups = _groups(optimizer)
+    kind, groups = optimizer_groups(optimizer)
     steps, total = _steps(trainer)
     return Hyperparameters(
         kind,
         groups,
         _rates(twin, optimizer, steps, total),
-        _membership(optimizer, model, layout),
+        membership(optimizer, model, layout),
         trainer.args.max_grad_norm if (trainer.args.max_grad_norm or 0) > 0 else None,
         _rows(trainer.args),
     )
 
 
-def _groups(optimizer: Any) -> tuple[str, tuple[dict[str, Any], ...]]:
+def optimizer_groups(optimizer: Any) -> tuple[str, tuple[dict[str, Any], ...]]:
     """Return the kind of an optimizer, and the numbers of each of its groups."""
     name = type(optimizer).__name__
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
@@ -175,7 +175,7 @@ def _rates(trainer: Any, optimizer: Any, steps: int, total: int) -> Tensor:
     return torch.tensor(rates, dtype=torch.float64)
 
 
-def _membership(optimizer: Any, model: torch.nn.Module, layout: ParameterLayout) -> Tensor:
+def membership(optimizer: Any, model: torch.nn.Module, layout: ParameterLayout) -> Tensor:
     """Return the group of every attributed parameter, `(P,)`."""
     places = {id(value): index for index, group in enumerate(optimizer.param_groups) for value in group["params"]}
     own = dict(model.named_parameters())

@@ -133,8 +133,6 @@ def test_scores_belong_to_the_numbers_of_the_run(trained, tmp_path):
 
 def test_what_cannot_be_replayed_is_refused(trained, tmp_path):
     targets, attributor = Targets(random_targets(2)), attributor_of(trained, tmp_path)
-    with pytest.raises(NotImplementedError, match="'run'"):
-        attributor.attribute(targets, method=Replay(of="run"))
     with pytest.raises(ValueError, match="no self-influence"):
         attributor.self_influence("replay")
     with pytest.raises(ValueError, match="`rows` is 0"):

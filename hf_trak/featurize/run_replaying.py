@@ -1,0 +1,235 @@
+"""The replay of a recorded run: from a question to scores of all training rows.
+
+<output_dir>/experiments/<name>/replay-<digest>/targets-<first>-<last>/     see `trajectory.sweep`
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor
+
+from hf_trak.data.rows import batch_rows, row_count
+from hf_trak.errors import CheckpointMismatchError, HfTrakError
+from hf_trak.featurize.exact import ExactScores
+from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.question import Question
+from hf_trak.methods import Replay
+from hf_trak.modelout_functions.base import BatchedModelOutput
+from hf_trak.runtime.sharding import is_sharded
+from hf_trak.scores.scored_dataset import ScoreBlock
+from hf_trak.scores.scorer import PlannedScores
+from hf_trak.store.sealed import content_digest
+from hf_trak.trajectory.guards import warnings_of
+from hf_trak.trajectory.passes import StepPasses
+from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
+from hf_trak.trajectory.saved_run import SavedRun
+from hf_trak.trajectory.states import RunPath
+from hf_trak.trajectory.summary import RunSummary
+from hf_trak.trajectory.sweep import BackwardSweep, SweepOptions, SweepResult
+
+logger = logging.getLogger(__name__)
+
+REPLAY_VERSION = 1
+"""Raised whenever the same record gives other scores. It is part of the identity of replayed scores."""
+
+COTANGENT_COPIES = 8
+"""Numbers for each parameter and target that a sweep holds: derivatives of weights and moments, and what is made of
+them in a step."""
+
+
+class RunReplay:
+    """Replays the recorded run of a model. All processes call [`plan`] together; the main process computes."""
+
+    def __init__(self, model: FeaturizedModel, method: Replay) -> None:
+        """
+        Args:
+            model: the model after the run, its training rows and its store.
+            method: the options.
+
+        Raises:
+            HfTrakError: the model is divided over processes, rows come at random, or the task has no loss.
+            IncompleteStoreError: there is no record.
+            StoreError: it is damaged.
+        """
+        if is_sharded(model.model):
+            raise HfTrakError(
+                "The parameters of the model are divided over processes. Expected a whole model, whose run can be "
+                "followed back. Load the model unsharded."
+            )
+        self.model, self.method = model, method
+        task = ExactScores(model).train_task
+        if task is model.task or not isinstance(task, BatchedModelOutput):
+            raise HfTrakError(
+                f"The task {type(model.task).__name__} has no loss of single rows. Expected a task whose loss is what "
+                "the model was trained on. Name it in `task`."
+            )
+        self.task = task
+        batches = model.featurizer(task).batches(model.train_dataset)
+        if batches.drawn:
+            raise HfTrakError(
+                "Training rows come out of the dataset or the collator at random. Expected the rows that the run "
+                "trained on. Set the augmentation or masking aside, or use `of='recipe'`."
+            )
+        directory = Path(model.args.output_dir) / "trajectory" / method.name
+        self.record: RunRecord | SavedRun
+        if model.trainer is not None and not (directory / RECORD_FILE).exists():
+            self.record = SavedRun(model.trainer, model.model, model.layout, method.start, batches.collated)
+        else:
+            self.record = RunRecord.open(directory)
+
+    def summary(self) -> RunSummary:
+        """Describe the run."""
+        path = _path_of(self.record, self.model.device)
+        n = row_count(self.model.train_dataset, "train_dataset")
+        return RunSummary.of(path, isinstance(self.record, RunRecord), n, self.record.layout.total)
+
+    def plan(self, question: Question) -> PlannedScores:
+        """Compute the scores of all training rows for the targets of a question.
+
+        Args:
+            question: what is asked.
+
+        Raises:
+            CheckpointMismatchError: the model does not have the last weights of the run.
+            HfTrakError: the training rows or their loss are not those of the run.
+            StoreError: a file is missing or damaged.
+        """
+        identity = self._identity(question)
+        digest = content_digest(identity)[:12]
+        directory = self.model.store.experiment_dir(question.name) / f"replay-{digest}"
+        sweeps, processes = self._sweeps(question, directory, digest), self.model.processes
+        if not processes.broadcast_from_main(lambda: all(one.result_path.exists() for _, one in sweeps)):
+            model, model_id = self.model, question.ids[0]
+            source = {**model.sources, **question.sources}.get(model_id)
+            with model.weights(model_id, source, register=model_id not in model.store.model_ids):
+                processes.broadcast_from_main(lambda: self._compute(question, model_id, sweeps))
+        results = [one.result(len(part)) for part, one in sweeps]
+        return PlannedScores(identity, self._blocks(question, results))
+
+    def _identity(self, question: Question) -> dict[str, Any]:
+        method, store = self.method, self.model.store
+        return {
+            "collation": question.collation,
+            "config": store.config_hash,
+            "groups": question.tag,
+            "form": method.products,
+            "record": self.record.digest,
+            "replay": REPLAY_VERSION,
+            "seed": self.model.args.seed,
+            "share": method.hessian_share,
+            "smoothing": method.smoothing,
+            "states": _checksums(self.record),
+            "targets": question.fingerprint,
+        }
+
+    def _parts(self, m: int) -> list[range]:
+        """Divide targets into groups whose derivatives fit into memory together."""
+        size = 4 * self.record.layout.total * COTANGENT_COPIES
+        together = max(1, int(self.model.args.curvature.memory * 2**30) // size)
+        return [range(first, min(first + together, m)) for first in range(0, m, together)]
+
+    def _sweeps(self, question: Question, directory: Path, digest: str) -> list[tuple[range, BackwardSweep]]:
+        """Plan a sweep for each group of targets."""
+        path, method = _path_of(self.record, self.model.device), self.method
+        n = row_count(self.model.train_dataset, "train_dataset")
+        options = SweepOptions(method.smoothing, method.hessian_share, method.products, self.model.args.seed)
+        planned = []
+        for part in self._parts(question.m):
+            place = directory / f"targets-{part.start:06d}-{part.stop:06d}"
+            identity = {"replay": digest, "first": part.start}
+            planned.append((part, BackwardSweep(path, options, place, identity, n)))
+        return planned
+
+    def _compute(self, question: Question, model_id: int, sweeps: Sequence[tuple[range, BackwardSweep]]) -> None:
+        """Make the sweeps that are not made yet, with the last weights in the model. In the main process."""
+        model = self.model
+        last = trained_weights(dict(model.model.named_parameters()), self.record.layout)
+        self._check_weights(sweeps[0][1].path, last)
+        featurizer = model.featurizer(self.task)
+        featurizer.prepare_task(model_id, model.args.batch_size)
+        batches = featurizer.batches(model.train_dataset)
+
+        def collated(cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
+            for rows in cuts:
+                batch = send_to_device(batches.collated(list(rows)), model.device)
+                yield list(rows), featurizer.in_dtype_of_model(batch)
+
+        passes = StepPasses(model.model, self.task, model.layout, featurizer.computer(), collated)
+        targets = self._targets(question, passes)
+        try:
+            for part, sweep in sweeps:
+                what = f"{question.name}, replay of targets {part.start} to {part.stop - 1}"
+                found = sweep.run(passes, targets[part.start : part.stop], what)
+                for text in warnings_of(found, sweep.path, self.method):
+                    logger.warning("%s", text)
+        finally:
+            passes.put(last.to(model.device))
+
+    def _check_weights(self, path: RunPath, last: Tensor) -> None:
+        """Compare parameters and weights of the model with those at the end of the run."""
+        if self.record.layout != self.model.layout:
+            raise HfTrakError(
+                f"The run trained {self.record.layout.total:,} parameters in {len(self.record.layout.slots)} tensors, "
+                f"and {self.model.layout.total:,} in {len(self.model.layout.slots)} are attributed. Expected the same "
+                "ones. Leave `grad_wrt` out, and give the model of the run."
+            )
+        if not torch.equal(path.weights(len(path.steps)).cpu(), last):
+            raise CheckpointMismatchError(
+                "The model does not have the weights that the recorded run ended with. Expected them, since "
+                "the run is followed back from them. Load the last checkpoint (`load_best_model_at_end` loads another "
+                "one), or name the record of this model's run in `Replay(name=...)`."
+            )
+
+    def _targets(self, question: Question, passes: StepPasses) -> Tensor:
+        """Compute the gradients of the targets, or their means over groups, by the last weights: `(m, P)`."""
+        model, rows = self.model, question.eval_dataset
+        featurizer = model.featurizer(self.task)
+        batches = featurizer.batches(rows, "target")
+
+        def parts() -> Iterator[tuple[int, Tensor]]:
+            for cut in batch_rows(0, len(rows), model.args.batch_size):
+                batch = featurizer.in_dtype_of_model(send_to_device(batches.collated(list(cut)), model.device))
+                yield cut.start, passes.gradients(batch, len(cut), "target")[0].cpu()
+
+        if question.groups is not None:
+            return question.groups.means(parts())
+        return torch.cat([found for _, found in parts()])
+
+    def _blocks(self, question: Question, results: Sequence[SweepResult]) -> Iterator[ScoreBlock]:
+        """Yield the scores in blocks of training rows."""
+        size, n = self.model.store.config["shard_size"], len(results[0].scores)
+        for first in range(0, n, size):
+            last = min(first + size, n)
+            yield first, last, torch.cat([one.scores[first:last] for one in results], 1).float()
+
+
+def _path_of(record: RunRecord | SavedRun, device: torch.device) -> RunPath:
+    """Return the path of a run.
+
+    Raises:
+        HfTrakError: the loss of the record is not that of the model.
+        StoreError: a file is missing or damaged.
+    """
+    if isinstance(record, RunRecord):
+        path = RunPath.of_record(record, device)
+        if not path.logged:
+            raise HfTrakError(
+                "The record has no loss: the model returned none, since the trainer computed it from the outputs "
+                "(`compute_loss_func` or `label_smoothing_factor`). Expected the loss of the model itself. Train "
+                "without them to replay the run."
+            )
+        return path
+    numbers = replace(record.numbers, group_of=record.numbers.group_of.to(device))
+    return RunPath(
+        record.steps(), numbers, record.states(), lambda step: record.weights(step).to(device), record.logged()
+    )
+
+
+def _checksums(record: RunRecord | SavedRun) -> list[str]:
+    """Read the checksums of what is recorded; those of checkpoints are in the digest of a run without a record."""
+    return [record.checksum(step) for step in record.states()] if isinstance(record, RunRecord) else []

@@ -1,0 +1,54 @@
+"""When not to believe a replay: signs of it in what a sweep has seen, each with what to do about it."""
+
+from typing import Any
+
+import torch
+
+from hf_trak.trajectory.states import RunPath
+from hf_trak.trajectory.sweep import SweepResult
+
+LOSS_DEVIATION = 0.05
+"""Relative deviation of the loss along the path, in the mean of its steps, above which the path is not the run's.
+Runs that interpolated weights follow well had up to .019, those that they do not had .10 and more."""
+
+GROWTH = 1e3
+"""Growth of the derivatives of targets along the sweep above which noise may have grown, too."""
+
+
+def warnings_of(found: SweepResult, path: RunPath, method: Any) -> list[str]:
+    """Describe what speaks against the scores of a sweep.
+
+    Args:
+        found: what it found.
+        path: the run.
+        method: the options, with `hessian_share` and `products`.
+    """
+    texts = []
+    deviations = [
+        abs(float(found.losses[steps.start : steps.stop].mean()) - loss) / max(abs(loss), 1e-12)
+        for steps, loss in path.logged
+    ]
+    deviation = sum(deviations) / max(1, len(deviations))
+    if deviation > LOSS_DEVIATION:
+        remedy = (
+            f"Record the weights more often than every {path.gap} steps (`TrakCallback(record=True, every=...)`)"
+            if path.gap > 1
+            else "Give the training dataset, the collator and the precision of the run"
+        )
+        texts.append(
+            f"The loss along the replayed path differs from that of the training by {deviation:.1%} in the mean. "
+            f"Expected less than {LOSS_DEVIATION:.0%}. {remedy}."
+        )
+    growth = float(torch.nan_to_num(found.growth, nan=torch.inf).max())
+    if growth > GROWTH:
+        if method.hessian_share < 1:
+            remedy = f"Take more of each batch (`hessian_share`, now {method.hessian_share:g})"
+        elif method.products == "hessian":
+            remedy = "Take `form='gauss-newton'`"
+        else:
+            remedy = "Take `of='recipe'`, or compare with retraining"
+        texts.append(
+            f"The derivatives of the targets grew {growth:.2g} times on the way back. Expected less than {GROWTH:g} "
+            f"times: the run may be too hot to be followed. {remedy}."
+        )
+    return texts

@@ -1,0 +1,256 @@
+"""Passes over the rows of one step: their gradients, the loss as it was trained, and products with its curvature.
+
+The loss of a step is Σ_i c_i ℓ_i over its rows. A trainer that counts labels divides the sum over all tokens by
+their number in all accumulated batches; others take the mean of each batch, over tokens or over rows. Which of these
+it was is found from the loss that the model returned in the first step, and compared in the steps that follow.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hf_trak.errors import HfTrakError, NonFiniteError
+from hf_trak.gradient_computers.base import AbstractGradientComputer, SplitBatch, run_model
+from hf_trak.gradient_computers.environment import problem_type_fixed
+from hf_trak.gradient_computers.gauss_newton import GaussNewton, Hessian
+from hf_trak.gradient_computers.layout import ParameterLayout
+from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
+from hf_trak.modelout_functions.base import BatchedModelOutput, Side
+from hf_trak.trajectory.record import MicroBatch, is_known
+
+CurvatureForm = Literal["hessian", "gauss-newton"]
+
+Normalization = Literal["items", "labels"]
+"""What sums of losses are divided by: `num_items_in_batch`, or the labels of their own batch, one per row or more."""
+
+ROW_BYTES = 2**29
+"""Memory for the gradients of rows that are held at a time."""
+
+_ROW_COPIES = 16
+"""Bytes for each number of a gradient, with what engines hold beside it."""
+
+_AGREEMENT = 1e-3
+"""By how much the loss of a batch may differ from what the model returned, relative to it."""
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """Gradients of some rows of a step.
+
+    Attributes:
+        rows (`list[int]`): their numbers.
+        gradients (`torch.Tensor`): c_i ∇ℓ_i, `(B, P)`.
+        loss (`float`): their part of the loss of the step.
+    """
+
+    rows: list[int]
+    gradients: Tensor
+    loss: float
+
+
+class StepPasses:
+    """Computes what a step needs of the model, which it finds with the weights of the step in it."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        task: BatchedModelOutput,
+        layout: ParameterLayout,
+        computer: AbstractGradientComputer,
+        batches: Callable[[Sequence[Sequence[int]]], Iterator[tuple[list[int], Any]]],
+    ) -> None:
+        """
+        Args:
+            model: the model, in eval mode.
+            task: the training rows' side, minus the loss of each.
+            layout: the trained parameters.
+            computer: the gradient computer of this task.
+            batches: collates lists of row numbers, and yields `(rows, batch)` for each.
+        """
+        self.model, self.task, self.layout, self.computer = model, task, layout, computer
+        self._batches = batches
+        self.normalization: Normalization | None = None
+        self._parameters = dict(model.named_parameters())
+        self._weighted = _WeightedLoss(task)
+        self._curvatures: dict[CurvatureForm, GaussNewton] = {
+            "gauss-newton": GaussNewton(model, self._weighted, layout),
+            "hessian": Hessian(model, self._weighted, layout),
+        }
+
+    def put(self, weights: Tensor) -> None:
+        """Write weights `(P,)` into the model."""
+        with torch.no_grad():
+            for slot in self.layout.slots:
+                own = self._parameters[slot.name]
+                own.copy_(weights[slot.offset : slot.offset + slot.numel].reshape(slot.shape))
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def rows(self, batches: Sequence[MicroBatch], side: Side = "train") -> Iterator[RowGradients]:
+        """Compute the gradients of the rows of a step, as many at a time as fit into [`ROW_BYTES`].
+
+        Raises:
+            HfTrakError: the loss of a batch is not what the model returned in the training.
+            NonFiniteError: a gradient is NaN or infinite.
+        """
+        together = max(1, ROW_BYTES // (self.layout.total * _ROW_COPIES))
+        for passed, (rows, batch) in zip(batches, self._batches([one.rows for one in batches]), strict=True):
+            split = SplitBatch.of(batch)
+            if split.size != len(rows):
+                raise HfTrakError(
+                    f"The collator made a batch of {split.size} samples from {len(rows)} rows. Expected one sample "
+                    "per row. Use a collator that neither drops nor adds samples."
+                )
+            shares = self.shares(passed, batch)
+            for first in range(0, len(rows), together):
+                last = min(first + together, len(rows))
+                part = batch if last - first == len(rows) else split.rows(first, last)
+                found, losses = self.gradients(part, last - first, side)
+                found.mul_(-passed.scale * shares[first:last].unsqueeze(1))
+                if not bool(torch.isfinite(found.sum())):
+                    raise NonFiniteError(
+                        f"A gradient of the training rows {rows[first:last]} is NaN or infinite. Expected finite "
+                        "numbers. Look at these rows, and compute in float32."
+                    )
+                yield RowGradients(rows[first:last], found, passed.scale * float((shares[first:last] * losses).sum()))
+
+    def fits(self, rows: int) -> bool:
+        """Tell whether the gradients of so many rows may be held at a time."""
+        return rows * self.layout.total * _ROW_COPIES <= ROW_BYTES
+
+    def gradients(self, batch: Any, size: int, side: Side) -> tuple[Tensor, Tensor]:
+        """Compute the gradients of f of every sample, `(B, P)`, and −f, `(B,)`, float64."""
+        weight = self._parameters[self.layout.names[0]]
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        sink = _Rows(torch.zeros(size, self.layout.total, dtype=dtype, device=weight.device))
+        outputs = self.computer.stream(batch, sink, side)
+        return sink.rows, -outputs.output.double()
+
+    def shares(self, passed: MicroBatch, batch: Any) -> Tensor:
+        """Return the factors of rows in the loss of their pass, `(B,)`, float64.
+
+        Args:
+            passed: the pass, as it was recorded.
+            batch: its rows, collated.
+
+        Raises:
+            HfTrakError: the loss is not what the model returned in the training.
+        """
+        if self.normalization is None:
+            self._find_normalization(passed, batch)
+        return self._shares(self.normalization, passed, batch)
+
+    def _shares(self, normalization: Normalization | None, passed: MicroBatch, batch: Any) -> Tensor:
+        """Return the factors of rows in the loss of their own pass, `(B,)`, float64."""
+        counts = label_counts(self.task, batch)
+        sums = torch.ones_like(counts)
+        task = getattr(self.task, "of_task", self.task)
+        if isinstance(task, AggregatedModelOutput):  # a row's loss may be a sum over its labels, or their mean
+            sums = counts / task.label_weights(batch).double().sum(1).clamp(min=1e-12)
+        return sums / (passed.items if normalization == "items" else counts.sum())
+
+    def losses(self, batch: Any) -> Tensor:
+        """Compute the loss of every row, `(B,)`."""
+        with torch.no_grad(), problem_type_fixed(self.model, _labels(batch)):
+            return -self.task.output(run_model(self.task, self.model, batch), batch).double()
+
+    def _find_normalization(self, passed: MicroBatch, batch: Any) -> None:
+        """Find what the trainer's loss was divided by, at the weights of the first step."""
+        if not is_known(passed.loss):  # of a run without a record, of which the loss is compared as it was logged
+            self.normalization = "items" if is_known(passed.items) else "labels"
+            return
+        losses = self.losses(batch)
+        given: list[Normalization] = ["items"] if is_known(passed.items) else []
+        tried: dict[Normalization, float] = {}
+        every: tuple[Normalization, ...] = (*given, "labels")
+        for one in every:
+            tried[one] = float((self._shares(one, passed, batch) * losses).sum())
+            if abs(tried[one] - passed.loss) <= _AGREEMENT * max(abs(passed.loss), 1e-6):
+                self.normalization = one
+                return
+        shown = ", ".join(f"{value:.6g} (divided by {name})" for name, value in tried.items())
+        raise HfTrakError(
+            f"The loss of the first batch was {passed.loss:.6g} in the training, and is now {shown}. Expected the "
+            "same loss for the same rows and weights. Give the training dataset, collator and task of the run, in "
+            "their order."
+        )
+
+    # -- curvature ---------------------------------------------------------------------------------------------------
+
+    def curvature(
+        self, batches: Sequence[MicroBatch], chosen: Sequence[Sequence[int]], directions: Tensor, form: CurvatureForm
+    ) -> Tensor:
+        """Multiply directions by the curvature of the loss of some rows of a step.
+
+        Args:
+            batches: the passes of the step.
+            chosen: the places of these rows in each of them.
+            directions: `(m, P)`.
+            form: the Hessian, or the Gauss-Newton matrix.
+
+        Returns:
+            Σ c_i ∇²ℓ_i γ over these rows, `(m, P)`.
+
+        Raises:
+            GradientEngineError: the model cannot be differentiated twice.
+        """
+        total = torch.zeros_like(directions)
+        for (passed, places), (_, batch) in zip(
+            zip(batches, chosen, strict=True), self._batches([one.rows for one in batches]), strict=True
+        ):
+            if not places:
+                continue
+            index = torch.tensor(places, device=directions.device)
+            split = SplitBatch.of(batch)
+            self._weighted.factors = (self.shares(passed, batch) * passed.scale)[index]
+            part = split.rebuild({key: value[index] for key, value in split.mapped.items()})
+            total += self._curvatures[form].products(part, directions)
+        return total
+
+
+class _WeightedLoss(BatchedModelOutput):
+    """Minus the loss of every row, multiplied by a factor of its own."""
+
+    def __init__(self, task: BatchedModelOutput) -> None:
+        super().__init__()
+        self.task = task
+        self.factors = torch.ones(1)
+
+    def model_inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.task.model_inputs(batch)
+
+    def output(self, model_output: Any, batch: Any, side: Side = "train") -> Tensor:
+        found = self.task.output(model_output, batch, side)
+        return found * self.factors.to(found)
+
+    def out_to_loss_grad(self, model_output: Any, batch: Any, side: Side = "train") -> Tensor:
+        return self.task.out_to_loss_grad(model_output, batch, side)
+
+
+class _Rows:
+    """Collects the blocks of a batch as whole gradients. Columns that come twice add up."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        self.rows[:, start : start + block.shape[1]] += block.detach()
+
+    def takes_outer(self, left: Tensor, right: Tensor) -> bool:
+        return False
+
+
+def _labels(batch: Any) -> Any:
+    return batch.get("labels") if hasattr(batch, "get") else None
+
+
+def label_counts(task: BatchedModelOutput, batch: Any) -> Tensor:
+    """Count the labels of every row of a batch, `(B,)`, float64: 1 for tasks with one loss per row."""
+    task = getattr(task, "of_task", task)
+    if isinstance(task, AggregatedModelOutput):
+        return task.label_weights(batch).ne(0).sum(1).double()
+    split = SplitBatch.of(batch)
+    return torch.ones(split.size, dtype=torch.float64, device=next(iter(split.mapped.values())).device)

@@ -1,0 +1,288 @@
+"""Watches a `Trainer` train, and writes the record of the run. Nothing that it does changes a bit of the training.
+
+Row numbers are those that the trainer's own batch sampler draws, so that they are right for every sampling strategy,
+several processes and a resumed run. What the loss was divided by is seen where the model is called.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from torch.utils.data import BatchSampler, IterableDataset
+
+from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError
+from hf_trak.gradient_computers.layout import ParameterLayout
+from hf_trak.runtime.sharding import is_sharded
+from hf_trak.trajectory.hyperparameters import membership, optimizer_groups
+from hf_trak.trajectory.record import MicroBatch, RecordedStep, RunRecord, trained_weights
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_OUT = "Leave out `record=True`, or train without it."
+
+
+class RunRecorder:
+    """Writes the record of one run, as the events of its trainer come."""
+
+    def __init__(self, directory: Path, every: int, overwrite: bool) -> None:
+        """
+        Args:
+            directory: the directory of the record.
+            every: steps from one recorded state to the next.
+            overwrite: whether a run that starts from scratch replaces the record of an earlier one.
+        """
+        self.directory, self.every, self.overwrite = directory, every, overwrite
+        self._record: RunRecord | None = None
+        self._steps: list[RecordedStep] = []
+        self._drawn: list[list[int]] = []
+        self._place = self._skipped = 0
+        self._passes: list[tuple[Tensor | None, Any]] = []
+        self._batches: list[tuple[list[int], Tensor | None, Any]] = []
+        self._numbers: tuple[list[float], Tensor] | None = None
+        self._hook: Any = None
+
+    def begin(self, model: torch.nn.Module, args: Any, state: Any, optimizer: Any, loader: Any) -> None:
+        """Describe the run, write its first state, and begin to watch.
+
+        Raises:
+            HfTrakError: the run draws at random, or cannot be recorded for another reason.
+            ConfigMismatchError: the directory has the record of another run.
+            IncompleteStoreError: the run is resumed from a step that is not recorded.
+            StoreError: a file is damaged or cannot be written.
+        """
+        check_run(model, args, loader)
+        layout = ParameterLayout.from_model(model)
+        description = describe_run(model, args, optimizer, loader, layout)
+        self._model, self._layout, self._optimizer = model, layout, optimizer
+        self._main, self._world = state.is_world_process_zero, args.world_size
+        self._load_best = args.load_best_model_at_end
+        self._place = self._skipped = 0
+        if state.global_step and not args.ignore_data_skip:
+            updates = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
+            self._skipped = state.global_step % updates * args.gradient_accumulation_steps
+        if self._main:
+            self._open(description, state.global_step)
+        self._steps.clear()
+        self._passes.clear()
+        self._batches.clear()
+        self._hook = model.register_forward_hook(self._after_forward, with_kwargs=True)
+        _watch(_sampler(loader), self._begin_epoch)
+
+    def _open(self, description: dict[str, Any], step: int) -> None:
+        """Open the record, and find or write the state that the run begins with."""
+        weights = self._weights()
+        if step == 0:
+            if self.overwrite:
+                for path in [*self.directory.glob("state-*.safetensors"), self.directory / "record.json"]:
+                    path.unlink(missing_ok=True)
+            self._record = RunRecord.create(self.directory, description)
+            if later := [one for one in self._record.states() if one]:
+                raise ConfigMismatchError(
+                    f"{self.directory} has the record of a run up to step {later[-1]}. Expected none when training "
+                    "starts from scratch. Give this run another `name`, set `overwrite=True`, or resume with "
+                    "`trainer.train(resume_from_checkpoint=True)`."
+                )
+            if not self._record.states():
+                self._record.write(0, weights, [])
+                return
+        else:
+            RunRecord.open(self.directory)
+            self._record = RunRecord.create(self.directory, description)
+            self._record.forget_after(step)
+            if step not in self._record.states():
+                raise IncompleteStoreError(
+                    f"{self.directory} has no state of step {step}, from which the training is resumed. Expected the "
+                    f"record of the run that saved this checkpoint. Train from scratch. {_LEAVE_OUT}"
+                )
+            self._record.steps()
+        if not torch.equal(self._record.weights(step), weights):
+            raise ConfigMismatchError(
+                f"The weights at step {step} are not those of the record in {self.directory}. Expected the same run. "
+                "Give this run another `name`, or set `overwrite=True` to replace the record."
+            )
+
+    def _weights(self) -> Tensor:
+        return trained_weights(dict(self._model.named_parameters()), self._layout)
+
+    # -- what happens in a step --------------------------------------------------------------------------------------
+
+    def _begin_epoch(self) -> list[list[int]]:
+        """Begin to note the batches that the sampler draws in an epoch."""
+        self._drawn, self._place, self._skipped = [], self._skipped, 0
+        return self._drawn
+
+    def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        if module.training:
+            self._passes.append((_loss_of(output), kwargs.get("num_items_in_batch")))
+
+    def pass_done(self) -> None:
+        """Note the rows of a pass. Losses stay on their device until the state is written."""
+        rows = self._drawn[self._place] if self._place < len(self._drawn) else []
+        if not rows:
+            raise HfTrakError(
+                f"The trainer took batch {self._place} of an epoch, and its sampler has drawn {len(self._drawn)}. "
+                f"Expected every batch to come from the sampler of the trainer's data loader. {_LEAVE_OUT}"
+            )
+        self._place += 1
+        one = self._passes[0] if len(self._passes) == 1 else (None, None)
+        self._passes.clear()
+        self._batches.append((rows, *one))
+
+    def before_update(self) -> None:
+        """Note the learning rates and the norm of the gradient, with which the optimizer takes its next step."""
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        own = dict(self._model.named_parameters())
+        found = [one for name in self._layout.names if (one := own[name].grad) is not None]
+        norms = torch.stack([one.detach().double().square().sum() for one in found])
+        self._numbers = rates, norms.sum().sqrt()
+
+    def step_done(self, step: int, last: bool) -> None:
+        """Note a step, and write the state where one is due.
+
+        Args:
+            step: number of steps taken.
+            last: whether a state is due whatever the number.
+        """
+        self.pass_done()
+        assert self._numbers is not None
+        batches = tuple(MicroBatch(tuple(rows), _number(loss), _number(items)) for rows, loss, items in self._batches)
+        self._batches.clear()
+        rates, norm = self._numbers
+        self._steps.append(RecordedStep(batches, tuple(rates), float(norm)))
+        if last or step % self.every == 0:
+            self.write(step)
+
+    def write(self, step: int) -> None:
+        """Write the state, and the steps since the one before. All processes call this together."""
+        if not self._steps:
+            return
+        parts = gather_object([self._steps]) if self._world > 1 else [self._steps]
+        if self._main:
+            assert self._record is not None
+            joined = [
+                RecordedStep(tuple(batch for one in same for batch in one.batches), same[0].rates, same[0].norm)
+                for same in zip(*parts, strict=True)
+            ]
+            self._record.write(step, self._weights(), joined)
+        self._steps.clear()
+
+    def end(self, step: int) -> None:
+        """Write what is left, and stop watching."""
+        if self._steps and self._load_best:
+            logger.warning(
+                "The last %d steps are not in the record, since the best weights were loaded again.", len(self._steps)
+            )
+        else:
+            self.write(step)
+        if self._hook is not None:
+            self._hook.remove()
+
+
+def describe_run(
+    model: torch.nn.Module, args: Any, optimizer: Any, loader: Any, layout: ParameterLayout
+) -> dict[str, Any]:
+    """Describe everything about a run that stays the same, as plain JSON.
+
+    Raises:
+        HfTrakError: the optimizer is none whose steps are known.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    kind, groups = optimizer_groups(inner)
+    members = membership(inner, model, layout)
+    own = dict(model.named_parameters())
+    double = any(own[name].dtype == torch.float64 for name in layout.names)
+    return {
+        "accumulation": args.gradient_accumulation_steps,
+        "across_devices": bool(args.average_tokens_across_devices),
+        "dtype": "float64" if double else "float32",
+        "group_of": [int(members[slot.offset]) for slot in layout.slots],
+        "groups": [dict(group) for group in groups],
+        "kind": kind,
+        "max_norm": args.max_grad_norm if (args.max_grad_norm or 0) > 0 else None,
+        "parameters": [[slot.name, list(slot.shape)] for slot in layout.slots],
+        "processes": args.world_size,
+        "train_rows": len(loader.dataset),
+    }
+
+
+def check_run(model: torch.nn.Module, args: Any, loader: Any) -> None:
+    """Check that a run can be recorded.
+
+    Raises:
+        HfTrakError: it draws at random, divides its parameters, scales its gradients, or streams its rows.
+    """
+    if dropped := dropout_of(model):
+        raise HfTrakError(
+            f"The model has dropout ({dropped}). Expected a training that draws nothing at random, whose steps can be "
+            "taken back. Set it to 0 in the configuration of the model, or leave out `record=True`."
+        )
+    if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        raise HfTrakError(
+            "The model has batch normalization, which mixes the rows of a batch. Expected a loss that is a sum over "
+            f"rows. {_LEAVE_OUT}"
+        )
+    if is_sharded(model) or args.n_gpu > 1:
+        raise HfTrakError(
+            "The parameters are divided over processes, or the batch over the devices of one. Expected one device for "
+            f"each process, with the whole model. {_LEAVE_OUT}"
+        )
+    if args.fp16:
+        raise HfTrakError(
+            "`fp16` is set, which scales the loss and skips steps. Expected float32 or `bf16`. Set `bf16=True`, or "
+            "leave out `record=True`."
+        )
+    if isinstance(loader.dataset, IterableDataset) or not isinstance(_sampler(loader), BatchSampler):
+        raise HfTrakError(
+            "The training rows come from a stream, or from a loader without a batch sampler. Expected rows by number. "
+            f"Load them as a `datasets.Dataset`. {_LEAVE_OUT}"
+        )
+
+
+def dropout_of(model: torch.nn.Module) -> str:
+    """Name the dropout of a model that is not 0, in its modules or its configuration; empty for none."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
+            return f"`{name}`, p = {module.p}"
+    settings = getattr(getattr(model, "config", None), "to_dict", dict)()
+    functional = ("attention_dropout", "layerdrop", "hidden_dropout", "activation_dropout", "drop_path_rate")
+    found = {name: settings[name] for name in functional if isinstance(settings.get(name), float) and settings[name]}
+    return ", ".join(f"`{name}={value}`" for name, value in found.items())
+
+
+def _sampler(loader: Any) -> Any:
+    """Return what draws the batches of a loader."""
+    sampler = getattr(loader, "sampler", None)
+    return sampler if isinstance(sampler, BatchSampler) else getattr(loader, "batch_sampler", None)
+
+
+def _watch(sampler: Any, begin: Callable[[], list[list[int]]]) -> None:
+    """Make a batch sampler note what it draws. It stays the same object, which loaders compare and hold."""
+    kind = type(sampler)
+    kind = getattr(kind, "watched", kind)
+
+    def drawn(self: Any) -> Iterator[Any]:
+        return _noted(kind.__iter__(self), begin())
+
+    sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": drawn, "watched": kind})
+
+
+def _noted(batches: Iterator[Any], notes: list[list[int]]) -> Iterator[Any]:
+    for batch in batches:
+        notes.append([int(row) for row in batch])
+        yield batch
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    found = output.get("loss") if isinstance(output, Mapping) else None
+    if found is None and isinstance(output, tuple) and output:
+        found = output[0]
+    return found.detach() if isinstance(found, Tensor) and found.numel() == 1 else None
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)

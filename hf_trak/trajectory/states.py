@@ -1,0 +1,106 @@
+"""The weights before every step of a run: recorded ones, and lines between them where some are not."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hf_trak.errors import IncompleteStoreError
+from hf_trak.trajectory.hyperparameters import Hyperparameters
+from hf_trak.trajectory.optimizer_steps import Moments
+from hf_trak.trajectory.record import RecordedStep, RunRecord, is_known
+
+
+@dataclass(frozen=True)
+class State:
+    """What a step begins with.
+
+    Attributes:
+        weights (`torch.Tensor`): θ, `(P,)`.
+        moments ([`Moments`]): those of the optimizer.
+    """
+
+    weights: Tensor
+    moments: Moments
+
+
+class RunPath:
+    """The way of a run through its weights.
+
+    Attributes:
+        steps (`list[RecordedStep]`): the steps.
+        numbers ([`Hyperparameters`]): the optimizer's numbers.
+        states (`list[int]`): steps after which weights are known, the start and the end among them.
+        logged (`list`): mean losses of the training, with the range of steps of each.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[RecordedStep],
+        numbers: Hyperparameters,
+        states: Sequence[int],
+        read: Callable[[int], Tensor],
+        logged: Sequence[tuple[range, float]],
+    ) -> None:
+        """
+        Args:
+            steps: the steps.
+            numbers: the optimizer's numbers.
+            states: steps after which weights are known.
+            read: reads these, `(P,)`.
+            logged: mean losses of the training, with the range of steps of each.
+
+        Raises:
+            IncompleteStoreError: the first or the last weights are not known.
+        """
+        self.steps, self.numbers, self.states = list(steps), numbers, sorted(states)
+        self._read, self.logged = read, list(logged)
+        self._known: dict[int, Tensor] = {}
+        if not states or self.states[0] != 0 or self.states[-1] != len(self.steps):
+            raise IncompleteStoreError(
+                f"The weights after the steps {self.states} are known, of a run of {len(self.steps)} steps. Expected "
+                "those before the first and after the last one. Record the run with `TrakCallback(record=True)`."
+            )
+
+    @classmethod
+    def of_record(cls, record: RunRecord, device: torch.device) -> "RunPath":
+        """Read the path of a recorded run.
+
+        Raises:
+            StoreError: a file is missing or damaged.
+        """
+        steps = record.steps()
+        numbers = record.numbers([one.rates for one in steps], record.group_of.to(device))
+        logged = [(range(i, i + 1), one.loss) for i, one in enumerate(steps) if is_known(one.loss)]
+        return cls(steps, numbers, record.states(), lambda step: record.weights(step).to(device), logged)
+
+    @cached_property
+    def gap(self) -> int:
+        """Return the longest way from one known state to the next, in steps."""
+        return max(after - before for before, after in pairwise(self.states))
+
+    def known(self, step: int) -> bool:
+        """Tell whether the weights after so many steps are recorded."""
+        return step in self.states
+
+    def weights(self, step: int) -> Tensor:
+        """Return the weights after so many steps, `(P,)`: recorded, or on the line between the nearest recorded ones.
+
+        Raises:
+            StoreError: a file is missing or damaged.
+        """
+        if step in self.states:
+            return self._state(step)
+        before = max(one for one in self.states if one < step)
+        after = min(one for one in self.states if one > step)
+        return torch.lerp(self._state(before), self._state(after), (step - before) / (after - before))
+
+    def _state(self, step: int) -> Tensor:
+        if step not in self._known:
+            if len(self._known) > 1:
+                self._known.pop(next(iter(self._known)))
+            self._known[step] = self._read(step)
+        return self._known[step]

@@ -1,0 +1,84 @@
+"""What is known of a run, and what a replay of it costs."""
+
+from dataclasses import dataclass
+
+from hf_trak.trajectory.record import is_known
+from hf_trak.trajectory.states import RunPath
+
+_CLIPPED = 0.999
+"""Part of the largest norm from which on a gradient was clipped, in rounding."""
+
+_COPIES = 8
+"""Numbers for each parameter and target that a sweep holds."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What there is of a run. `str()` says it in a few lines.
+
+    Attributes:
+        recorded (`bool`): whether there is a record; otherwise the order of rows is what the trainer draws now.
+        steps (`int`): steps of the optimizer.
+        rows (`int`): rows that they saw, repeated ones included.
+        epochs (`float`): these, divided by the number of training rows.
+        states (`int`): weights that are known on the way, the first and the last included.
+        gap (`int`): the longest way between two of them, in steps.
+        rates (`tuple[float, float, float]`): learning rates of the first and the last step, and the highest.
+        clipped (`float`, *optional*): share of the steps whose gradient was clipped, where it is recorded.
+        parameters (`int`): trained parameters.
+    """
+
+    recorded: bool
+    steps: int
+    rows: int
+    epochs: float
+    states: int
+    gap: int
+    rates: tuple[float, float, float]
+    clipped: float | None
+    parameters: int
+
+    @classmethod
+    def of(cls, path: RunPath, recorded: bool, train_rows: int, parameters: int) -> "RunSummary":
+        """Sum up a run.
+
+        Args:
+            path: its way.
+            recorded: whether it comes from a record.
+            train_rows: n.
+            parameters: P.
+        """
+        rates = path.numbers.rates.max(1).values.tolist()
+        norms, largest = [one.norm for one in path.steps if is_known(one.norm)], path.numbers.max_norm
+        clipped = sum(norm >= _CLIPPED * largest for norm in norms) / len(norms) if norms and largest else None
+        rows = sum(len(one.rows) for one in path.steps)
+        return cls(
+            recorded, len(path.steps), rows, rows / train_rows, len(path.states), path.gap,
+            (rates[0], rates[-1], max(rates)), clipped, parameters,
+        )  # fmt: skip
+
+    def passes(self, targets: int, hessian_share: float = 1.0) -> float:
+        """Estimate the cost of a replay in forward and backward passes of a row, for each row of the training dataset.
+
+        Args:
+            targets (`int`): m.
+            hessian_share (`float`, *optional*, defaults to 1.0): see [`~hf_trak.Replay`].
+        """
+        return self.epochs * (2 + 2 * hessian_share * targets)
+
+    def memory(self, targets: int) -> int:
+        """Estimate the bytes of the derivatives of m targets that are swept together."""
+        return 4 * _COPIES * self.parameters * targets
+
+    def __str__(self) -> str:
+        first, last, highest = self.rates
+        order = "as recorded" if self.recorded else "as the trainer draws them (no record)"
+        clipping = "" if self.clipped is None else f", {self.clipped:.0%} of the steps clipped"
+        return (
+            f"{self.steps} steps over {self.rows:,} rows ({self.epochs:.3g} epochs), {order}\n"
+            f"weights of {self.parameters:,} parameters at {self.states} steps, at most {self.gap} apart\n"
+            f"learning rate {first:.3g} to {last:.3g}, {highest:.3g} at most{clipping}\n"
+            f"a replay takes {self.passes(1):.3g} passes over the training rows for 1 target, {self.passes(10):.3g} "
+            f"for 10 and {self.passes(100):.3g} for 100; a fifth of each batch in the curvature: "
+            f"{self.passes(1, 0.2):.3g}, {self.passes(10, 0.2):.3g} and {self.passes(100, 0.2):.3g}"
+        )

@@ -1,0 +1,160 @@
+"""The record of real `Trainer` runs: what it holds, that training does not notice, and what kills and damage do."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from replay_runs import (
+    in_process,
+    record_files,
+    recorded,
+    tiny,
+    train_and_die,
+    trainer,
+    watched,
+)
+from transformers import TrainerCallback
+
+from hf_trak.callbacks import TrakCallback
+from hf_trak.cli.main import main
+from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError, StoreError
+from hf_trak.trajectory.record import RunRecord, trained_weights, verify_record
+
+
+class Seen(TrainerCallback):
+    """Notes the weights after every step, and their gradients' norms."""
+
+    def __init__(self) -> None:
+        self.weights: list[torch.Tensor] = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.weights.append(torch.cat([one.detach().clone().flatten() for one in model.parameters()]))
+
+
+def record_of(directory: Path) -> RunRecord:
+    return RunRecord.open(directory / "trak" / "trajectory" / "run")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 3},
+        {"gradient_accumulation_steps": 3, "dataloader_drop_last": True, "per_device_train_batch_size": 3},
+        {"train_sampling_strategy": "group_by_length"},
+        {"max_steps": 4},
+        {"dataloader_num_workers": 1},
+    ],
+    ids=["accumulated", "ragged", "dropped", "grouped", "stopped", "workers"],
+)
+def test_rows_are_those_of_the_batches(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = tiny()
+    seen = watched(model)
+    recorded(tmp_path, model, **options)
+    steps = record_of(tmp_path).steps()
+    assert [list(batch.rows) for step in steps for batch in step.batches] == seen
+
+
+def test_training_does_not_notice(tmp_path: Path) -> None:
+    alone, beside = Seen(), Seen()
+    run = trainer(tmp_path / "a", callbacks=[alone], logging_strategy="steps", logging_steps=1)
+    run.train()
+    other = recorded(tmp_path / "b", callbacks=[beside], logging_strategy="steps", logging_steps=1)
+    assert len(alone.weights) == 9
+    assert all(torch.equal(a, b) for a, b in zip(alone.weights, beside.weights, strict=True))
+    losses = [[entry.get("loss") for entry in one.state.log_history] for one in (run, other)]
+    assert losses[0] == losses[1]
+
+
+def test_states_rates_and_norms(tmp_path: Path) -> None:
+    seen = Seen()
+    run = recorded(tmp_path, every=4, callbacks=[seen], logging_strategy="steps", logging_steps=1)
+    record = record_of(tmp_path)
+    assert record.states() == [0, 4, 8, 9]
+    for step in (4, 8, 9):
+        assert torch.equal(record.weights(step), seen.weights[step - 1])
+    assert torch.equal(record.weights(0), trained_weights(dict(tiny().named_parameters()), record.layout))
+    logged = [entry for entry in run.state.log_history if "grad_norm" in entry]
+    for step, entry in zip(record.steps(), logged, strict=True):
+        assert step.norm == pytest.approx(min(entry["grad_norm"], 0.5), rel=1e-5)
+        assert sum(batch.loss for batch in step.batches) == pytest.approx(entry["loss"], rel=1e-6)
+    rates = [step.rates[0] for step in record.steps()]
+    assert rates == pytest.approx([1e-2 * (9 - step) / 9 for step in range(9)])
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_and_resumed_runs_have_the_same_bytes(tmp_path: Path, number: int, after: bool) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    recorded(whole, save_strategy="steps", save_steps=2)
+    assert in_process(train_and_die, killed, number, after) < 0
+    place = killed / "trak" / "trajectory" / "run"
+    assert all(one.state in ("intact", "leftover") for one in verify_record(place))
+    if not (killed / "out").is_dir() or not any((killed / "out").glob("checkpoint-*")):
+        shutil.rmtree(place)  # nothing to resume from
+    for left in place.glob(".hf_trak-tmp-*") if place.is_dir() else ():
+        left.unlink()
+    recorded(killed, save_strategy="steps", save_steps=2)
+    assert record_files(killed) == record_files(whole)
+
+
+def test_resumed_without_its_record(tmp_path: Path) -> None:
+    run = trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
+    run.train()
+    with pytest.raises(IncompleteStoreError, match="has no record"):
+        recorded(tmp_path, max_steps=8)
+
+
+def test_another_run_is_not_recorded_over(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    with pytest.raises(ConfigMismatchError, match="up to step 9"):
+        recorded(tmp_path)
+    with pytest.raises(ConfigMismatchError, match="record of another run"):
+        recorded(tmp_path, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("change", ["flip", "cut", "lost", "foreign"])
+@pytest.mark.parametrize("step", [0, 4, 9])
+def test_damaged_records_are_refused(tmp_path: Path, change: str, step: int) -> None:
+    recorded(tmp_path / "a")
+    recorded(tmp_path / "b", seed=4)
+    record = record_of(tmp_path / "a")
+    path = record.path(step)
+    content = path.read_bytes()
+    if change == "flip":
+        path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    elif change == "cut":
+        path.write_bytes(content[:-1])
+    elif change == "lost":
+        path.unlink()
+    else:
+        shutil.copy(record_of(tmp_path / "b").path(step), path)
+    if change == "lost" and step == 9:  # as after a kill: what is there is valid
+        assert len(record.steps()) == 8
+        return
+    if change == "foreign" and step == 0:  # the same initial weights
+        assert record.steps()
+        return
+    with pytest.raises(StoreError):
+        record.steps()
+    assert any(one.state in ("damaged", "missing") for one in verify_record(record.directory))
+    assert main(["inspect", "--output_dir", str(tmp_path / "a" / "trak"), "--check"]) == (change != "lost")
+
+
+def test_runs_with_dropout_are_refused(tmp_path: Path) -> None:
+    model = tiny()
+    model.transformer.h[0].mlp.dropout.p = 0.1
+    with pytest.raises(HfTrakError, match=r"has dropout \(`transformer.h.0.mlp.dropout`, p = 0.1\)"):
+        recorded(tmp_path, model)
+
+
+def test_unknown_optimizers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(HfTrakError, match="Adafactor"):
+        recorded(tmp_path, optim="adafactor")
+
+
+def test_every_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`every` is 0"):
+        TrakCallback(record=True, every=0)

@@ -1,0 +1,248 @@
+"""Replays of recorded `Trainer` runs against retraining, kills, and what is refused."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from replay_runs import (
+    EVAL,
+    ROWS,
+    TARGETS,
+    RowWeights,
+    config,
+    in_process,
+    outputs,
+    recorded,
+    replay_and_die,
+    replay_saved,
+    replayed,
+    sentences,
+    tiny,
+    train_in_group,
+    trainer,
+)
+from store_jobs import start_group
+
+from hf_trak import TrakAttributor
+from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
+from hf_trak.featurize.run_replaying import RunReplay
+from hf_trak.methods import Replay
+from hf_trak.trajectory.passes import StepPasses
+from hf_trak.trajectory.record import RunRecord
+from hf_trak.trajectory.saved_run import SavedRun
+from hf_trak.trajectory.sweep import SweepOptions, chosen_rows
+
+PLAIN = Replay(of="run", smoothing=0.0)
+
+
+def scores_of(scored: Any) -> torch.Tensor:
+    return torch.tensor(scored["trak_scores"], dtype=torch.float64)
+
+
+def lora(weights: RowWeights) -> Any:
+    """A model with adapters of rank 2, which are trained, and their B not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    base = tiny()
+    base.loss_function = weights
+    torch.manual_seed(2)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_alpha=4))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.normal_(std=0.1)
+    return model.double()
+
+
+def plain_model(weights: RowWeights) -> Any:
+    model = tiny()
+    model.loss_function = weights
+    return model
+
+
+CASES = {
+    "linear": (plain_model, {"max_grad_norm": 0.5}),
+    "cosine-warmup": (plain_model, {"max_grad_norm": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 0.1}),
+    "unclipped": (plain_model, {"max_grad_norm": 0.0, "lr_scheduler_type": "cosine"}),
+    "sgd": (plain_model, {"optim": "sgd", "learning_rate": 0.1, "warmup_steps": 0.1}),
+    "lora": (lora, {"warmup_steps": 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_retraining_with_other_weights(tmp_path: Path, case: str) -> None:
+    """Central differences by the weight of a row in the loss, in float64: the derivative without smoothing."""
+    make, options = CASES[case]
+    weights = RowWeights()
+    run = recorded(tmp_path, make(weights), **options)
+    found = scores_of(replayed(run, tmp_path, PLAIN))
+    measured, step = torch.empty(TARGETS, ROWS, dtype=torch.float64), 1e-6
+    for row in range(ROWS):
+        sides = []
+        for sign in (1, -1):
+            weights.of = {row: 1 + sign * step}
+            other = trainer(tmp_path, make(weights), **options)
+            other.train()
+            sides.append(outputs(other.model))
+        measured[:, row] = (sides[0] - sides[1]) / (2 * step)
+    assert float(measured.abs().min()) > 0
+    assert float((found - measured).abs().max() / measured.abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_sweeps_go_on_with_the_same_bits(tmp_path: Path, number: int, after: bool) -> None:
+    for place in ("a", "b"):
+        run = recorded(tmp_path / place)
+        torch.save(run.model.state_dict(), tmp_path / place / "last.pt")
+    whole = scores_of(replay_saved(tmp_path / "a"))
+    code = in_process(replay_and_die, tmp_path / "b", number, after)
+    assert code < 0
+    assert torch.equal(scores_of(replay_saved(tmp_path / "b")), whole)
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_runs_of_two_processes(tmp_path: Path, across: bool) -> None:
+    """Rows of a step are those of both, and its loss and gradient are those that the optimizer got."""
+    jobs = start_group(tmp_path, 2, train_in_group, str(tmp_path), across)
+    seen = [job.wait() for job in jobs]
+    assert seen[0] is not None and seen[1] is not None
+    steps = RunRecord.open(tmp_path / "trak" / "trajectory" / "run").steps()
+    by_rank = [[list(batch.rows) for step in steps for batch in _of_rank(step.batches, rank)] for rank in (0, 1)]
+    assert by_rank == [one["value"] for one in seen]
+    found = scores_of(replay_saved(tmp_path))
+    assert found.abs().min() > 0
+
+
+def _of_rank(batches: Any, rank: int) -> Any:
+    half = len(batches) // 2
+    return batches[half:] if rank else batches[:half]
+
+
+def test_other_gradients_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = recorded(tmp_path, max_grad_norm=0.0)
+    monkeypatch.setattr(RunRecord, "_scale", lambda *given: 0.5)
+    with pytest.raises(HfTrakError, match="The gradient of the first step has the norm"):
+        replayed(run, tmp_path, Replay(of="run"))
+
+
+def test_parts_of_a_run_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = recorded(tmp_path / "run", every=4)
+    whole = scores_of(replayed(run, tmp_path / "run", Replay(of="run")))
+    monkeypatch.setattr("hf_trak.trajectory.sweep.KEPT_BYTES", 0)
+    monkeypatch.setattr("hf_trak.trajectory.passes.ROW_BYTES", 1)
+    (tmp_path / "run" / "trak" / "experiments").rename(tmp_path / "before")
+    again = scores_of(replayed(run, tmp_path / "run", Replay(of="run")))
+    torch.testing.assert_close(again, whole, rtol=1e-6, atol=1e-8)
+
+
+def test_what_there_is_of_a_run(tmp_path: Path) -> None:
+    run = recorded(tmp_path, every=4)
+    found = TrakAttributor.from_trainer(run, config(tmp_path)).trajectory()
+    assert (found.steps, found.rows, found.states, found.gap) == (9, 3 * ROWS, 4, 4)
+    assert found.rates == pytest.approx((1e-2, 1e-2 / 9, 1e-2))
+    assert found.clipped == 1.0
+    assert found.passes(1) == pytest.approx(12)
+    assert "9 steps over 30 rows (3 epochs), as recorded" in str(found)
+
+
+def test_groups_and_rows_of_the_result(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    every = scores_of(replayed(run, tmp_path, PLAIN))
+    mean = scores_of(replayed(run, tmp_path, PLAIN, group_by="all"))
+    torch.testing.assert_close(mean[0], every.mean(0), rtol=1e-5, atol=1e-7)
+    rows = scores_of(replayed(run, tmp_path, PLAIN, per="train"))
+    assert torch.equal(rows.T, every)
+    best = TrakAttributor.from_trainer(run, config(tmp_path)).attribute(EVAL, top_k=2, method=PLAIN)
+    assert best["trak_indices"][0] == every[0].topk(2).indices.tolist()
+
+
+def test_smoothing_and_shares_change_scores(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    half = Replay(of="run", hessian_share=0.5)
+    methods = (PLAIN, Replay(of="run"), half, replace(half, form="hessian"))
+    found = [scores_of(replayed(run, tmp_path, method)) for method in methods]
+    assert all(not torch.allclose(a, b) for i, a in enumerate(found) for b in found[:i])
+
+
+def test_chosen_rows_are_drawn_once_and_evenly() -> None:
+    options = SweepOptions(0.1, 0.25, "hessian", 7)
+    counts = torch.zeros(12)
+    for step in range(400):
+        places, weight = chosen_rows([4, 4, 4], step, options)
+        assert weight == 4
+        assert places == chosen_rows([4, 4, 4], step, options)[0]
+        for batch, chosen in enumerate(places):
+            counts[[4 * batch + place for place in chosen]] += 1
+    assert counts.sum() == 1200
+    assert 60 < counts.min() <= counts.max() < 140
+
+
+def test_other_rows_and_weights_are_refused(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "trak" / "trajectory", other / "trak" / "trajectory")
+    with pytest.raises(HfTrakError, match="The loss of the first batch was"):
+        replayed(trainer(tmp_path, run.model, rows=sentences(ROWS, 5)), other, Replay(of="run"))
+    with pytest.raises(CheckpointMismatchError, match="does not have the weights"):
+        replayed(trainer(tmp_path, tiny()), tmp_path, Replay(of="run"))
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = recorded(tmp_path)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    replayed(run, tmp_path, Replay(of="run"))
+    monkeypatch.setattr(StepPasses, "curvature", _broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        replayed(run, tmp_path, Replay(of="run", hessian_share=0.5))
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+
+
+def _broken(*arguments: Any) -> None:
+    raise RuntimeError("broken")
+
+
+def test_a_path_that_is_not_the_runs_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = recorded(tmp_path, every=100, learning_rate=0.3)
+    replayed(run, tmp_path, Replay(of="run"))
+    assert "Record the weights more often than every 9 steps" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 1}, {"dataloader_drop_last": True, "max_steps": 5}]
+)
+def test_runs_without_a_record(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Order, losses and rates are those of the record, and so are scores where a checkpoint is at every step."""
+    run = recorded(tmp_path, save_strategy="steps", save_steps=1, logging_strategy="steps", **options)
+    tiny().save_pretrained(tmp_path / "out" / "checkpoint-0")
+    method = Replay(of="run", name="nothing")
+    features = TrakAttributor.from_trainer(run, config(tmp_path)).features
+    saved, record = RunReplay(features, method).record, RunReplay(features, Replay(of="run")).record
+    assert isinstance(saved, SavedRun)
+    for one, other in zip(saved.steps(), record.steps(), strict=True):
+        assert [batch.rows for batch in one.batches] == [batch.rows for batch in other.batches]
+        assert [batch.items for batch in one.batches] == [batch.items for batch in other.batches]
+        assert one.rates == pytest.approx(other.rates)
+    torch.testing.assert_close(
+        scores_of(replayed(run, tmp_path, method)), scores_of(replayed(run, tmp_path, Replay(of="run")))
+    )
+
+
+def test_runs_without_first_weights_are_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, save_strategy="steps", save_steps=3)
+    run.train()
+    with pytest.raises(IncompleteStoreError, match=r"steps \[3, 6\], and no `checkpoint-0`"):
+        replayed(run, tmp_path, Replay(of="run"))
+    tiny().save_pretrained(tmp_path / "first")
+    found = scores_of(replayed(run, tmp_path, Replay(of="run", start=str(tmp_path / "first"))))
+    assert found.abs().min() > 0
+
+
+def test_unknown_orders_are_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, train_sampling_strategy="group_by_length")
+    run.train()
+    with pytest.raises(HfTrakError, match="draws its rows with LengthGroupedSampler"):
+        replayed(run, tmp_path, Replay(of="run", start="somewhere"))
