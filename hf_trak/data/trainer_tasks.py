@@ -61,7 +61,7 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
                 given if isinstance(given, str) else type(given).__name__,
                 why,
             )
-        return given  # type: ignore[return-value]  # it is not None
+        return given
     name = known_task(model)
     of: Any = None if name is None else TASKS_OF_MODELS[name]()
     first = _first_rows(trainer, model, rows, collator if of is None else of.collator(collator))
