@@ -152,7 +152,7 @@ class TrainerLossModelOutput(BatchedModelOutput):
             return torch.ones_like(self.per_sample_loss(model_output, batch))
 
     def gauss_newton_weight(self, model_output: Any, batch: Batch) -> Tensor:
-        """Compute h of every row, with which ∇L ∇Lᵀ / h has the trace of Jᵀ H J as far as H goes.
+        """Compute h of every row, so that ∇L ∇Lᵀ / h stands for its part Jᵀ H J of the Gauss-Newton matrix.
 
         H is the second derivative of the loss L by the outputs of the model, and g the first: h = ‖g‖² / tr H.
 
