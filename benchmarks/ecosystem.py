@@ -35,7 +35,7 @@ from hf_trak.modelout_functions.loss import HasLoss, LossModelOutput
 BOUND = 1e-5
 KINK = 2e-3
 """What the slope of a single ReLU changes, at most."""
-HEAD = "| | works | engine | largest error |\n|---|---|---|---|"
+HEAD = "| | with | engine | largest error |\n|---|---|---|---|"
 
 
 announced: list[str] = []
@@ -115,7 +115,6 @@ def outcome(case: EcosystemCase) -> tuple[bool, str]:
         if BOUND < alone <= KINK:
             error = largest(features * times, by_autograd(own, together=True) * times)
     engine = " ".join(announced[-1].split(" by the ")[1].split(" engine")[0].split()) if announced else ""
-    works = f"with {case.needs}" if case.needs else "as is"
     fine = error <= BOUND
     shown = f"{error:.0e}" if fine else f"**{error:.0e}**"
     if times != 1:
@@ -124,7 +123,7 @@ def outcome(case: EcosystemCase) -> tuple[bool, str]:
         shown += ", the task alone"
     if alone != error:
         shown += f" in the batch, {alone:.0e} alone"
-    return fine, f"| {case.title} | {works} | {engine} | {shown} |"
+    return fine, f"| {case.title} | {case.needs} | {engine} | {shown} |"
 
 
 def main() -> None:

@@ -84,5 +84,6 @@ def loss_of_trainer(trainer: Any, rows: Any, row: int, inputs: Any = None) -> to
     loss, labels = computed(1.0), inputs.get("labels")
     of_tokens = isinstance(labels, torch.Tensor) and labels.ndim == 2 and not labels.is_floating_point()
     if of_tokens and torch.equal(loss, computed(2.0)):
-        loss = loss * (labels != -100).sum()
+        first = int(trainer._loss_shifts_labels)  # nothing predicts the first token of a causal model
+        loss = loss * (labels[:, first:] != -100).sum()
     return loss

@@ -61,7 +61,7 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
                 given if isinstance(given, str) else type(given).__name__,
                 why,
             )
-        return given  # type: ignore[return-value]  # it is not None
+        return given
     name = known_task(model)
     of: Any = None if name is None else TASKS_OF_MODELS[name]()
     first = _first_rows(trainer, model, rows, collator if of is None else of.collator(collator))
@@ -75,6 +75,13 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
         _check_rows(task, model, first)
     elif name is None:
         infer_task(model)
+    owner = next((cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)), object)
+    if not owner.__module__.startswith("transformers.") and {"training_step", "_prepare_inputs"} & set(vars(owner)):
+        logger.warning(
+            "%s also changes batches before `compute_loss`, such as by answers that the model generates. Rows are "
+            "attributed as its collator makes them.",
+            owner.__name__,
+        )
     logger.info("The training rows are attributed by `%s`: %s.", task.name, why or "it is asked for")
     return GaussNewtonModelOutput(task) if given == "gauss_newton" else task
 

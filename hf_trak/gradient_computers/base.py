@@ -206,7 +206,7 @@ class SplitBatch:
         items = dict(batch.items()) if isinstance(batch, Mapping) else dict(enumerate(batch))
         mapped = {k: v for k, v in items.items() if isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == size}
         constant = {k: v for k, v in items.items() if k not in mapped}
-        listed = {
+        listed: dict[Any, Sequence[Any]] = {
             k: v
             for k, v in constant.items()
             if isinstance(v, list | tuple) and len(v) == size and all(isinstance(one, Mapping | Tensor) for one in v)
@@ -225,7 +225,8 @@ class SplitBatch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """Make a batch of samples `start … stop`."""
-        return self.rebuild({key: values[start:stop] for key, values in (*self.mapped.items(), *self.listed.items())})
+        taken = {key: values[start:stop] for key, values in self.listed.items()}
+        return self.rebuild({**taken, **{key: tensor[start:stop] for key, tensor in self.mapped.items()}})
 
     def picked(self, rows: Sequence[int]) -> Batch:
         """Make a batch of some samples."""

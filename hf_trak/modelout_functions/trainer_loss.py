@@ -152,7 +152,7 @@ class TrainerLossModelOutput(BatchedModelOutput):
             return torch.ones_like(self.per_sample_loss(model_output, batch))
 
     def gauss_newton_weight(self, model_output: Any, batch: Batch) -> Tensor:
-        """Compute h of every row, with which ∇L ∇Lᵀ / h has the trace of Jᵀ H J as far as H goes.
+        """Compute h of every row, so that ∇L ∇Lᵀ / h stands for its part Jᵀ H J of the Gauss-Newton matrix.
 
         H is the second derivative of the loss L by the outputs of the model, and g the first: h = ‖g‖² / tr H.
 
@@ -296,7 +296,7 @@ def rows_of(inputs: Mapping[str, Any], rows: Sequence[int], size: int) -> dict[s
         size (`int`):
             The number of rows of the batch.
     """
-    taken = {}
+    taken: dict[str, Any] = {}
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == size:
             taken[name] = value[list(rows)]
@@ -308,11 +308,11 @@ def rows_of(inputs: Mapping[str, Any], rows: Sequence[int], size: int) -> dict[s
 
 
 def _item_count(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
-    """Return 1 where the trainer counts the items of a batch, and `None` where it does not."""
+    """Return the number of rows where the trainer counts the items of a batch, and `None` where it does not."""
     count = getattr(trainer, "get_batch_samples", None)
     device = next((value.device for value in inputs.values() if isinstance(value, Tensor)), torch.device("cpu"))
     counted = None if count is None else count(iter([inputs]), 1, device)[1]
-    return None if counted is None else torch.ones((), device=device)
+    return None if counted is None else torch.tensor(float(size_of(inputs) or 1), device=device)
 
 
 class _Called(BaseException):
@@ -333,7 +333,7 @@ class _Answering:
     def __init__(self, model: torch.nn.Module | None, call: Callable[..., Any]) -> None:
         self._of, self.forward = model, call
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:  # trainers ask for the class of the model
         return type(self._of)
 

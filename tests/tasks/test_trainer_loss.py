@@ -281,6 +281,12 @@ def test_a_loss_between_rows_is_refused(tmp_path: Path) -> None:
         TrakAttributor.from_trainer(trainer, config(tmp_path))
 
 
+def test_a_trainer_that_changes_its_batches_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = distilled(tmp_path)
+    TrakAttributor.from_trainer(trainer, config(tmp_path))
+    assert "GKDTrainer also changes batches before `compute_loss`" in caplog.text
+
+
 def test_the_trainer_is_left_as_it_was(tmp_path: Path) -> None:
     trainer = CASES["weighted"](tmp_path)
     trainer._set_signature_columns_if_needed()
